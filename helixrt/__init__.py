@@ -1,0 +1,1 @@
+"""helixrt: hybrid-parallel training that stays fast on slow links and running when parts fail."""

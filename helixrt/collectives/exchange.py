@@ -1,0 +1,45 @@
+"""The seam between a replica and its gradient exchange, whatever runs it.
+
+In: flat tensors of equal length on every member. Out: their sum, in another tensor; the input is
+preserved, so that a broken exchange can be retried among the survivors (DESIGN, step 3).
+torchft's Gloo group implements it now (`gloo.py`); FTAR takes its place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+
+class Exchange(ABC):
+    """Sums tensors of equal ranks across the replicas of one generation.
+
+    Calls come from one thread, except `abort`, which may come from any thread at any time.
+    All members call `all_reduce` with the same sequence of lengths.
+    """
+
+    @abstractmethod
+    def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
+        """Connect to the members (sorted replica ids, `me` among them); drops what was there before.
+
+        `rendezvous` is a `host:port/prefix` address of the run's store, unique to (generation, ring).
+        Raises Retryable when a member does not come in time.
+        """
+
+    @abstractmethod
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Put the sum over members of `source` (any shape, contiguous) into `out`; blocks.
+
+        Every member gets the same bits. `source` is left as it was.
+        Raises Retryable as soon as a member is lost or `abort` was called; `out` is then undefined.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make the running and every later call of this generation raise Retryable, at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up connections and threads; idempotent."""

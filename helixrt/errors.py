@@ -1,0 +1,73 @@
+"""The kinds of failure helixrt tells apart.
+
+A failure is `Retryable` (the step can be done again by whoever is left) or `Fatal` (this
+process or this run must stop), and always names the first root cause, never a consequence of it.
+A wrong setting is a `ConfigError`: one line, the value, the rule and the key, exit code 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Where a failure began: which rank saw it, what it was, and where that rank's log is."""
+
+    what: str
+    rank: str = ""
+    log: str = ""
+
+    def __str__(self) -> str:
+        where = f" at {self.rank}" if self.rank else ""
+        log = f" (log: {self.log})" if self.log else ""
+        return f"{self.what}{where}{log}"
+
+
+class HelixError(Exception):
+    """Base of every error helixrt raises on purpose."""
+
+
+class ConfigError(HelixError):
+    """A setting that cannot work, found before anything is launched.
+
+    The message is one line: `KEY=VALUE: RULE`. Commands print it and exit with code 2.
+    """
+
+    def __init__(self, key: str, value: object, rule: str) -> None:
+        super().__init__(f"{key}={value}: {rule}")
+        self.key, self.value, self.rule = key, value, rule
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ConfigError, (self.key, self.value, self.rule))
+
+
+class Retryable(HelixError):
+    """Something failed that the survivors can repair: a peer died, a link broke, a fetch stopped."""
+
+    def __init__(self, cause: Cause | str) -> None:
+        self.cause = cause if isinstance(cause, Cause) else Cause(cause)
+        super().__init__(str(self.cause))
+
+
+class Fatal(HelixError):
+    """This process cannot go on: its own device, memory or program is wrong."""
+
+    def __init__(self, cause: Cause | str) -> None:
+        self.cause = cause if isinstance(cause, Cause) else Cause(cause)
+        super().__init__(str(self.cause))
+
+
+class MissingExtra(ConfigError):
+    """An optional package is needed and not installed; says which extra brings it."""
+
+    def __init__(self, package: str, extra: str, needed_for: str) -> None:
+        super().__init__(
+            "extra",
+            extra,
+            f"{needed_for} needs the package {package!r}; install it with: pip install 'helixrt[{extra}]'",
+        )
+        self.package, self.extra, self.needed_for = package, extra, needed_for
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (MissingExtra, (self.package, self.extra, self.needed_for))

@@ -1,0 +1,160 @@
+"""The lineage: the chain of commit records, and the audit that follows it.
+
+In: the run's log, an append-only sequence of records in the order the store accepted them.
+Out: which records count (the chain of the newest entry), and what entered the parameters.
+
+A record names its parent by hash. The newest log entry is the head; the chain is the head and
+its ancestors. An entry whose parent is not the entry before it *supersedes* what lay between.
+Follows FT-HSDP sections 4.1 and 4.4 (`loader_state`), made one agreed account (DESIGN, step 4).
+Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+GENESIS_PARENT = ""
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """The one agreed account of a step.
+
+    `step` counts applied updates: the record of step n is the state after n updates; step 0 is
+    the genesis, the initial parameters. `contributors` are the replicas whose gradients are in
+    the update. `positions[r]` is how many batches of replica r's stream the state has consumed.
+    """
+
+    step: int
+    generation: int
+    parent: str
+    contributors: tuple[int, ...]
+    positions: Mapping[int, int] = field(default_factory=dict)
+    run: str = ""
+
+    def to_json(self) -> str:
+        """Canonical text: equal records have equal text, whoever writes them."""
+        return json.dumps(
+            {
+                "step": self.step,
+                "generation": self.generation,
+                "parent": self.parent,
+                "contributors": list(self.contributors),
+                "positions": {str(r): self.positions[r] for r in sorted(self.positions)},
+                "run": self.run,
+            },
+            separators=(",", ":"),
+        )
+
+    @staticmethod
+    def from_json(text: str) -> CommitRecord:
+        raw = json.loads(text)
+        return CommitRecord(
+            step=raw["step"],
+            generation=raw["generation"],
+            parent=raw["parent"],
+            contributors=tuple(raw["contributors"]),
+            positions={int(r): p for r, p in raw["positions"].items()},
+            run=raw["run"],
+        )
+
+    @cached_property
+    def hash(self) -> str:
+        """The lineage hash: names this record and, through `parent`, everything before it."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+
+def genesis(run: str, replicas: int) -> CommitRecord:
+    """The record of the initial parameters: step 0, nothing consumed."""
+    return CommitRecord(0, 0, GENESIS_PARENT, (), {r: 0 for r in range(replicas)}, run)
+
+
+class Log:
+    """A local copy of the run's log, entry by entry, and the chain that it implies.
+
+    `append` takes the store's entries in order. Entry 0 is the genesis.
+    """
+
+    def __init__(self, entries: Sequence[CommitRecord] = ()) -> None:
+        self.entries: list[CommitRecord] = []
+        self._by_hash: dict[str, CommitRecord] = {}
+        self._chain: dict[int, str] = {}  # step -> hash, of the head's chain
+        for entry in entries:
+            self.append(entry)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def head(self) -> CommitRecord:
+        return self.entries[-1]
+
+    def append(self, entry: CommitRecord) -> None:
+        """Take the next entry of the store; its parent must be in the log already."""
+        if self.entries and entry.parent not in self._by_hash:
+            raise ValueError(f"record of step {entry.step} has the unknown parent {entry.parent[:8]}")
+        self.entries.append(entry)
+        self._by_hash[entry.hash] = entry
+        for step in [s for s in self._chain if s >= entry.step]:
+            del self._chain[step]
+        node: CommitRecord | None = entry
+        while node is not None and self._chain.get(node.step) != node.hash:
+            self._chain[node.step] = node.hash
+            node = self._by_hash.get(node.parent)
+
+    def get(self, hash_: str) -> CommitRecord | None:
+        """The record with this hash, on the chain or superseded; None if the log has none."""
+        return self._by_hash.get(hash_)
+
+    def on_chain(self, hash_: str) -> bool:
+        """Whether the state with this hash is the head or an ancestor of it."""
+        record = self._by_hash.get(hash_)
+        return record is not None and self._chain.get(record.step) == hash_
+
+    def chain(self, until: str | None = None) -> list[CommitRecord]:
+        """From the genesis to the record `until` (the head if None), following parents."""
+        node: CommitRecord | None = self.head if until is None else self._by_hash[until]
+        steps: list[CommitRecord] = []
+        while node is not None:
+            steps.append(node)
+            node = self._by_hash.get(node.parent)
+        return steps[::-1]
+
+    def superseded(self) -> list[CommitRecord]:
+        """Entries that are not on the head's chain."""
+        return [e for e in self.entries if not self.on_chain(e.hash)]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What entered the parameters: batches counted, and where a stream has gaps or repeats."""
+
+    batches: int
+    gaps: int
+    repeats: int
+    per_replica: Mapping[int, int]
+
+    @property
+    def clean(self) -> bool:
+        return self.gaps == 0 and self.repeats == 0
+
+
+def audit(chain: Sequence[CommitRecord]) -> Audit:
+    """Follow a chain from its genesis: each contributor's stream must move on by exactly one batch
+    per contributed step, and no other stream may move."""
+    gaps = repeats = batches = 0
+    position: dict[int, int] = dict(chain[0].positions) if chain else {}
+    for before, record in zip(chain, chain[1:], strict=False):
+        if record.parent != before.hash or record.step != before.step + 1:
+            gaps += 1
+        for replica, after in record.positions.items():
+            expected = position.get(replica, 0) + (1 if replica in record.contributors else 0)
+            gaps += max(0, after - expected)
+            repeats += max(0, expected - after)
+            position[replica] = after
+        batches += len(record.contributors)
+    return Audit(batches, gaps, repeats, position)

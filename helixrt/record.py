@@ -1,0 +1,131 @@
+"""The flight record: what happened on a rank, in order, cheap enough to leave on.
+
+Anything may write to a `FlightRecord`; analysis is in `observe/`, drawing in `train/report`.
+Events are frozen, carry wall-clock times in seconds (`time.time()` of the writer, passed in or
+taken by the record's own clock), and are kept in a ring buffer. A `sink` may be attached that
+gets every event at once (a JSON Lines file that survives SIGKILL, a chaos monkey).
+Only the standard library is used here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+class Kind(str, Enum):
+    """Event types. The comment says which `detail` keys each carries."""
+
+    STEP_BEGIN = "step_begin"  # position
+    STEP_END = "step_end"  # loss, tokens, stall_s
+    OPERATION = "operation"  # op (F/B/W), chunk, microbatch; has a duration
+    SEND = "send"  # tag, bytes; duration from queued to done
+    RECV = "recv"  # tag, bytes; duration from posted to arrived
+    QUORUM_JOIN = "quorum_join"  # lineage
+    QUORUM = "quorum"  # generation, members, contributors, behind
+    WORK_BEGIN = "work_begin"  # position
+    WORK_END = "work_end"  # position
+    EXCHANGE_BEGIN = "exchange_begin"  # generation, contribute
+    EXCHANGE_BUCKET = "exchange_bucket"  # generation, bucket, buckets, bytes; has a duration
+    EXCHANGE_END = "exchange_end"  # generation
+    EXCHANGE_FAILED = "exchange_failed"  # generation, reason
+    VOTE = "vote"  # generation
+    COMMIT = "commit"  # generation, record (hash), contributors
+    SUPERSEDE = "supersede"  # old, new
+    APPLY = "apply"  # record (hash)
+    FETCH_BEGIN = "fetch_begin"  # lineage, donors, what (state | buckets)
+    FETCH_SHARD = "fetch_shard"  # shard, donor, bytes, ok; has a duration
+    FETCH_END = "fetch_end"  # lineage, bytes, per_donor
+    SNAPSHOT = "snapshot"  # lineage, bytes
+    CHECKPOINT_BEGIN = "checkpoint_begin"  # lineage
+    CHECKPOINT_END = "checkpoint_end"  # lineage, path
+    FAILURE = "failure"  # replica, reason
+    RANK_START = "rank_start"  # pid, incarnation
+    RANK_END = "rank_end"  # code
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened. `begin_s` and `end_s` are Unix times; equal for an instant."""
+
+    kind: Kind
+    rank: str
+    step: int
+    begin_s: float
+    end_s: float
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "kind": self.kind.value}, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(line: str) -> Event:
+        raw = json.loads(line)
+        return Event(**{**raw, "kind": Kind(raw["kind"])})
+
+
+class FlightRecord:
+    """A bounded, thread-safe sequence of events of one rank.
+
+    `capacity` is in events; the oldest go first. Sinks are called in the writer's thread, in order.
+    """
+
+    def __init__(self, rank: str, capacity: int = 100_000, clock: Callable[[], float] = time.time) -> None:
+        self.rank = rank
+        self.step = 0  # the step that events belong to unless they name another
+        self.clock = clock
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._sinks: list[Callable[[Event], None]] = []
+        self._lock = threading.Lock()
+
+    def attach(self, sink: Callable[[Event], None]) -> None:
+        """Call `sink(event)` for every later event, in the writer's thread."""
+        self._sinks.append(sink)
+
+    def write(self, kind: Kind, *, begin_s: float | None = None, step: int | None = None, **detail: Any) -> Event:
+        """Record an event that ends now (and began at `begin_s`, if given)."""
+        now = self.clock()
+        event = Event(kind, self.rank, self.step if step is None else step, now if begin_s is None else begin_s, now, detail)
+        with self._lock:
+            self._events.append(event)
+        for sink in self._sinks:
+            sink(event)
+        return event
+
+    def events(self) -> list[Event]:
+        """A copy of what is in the buffer, oldest first."""
+        with self._lock:
+            return list(self._events)
+
+
+class JsonLinesSink:
+    """Appends every event to a file, one JSON object a line, written through at once.
+
+    Unbuffered `os.write` of whole lines: what a process wrote before SIGKILL is in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def __call__(self, event: Event) -> None:
+        os.write(self._fd, (event.to_json() + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a JSON Lines file; a last line cut short by a kill is left out."""
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield Event.from_json(line)

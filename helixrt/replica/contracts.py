@@ -1,0 +1,278 @@
+"""The contracts that stand between one replica's life and the world.
+
+`Engine` computes, `Membership` says who takes part, `RunStore` keeps the run's log,
+`StateTransport` moves state between replicas, `Launcher` starts and stops ranks. Each has a local
+and a Ray implementation, injected; none is imported by `replica/` itself except the local ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from helixrt.protocol.quorum import Member
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer update did, for the log: norm before clipping (all stages), rate used."""
+
+    grad_norm: float
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class WorkResult:
+    """What one step's forward and backward gave, equal on every rank of the replica.
+
+    `loss` is the mean over the replica's batch in nats per token; `tokens` is how many it had.
+    """
+
+    loss: float
+    tokens: int
+
+
+class Engine(ABC):
+    """What computes inside one rank of a replica: our pipeline, a plain model, DeepSpeed, FSDP2.
+
+    Calls come from one thread, in the order run, apply, run, apply …; `state` and `load` come
+    between steps. Gradients live in flat buckets that follow parameter order, never schedule
+    order, so that a replica that has not computed knows their layout.
+    """
+
+    @property
+    @abstractmethod
+    def buckets(self) -> Sequence[torch.Tensor]:
+        """The flat gradient buckets of this rank: the mean over the replica's batch.
+
+        Filled by `run`, left alone by `apply`, kept until the next `run`. Empty layouts are allowed.
+        """
+
+    @abstractmethod
+    def run(self, position: int, on_bucket: Callable[[int], None]) -> WorkResult:
+        """Forward and backward of all micro-batches of the batch at `position` of this replica's stream.
+
+        Calls `on_bucket(i)` from the same thread as soon as bucket i has its final value, each i
+        exactly once, in an order that is the same on every replica. Does not touch parameters.
+        """
+
+    @abstractmethod
+    def apply(self, step: int, reduced: Sequence[torch.Tensor]) -> Update:
+        """Apply the update number `step` (first is 1) from buckets of the layout of `buckets`.
+
+        `reduced` holds the mean gradient over contributors. All ranks of the replica call it together
+        (clipping needs the norm over all stages). The result is a function of state, step and
+        `reduced` alone, bit for bit.
+        """
+
+    @abstractmethod
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Named shards of the state: parameters and optimizer, live tensors in a fixed order.
+
+        Names, shapes and dtypes are the same on equal ranks of all replicas from the start on.
+        """
+
+    @abstractmethod
+    def load(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Copy shards with the names of `state` into the live tensors. All names must be there."""
+
+    @abstractmethod
+    def evaluate(self, batches: int) -> tuple[float, int]:
+        """Mean loss in nats per token over `batches` fixed validation batches, and the tokens counted."""
+
+    def close(self) -> None:
+        """Give up threads and groups; idempotent."""
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A quorum that formed: its generation (grows with time in a run) and its members by replica id."""
+
+    generation: int
+    members: tuple[Member, ...]
+
+
+class Membership(ABC):
+    """Who takes part in a step. `join` blocks and is called from one thread; the rest from any."""
+
+    @abstractmethod
+    def announce(self) -> None:
+        """Start saying that this replica lives; from then on others wait for its `join`."""
+
+    @abstractmethod
+    def join(self, me: Member, timeout_s: float) -> Formed:
+        """Ask to take part in the next step; returns once a quorum with `me` has formed.
+
+        Raises Retryable when none formed in time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the heartbeat; idempotent. The others stop waiting for this replica."""
+
+
+class RunStore(ABC):
+    """The run's key-value store. Values are text; a key that was put is never changed.
+
+    Safe from any thread. Raises Retryable when the store cannot be reached.
+    """
+
+    @abstractmethod
+    def put_if_absent(self, key: str, value: str) -> str:
+        """Put `value` unless the key has one; returns what the key has now. Atomic: the first wins."""
+
+    @abstractmethod
+    def get(self, key: str) -> str | None:
+        """The value, or None at once if there is none."""
+
+    @abstractmethod
+    def wait(self, key: str, timeout_s: float) -> str:
+        """The value, as soon as there is one. Raises Retryable after `timeout_s`."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Forget a key that nobody will ask for again (control messages of old steps)."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tensor of a state, as raw bytes of a layout both sides know."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as str(torch.dtype) without "torch."
+    nbytes: int
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Shard, ...]:
+    """The layout of a state, in its order."""
+    return tuple(
+        Shard(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.numel() * t.element_size())
+        for name, t in tensors.items()
+    )
+
+
+@dataclass(frozen=True)
+class FetchReport:
+    """What a fetch moved: bytes in all and per donor address, shards asked again and why."""
+
+    nbytes: int
+    per_donor: Mapping[str, int]
+    retried: Mapping[str, int] = field(default_factory=dict)  # reason (checksum | donor_lost) -> count
+    seconds: float = 0.0
+
+
+class StateTransport(ABC):
+    """Serves this rank's state to equal ranks of other replicas, and fetches theirs.
+
+    What is offered is a named set of tensors that does not change while offered (a snapshot, or
+    the kept reduced buckets). Serving happens on threads of the transport; training goes on.
+    """
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where other replicas find what this rank offers; travels in `Member.addresses`."""
+
+    @abstractmethod
+    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Serve these tensors under `name` until `withdraw`; the caller no longer changes them."""
+
+    @abstractmethod
+    def withdraw(self, name: str) -> None:
+        """Stop serving `name`; idempotent. Transfers that have begun may fail at the other side."""
+
+    @abstractmethod
+    def fetch(
+        self,
+        name: str,
+        layout: Sequence[Shard],
+        donors: Sequence[str],
+        timeout_s: float,
+        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
+    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
+        """Fetch what the donors (addresses) offer under `name`, different shards from different donors.
+
+        Sizes come from `layout`, never from the peer. A wrong checksum or a lost donor has the shard
+        asked again from another. Raises Retryable when no donor is left or time is up.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving; idempotent."""
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A rank's place in the mesh `replicas x pp x dp_shard x cp x tp`."""
+
+    replica: int
+    pp: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
+
+    def __str__(self) -> str:
+        return f"r{self.replica}.pp{self.pp}.dp{self.dp_shard}.cp{self.cp}.tp{self.tp}"
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Everything a rank's process is told at its start. Plain data: travels as JSON or through Ray.
+
+    `store` is the `host:port` of the run's store, `lighthouse` the address of the membership
+    service ("" when there is one replica), `config` the resolved configuration as plain containers,
+    `run_epoch_s` the Unix time the run first began (generations count from it), `incarnation` how
+    often this replica was started before, `output` the run's folder, `secret` the run's secret.
+    """
+
+    run: str
+    coordinate: Coordinate
+    incarnation: int
+    store: str
+    lighthouse: str
+    output: str
+    secret: str
+    run_epoch_s: float
+    config: dict[str, Any]
+
+    def to_plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(raw: dict[str, Any]) -> RankSpec:
+        return RankSpec(**{**raw, "coordinate": Coordinate(**raw["coordinate"])})
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """A rank that ended: `code` is its exit status, negative for a signal (as in subprocess)."""
+
+    coordinate: Coordinate
+    incarnation: int
+    code: int
+    reason: str
+
+
+class Launcher(ABC):
+    """Starts and stops ranks. Every call is idempotent and returns without waiting for training."""
+
+    @abstractmethod
+    def start(self, spec: RankSpec) -> None:
+        """Start the rank's process, unless that (coordinate, incarnation) was started already."""
+
+    @abstractmethod
+    def poll(self) -> list[RankExit]:
+        """The ranks that ended since the last call."""
+
+    @abstractmethod
+    def kill(self, replica: int) -> None:
+        """End every process of a replica at once (SIGKILL); they are reported by `poll` as well."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every process that was started, and wait until they are gone."""

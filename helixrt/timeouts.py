@@ -1,0 +1,45 @@
+"""One knob, the whole lattice of timeouts.
+
+Users set `step_timeout_s`: how long a healthy step may take before something counts as stuck.
+Everything else is derived from it, and the order is checked: what detects must fire before what
+would be detected by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from helixrt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """All in seconds. heartbeat_period < heartbeat < exchange <= step < join < start."""
+
+    heartbeat_period_s: float  # between two heartbeats of a replica
+    heartbeat_s: float  # silent for longer: left out of the quorum
+    exchange_s: float  # one generation's exchange, connection included
+    fetch_s: float  # one fetch of state from peers
+    step_s: float  # one step of a replica's ranks, from plan to vote
+    join_s: float  # how long a quorum waits for a living replica that has not joined
+    start_s: float  # from a process's start to its first join
+
+
+def derive(step_timeout_s: float) -> Timeouts:
+    """The lattice for one step timeout. Raises ConfigError below 5 s: heartbeats need room."""
+    if not step_timeout_s >= 5:
+        raise ConfigError("step_timeout_s", step_timeout_s, "must be at least 5 seconds")
+    heartbeat = min(3.0, step_timeout_s / 4)
+    lattice = Timeouts(
+        heartbeat_period_s=heartbeat / 10,
+        heartbeat_s=heartbeat,
+        exchange_s=step_timeout_s / 2,
+        fetch_s=step_timeout_s,
+        step_s=step_timeout_s,
+        join_s=2 * step_timeout_s,
+        start_s=max(120.0, 3 * step_timeout_s),
+    )
+    assert (
+        lattice.heartbeat_period_s < lattice.heartbeat_s < lattice.exchange_s <= lattice.step_s < lattice.join_s < lattice.start_s
+    )
+    return lattice

@@ -1,0 +1,146 @@
+"""The settings of the main job: frozen dataclasses, one small one per component.
+
+`schema()` registers them with hydra's ConfigStore; YAML under `conf/` holds experiments and model
+sizes only. `helixrt.train.validate` checks values and raises `ConfigError` before a launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model over `vocab` symbols (256: bytes)."""
+
+    family: str = "gpt"  # gpt | llama
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 4  # llama only: grouped-query attention
+    ffn: int = 512
+    vocab: int = 256
+    tied: bool = False  # output head shares the embedding's weight
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: str = "stdlib"  # "stdlib": source of the running Python's standard library; else a file or folder
+    batch: int = 16  # sequences per replica and step
+    seq_len: int = 128  # bytes predicted per sequence
+    validation: float = 0.05  # fraction of files held out
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    replicas: int = 2
+    pp: int = 2
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    name: str = "1f1b"  # gpipe | 1f1b
+    microbatches: int = 4
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # norm over all stages of a replica; 0 turns clipping off
+    bucket_bytes: int = 1 << 22  # gradient bucket size in bytes
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 50  # steps; 0 turns checkpoints off
+    keep: int = 3  # newest complete ones kept
+
+
+@dataclass(frozen=True)
+class CatchupConfig:
+    max_wait_s: float = 0.0  # how long an exchange waits for a replica that is fetching state
+    replay: int = 16  # reduced steps a replica that is behind keeps while it fetches
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 50  # steps; 0: only at the end
+    batches: int = 4  # validation batches
+
+
+@dataclass(frozen=True)
+class KillConfig:
+    """Kill a replica (or the driver, replica = -1) with SIGKILL once, at a moment of a step."""
+
+    replica: int = 1
+    step: int = 20
+    moment: str = "forward"  # see helixrt.train.chaos.MOMENTS
+
+
+@dataclass(frozen=True)
+class ChaosConfig:
+    kill: tuple[KillConfig, ...] = ()
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    root: str = "outputs"  # runs go to root/DATE/TIME
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The whole job. `steps` counts optimizer updates; `step_timeout_s` is the one timeout to set."""
+
+    name: str = "run"
+    seed: int = 0
+    steps: int = 200
+    resume: bool = False
+    launcher: str = "auto"  # local | ray | auto (ray inside a Ray job)
+    threads: int = 1  # compute threads per rank
+    step_timeout_s: float = 60.0
+    restarts: int = 3  # how often a lost replica is started again
+    port: int = 0  # of the run's store; 0: any free one
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    catchup: CatchupConfig = field(default_factory=CatchupConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    chaos: ChaosConfig = field(default_factory=ChaosConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain containers, for `RankSpec.config`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(raw: dict[str, Any]) -> TrainConfig:
+        """Inverse of `to_plain`; lists (from JSON) become tuples again."""
+        raw = dict(raw)
+        kills = tuple(KillConfig(**k) for k in raw["chaos"]["kill"])
+        return TrainConfig(
+            **{
+                **raw,
+                "model": ModelConfig(**raw["model"]),
+                "data": DataConfig(**raw["data"]),
+                "mesh": MeshConfig(**raw["mesh"]),
+                "schedule": ScheduleConfig(**raw["schedule"]),
+                "optim": OptimConfig(**{**raw["optim"], "betas": tuple(raw["optim"]["betas"])}),
+                "checkpoint": CheckpointConfig(**raw["checkpoint"]),
+                "catchup": CatchupConfig(**raw["catchup"]),
+                "eval": EvalConfig(**raw["eval"]),
+                "chaos": ChaosConfig(kills),
+                "output": OutputConfig(**raw["output"]),
+            }
+        )
