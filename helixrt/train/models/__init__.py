@@ -1,1 +1,5 @@
-"""(room)"""
+"""Language models written to be cut into pipeline stages.
+
+`gpt` and `llama` hold the two families, `build` cuts either into stages whose parameters have the
+names and the initial values of the whole model.
+"""

@@ -1,0 +1,127 @@
+"""Flat gradient buckets of one rank.
+
+In: parameters in the model's order. Out: flat tensors in that order, of which every `p.grad` is a view, so
+that backward adds in place; and a call for each bucket as soon as it is final, while the rest of
+backward still runs. The layout depends on parameters and bucket size alone, never on the schedule.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter's gradient lies: elements [start, start + numel) of bucket `bucket`."""
+
+    name: str
+    chunk: int
+    bucket: int
+    start: int
+    shape: torch.Size
+
+    def view(self, buckets: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This parameter's part of buckets with this layout."""
+        return buckets[self.bucket].narrow(0, self.start, self.shape.numel()).view(self.shape)
+
+
+def lay_out(
+    parameters: Sequence[tuple[str, int, torch.Tensor]], bucket_bytes: int, alone: Collection[str] = ()
+) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+    """Slots for parameters (name, chunk, tensor), in order, and the elements of each bucket.
+
+    A bucket is full with the parameter that brings it to `bucket_bytes`. Those `alone` get one of their own.
+    """
+    slots: list[Slot] = []
+    sizes: list[int] = []
+    full = True
+    for name, chunk, parameter in parameters:
+        if full or name in alone:
+            sizes.append(0)
+        slots.append(Slot(name, chunk, len(sizes) - 1, sizes[-1], parameter.shape))
+        sizes[-1] += parameter.numel()
+        full = sizes[-1] * parameter.element_size() >= bucket_bytes or name in alone
+    return tuple(slots), tuple(sizes)
+
+
+class GradientBuckets:
+    """The buckets of the chunks on this rank (all parameters of one dtype).
+
+    A step is `begin`, backwards, `last_backward(chunk)` before the last one of each chunk and
+    `finish(chunk)` after it, `complete(name)` for each of `withheld`. Buckets are handed out from the last
+    to the first, which is nearly the order in which backward finishes them, and the same everywhere.
+    """
+
+    def __init__(self, chunks: dict[int, nn.Module], bucket_bytes: int, withheld: Collection[str] = ()) -> None:
+        named = [(n, c, p) for c in sorted(chunks) for n, p in chunks[c].named_parameters()]
+        self.slots, sizes = lay_out(named, bucket_bytes, alone=withheld)
+        self.flat = [torch.zeros(size, dtype=named[0][2].dtype) for size in sizes]
+        self.withheld = frozenset(withheld)
+        self.grads: list[torch.Tensor] = []
+        for index, (_, _, parameter) in enumerate(named):
+            parameter.grad = self.slots[index].view(self.flat)
+            self.grads.append(parameter.grad)
+            if self.slots[index].name not in self.withheld:
+                parameter.register_post_accumulate_grad_hook(self._hook(index))
+        self._sizes = [sum(s.bucket == b for s in self.slots) for b in range(len(sizes))]
+        self._last: set[int] = set()
+        self._final: set[int] = set()
+        self._open: list[int] = []
+        self._next = -1
+        self._on_bucket: Callable[[int], None] = lambda bucket: None
+        self._thread = 0
+
+    def begin(self, on_bucket: Callable[[int], None]) -> None:
+        """Zero the gradients of the last step; from now on `on_bucket` is called from this thread."""
+        for flat in self.flat:
+            flat.zero_()
+        self._on_bucket, self._thread = on_bucket, threading.get_ident()
+        self._last.clear()
+        self._final.clear()
+        self._open = list(self._sizes)
+        self._next = len(self.flat) - 1
+
+    def last_backward(self, chunk: int) -> None:
+        """The next backward of this chunk is its last: a gradient that it adds to is final."""
+        self._last.add(chunk)
+
+    def finish(self, chunk: int) -> None:
+        """The last backward is done: gradients it did not add to are final as well."""
+        for index, slot in enumerate(self.slots):
+            if slot.chunk == chunk and slot.name not in self.withheld:
+                self._mark(index)
+        self._release()
+
+    def complete(self, name: str) -> None:
+        """A withheld gradient is final."""
+        for index, slot in enumerate(self.slots):
+            if slot.name == name:
+                self._mark(index)
+        self._release()
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        chunk = self.slots[index].chunk
+
+        def added(parameter: torch.Tensor) -> None:
+            if chunk in self._last:
+                self._mark(index)
+                # On an accelerator backward has threads of its own; `finish` hands out in the right one.
+                if threading.get_ident() == self._thread:
+                    self._release()
+
+        return added
+
+    def _mark(self, index: int) -> None:
+        if index not in self._final:
+            self._final.add(index)
+            self._open[self.slots[index].bucket] -= 1
+
+    def _release(self) -> None:
+        while self._next >= 0 and self._open[self._next] == 0:
+            self._next -= 1
+            self._on_bucket(self._next + 1)

@@ -1,0 +1,63 @@
+"""What the stages of a replica tell each other once a pass: the loss, norms, gradients of tied copies.
+
+All of it goes over the channels that activations take, with lanes of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from helixrt.pipeline.channels import Channel, Lane, RecvHandle, Tag
+
+
+def share_loss(
+    channels: Mapping[int, Channel], stage: int, stages: int, generation: int, step: int
+) -> Callable[[float | None], float]:
+    """Begin before a pass, so that nobody waits for the loss to be asked for; call the result after it.
+
+    The last stage puts its loss in (others None), every stage gets it back.
+    """
+    tag, last = Tag(generation, step, 0, 0, Lane.LOSS), stages - 1
+    expected = channels[last].recv(tag, torch.empty(1, dtype=torch.float64)) if stage != last else None
+
+    def result(loss: float | None) -> float:
+        if expected is not None:
+            return float(expected.wait().item())
+        assert loss is not None
+        for peer in range(last):
+            channels[peer].send(tag, torch.tensor([loss], dtype=torch.float64))
+        return loss
+
+    return result
+
+
+def gather(
+    channels: Mapping[int, Channel], stage: int, stages: int, generation: int, step: int, value: float
+) -> list[float]:
+    """Every stage's value, in the order of stages."""
+    tag = Tag(generation, step, 0, 0, Lane.NORM)
+    mine = torch.tensor([value], dtype=torch.float64)
+    handles: dict[int, RecvHandle] = {peer: channels[peer].recv(tag, mine) for peer in range(stages) if peer != stage}
+    for peer in handles:
+        channels[peer].send(tag, mine)
+    return [handles[peer].wait().item() if peer in handles else value for peer in range(stages)]
+
+
+def sum_tied(channel: Channel, grad: torch.Tensor, generation: int, step: int) -> Callable[[], None]:
+    """Add the gradient of the other copy of a tied parameter to this one's.
+
+    Begin before a pass; call the result when `grad` is final here. Both ends get the same bits, for
+    the sum of two numbers does not depend on their order.
+    """
+    tag = Tag(generation, step, 0, 0, Lane.TIED)
+    expected = channel.recv(tag, grad)
+
+    def result() -> None:
+        sent = channel.send(tag, grad)
+        other = expected.wait()
+        sent.wait()
+        grad.add_(other)
+
+    return result

@@ -1,0 +1,101 @@
+"""Buckets: layout by parameter order, in-place gradients, handed out while backward still runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from helixrt.pipeline.buckets import GradientBuckets, lay_out
+
+
+def test_layout_follows_parameter_order_for_any_sizes() -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(200):
+        tensors = [(str(i), 0, torch.empty(rng.randint(1, 50))) for i in range(rng.randint(1, 20))]
+        alone = {name for name, _, _ in tensors if rng.random() < 0.1}
+        limit = rng.randint(1, 400)
+        slots, sizes = lay_out(tensors, limit, alone)
+        assert [s.name for s in slots] == [n for n, _, _ in tensors]
+        at = [0] * len(sizes)
+        for before, slot in zip([None, *slots], slots, strict=False):
+            assert before is None or slot.bucket in (before.bucket, before.bucket + 1), f"seed {seed}"
+            assert slot.start == at[slot.bucket], f"seed {seed}"
+            at[slot.bucket] += slot.shape.numel()
+        assert tuple(at) == sizes, f"seed {seed}"
+        for bucket in range(len(sizes)):
+            members = [s for s in slots if s.bucket == bucket]
+            assert len(members) == 1 or not alone & {s.name for s in members}, f"seed {seed}"
+            if bucket + 1 < len(sizes) and not alone:
+                assert sizes[bucket] * 4 >= limit > (sizes[bucket] - members[-1].shape.numel()) * 4, f"seed {seed}"
+
+
+def test_buckets_come_in_one_order_during_the_last_backward_only() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    buckets = GradientBuckets({0: model}, bucket_bytes=1)
+    assert len(buckets.flat) == 8
+    seen: list[tuple[int, bool]] = []
+    running = False
+    final: dict[int, torch.Tensor] = {}
+
+    def on_bucket(index: int) -> None:
+        seen.append((index, running))
+        final[index] = buckets.flat[index].clone()
+
+    for _ in range(2):
+        seen.clear()
+        buckets.begin(on_bucket)
+        model(torch.randn(3, 4)).sum().backward()
+        assert not seen
+        buckets.last_backward(0)
+        running = True
+        model(torch.randn(3, 4)).sum().backward()
+        running = False
+        buckets.finish(0)
+        assert seen == [(i, True) for i in reversed(range(8))]
+        assert all(torch.equal(final[i], buckets.flat[i]) for i in range(8))
+        assert all(p.grad.untyped_storage().data_ptr() == buckets.flat[i].data_ptr() for i, p in enumerate(model.parameters()))
+
+
+def test_unused_parameters_are_zero_and_do_not_hold_the_others_up() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    buckets = GradientBuckets({0: model}, bucket_bytes=1)
+    seen: list[int] = []
+    buckets.begin(seen.append)
+    buckets.last_backward(0)
+    model["used"](torch.ones(1, 2)).sum().backward()
+    buckets.finish(0)
+    assert seen == [3, 2, 1, 0]
+    assert not buckets.flat[3].any() and buckets.flat[1].any()
+
+
+def test_withheld_gradients_wait_until_they_are_complete() -> None:
+    model = nn.Linear(2, 2)
+    buckets = GradientBuckets({0: model}, bucket_bytes=1 << 20, withheld=("weight",))
+    assert len(buckets.flat) == 2  # the withheld one has its own
+    seen: list[int] = []
+    buckets.begin(seen.append)
+    buckets.last_backward(0)
+    model(torch.ones(1, 2)).sum().backward()
+    buckets.finish(0)
+    assert seen == [1]
+    buckets.complete("weight")
+    assert seen == [1, 0]
+
+
+def test_an_error_in_on_bucket_comes_through() -> None:
+    model = nn.Linear(2, 2)
+    buckets = GradientBuckets({0: model}, bucket_bytes=1)
+
+    def broken(index: int) -> None:
+        raise KeyError("first cause")
+
+    buckets.begin(broken)
+    buckets.last_backward(0)
+    with pytest.raises(KeyError, match="first cause"):
+        model(torch.ones(1, 2)).sum().backward()

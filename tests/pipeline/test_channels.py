@@ -1,0 +1,98 @@
+"""The channel contract: matched by tag whatever the order, no waiting in send, times recorded, loss noticed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from helixrt.errors import Retryable
+from helixrt.pipeline.channels import GroupChannel, Lane, Tag, wire_tag
+from helixrt.record import FlightRecord, Kind
+
+
+def tags_of(step: int, chunks: int = 2, microbatches: int = 4) -> list[Tag]:
+    return [Tag(1, step, c, m, lane) for c in range(chunks) for m in range(microbatches) for lane in (Lane.F, Lane.B)]
+
+
+def value_of(tag: Tag) -> torch.Tensor:
+    return torch.full((3, 5), float(wire_tag(tag)), dtype=torch.float64)
+
+
+def test_messages_are_matched_by_tag_whatever_the_order(run_stages: Any) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+
+    def talk(stage: int, group: Any) -> FlightRecord:
+        rng = random.Random(seed + stage)
+        record = FlightRecord(f"pp{stage}")
+        channel = GroupChannel(group, 1 - stage, record)
+        for step in range(3):
+            outgoing, expected = tags_of(step), tags_of(step)
+            rng.shuffle(outgoing)
+            rng.shuffle(expected)
+            half = len(expected) // 2
+            posted = {t: channel.recv(t, value_of(t)) for t in expected[:half]}  # some before, some after
+            sends = [channel.send(t, value_of(t)) for t in outgoing]
+            posted |= {t: channel.recv(t, value_of(t)) for t in expected[half:]}
+            rng.shuffle(expected)
+            for tag in expected:
+                assert torch.equal(posted[tag].wait(), value_of(tag)), f"seed {seed}: {tag}"
+            for sent in sends:
+                sent.wait()
+        channel.close()
+        channel.close()
+        return record
+
+    for record in run_stages(2, talk):
+        for kind in (Kind.SEND, Kind.RECV):
+            events = [e for e in record.events() if e.kind is kind]
+            assert {e.detail["tag"] for e in events} == {str(t) for step in range(3) for t in tags_of(step)}
+            assert all(e.detail["bytes"] == 3 * 5 * 8 and e.begin_s <= e.end_s for e in events)
+
+
+def test_send_does_not_wait_for_the_receiver(run_stages: Any) -> None:
+    sent = threading.Event()
+    tag, big = Tag(0, 0, 0, 0, Lane.F), torch.arange(1 << 20)
+
+    def talk(stage: int, group: Any) -> None:
+        channel = GroupChannel(group, 1 - stage, FlightRecord("r"))
+        if stage == 0:
+            handle = channel.send(tag, big)
+            sent.set()  # were send to wait, nobody would get past here
+            handle.wait()
+        else:
+            assert sent.wait(10)
+            assert torch.equal(channel.recv(tag, big).wait(), big)
+        channel.close()
+
+    run_stages(2, talk)
+
+
+def test_a_lost_peer_is_retryable_and_named(run_stages: Any) -> None:
+    def talk(stage: int, group: Any) -> str:
+        channel = GroupChannel(group, 1 - stage, FlightRecord("r0.pp0"))
+        if stage == 1:
+            return ""  # its group goes away with it
+        with pytest.raises(Retryable, match="stage 1 of this replica cannot be reached") as caught:
+            channel.recv(Tag(0, 0, 0, 0, Lane.F), torch.empty(4)).wait()
+        return caught.value.cause.rank
+
+    assert run_stages(2, talk, timeout_s=2.0)[0] == "r0.pp0"
+
+
+def test_wire_tags_are_injective_and_fit() -> None:
+    seen: dict[int, Tag] = {}
+    for step in (0, 1, 2046, 2047):
+        for chunk in (0, 1, 62, 63):
+            for microbatch in (0, 1, 2046, 2047):
+                for lane in Lane:
+                    tag = Tag(5, step, chunk, microbatch, lane)
+                    number = wire_tag(tag)
+                    assert 0 <= number < 1 << 31 and number not in seen
+                    seen[number] = tag
+    with pytest.raises(ValueError, match="at most 64 chunks and 2048 micro-batches"):
+        wire_tag(Tag(0, 0, 64, 0, Lane.F))

@@ -1,0 +1,141 @@
+"""The IR's check against a brute-force oracle, and the generators against their definitions."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from helixrt.errors import ConfigError
+from helixrt.schedule.generators import GENERATORS, build, forward_only
+from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, ScheduleError, check, needs, operations_of
+
+SIZES = [(stages, microbatches) for stages in (1, 2, 3, 4, 7) for microbatches in (stages, stages + 1, 8, 12)]
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("stages,microbatches", SIZES)
+def test_generated_schedules_are_valid(name: str, stages: int, microbatches: int) -> None:
+    schedule = build(name, stages, microbatches)
+    check(schedule)
+    check(forward_only(stages, microbatches))
+    for stage in range(stages):
+        order = list(schedule.operations(stage))
+        for at, operation in enumerate(order):
+            if operation.op is Op.B:
+                assert order[at + 1] == replace(operation, op=Op.W)
+
+
+@pytest.mark.parametrize("stages,microbatches", [(1, 4), (2, 8), (4, 12)])
+def test_activations_in_flight(stages: int, microbatches: int) -> None:
+    def peak(schedule: Schedule, stage: int) -> int:
+        held = most = 0
+        for operation in schedule.operations(stage):
+            held += {Op.F: 1, Op.B: 0, Op.W: -1}[operation.op]
+            most = max(most, held)
+        return most
+
+    for stage in range(stages):
+        assert peak(build("gpipe", stages, microbatches), stage) == microbatches
+        assert peak(build("1f1b", stages, microbatches), stage) == min(stages - stage, microbatches)
+
+
+def test_names_and_numbers_are_checked() -> None:
+    with pytest.raises(ConfigError, match="schedule.microbatches=3: 1f1b needs at least as many"):
+        build("1f1b", 4, 3)
+    build("gpipe", 4, 3)
+    with pytest.raises(ConfigError, match="schedule.name=zigzag"):
+        build("zigzag", 2, 2)
+    with pytest.raises(ConfigError, match="mesh.pp=0"):
+        build("gpipe", 0, 2)
+
+
+def with_stage(schedule: Schedule, stage: int, entries: list[Entry]) -> Schedule:
+    return replace(schedule, entries=tuple(tuple(entries) if s == stage else e for s, e in enumerate(schedule.entries)))
+
+
+def test_missing_doubled_and_misplaced_operations_are_named() -> None:
+    schedule = build("1f1b", 2, 4)
+    order = list(schedule.entries[1])
+    with pytest.raises(ScheduleError, match=r"stage 1 lacks W\(chunk 1, micro-batch 3\)"):
+        check(with_stage(schedule, 1, order[:-1]))
+    with pytest.raises(ScheduleError, match=r"stage 1 has F\(chunk 1, micro-batch 0\) 2 times"):
+        check(with_stage(schedule, 1, [order[0], *order]))
+    with pytest.raises(ScheduleError, match=r"F\(chunk 0, micro-batch 0\) does not belong on stage 1"):
+        check(with_stage(schedule, 1, [Operation(Op.F, 0, 0), *order]))
+    with pytest.raises(ScheduleError, match="placement"):
+        check(replace(schedule, placement=(0, 0)))
+
+
+def test_a_circle_names_the_operations_that_block_each_other() -> None:
+    schedule = build("gpipe", 2, 2)
+    first = [Operation(Op.F, 0, 0), *[Operation(op, 0, 0) for op in (Op.B, Op.W)], Operation(Op.F, 0, 1)]
+    first += [Operation(op, 0, 1) for op in (Op.B, Op.W)]
+    with pytest.raises(ScheduleError) as caught:
+        check(with_stage(schedule, 0, first))  # stage 1 wants both forwards before any backward
+    assert "stage 0 stands at B(chunk 0, micro-batch 0) and waits for B(chunk 1, micro-batch 0)" in str(caught.value)
+    assert "stage 1 stands at F(chunk 1, micro-batch 1) and waits for F(chunk 0, micro-batch 1)" in str(caught.value)
+
+
+def test_a_backward_before_its_own_forward_is_refused() -> None:
+    order = [Operation(Op.B, 0, 0), Operation(Op.W, 0, 0), Operation(Op.F, 0, 0)]
+    with pytest.raises(ScheduleError, match=r"stage 0 stands at B\(chunk 0, micro-batch 0\)"):
+        check(Schedule("odd", 1, 1, (0,), (tuple(order),)))
+
+
+def test_folded_placement_and_pairs() -> None:
+    f, b, w = (lambda c, m, op=op: Operation(op, c, m) for op in Op)
+    good: list[Entry] = [f(0, 0), f(1, 0), f(0, 1), Pair(f(1, 1), b(1, 0)), w(1, 0), b(0, 0), w(0, 0)]
+    good += [b(1, 1), w(1, 1), b(0, 1), w(0, 1)]
+    check(Schedule("folded", 1, 2, (0, 0), (tuple(good),)))
+    own: list[Entry] = [Pair(f(0, 0), b(0, 0)), w(0, 0)]  # a backward cannot overlap its own forward
+    with pytest.raises(ScheduleError, match="blocks itself"):
+        check(Schedule("own", 1, 1, (0,), (tuple(own),)))
+
+
+def runs_to_the_end(schedule: Schedule) -> bool:
+    """The oracle: is program order plus data dependencies free of circles? (Kahn's algorithm)"""
+    units = [(s, i) for s in range(schedule.stages) for i in range(len(schedule.entries[s]))]
+    home = {o: (s, i) for s, i in units for o in operations_of(schedule.entries[s][i])}
+    before = {
+        (s, i): {(s, i - 1)} - {(s, -1)} | {home[n] for o in operations_of(schedule.entries[s][i]) for n in needs(schedule, o)}
+        for s, i in units
+    }
+    left = set(units)
+    while free := {u for u in left if not before[u] & left}:
+        left -= free
+    return not left
+
+
+def test_check_agrees_with_the_oracle_on_random_orders() -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    verdicts = set()
+    for _ in range(400):
+        stages, microbatches = rng.randint(1, 4), rng.randint(1, 5)
+        schedule = build("gpipe", stages, microbatches)
+        entries = []
+        for stage in range(stages):
+            order = list(schedule.entries[stage])
+            for _ in range(rng.randint(0, 4)):
+                i, j = rng.randrange(len(order)), rng.randrange(len(order))
+                order[i], order[j] = order[j], order[i]
+            entries.append(tuple(order))
+        shuffled = replace(schedule, entries=tuple(entries))
+        try:
+            check(shuffled)
+            verdict = True
+        except ScheduleError:
+            verdict = False
+        assert verdict == runs_to_the_end(shuffled), f"seed {seed}: {shuffled}"
+        verdicts.add(verdict)
+    assert verdicts == {True, False}
+
+
+def test_schedule_imports_no_torch() -> None:
+    code = "import sys, helixrt.schedule.generators; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
