@@ -338,6 +338,7 @@ class StepMachine:
         self.refused = ""  # record whose reduced buckets nobody had: fetch the state instead
         self.kept: dict[str, CommitRecord] = {}  # reduced buckets kept for replay, by record hash
         self.offers: set[str] = set()
+        self.settled = False  # after the last step: the newest quorum had nobody behind
         self.epoch = -1
         self.group: tuple[tuple[int, int], ...] = ()  # (replica, incarnation) of the sound exchange
 
@@ -420,6 +421,7 @@ class StepMachine:
         else:
             actions += self._end_fetch()  # we work on what we hold; what is under way would replace it
         if assessment.base.step >= self.steps:
+            self.settled = not assessment.behind
             self.phase = Phase.FETCHING if self.fetching else Phase.RESTING
             return actions if self.fetching else [*actions, Rest()]
         if not behind:

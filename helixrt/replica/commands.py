@@ -1,0 +1,170 @@
+"""What the leader of a replica tells its ranks, what they answer, and how both travel.
+
+Commands are the machine's actions (`helixrt.protocol.step`) plus the few of the job; reports are
+its events, with the rank that speaks. The leader's own rank gets them in the process; other ranks
+through keys of the run's store, numbered, so that each rank sees every command once and in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from helixrt.errors import Retryable
+from helixrt.protocol import step as p
+from helixrt.protocol.lineage import CommitRecord
+from helixrt.protocol.quorum import Member
+from helixrt.replica.contracts import RunStore
+
+# ---------------------------------------------------------------- vocabulary
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Mean loss over `batches` validation batches, for the state of step `step`."""
+
+    step: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Training is done: report the SHA-256 of this rank's parameters and of its whole state."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Leave."""
+
+
+@dataclass(frozen=True)
+class Digested:
+    """The answer to `Digest`, hexadecimal."""
+
+    parameters: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """This rank cannot go on: its error, for the leader's log."""
+
+    reason: str
+
+
+RankCommand = (
+    p.Work
+    | p.Exchange
+    | p.Abort
+    | p.Apply
+    | p.Keep
+    | p.Forget
+    | p.Replay
+    | p.Load
+    | p.Offer
+    | p.Withdraw
+    | p.FetchState
+    | p.FetchReduced
+    | Evaluate
+    | Digest
+    | Exit
+)
+RankReport = p.RingDone | p.RingFailed | p.Fetched | p.FetchFailed | Digested | Broken
+
+_TYPES: dict[str, Any] = {t.__name__: t for t in (*RankCommand.__args__, *RankReport.__args__)}
+
+
+def encode(message: RankCommand | RankReport) -> str:
+    """As JSON text; `decode` gives an equal message."""
+    fields = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
+    return json.dumps({"type": type(message).__name__, **fields}, default=_plain)
+
+
+def decode(text: str) -> Any:
+    raw = json.loads(text)
+    kind = _TYPES[raw.pop("type")]
+    return kind(**{name: _rich(name, value) for name, value in raw.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, CommitRecord):
+        return value.to_json()
+    if isinstance(value, Member):
+        return dataclasses.asdict(value)
+    raise TypeError(f"cannot send {value!r}")
+
+
+def _rich(name: str, value: Any) -> Any:
+    if name == "record":
+        return CommitRecord.from_json(value)
+    if name == "donors":
+        return tuple(Member(**{**m, "addresses": tuple(m["addresses"])}) for m in value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+# ---------------------------------------------------------------- travel
+
+_KEPT = 256  # commands left in the store behind the newest: far more than any rank lags
+
+
+class Channel:
+    """Numbered messages of one writer through the run's store; many readers may follow.
+
+    `put` from one thread. `follow` calls `take(message)` in a thread of its own, from message 0 on,
+    until `close`; an unreachable store is tried again for `patience_s`, then `broken(reason)` is called.
+    """
+
+    def __init__(self, store: RunStore, prefix: str, patience_s: float) -> None:
+        self._store, self._prefix, self._patience_s = store, prefix, patience_s
+        self._next = 0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def put(self, message: RankCommand | RankReport) -> None:
+        self._store.put_if_absent(f"{self._prefix}/{self._next}", encode(message))
+        if self._next >= _KEPT:
+            self._store.delete(f"{self._prefix}/{self._next - _KEPT}")
+        self._next += 1
+
+    def follow(self, take: Callable[[Any], None], broken: Callable[[str], None]) -> None:
+        self._thread = threading.Thread(
+            target=self._follow, args=(take, broken), name=f"helixrt-{self._prefix.replace('/', '-')}", daemon=True
+        )
+        self._thread.start()
+
+    def _follow(self, take: Callable[[Any], None], broken: Callable[[str], None]) -> None:
+        waited_s, slice_s = 0.0, 1.0
+        while not self._closed.is_set():
+            key = f"{self._prefix}/{self._next}"
+            try:
+                text = self._store.wait(key, slice_s)
+            except Retryable as error:
+                if self._reachable():
+                    waited_s = 0.0  # nothing to say yet
+                    continue
+                waited_s += slice_s
+                if waited_s > self._patience_s:
+                    broken(f"the run's store is gone: {error}")
+                    return
+                self._closed.wait(slice_s)
+                continue
+            waited_s = 0.0
+            self._next += 1
+            take(decode(text))
+
+    def _reachable(self) -> bool:
+        try:
+            self._store.get(self._prefix)
+        except Retryable:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop following; idempotent. Waits for the thread unless called from it."""
+        self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)

@@ -1,0 +1,406 @@
+"""One rank of the main job: builds the parts, gives them to `replica/`, and runs until the end.
+
+In: a `RankSpec`. Out: an exit code; everything else goes through the run's store and folder.
+`python -m helixrt.train.rank` reads the spec as JSON from standard input; a Ray actor calls
+`run_rank` itself. The first rank of a replica (stage 0) is its leader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from helixrt.collectives.gloo import GlooExchange
+from helixrt.errors import ConfigError, Fatal, Retryable
+from helixrt.protocol import step as p
+from helixrt.protocol.lineage import Log
+from helixrt.record import FlightRecord, JsonLinesSink, Kind
+from helixrt.replica.commands import Broken, Channel, Digest, Evaluate, Exit, RankCommand, RankReport
+from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport
+from helixrt.replica.leader import Leader, LeaderHooks
+from helixrt.replica.membership import SoloMembership, TorchftMembership
+from helixrt.replica.rank import Done, Hooks, RankWorker
+from helixrt.replica.run_keys import EXIT_KEY, done_key, running_key
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import TcpRunStore
+from helixrt.timeouts import Timeouts, derive
+from helixrt.train import checkpoint as checkpoints
+from helixrt.train.chaos import ChaosSink
+from helixrt.train.config import TrainConfig
+from helixrt.train.data import ReplicaStream, load_corpus
+from helixrt.train.engine import PipelineEngine
+from helixrt.train.lineage_files import LineageWriter
+from helixrt.train.metrics import StepMetrics, ValidationMetrics
+
+FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
+CONFIG_CODE = 2
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a replica says under its `done_key`: the state it ended with."""
+
+    replica: int
+    step: int
+    lineage: str
+    parameters_sha256: str
+    state_sha256: str
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @staticmethod
+    def from_json(text: str) -> Finished:
+        return Finished(**json.loads(text))
+
+
+def metrics_key(replica: int, incarnation: int, number: int) -> str:
+    """Where a leader puts its `number`-th line of metrics, for the driver."""
+    return f"metrics/{replica}/{incarnation}/{number}"
+
+
+class MetricsSender:
+    """Puts lines into the store on a thread of its own, so that no step waits for it."""
+
+    def __init__(self, store: RunStore, replica: int, incarnation: int) -> None:
+        self._store, self._replica, self._incarnation = store, replica, incarnation
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="helixrt-metrics", daemon=True)
+        self._thread.start()
+
+    def send(self, line: str) -> None:
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Send what is left; waits a few seconds at most."""
+        self._lines.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        number = 0
+        while (line := self._lines.get()) is not None:
+            try:
+                self._store.put_if_absent(metrics_key(self._replica, self._incarnation, number), line)
+            except Retryable:
+                return  # the driver is gone, and with it whoever would read this
+            number += 1
+
+
+class Rank:
+    """One rank, from its parts to its end. Built and run in the process's main thread."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec, self.config = spec, TrainConfig.from_plain(spec.config)
+        self.replica, self.ring, self.rings = spec.coordinate.replica, spec.coordinate.pp, self.config.mesh.pp
+        self.life = f"{self.replica}/{spec.incarnation}"
+        self.label = f"r{self.replica}.pp{self.ring}"
+        self.output = Path(spec.output)
+        self.timeouts: Timeouts = derive(self.config.step_timeout_s)
+        self.store: RunStore = TcpRunStore(spec.store)
+        self.record = FlightRecord(self.label)
+        self.record.attach(JsonLinesSink(self.output / "flight" / f"{self.label}.inc{spec.incarnation}.jsonl"))
+        self.record.attach(
+            ChaosSink(self.config.chaos, self.replica, spec.incarnation, self._kill_replica, self.record)
+        )
+        self.record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
+        self.store.put_if_absent(f"pid/{self.life}/{self.ring}", str(os.getpid()))
+        self.leads = self.ring == 0
+        self.metrics = MetricsSender(self.store, self.replica, spec.incarnation) if self.leads else None
+        self.lineage = LineageWriter(self.output / "lineage") if self.leads else None
+        self.closing: list[Channel] = []
+        self.last_update_s = time.monotonic()
+
+    # ---------------------------------------------------------------- parts
+
+    def run(self) -> None:
+        """Train to the end. Raises ConfigError, or what makes this rank unable to go on."""
+        torch.set_num_threads(self.config.threads)
+        engine = self._engine()
+        transport = self._transport()
+        worker = RankWorker(
+            self.replica,
+            self.ring,
+            engine,
+            GlooExchange(self.timeouts.exchange_s),
+            transport,
+            self.record,
+            self.timeouts,
+            f"{self.spec.store}/exchange/{self.ring}",
+            self._reporter,
+            Hooks(self._updated, self._evaluated),
+            self.config.catchup.max_wait_s,
+        )
+        self.worker, self.engine = worker, engine
+        self.checkpointer = checkpoints.Checkpointer(
+            self.output / "checkpoints",
+            self.ring,
+            self.rings,
+            self.store,
+            self.record,
+            self.config.checkpoint.every,
+            self.config.checkpoint.keep,
+        )
+        self.store.put_if_absent(f"address/{self.life}/{self.ring}", transport.address)
+        try:
+            if self.leads:
+                self._lead()
+            else:
+                self._follow()
+            worker.run()
+            self.checkpointer.close()
+        finally:
+            self._close()
+
+    def _engine(self) -> PipelineEngine:
+        config = self.config
+        corpus = load_corpus(config.data)
+        data, mesh = config.data, config.mesh
+        stream = ReplicaStream(corpus, self.replica, mesh.replicas, data.batch, data.seq_len, config.seed)
+        if self.rings > 1:
+            host, port = self.spec.store.rsplit(":", 1)
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeouts.start_s))
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"pipeline/{self.life}", store),
+                rank=self.ring,
+                world_size=self.rings,
+                timeout=timedelta(seconds=self.timeouts.step_s),
+            )
+        return PipelineEngine(
+            config.model,
+            config.optim,
+            config.schedule,
+            batch=data.batch,
+            seq_len=data.seq_len,
+            steps=config.steps,
+            seed=config.seed,
+            stage=self.ring,
+            stages=self.rings,
+            group=dist.group.WORLD if self.rings > 1 else None,
+            batch_at=stream.batch_at,
+            validation=stream.validation_batch,
+            record=self.record,
+        )
+
+    def _transport(self) -> StateTransport:
+        from helixrt.replica.http_transport import HttpTransport
+
+        return HttpTransport(self.spec.secret)
+
+    def _membership(self) -> Membership:
+        if self.config.mesh.replicas == 1:
+            return SoloMembership(self.spec.run_epoch_s)
+        return TorchftMembership(self.spec.lighthouse, self.timeouts, self.spec.run_epoch_s)
+
+    # ---------------------------------------------------------------- the state to begin with
+
+    def _begin_from(self) -> str:
+        """The lineage hash of the durable state that all ranks of this life load: decided by the leader."""
+        key = f"begin/{self.life}"
+        if not self.leads:
+            return self.store.wait(key, self.timeouts.start_s)
+        log = Log(RunLog(self.store).read_from(0))
+        found = checkpoints.newest_complete(self.output / "checkpoints")
+        on_chain = found is not None and log.on_chain(found.record.hash)
+        return self.store.put_if_absent(key, found.record.hash if found is not None and on_chain else log.entries[0].hash)
+
+    def _load_durable(self) -> str:
+        lineage = self._begin_from()
+        found = checkpoints.newest_complete(self.output / "checkpoints")
+        if found is not None and found.record.hash == lineage:
+            self.engine.load(checkpoints.load(found, self.ring, self.engine.state()))
+        elif lineage != RunLog(self.store).read_from(0)[0].hash:
+            raise Fatal(f"the checkpoint of {lineage[:8]} is gone or was replaced while this replica started")
+        return lineage
+
+    # ---------------------------------------------------------------- leading and following
+
+    def _lead(self) -> None:
+        held = self._load_durable()
+        entries = RunLog(self.store).read_from(0)
+        assert self.lineage is not None
+        for index, entry in enumerate(entries):
+            self.lineage.append(index, entry)
+        machine = p.StepMachine(
+            self.replica, self.spec.incarnation, self.rings, Log(entries), held, self.config.steps, self.config.catchup.replay
+        )
+        addresses = tuple(self.store.wait(f"address/{self.life}/{r}", self.timeouts.start_s) for r in range(self.rings))
+        membership = self._membership()
+        self.orders = Channel(self.store, f"orders/{self.life}", self.timeouts.step_s)
+        hooks = LeaderHooks(self.lineage.append, self._ordered, self._resting, self.worker.fail)
+        self.leader = Leader(machine, membership, RunLog(self.store), addresses, self._tell, self.record, self.timeouts, hooks)
+        self.membership = membership
+        for ring in range(1, self.rings):
+            reports = Channel(self.store, f"reports/{self.life}/{ring}", self.timeouts.step_s)
+            reports.follow(lambda report, ring=ring: self.leader.report(ring, report), lambda why: self.worker.fail(Fatal(why)))
+            self.closing.append(reports)
+        self._await_the_others()
+        membership.announce()
+        self.leader.start()
+
+    def _await_the_others(self) -> None:
+        """The first quorum should have everyone: wait for the other replicas' first start, within limits."""
+        self.store.put_if_absent(f"ready/{self.replica}", "yes")
+        deadline = time.monotonic() + self.timeouts.start_s
+        for replica in range(self.config.mesh.replicas):
+            try:
+                self.store.wait(f"ready/{replica}", max(0.1, deadline - time.monotonic()))
+            except Retryable:
+                return
+
+    def _follow(self) -> None:
+        self._load_durable()
+        self.reports = Channel(self.store, f"reports/{self.life}/{self.ring}", self.timeouts.step_s)
+        self.report_lock = threading.Lock()
+        orders = Channel(self.store, f"orders/{self.life}", self.timeouts.step_s)
+        orders.follow(self.worker.dispatch, lambda why: self.worker.fail(Fatal(why)))
+        self.closing.append(orders)
+
+    def _tell(self, command: RankCommand) -> None:
+        if self.rings > 1:
+            self.orders.put(command)
+        self.worker.dispatch(command)
+
+    def _reporter(self, report: RankReport) -> None:
+        if self.leads:
+            self.leader.report(self.ring, report)
+        else:
+            with self.report_lock:  # exchange, fetch and main threads all report
+                self.reports.put(report)
+
+    # ---------------------------------------------------------------- what the job adds
+
+    def _ordered(self, command: RankCommand) -> None:
+        if isinstance(command, p.Exchange):
+            self.store.put_if_absent(running_key(self.replica, self.spec.incarnation), "yes")
+        every = self.config.eval.every
+        if isinstance(command, p.Apply) and every and command.record.step % every == 0 and self._writes(command.record):
+            self._tell(Evaluate(command.record.step, self.config.eval.batches))
+
+    def _writes(self, record: p.CommitRecord) -> bool:
+        return self.replica == checkpoints.writer_of(record)
+
+    def _updated(self, done: Done) -> None:
+        flush = self.lineage.flush if self.lineage is not None else (lambda: None)
+        self.checkpointer.maybe_save(done.record, self.engine.state(), self._writes(done.record), flush)
+        now = time.monotonic()
+        seconds, self.last_update_s = now - self.last_update_s, now
+        if self.metrics is not None and done.work is not None:
+            self.metrics.send(
+                StepMetrics(
+                    replica=self.replica,
+                    rank=self.label,
+                    step=done.record.step,
+                    loss_nats=done.work.loss,
+                    tokens=done.work.tokens,
+                    seconds=seconds,
+                    participants=len(done.record.contributors),
+                    stall_s=done.stall_s,
+                    grad_norm=done.update.grad_norm,
+                    learning_rate=done.update.learning_rate,
+                    generation=done.record.generation,
+                ).to_json()
+            )
+
+    def _evaluated(self, step: int, loss: float, tokens: int) -> None:
+        if self.metrics is not None:
+            self.metrics.send(ValidationMetrics(self.replica, step, loss, tokens).to_json())
+
+    def _resting(self, machine: p.StepMachine) -> bool:
+        """After the last step, again and again until all replicas are there: report, then leave when told."""
+        if machine.settled and self.store.get(done_key(self.replica)) is None:
+            self._tell(Evaluate(machine.held_step, self.config.eval.batches))
+            self._tell(Digest())
+            deadline = time.monotonic() + self.timeouts.step_s
+            while len(self.leader.digests) < self.rings and time.monotonic() < deadline:
+                time.sleep(0.01)
+            digests = [self.leader.digests[r] for r in range(self.rings)]
+            self.store.put_if_absent(
+                done_key(self.replica),
+                Finished(
+                    self.replica,
+                    machine.held_step,
+                    machine.held,
+                    _joined(d.parameters for d in digests),
+                    _joined(d.state for d in digests),
+                ).to_json(),
+            )
+        if self.store.get(EXIT_KEY) is None:
+            return False
+        self._tell(Exit())
+        return True
+
+    # ---------------------------------------------------------------- ends
+
+    def _kill_replica(self) -> None:
+        """Chaos: SIGKILL to every process of this replica's life, this one last."""
+        for ring in range(self.rings):
+            pid = self.store.get(f"pid/{self.life}/{ring}")
+            if pid is not None and int(pid) != os.getpid():
+                try:
+                    os.kill(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    pass  # it was quicker
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _close(self) -> None:
+        for channel in self.closing:
+            channel.close()
+        if self.leads:
+            self.leader.close() if hasattr(self, "leader") else None
+            self.membership.close() if hasattr(self, "membership") else None
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.lineage is not None:
+            self.lineage.close()
+        self.record.write(Kind.RANK_END, code=0)
+
+
+def _joined(digests: object) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()  # type: ignore[arg-type]
+
+
+def run_rank(spec: RankSpec) -> int:
+    """Run one rank to its end; returns the process's exit code and prints the error, if any."""
+    rank: Rank | None = None
+    try:
+        rank = Rank(spec)
+        rank.run()
+        return 0
+    except ConfigError as error:
+        print(error, file=sys.stderr, flush=True)
+        return CONFIG_CODE
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        print(f"{spec.coordinate}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if rank is not None and not rank.leads and hasattr(rank, "reports"):
+            try:
+                rank._reporter(Broken(f"{type(error).__name__}: {error}"))
+            except Retryable:
+                pass  # the store is gone too; the exit code tells
+        return FATAL_CODE
+
+
+def main() -> None:
+    code = run_rank(RankSpec.from_plain(json.loads(sys.stdin.read())))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of torch and of servers must not keep a finished rank
+
+
+if __name__ == "__main__":
+    main()

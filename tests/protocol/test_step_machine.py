@@ -1,0 +1,153 @@
+"""The step machine, scenario by scenario, without a world around it."""
+
+from __future__ import annotations
+
+from helixrt.protocol import step as p
+from helixrt.protocol.lineage import CommitRecord, Log, genesis
+from helixrt.protocol.quorum import Member, assess, reusable_epoch, successor
+
+ROOT = genesis("run", 2)
+
+
+def machine(replica: int = 0, rings: int = 2, log: Log | None = None, held: str = ROOT.hash, steps: int = 10) -> p.StepMachine:
+    return p.StepMachine(replica, 0, rings, log or Log([ROOT]), held, steps)
+
+
+def member(replica: int, record: CommitRecord = ROOT, **changes: object) -> Member:
+    return Member(replica, 0, record.step, record.hash, **changes)  # type: ignore[arg-type]
+
+
+def actions_of(kind: type, actions: list[p.Action]) -> list[p.Action]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+def test_work_begins_before_the_quorum_answers() -> None:
+    actions = machine().on(p.Begin())
+    assert actions_of(p.Work, actions) == [p.Work(ROOT.hash, 0)]
+    assert len(actions_of(p.Join, actions)) == 1
+
+
+def exchanging(m: p.StepMachine, generation: int = 1, *others: Member) -> p.Exchange:
+    m.on(p.Begin())
+    (exchange,) = actions_of(p.Exchange, m.on(p.Formed(generation, (member(m.replica), *others))))
+    assert isinstance(exchange, p.Exchange)
+    return exchange
+
+
+def test_a_replica_commits_only_when_all_its_rings_are_done() -> None:
+    m = machine()
+    exchange = exchanging(m, 1, member(1))
+    assert exchange == p.Exchange(1, (0, 1), (0, 1), contribute=True, fresh=True)
+    assert m.on(p.RingDone(1, 0)) == []
+    (append,) = m.on(p.RingDone(1, 1))
+    assert isinstance(append, p.Append) and append.index == 1
+    record = append.record
+    assert record.positions == {0: 1, 1: 1} and record.parent == ROOT.hash
+    actions = m.on(p.Appended(1, record))
+    assert actions_of(p.Apply, actions) == [p.Apply(record)]
+    assert actions_of(p.Work, actions) == [p.Work(record.hash, 1)]
+
+
+def test_a_broken_exchange_keeps_the_gradients_for_the_next_generation() -> None:
+    m = machine()
+    exchanging(m, 1, member(1))
+    assert m.on(p.RingFailed(1, 0, "peer died")) == [p.Abort(1, "peer died")]
+    assert m.on(p.RingFailed(1, 1, "aborted")) == [p.ReadLog(1)]
+    m.on(p.LogRead(()))
+    actions = m.on(p.Formed(2, (member(0),)))
+    assert not actions_of(p.Work, actions)
+    assert actions_of(p.Exchange, actions) == [p.Exchange(2, (0,), (0,), contribute=True, fresh=True)]
+
+
+def test_who_did_not_finish_takes_the_reduced_buckets_of_who_did() -> None:
+    m = machine()
+    exchanging(m, 1, member(1))
+    assert m.attempt is not None
+    decided = m.attempt.candidate
+    m.on(p.RingDone(1, 0))
+    m.on(p.RingFailed(1, 1, "peer died"))
+    actions = m.on(p.LogRead((decided,)))
+    (fetch,) = actions_of(p.FetchReduced, actions)
+    assert isinstance(fetch, p.FetchReduced) and fetch.lineage == decided.hash and [d.replica for d in fetch.donors] == [1]
+    actions = m.on(p.Fetched(decided.hash))
+    assert actions_of(p.Replay, actions) == [p.Replay(decided)]
+    assert actions_of(p.Work, actions) == [p.Work(decided.hash, 1)]
+
+
+def test_an_older_generation_in_the_log_is_superseded_and_a_newer_one_respected() -> None:
+    for generation, expected in ((1, p.Append), (9, p.Join)):
+        m = machine(rings=1)
+        exchanging(m, 5)
+        m.on(p.RingDone(5, 0))
+        stray = CommitRecord(1, generation, ROOT.hash, (1,), {0: 0, 1: 1}, "run")
+        answer = m.on(p.Appended(1, stray))[-1]
+        assert isinstance(answer, expected)
+        if isinstance(answer, p.Append):
+            assert answer.index == 2 and answer.record.parent == ROOT.hash
+
+
+def test_a_replica_behind_gives_zeros_and_replays_what_it_kept() -> None:
+    one = successor(assess([member(0)], Log([ROOT])), 1)  # type: ignore[arg-type]
+    m = machine(replica=1, rings=1, log=Log([ROOT, one]))
+    m.on(p.Begin())
+    healthy = member(0, one)
+    m.held = ""  # a replica that holds nothing at all
+    actions = m.on(p.Formed(2, (healthy, Member(1, 0, -1, ""))))
+    assert actions_of(p.FetchState, actions) == [p.FetchState(one.hash, (healthy,))]
+    (exchange,) = actions_of(p.Exchange, actions)
+    assert isinstance(exchange, p.Exchange) and not exchange.contribute and exchange.contributors == (0,)
+    assert m.attempt is not None
+    two = m.attempt.candidate
+    assert actions_of(p.Keep, m.on(p.RingDone(2, 0))) == [p.Keep(two)]
+    actions = m.on(p.Formed(3, (member(0, two), Member(1, 0, -1, "", fetching=one.hash)), (two,)))
+    assert not actions_of(p.FetchState, actions)  # the one under way still leads here
+    actions = m.on(p.Fetched(one.hash))
+    assert actions[:2] == [p.Load(one.hash), p.Replay(two)] and m.held == two.hash
+
+
+def test_healthy_replicas_offer_the_base_only_while_somebody_needs_it() -> None:
+    m = machine(rings=1)
+    m.on(p.Begin())
+    actions = m.on(p.Formed(1, (member(0), Member(1, 3, -1, ""))))
+    assert actions_of(p.Offer, actions) == [p.Offer(ROOT.hash)]
+    m.on(p.RingDone(1, 0))
+    assert m.attempt is not None
+    one = m.attempt.candidate
+    m.on(p.Appended(1, one))
+    actions = m.on(p.Formed(2, (member(0, one), Member(1, 3, -1, "", fetching=ROOT.hash))))
+    assert not actions_of(p.Withdraw, actions) and not actions_of(p.Offer, actions)
+    m.on(p.RingDone(2, 0))
+    assert m.attempt is not None
+    two = m.attempt.candidate
+    m.on(p.Appended(2, two))
+    actions = m.on(p.Formed(3, (member(0, two), Member(1, 3, 2, two.hash))))
+    assert actions_of(p.Withdraw, actions) == [p.Withdraw(ROOT.hash)]
+
+
+def test_connections_are_reused_only_when_everyone_has_the_same_sound_ones() -> None:
+    assert reusable_epoch([member(0, epoch=4), member(1, epoch=4)]) == 4
+    assert reusable_epoch([member(0, epoch=4), member(1, epoch=-1)]) == -1
+    assert reusable_epoch([member(0, epoch=4), member(1, epoch=3)]) == -1
+
+
+def test_a_chain_decides_who_is_behind_not_the_step_number() -> None:
+    one = CommitRecord(1, 1, ROOT.hash, (0,), {0: 1, 1: 0}, "run")
+    two = CommitRecord(2, 2, one.hash, (0,), {0: 2, 1: 0}, "run")
+    instead = CommitRecord(1, 3, ROOT.hash, (1,), {0: 0, 1: 1}, "run")
+    found = assess([member(0, two), member(1, instead)], Log([ROOT, one, two, instead]))
+    assert found is not None and found.base == instead and found.behind == (0,) and not found.supersedes
+
+
+def test_after_the_last_step_it_rests_and_serves_who_is_behind() -> None:
+    m = machine(rings=1, steps=1)
+    exchanging(m, 1)
+    m.on(p.RingDone(1, 0))
+    assert m.attempt is not None
+    last = m.attempt.candidate
+    actions = m.on(p.Appended(1, last))
+    assert not actions_of(p.Work, actions)
+    actions = m.on(p.Formed(2, (member(0, last), Member(1, 1, 0, ROOT.hash))))
+    assert p.Offer(last.hash) in actions and p.Rest() in actions and not m.settled
+    m.on(p.Rested())
+    m.on(p.Formed(3, (member(0, last), member(1, last))))
+    assert m.settled
