@@ -1,0 +1,78 @@
+# make train   train the example model as a Ray job, lose a replica on the way, write a report
+# make test    the tests; both do the set-up they need, once
+#
+# ARGS goes to the command behind a target: make train ARGS="steps=60", make test ARGS="-k lineage".
+# PIP_ARGS goes to pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu".
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
+PIP_ARGS ?=
+ARGS ?=
+EXPERIMENT ?= tiny
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SYSTEM := $(VENV)/.system-packages
+
+.PHONY: help train test test-slow lint bench doctor wheel clean distclean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+# ---- set-up: done once, and again only when what it depends on changes
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] || { echo "helixrt needs Python 3.11 or newer" >&2; exit 1; }
+	@# Debian's Python may come without ensurepip (package python3-venv): then the machine's pip brings pip.
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+		&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# Only the full tests need these; without root or apt the tests that do are skipped and say why.
+$(SYSTEM): | $(BIN)/python
+	@if command -v ip >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends iproute2; \
+	else echo "no iproute2, and no root or apt to install it: tests with network namespaces will be skipped"; fi
+	@touch $@
+
+# ---- what the set-up is for
+
+train: $(INSTALLED)
+	$(BIN)/python -m helixrt.train.submit $(if $(findstring experiment=,$(ARGS)),,+experiment=$(EXPERIMENT)) \
+		"output.root=$(CURDIR)/outputs" $(ARGS)
+
+test: $(INSTALLED) $(SYSTEM)
+	$(BIN)/pytest -m "not gpu and not slow" $(ARGS)
+
+test-slow: $(INSTALLED) $(SYSTEM)
+	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/mypy helixrt
+	$(BIN)/lint-imports --no-logo
+
+bench: $(INSTALLED)
+	$(BIN)/helixrt bench $(or $(ARGS),train)
+
+doctor: $(INSTALLED)
+	$(BIN)/helixrt doctor $(ARGS)
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m build
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,81 @@
+"""The `helixrt` command: `doctor` says what works on this machine, `bench NAME` measures.
+
+In: command-line arguments. Out: an exit code; 2 and one line on stderr for a wrong setting.
+It starts fast: what a command needs is imported only when that command is given, and the list of
+benchmarks is read from the package's files without importing them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import helixrt
+from helixrt.errors import ConfigError
+
+USAGE_ERROR = 2
+
+
+def benchmarks() -> dict[str, str]:
+    """Name of each benchmark -> the first line of its docstring. Imports none of them."""
+    package = importlib.import_module("helixrt.bench")
+    found = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        if not info.name.startswith("_") and not info.ispkg:
+            source = Path(package.__path__[0], f"{info.name}.py").read_text(encoding="utf-8")
+            found[info.name] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return dict(sorted(found.items()))
+
+
+def _load_benchmark(name: str) -> ModuleType:
+    return importlib.import_module(f"helixrt.bench.{name}")
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser for `argv`: only the benchmark that `argv` names adds its own arguments."""
+    parser = argparse.ArgumentParser(prog="helixrt", description=(helixrt.__doc__ or "").partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"helixrt {helixrt.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    doctor = commands.add_parser("doctor", help="what is on and off on this machine, why, and how to fix it")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+    bench = commands.add_parser("bench", help="compare helixrt with its alternatives on this machine")
+    names = bench.add_subparsers(dest="benchmark", metavar="NAME", required=True)
+    chosen = argv[1] if len(argv) > 1 and argv[0] == "bench" else ""
+    if argv and argv[0] == "bench":
+        for name, summary in benchmarks().items():
+            one = names.add_parser(name, help=summary, description=summary)
+            if name == chosen:
+                _load_benchmark(name).add_arguments(one)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code; argparse exits by itself with 2 on a wrong usage."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(argv).parse_args(argv)
+        if args.command == "doctor":
+            from helixrt import doctor
+
+            return doctor.main(as_json=args.json)
+        return int(_load_benchmark(args.benchmark).run(args))
+    except ConfigError as error:
+        print(f"helixrt: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except BrokenPipeError:  # `helixrt ... | head`: the reader has seen enough
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

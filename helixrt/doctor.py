@@ -1,0 +1,406 @@
+"""`helixrt doctor`: what is on and what is off on this machine, why, and how to fix it.
+
+In: the running interpreter and machine. Out: a list of `Finding`s, as aligned text or JSON, and an
+exit code: 0 when the main job can run (`python -m helixrt.train`), 1 when it cannot. Ray is needed
+only to run it as a Ray job, and the last lines say so. Versions come from package metadata; only
+torch and torchft are imported, since a build that does not load is what one wants to find.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata as metadata
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import import_module, util
+from pathlib import Path
+
+import helixrt
+
+PYTHON = (3, 11)
+TOP_FOLDERS = ("passes", "triton_kernels", "ray_cluster", "conf")
+RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard and jobs"}
+
+
+class State(StrEnum):
+    """`WARN`: works, but may surprise. `BAD`: broken, and what `needed_for` names cannot run."""
+
+    ON = "on"
+    OFF = "off"
+    WARN = "warn"
+    BAD = "bad"
+
+
+class Need(StrEnum):
+    """What stops working when a finding is off or bad."""
+
+    JOB = "job"  # the main job, in local processes
+    RAY_JOB = "ray job"  # the main job on Ray (`make train`)
+    NOTHING = ""  # an option
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `fix` is empty when there is nothing to do."""
+
+    name: str
+    state: State
+    detail: str
+    fix: str = ""
+    needed_for: Need = Need.NOTHING
+
+    @property
+    def works(self) -> bool:
+        return self.state in (State.ON, State.WARN)
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package that a part of helixrt needs: from which version, and which extra brings it.
+
+    `modules` must be findable too: they tell a full install from a partial one. `load` is imported.
+    """
+
+    distribution: str
+    at_least: tuple[int, ...]
+    gives: str
+    extra: str = ""
+    needed_for: Need = Need.NOTHING
+    modules: tuple[str, ...] = ()
+    load: str = ""
+
+
+PACKAGES = (
+    Package("torch", (2, 11), "tensors, gradients, process groups", needed_for=Need.JOB, load="torch"),
+    Package("numpy", (1, 26), "arrays", needed_for=Need.JOB, modules=("numpy",)),
+    Package("hydra-core", (1, 3), "settings of the main job", needed_for=Need.JOB, modules=("hydra", "omegaconf")),
+    Package("torchft", (0, 2), "membership, exchange", "ft", Need.JOB, ("torchft",), load="torchft.coordination"),
+    Package("torchdata", (0, 11), "the loader and its position", "ft", Need.JOB, ("torchdata.stateful_dataloader",)),
+    Package("tensorboard", (2,), "metrics files", needed_for=Need.JOB, modules=("tensorboard",)),
+    Package("matplotlib", (3,), "plots of the report", needed_for=Need.JOB, modules=("matplotlib",)),
+    Package("tqdm", (4,), "the progress bar", modules=("tqdm",)),
+    Package("ray", (2, 40), "jobs and actors on a cluster", "ray", Need.RAY_JOB, ("ray", "aiohttp", "opencensus")),
+    Package("deepspeed", (0, 18), "its engine inside a replica", "deepspeed", modules=("deepspeed",)),
+)
+
+
+# ---- decisions ---------------------------------------------------------------------------------
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0). Empty when there are none."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def install_hint(extra: str) -> str:
+    return f"pip install 'helixrt[{extra}]'" if extra else "pip install helixrt"
+
+
+def python_finding(version: tuple[int, ...], executable: str) -> Finding:
+    """Whether the interpreter is new enough."""
+    text = ".".join(map(str, version[:3]))
+    if version[:2] < PYTHON:
+        return Finding("python", State.BAD, f"{text} at {executable}", "install Python 3.11 or newer", Need.JOB)
+    return Finding("python", State.ON, f"{text} at {executable}", needed_for=Need.JOB)
+
+
+def package_finding(package: Package, version: str | None, missing_modules: Sequence[str], load_error: str) -> Finding:
+    """What a package's version, its missing modules and its failed import mean."""
+    fix = install_hint(package.extra)
+    absent = State.BAD if package.needed_for is Need.JOB else State.OFF
+
+    def finding(state: State, detail: str, fix: str = "") -> Finding:
+        return Finding(package.distribution, state, detail, fix, package.needed_for)
+
+    if version is None:
+        return finding(absent, f"not installed ({package.gives})", fix)
+    if parse_version(version) < package.at_least:
+        wanted = ".".join(map(str, package.at_least))
+        return finding(State.BAD, f"{version} is older than {wanted} ({package.gives})", fix)
+    if missing_modules:
+        return finding(State.BAD, f"{version}, but without {', '.join(missing_modules)} ({package.gives})", fix)
+    if load_error:
+        return finding(State.BAD, f"{version} does not load: {load_error}", fix)
+    return finding(State.ON, f"{version} ({package.gives})")
+
+
+def triton_finding(version: str | None, declared: str | None, accelerator: bool) -> Finding:
+    """Triton against the version torch declares (None where torch declares none, as CPU builds do)."""
+    if version is None:
+        why = "not installed; CPU tensors use the plain PyTorch oracles"
+        return Finding("triton", State.OFF, why, f"pip install triton{f'=={declared}' if declared else ''}")
+    if declared and parse_version(version)[:2] != parse_version(declared)[:2]:
+        return Finding("triton", State.WARN, f"{version}, while torch declares {declared}", f"pip install triton=={declared}")
+    where = "on the device" if accelerator else "through its interpreter only: no device"
+    return Finding("triton", State.ON, f"{version}, {where}")
+
+
+def copies_finding(used: Path, others: Sequence[Path], same: Callable[[Path, Path], bool]) -> Finding:
+    """Copies of the package besides the one in use: harmless if equal, else ranks may run different code."""
+    others = [other for other in others if other != used]
+    if not others:
+        return Finding("package", State.ON, f"helixrt {helixrt.__version__} at {used}, the only copy", needed_for=Need.JOB)
+    listed = ", ".join(map(str, others))
+    fix = "keep one: pip uninstall helixrt, or leave the other folder out of PYTHONPATH and the working directory"
+    if all(same(used, other) for other in others):
+        return Finding("package", State.WARN, f"used from {used}; equal copies at {listed}", fix, Need.JOB)
+    return Finding("package", State.BAD, f"used from {used}; different copies at {listed}", fix, Need.JOB)
+
+
+def bare_finding(imported: Sequence[str], importable: Sequence[str]) -> Finding:
+    """Whether our top folders were, or could be, imported under their bare names."""
+    if imported:
+        why = f"imported a second time under bare names: {', '.join(imported)}"
+        return Finding("bare imports", State.BAD, why, "import helixrt.NAME instead", Need.JOB)
+    if importable:
+        why = f"importable under bare names: {', '.join(importable)}; other software may take them for its own"
+        fix = "run outside the checkout, use the `helixrt` command, or set PYTHONSAFEPATH=1"
+        return Finding("bare imports", State.WARN, why, fix)
+    return Finding("bare imports", State.ON, "none of " + ", ".join(TOP_FOLDERS) + " is importable without helixrt.")
+
+
+def ports_finding(bind_error: str, taken: Sequence[int], ray_address: str) -> Finding:
+    """Whether loopback gives free ports, and whether a Ray head already sits on its usual ones."""
+    if bind_error:
+        fix = "bring the loopback interface up: ip link set lo up"
+        return Finding("ports", State.BAD, f"cannot bind a port on 127.0.0.1: {bind_error}", fix, Need.JOB)
+    if taken and not ray_address:
+        used = ", ".join(f"{port} ({RAY_PORTS[port]})" for port in taken)
+        fix = "set RAY_ADDRESS to use the cluster that is running, or end it: ray stop"
+        return Finding("ports", State.WARN, f"free ones on 127.0.0.1; in use: {used}", fix, Need.JOB)
+    return Finding("ports", State.ON, "free ones on 127.0.0.1", needed_for=Need.JOB)
+
+
+def namespaces_finding(root: bool, ip: str | None, error: str) -> Finding:
+    """Network namespaces with rated links: only the lab and tests marked `netns` use them."""
+    if not root:
+        return Finding("namespaces", State.OFF, "not root", "run as root to test with rated links")
+    if ip is None:
+        return Finding("namespaces", State.OFF, "no `ip` command", "apt-get install iproute2")
+    if error:
+        fix = "give the container CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged)"
+        return Finding("namespaces", State.OFF, f"the kernel refuses one: {error}", fix)
+    return Finding("namespaces", State.ON, f"root, {ip}")
+
+
+def rdma_finding(pyverbs: bool, devices: Sequence[str]) -> Finding:
+    """The verbs transport needs both pyverbs and a device."""
+    if not devices:
+        fix = "needs an RDMA NIC, or Soft-RoCE: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0"
+        return Finding("rdma", State.OFF, "no device under /sys/class/infiniband" + ("" if pyverbs else ", no pyverbs"), fix)
+    if not pyverbs:
+        fix = "apt-get install python3-pyverbs rdma-core, or pip install 'helixrt[rdma]'"
+        return Finding("rdma", State.OFF, f"{', '.join(devices)}, but pyverbs is not installed", fix)
+    return Finding("rdma", State.ON, f"pyverbs, {', '.join(devices)}")
+
+
+def can_run(findings: Iterable[Finding], what: Need) -> bool:
+    """Whether the main job can run in local processes (`JOB`) or also on Ray (`RAY_JOB`)."""
+    wanted = {Need.JOB, what}
+    return all(finding.works for finding in findings if finding.needed_for in wanted)
+
+
+# ---- looking at the machine --------------------------------------------------------------------
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _findable(module: str) -> bool:
+    try:
+        return util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def look_at_package(package: Package) -> Finding:
+    version = _version(package.distribution)
+    if version is None:
+        return package_finding(package, None, (), "")
+    missing = [module for module in package.modules if not _findable(module)]
+    error = ""
+    if package.load and not missing:
+        try:
+            import_module(package.load)
+        except Exception as failure:  # whatever a broken build raises is the finding
+            error = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+    return package_finding(package, version, missing, error)
+
+
+def look_at_accelerator() -> Finding:
+    try:
+        import torch
+    except Exception:
+        return Finding("accelerator", State.OFF, "torch does not load", "see torch above")
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        count = torch.accelerator.device_count()
+        name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
+        return Finding("accelerator", State.ON, f"{count} x {name}")
+    if built := torch.version.cuda or torch.version.hip:
+        why, fix = f"torch is built for {built}, but sees no device; CPU tensors are used", "check the driver: nvidia-smi"
+    else:
+        why, fix = "CPU build of torch; CPU tensors are used", "install a CUDA or ROCm build of torch"
+    return Finding("accelerator", State.OFF, why, fix)
+
+
+def declared_triton() -> str | None:
+    """The version of triton that the installed torch names in its metadata."""
+    try:
+        requirements = metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        return None
+    for requirement in requirements:
+        match = re.match(r"(?:pytorch-)?triton==([\w.]+)", requirement.replace(" ", ""))
+        if match:
+            return match.group(1)
+    return None
+
+
+def find_copies(search: Iterable[str], used: Path) -> list[Path]:
+    """Every folder of a `helixrt` package that `search` or an installed distribution offers, besides symlinks to one."""
+    found = [Path(entry or os.curdir, "helixrt") for entry in search]
+    for distribution in metadata.distributions(name="helixrt"):
+        found.append(Path(str(distribution.locate_file("helixrt"))))
+        direct = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if direct.get("dir_info", {}).get("editable"):
+            found.append(Path(direct["url"].removeprefix("file://"), "helixrt"))
+    real = {folder.resolve() for folder in found if (folder / "__init__.py").is_file()}
+    return sorted(real | {used.resolve()})
+
+
+def digest(package: Path) -> str:
+    """SHA-256 over the package's Python files, symlinked folders included."""
+    total = hashlib.sha256()
+    for folder, subfolders, names in os.walk(package, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
+        for name in sorted(names):
+            if name.endswith(".py"):
+                file = Path(folder, name)
+                total.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()
+
+
+def _is_ours(locations: Iterable[str], package: Path) -> bool:
+    ours = {(package / name).resolve() for name in TOP_FOLDERS}
+    return any(Path(location).resolve() in ours for location in locations)
+
+
+def look_at_import_paths() -> tuple[Finding, Finding]:
+    package = Path(helixrt.__path__[0])
+    copies = copies_finding(
+        package.resolve(), find_copies(sys.path, package), lambda first, second: digest(first) == digest(second)
+    )
+    imported, importable = [], []
+    for name in TOP_FOLDERS:
+        if name in sys.modules:
+            if _is_ours(getattr(sys.modules[name], "__path__", ()), package):
+                imported.append(name)
+        elif (spec := util.find_spec(name)) is not None and _is_ours(spec.submodule_search_locations or (), package):
+            importable.append(name)
+    return copies, bare_finding(imported, importable)
+
+
+def look_at_ports() -> Finding:
+    error, taken = "", []
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5):
+            pass
+    except OSError as failure:
+        error = str(failure)
+    for port in RAY_PORTS:
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                taken.append(port)
+    return ports_finding(error, taken, os.environ.get("RAY_ADDRESS", ""))
+
+
+def look_at_namespaces() -> Finding:
+    root, ip, error = os.geteuid() == 0, shutil.which("ip"), ""
+    unshare = shutil.which("unshare")
+    if root and ip:
+        if unshare is None:
+            error = "no `unshare` command to ask with"
+        else:
+            tried = subprocess.run([unshare, "--net", "--mount", "true"], capture_output=True, text=True, timeout=10)
+            error = tried.stderr.strip() if tried.returncode else ""
+    return namespaces_finding(root, ip, error)
+
+
+def look_at_rdma() -> Finding:
+    folder = Path("/sys/class/infiniband")
+    devices = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    return rdma_finding(_findable("pyverbs"), devices)
+
+
+def examine() -> list[Finding]:
+    """Every finding, in the order they are printed."""
+    copies, bare = look_at_import_paths()  # first: torch may bring modules of its own
+    packages = [look_at_package(package) for package in PACKAGES]
+    accelerator = look_at_accelerator()
+    triton = triton_finding(_version("triton"), declared_triton(), accelerator.state is State.ON)
+    return [
+        python_finding(sys.version_info[:3], sys.executable),
+        copies,
+        bare,
+        packages[0],
+        accelerator,
+        triton,
+        *packages[1:],
+        look_at_ports(),
+        look_at_namespaces(),
+        look_at_rdma(),
+    ]
+
+
+# ---- printing ----------------------------------------------------------------------------------
+
+
+def to_text(findings: Sequence[Finding]) -> str:
+    """Aligned lines: state, name, detail; a fix is on the next line, under the detail."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state.value:<4}  {finding.name:<{width}}  {finding.detail}")
+        if finding.fix:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
+    lines.append("")
+    for what, command in ((Need.JOB, "python -m helixrt.train"), (Need.RAY_JOB, "make train, ray job submit")):
+        blocking = [f.name for f in findings if f.needed_for in {Need.JOB, what} and not f.works]
+        verdict = f"cannot run: {', '.join(blocking)}" if blocking else "can run"
+        title = "main job" if what is Need.JOB else "main job on Ray"
+        lines.append(f"{title:<16}({command}): {verdict}")
+    return "\n".join(lines)
+
+
+def to_json(findings: Sequence[Finding]) -> str:
+    """One object: `main_job` and `main_job_on_ray` (bool), `findings` (a list of `Finding`)."""
+    return json.dumps(
+        {
+            "main_job": can_run(findings, Need.JOB),
+            "main_job_on_ray": can_run(findings, Need.RAY_JOB),
+            "findings": [asdict(finding) for finding in findings],
+        },
+        indent=2,
+    )
+
+
+def main(as_json: bool = False) -> int:
+    """Examine, print, and return 0 when the main job can run, else 1."""
+    findings = examine()
+    print(to_json(findings) if as_json else to_text(findings))
+    return 0 if can_run(findings, Need.JOB) else 1
