@@ -1,0 +1,190 @@
+"""Every rule about the settings that can be checked before anything is launched.
+
+In: a `TrainConfig`. Out: nothing, or `ConfigError` with the key, the value and the rule. May read the
+corpus and a checkpoint, probe a port and create the output root; starts no process.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import math
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from helixrt.errors import ConfigError, MissingExtra
+from helixrt.timeouts import derive
+from helixrt.train.chaos import DRIVER, MOMENTS
+from helixrt.train.config import TrainConfig
+
+FAMILIES = ("gpt", "llama")
+SCHEDULES = ("gpipe", "1f1b")
+LAUNCHERS = ("auto", "local", "ray")
+
+
+def validate(config: TrainConfig) -> None:
+    """Check every rule, cheap ones first. Raises the first ConfigError."""
+    for error in (*_numbers(config), *_relations(config), *_kills(config)):
+        raise error
+    derive(config.step_timeout_s)
+    require_extras(config)
+    _port(config.port)
+    _data(config)
+    _output_root(config.output.root)
+    if config.resume:
+        _resume(config)
+
+
+def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
+    """Rules about one number at a time."""
+    at_least_one = {
+        "steps": config.steps,
+        "threads": config.threads,
+        "mesh.replicas": config.mesh.replicas,
+        "mesh.pp": config.mesh.pp,
+        "schedule.microbatches": config.schedule.microbatches,
+        "data.batch": config.data.batch,
+        "data.seq_len": config.data.seq_len,
+        "model.layers": config.model.layers,
+        "model.dim": config.model.dim,
+        "model.heads": config.model.heads,
+        "model.kv_heads": config.model.kv_heads,
+        "model.ffn": config.model.ffn,
+        "optim.bucket_bytes": config.optim.bucket_bytes,
+        "checkpoint.keep": config.checkpoint.keep,
+        "eval.batches": config.eval.batches,
+    }
+    not_negative: dict[str, float] = {
+        "seed": config.seed,
+        "restarts": config.restarts,
+        "checkpoint.every": config.checkpoint.every,
+        "eval.every": config.eval.every,
+        "catchup.max_wait_s": config.catchup.max_wait_s,
+        "catchup.replay": config.catchup.replay,
+        "optim.warmup_steps": config.optim.warmup_steps,
+        "optim.weight_decay": config.optim.weight_decay,
+        "optim.clip": config.optim.clip,
+    }
+    positive = {"optim.lr": config.optim.lr, "optim.eps": config.optim.eps}
+    yield from (ConfigError(k, v, "must be at least 1") for k, v in at_least_one.items() if v < 1)
+    yield from (ConfigError(k, v, "must not be negative") for k, v in not_negative.items() if not 0 <= v < math.inf)
+    yield from (ConfigError(k, v, "must be above 0") for k, v in positive.items() if not 0 < v < math.inf)
+    if not 0 <= config.optim.min_lr_ratio <= 1:
+        yield ConfigError("optim.min_lr_ratio", config.optim.min_lr_ratio, "must be from 0 to 1")
+    if len(config.optim.betas) != 2 or not all(0 <= b < 1 for b in config.optim.betas):
+        yield ConfigError("optim.betas", list(config.optim.betas), "must be two numbers, each from 0 to below 1")
+    if not 0 < config.data.validation < 1:
+        yield ConfigError("data.validation", config.data.validation, "must be between 0 and 1")
+    if config.model.vocab < 256:
+        yield ConfigError("model.vocab", config.model.vocab, "must be at least 256: the symbols are bytes")
+    if not 0 <= config.port <= 65535:
+        yield ConfigError("port", config.port, "must be from 1 to 65535, or 0 for any free one")
+
+
+def _relations(config: TrainConfig) -> Iterator[ConfigError]:
+    """Rules about names and about settings that must fit each other."""
+    model, mesh, schedule = config.model, config.mesh, config.schedule
+    for key, value, known in (
+        ("model.family", model.family, FAMILIES),
+        ("schedule.name", schedule.name, SCHEDULES),
+        ("launcher", config.launcher, LAUNCHERS),
+    ):
+        if value not in known:
+            yield ConfigError(key, value, f"must be one of {', '.join(known)}")
+    for key, size in (("mesh.dp_shard", mesh.dp_shard), ("mesh.cp", mesh.cp), ("mesh.tp", mesh.tp)):
+        if size != 1:
+            yield ConfigError(key, size, "must be 1 for now: only replicas and pp can be larger")
+    if model.dim % model.heads:
+        yield ConfigError("model.heads", model.heads, f"must divide model.dim={model.dim}")
+    if model.family == "llama":
+        if model.heads % model.kv_heads:
+            yield ConfigError("model.kv_heads", model.kv_heads, f"must divide model.heads={model.heads}")
+        if (model.dim // model.heads) % 2:
+            yield ConfigError("model.heads", model.heads, f"must leave an even size per head of model.dim={model.dim}")
+    if mesh.pp > model.layers:
+        yield ConfigError("mesh.pp", mesh.pp, f"more stages than layers: model.layers={model.layers}")
+    if config.data.batch % schedule.microbatches:
+        yield ConfigError("schedule.microbatches", schedule.microbatches, f"must divide data.batch={config.data.batch}")
+    if schedule.name == "1f1b" and schedule.microbatches < mesh.pp:
+        yield ConfigError("schedule.microbatches", schedule.microbatches, f"1f1b needs one per stage: mesh.pp={mesh.pp}")
+
+
+def _kills(config: TrainConfig) -> Iterator[ConfigError]:
+    for i, kill in enumerate(config.chaos.kill):
+        key = f"chaos.kill[{i}]"
+        if kill.moment not in MOMENTS:
+            yield ConfigError(f"{key}.moment", kill.moment, f"must be one of {', '.join(MOMENTS)}")
+        elif (kill.moment == "driver") != (kill.replica == DRIVER):
+            yield ConfigError(f"{key}.replica", kill.replica, f"must be {DRIVER} for the moment driver, and only for it")
+        elif not DRIVER <= kill.replica < config.mesh.replicas:
+            yield ConfigError(f"{key}.replica", kill.replica, f"must be below mesh.replicas={config.mesh.replicas}")
+        if not 1 <= kill.step <= config.steps:
+            yield ConfigError(f"{key}.step", kill.step, f"must be from 1 to steps={config.steps}")
+
+
+def require_extras(config: TrainConfig) -> None:
+    """Raise MissingExtra for an optional package that this configuration needs."""
+    needed = [("torchdata", "ft", "reading the training data")]
+    if config.mesh.replicas > 1:
+        needed.append(("torchft", "ft", f"mesh.replicas={config.mesh.replicas}"))
+    if config.launcher == "ray":
+        needed.append(("ray", "ray", "launcher=ray"))
+    for package, extra, what_for in needed:
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(package, extra, what_for)
+
+
+def _port(port: int) -> None:
+    if port == 0:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            reason = "is in use; choose another, or 0 for any free one" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError("port", port, str(reason)) from error
+
+
+def _output_root(root: str) -> None:
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise ConfigError("output.root", root, f"cannot write there: {error.strerror or error}") from error
+
+
+def _data(config: TrainConfig) -> None:
+    from helixrt.train.data import check_size, load_corpus
+
+    check_size(load_corpus(config.data), config.mesh.replicas, config.data.batch, config.data.seq_len)
+
+
+def _resume(config: TrainConfig) -> None:
+    from helixrt.train.checkpoint import find_resume
+
+    run, checkpoint = find_resume(Path(config.output.root))
+    if checkpoint.stages != config.mesh.pp:
+        rule = f"the checkpoint {checkpoint.folder} has {checkpoint.stages} stages; resuming with others is not supported yet"
+        raise ConfigError("mesh.pp", config.mesh.pp, rule)
+    settings = run / "config.json"
+    if settings.exists():
+        before = TrainConfig.from_plain(json.loads(settings.read_text(encoding="utf-8")))
+        for error in resume_conflicts(before, config):
+            raise error
+
+
+def resume_conflicts(before: TrainConfig, now: TrainConfig) -> Iterator[ConfigError]:
+    """Settings that decide what a batch or a parameter is, and so may not change between a run and its resumption."""
+    must_stay = {
+        "seed": (before.seed, now.seed),
+        "mesh.replicas": (before.mesh.replicas, now.mesh.replicas),
+        **{f"model.{k}": (v, now.to_plain()["model"][k]) for k, v in before.to_plain()["model"].items()},
+        **{f"data.{k}": (v, now.to_plain()["data"][k]) for k, v in before.to_plain()["data"].items()},
+    }
+    for key, (was, is_) in must_stay.items():
+        if was != is_:
+            yield ConfigError(key, is_, f"was {was} in the run to resume, and must stay so")

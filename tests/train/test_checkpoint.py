@@ -1,0 +1,276 @@
+"""A checkpoint is found again bit for bit when it is whole, and never used when it is not."""
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from helixrt.errors import ConfigError, Retryable
+from helixrt.protocol.lineage import CommitRecord, genesis
+from helixrt.record import FlightRecord, Kind
+from helixrt.replica.contracts import RunStore
+from helixrt.train import checkpoint as checkpoints
+from helixrt.train.checkpoint import Checkpointer, find_resume, load, newest_complete, verify, writer_of
+from helixrt.train.lineage_files import LineageWriter, read_lineage
+
+
+class MemoryStore(RunStore):
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        with self._changed:
+            self._changed.notify_all()
+            return self._values.setdefault(key, value)
+
+    def get(self, key: str) -> str | None:
+        return self._values.get(key)
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise Retryable(f"no {key} after {timeout_s} s")
+            return self._values[key]
+
+    def delete(self, key: str) -> None:
+        self._values.pop(key, None)
+
+
+def record_of(step: int, generation: int = 1) -> CommitRecord:
+    return CommitRecord(step, generation, "parent", (0, 1), {0: step, 1: step}, "run")
+
+
+def state_of(stage: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * stage + step)
+    return {
+        "weight": torch.randn(7, 5, generator=generator),
+        "moment": torch.randn(35, generator=generator, dtype=torch.float64),
+        "step": torch.tensor(step),
+    }
+
+
+class Replica:
+    """The checkpointers of a replica's stages, all in this process."""
+
+    def __init__(self, folder: Path, stages: int = 2, every: int = 2, keep: int = 3, timeout_s: float = 20.0) -> None:
+        self.records = [FlightRecord(f"r0.pp{s}") for s in range(stages)]
+        store = MemoryStore()
+        self.savers = [
+            Checkpointer(folder, s, stages, store, self.records[s], every, keep, parts_timeout_s=timeout_s)
+            for s in range(stages)
+        ]
+        self.flushed: list[int] = []
+
+    def save(self, record: CommitRecord, me_writes: bool = True) -> list[bool]:
+        begun = []
+        for stage, saver in enumerate(self.savers):
+            state = state_of(stage, record.step)
+            begun.append(saver.maybe_save(record, state, me_writes, lambda: self.flushed.append(record.step)))
+            state["weight"].zero_()  # the engine trains on
+        return begun
+
+    def save_and_wait(self, record: CommitRecord) -> None:
+        self.save(record)
+        for saver in self.savers:
+            saver.wait(20)
+
+    def kinds(self, stage: int) -> list[Kind]:
+        return [e.kind for e in self.records[stage].events()]
+
+    def close(self) -> None:
+        for saver in self.savers:
+            saver.close()
+
+
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.save_and_wait(record_of(2))
+    found = newest_complete(tmp_path)
+    assert found is not None and (found.record, found.stages) == (record_of(2), 2)
+    for stage in range(2):
+        expected = state_of(stage, 2)
+        got = load(found, stage, like={k: torch.zeros_like(v) for k, v in expected.items()})
+        assert list(got) == list(expected)
+        assert all(torch.equal(got[k], expected[k]) and got[k].dtype == expected[k].dtype for k in expected)
+    assert replica.kinds(0) == [Kind.CHECKPOINT_BEGIN, Kind.CHECKPOINT_END] and replica.kinds(1) == [Kind.CHECKPOINT_BEGIN]
+    assert replica.flushed == [2], "the lineage was made durable first"
+    replica.close()
+    assert not [t for t in threading.enumerate() if t.name == "checkpointer"]
+
+
+def test_only_due_steps_and_only_the_writer(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    assert replica.save(record_of(3)) == [False, False]
+    assert replica.save(record_of(4), me_writes=False) == [False, False]
+    assert Replica(tmp_path, every=0).save(record_of(4)) == [False, False]
+    assert newest_complete(tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert writer_of(CommitRecord(4, 1, "p", (2, 1))) == 1
+
+
+def test_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
+    replica = Replica(tmp_path, keep=2)
+    (tmp_path / checkpoints.folder_name(record_of(1)) / "stage_0").mkdir(parents=True)  # half written long ago
+    for step in (2, 4, 6, 8):
+        replica.save_and_wait(record_of(step))
+    replica.close()
+    assert [f.name[:13] for f in checkpoints.step_folders(tmp_path)] == ["step_00000008", "step_00000006"]
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 8
+
+
+def test_stage_that_never_writes_leaves_no_checkpoint_and_training_goes_on(tmp_path: Path) -> None:
+    replica = Replica(tmp_path, timeout_s=0.3)
+    replica.savers[0].maybe_save(record_of(2), state_of(0, 2), True, lambda: None)
+    replica.savers[0].wait(20)
+    assert newest_complete(tmp_path) is None
+    assert replica.kinds(0) == [Kind.CHECKPOINT_BEGIN, Kind.FAILURE]
+    replica.save_and_wait(record_of(4))
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 4
+    replica.close()
+
+
+def test_stage_that_is_still_busy_gives_the_next_one_up_for_all(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    go = threading.Event()
+    replica.savers[1]._write_part = lambda *a, write=replica.savers[1]._write_part: (go.wait(20), write(*a))  # type: ignore[assignment,misc]
+    assert replica.save(record_of(2)) == [True, True]
+    time.sleep(0.01)
+    begun = replica.save(record_of(4))
+    assert begun[1] is False, "the caller does not wait"
+    go.set()
+    for saver in replica.savers:
+        saver.wait(20)
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 2
+    replica.save_and_wait(record_of(6))
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 6
+    replica.close()
+
+
+def test_killed_while_writing_leaves_a_half_written_one_that_is_not_used(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.save_and_wait(record_of(2))
+
+    class Killed(BaseException):
+        pass
+
+    seen: list[list[str]] = []
+
+    def kill(event: object) -> None:
+        part = tmp_path / checkpoints.folder_name(record_of(4)) / "stage_1"
+        seen.append([p.name for p in part.iterdir() if p.stat().st_size])
+        raise Killed
+
+    replica.records[1].attach(kill)
+    hook, threading.excepthook = threading.excepthook, lambda args: None
+    try:
+        replica.save(record_of(4))
+        assert replica.savers[1]._thread is not None
+        replica.savers[1]._thread.join(20)
+    finally:
+        threading.excepthook = hook
+    assert len(seen) == 1 and len(seen[0]) == 1, "some bytes were there, the metadata was not"
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 2
+
+
+def test_records_of_the_same_step_stay_apart(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.save_and_wait(record_of(2, generation=1))
+    replica.save_and_wait(record_of(2, generation=9))
+    names = {f.name for f in checkpoints.step_folders(tmp_path)}
+    assert len(names) == 2
+    assert {verify(tmp_path / n).record.generation for n in names} == {1, 9}
+    replica.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "2026-01-02" / "03-04-05"
+    replica = Replica(folder / "checkpoints")
+    replica.save_and_wait(record_of(2))
+    replica.save_and_wait(record_of(4))
+    replica.close()
+    return folder
+
+
+def damage(run: Path, step: int, how: str) -> None:
+    folder = next(f for f in checkpoints.step_folders(run / "checkpoints") if f.name.startswith(f"step_{step:08d}"))
+    data = next(p for p in (folder / "stage_1").iterdir() if p.suffix == ".distcp")
+    if how == "flipped":
+        raw = bytearray(data.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+    elif how == "short":
+        data.write_bytes(data.read_bytes()[:-9])
+    elif how == "lost_stage":
+        shutil.rmtree(folder / "stage_1")
+    elif how == "garbled_manifest":
+        (folder / checkpoints.MANIFEST).write_text("{")
+    elif how == "half_written":
+        (folder / checkpoints.MANIFEST).unlink()
+
+
+@pytest.mark.parametrize("how", ["flipped", "short", "lost_stage", "garbled_manifest", "half_written"])
+def test_damaged_ones_are_passed_over_and_reported_when_none_is_left(run: Path, how: str, tmp_path: Path) -> None:
+    damage(run, 4, how)
+    found = find_resume(tmp_path)
+    assert (found[0], found[1].record.step) == (run, 2)
+    damage(run, 2, how)
+    why = "no complete" if how == "half_written" else "unreadable"
+    with pytest.raises(ConfigError, match=rf"^resume=true: .*{why}") as caught:
+        find_resume(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_resume_takes_the_newest_run_that_has_one(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "2026-01-03" / "00-00-00" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(run)
+    assert find_resume(tmp_path)[0] == run
+    with pytest.raises(ConfigError, match="no complete checkpoint in any run under"):
+        find_resume(tmp_path / "nowhere")
+
+
+def test_other_model_cannot_load_it(run: Path, tmp_path: Path) -> None:
+    found = find_resume(tmp_path)[1]
+    other = {**state_of(0, 4), "weight": torch.zeros(7, 6)}
+    with pytest.raises(ConfigError, match=r"'weight' is \[7, 5\] float32 there and \[7, 6\] float32 in this model"):
+        load(found, 0, other)
+    with pytest.raises(ConfigError, match=r"'bias' is absent there"):
+        load(found, 0, {**state_of(0, 4), "bias": torch.zeros(1)})
+
+
+def test_lineage_on_disk_is_what_was_appended(tmp_path: Path) -> None:
+    entries = [genesis("run", 2)]
+    for step in range(1, 6):
+        entries.append(CommitRecord(step, step, entries[-1].hash, (0, 1), {0: step, 1: step}, "run"))
+    writer = LineageWriter(tmp_path)
+    for index, entry in enumerate(entries):
+        writer.append(index, entry)
+        writer.append(index, entry)  # two ranks may both say it
+    writer.flush(20)
+    assert read_lineage(tmp_path) == entries
+    writer.close()
+    writer.close()
+    assert {p.name for p in tmp_path.iterdir()} == {f"{i:08d}.json" for i in range(6)}
+    (tmp_path / "00000003.json").write_text(json.dumps({"step": 3}))
+    with pytest.raises(ConfigError, match=r"^resume=true: cannot read .*00000003\.json"):
+        read_lineage(tmp_path)
+    (tmp_path / "00000003.json").unlink()
+    assert read_lineage(tmp_path) == entries[:3], "what follows a gap does not count"
+
+
+def test_lineage_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    writer = LineageWriter(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone")
+    writer.append(0, genesis("run", 1))
+    with pytest.raises(OSError):
+        writer.flush(20)
+    writer.close()

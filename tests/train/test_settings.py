@@ -1,0 +1,203 @@
+"""Every wrong setting is one line with key, value and rule, before anything is launched."""
+
+import dataclasses
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helixrt.errors import ConfigError, MissingExtra
+from helixrt.train import validate as rules
+from helixrt.train.config import KillConfig, TrainConfig
+from helixrt.train.schema import command, load_config
+from helixrt.train.validate import resume_conflicts, validate
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text").write_text("some text to train on. " * 2000)
+    return f"data.path={tmp_path / 'text'}"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return f"output.root={tmp_path / 'out'}"
+
+
+def test_defaults_are_the_dataclasses_and_the_tiny_model() -> None:
+    config = load_config([])
+    assert dataclasses.replace(config, model=TrainConfig().model) == TrainConfig()
+    assert isinstance(config.optim.betas, tuple)
+    hash(config)  # frozen all through
+
+
+@pytest.mark.parametrize("experiment", ["tiny", "ci", "solo"])
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "gpt-small"])
+def test_experiments_are_valid_with_every_model(experiment: str, model: str, root: str) -> None:
+    config = load_config([f"+experiment={experiment}", f"model={model}", root])
+    validate(config)
+    assert config.name == experiment
+    if experiment != "solo":
+        assert config.chaos.kill == (KillConfig(1, 20, "forward"),)
+
+
+def test_overrides_win_over_the_experiment_and_lists_become_tuples() -> None:
+    config = load_config(
+        ["+experiment=tiny", "steps=7", "model.layers=6", "optim.betas=[0.5,0.6]",
+         "chaos.kill=[{replica: 0, step: 3, moment: fetch}, {step: 4}]", "data.path='/a b/c=d'"]
+    )  # fmt: skip
+    assert (config.steps, config.model.layers, config.optim.betas) == (7, 6, (0.5, 0.6))
+    assert config.chaos.kill == (KillConfig(0, 3, "fetch"), KillConfig(1, 4, "forward"))
+    assert config.data.path == "/a b/c=d"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("step=3", r"^step=3: unknown key 'step', did you mean steps\?"),
+        ("+stepz=3", r"^stepz=3: unknown key 'stepz', did you mean steps\?"),
+        ("model.layerz=3", r"^model\.layerz=3: unknown key .*model\.layers"),
+        ("++model.layerz=3", r"^model\.layerz=3: unknown key .*model\.layers"),
+        ("chaos.kill=[{stepp: 3}]", r"^chaos\.kill=\[\{stepp: 3\}\]: unknown key 'stepp'"),
+        ("steps=many", r"^steps=many: .*could not be converted to Integer"),
+        ("steps=1.5", r"^steps=1\.5: .*could not be converted to Integer"),
+        ("resume=maybe", r"^resume=maybe: .*not a valid bool"),
+        ("steps=null", r"^steps=null: .*not Optional"),
+        ("optim.betas=[a,b]", r"^optim\.betas=\[a,b\]: .*could not be converted to Float"),
+        ("chaos.kill=3", r"^chaos\.kill=3: "),
+        ("+experiment=huge", r"^experiment=huge: no such file in conf/experiment/; there are: ci, solo, tiny"),
+        ("experiment=tiny", r"^experiment=tiny: is chosen with a plus sign: \+experiment=tiny"),
+        ("model=bert", r"^model=bert: no such file .*gpt-tiny"),
+        ("model=3", r"^model=3: "),
+        ("data=book", r"^data=book: "),
+        ("steps", r"^argument=steps: settings are given as key=value"),
+        ("~steps", r"^\S*steps\S*=.*"),
+        ("steps=1,2", r"^steps=1,2: Ambiguous value"),
+        ("model.layers=[1,2", r"^model\.layers=\[1,2: "),
+        ("name=${nope}", r"^name=\$\{nope\}: Interpolation key 'nope' not found"),
+        ("data.path=???", r"^data\.path=\?\?\?: Missing mandatory value"),
+        ("--fast", r"^argument=--fast: unknown option"),
+        ("-m", r"^argument=-m: unknown option"),
+    ],
+)
+def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(["seed=1", argument, "threads=1"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("mesh.replicas=0", r"^mesh\.replicas=0: must be at least 1"),
+        ("steps=-5", r"^steps=-5: must be at least 1"),
+        ("checkpoint.every=-1", r"^checkpoint\.every=-1: must not be negative"),
+        ("checkpoint.keep=0", r"^checkpoint\.keep=0: "),
+        ("optim.lr=0", r"^optim\.lr=0\.0: must be above 0"),
+        ("optim.lr=nan", r"^optim\.lr=nan: must be above 0"),
+        ("optim.betas=[0.9]", r"^optim\.betas=\[0\.9\]: must be two numbers"),
+        ("optim.min_lr_ratio=2", r"^optim\.min_lr_ratio=2\.0: "),
+        ("data.validation=1", r"^data\.validation=1\.0: must be between 0 and 1"),
+        ("model.vocab=128", r"^model\.vocab=128: must be at least 256"),
+        ("port=70000", r"^port=70000: "),
+        ("model.family=bert", r"^model\.family=bert: must be one of gpt, llama"),
+        ("schedule.name=zigzag", r"^schedule\.name=zigzag: must be one of gpipe, 1f1b"),
+        ("launcher=slurm", r"^launcher=slurm: must be one of auto, local, ray"),
+        ("mesh.tp=2", r"^mesh\.tp=2: must be 1 for now"),
+        ("mesh.cp=2", r"^mesh\.cp=2: must be 1 for now"),
+        ("mesh.dp_shard=2", r"^mesh\.dp_shard=2: must be 1 for now"),
+        ("model.heads=3", r"^model\.heads=3: must divide model\.dim=128"),
+        ("schedule.microbatches=5", r"^schedule\.microbatches=5: must divide data\.batch=16"),
+        ("schedule.microbatches=1", r"^schedule\.microbatches=1: 1f1b needs one per stage: mesh\.pp=2"),
+        ("mesh.pp=5", r"^mesh\.pp=5: more stages than layers: model\.layers=4"),
+        ("data.path=/no/such/folder", r"^data\.path=/no/such/folder: no such file or folder"),
+        ("data.path=/dev/null", r"^data\.path=/dev/null: "),
+        ("data.batch=400000", r"^data\.path=.*one batch for every replica needs"),
+        ("chaos.kill=[{replica: 2}]", r"^chaos\.kill\[0\]\.replica=2: must be below mesh\.replicas=2"),
+        ("chaos.kill=[{replica: -1}]", r"^chaos\.kill\[0\]\.replica=-1: must be -1 for the moment driver"),
+        ("chaos.kill=[{moment: lunch}]", r"^chaos\.kill\[0\]\.moment=lunch: must be one of before_quorum"),
+        ("chaos.kill=[{step: 999}]", r"^chaos\.kill\[0\]\.step=999: must be from 1 to steps=200"),
+        ("step_timeout_s=1", r"^step_timeout_s=1\.0: must be at least 5 seconds"),
+        ("resume=true", r"^resume=true: no complete checkpoint in any run under"),
+    ],
+)
+def test_values_that_cannot_work(argument: str, message: str, root: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(load_config([text, root, argument]))
+    assert "\n" not in str(caught.value)
+
+
+def test_llama_rules(root: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.kv_heads=3: must divide model\.heads=4"):
+        validate(load_config([text, root, "model=llama-tiny", "model.kv_heads=3"]))
+    with pytest.raises(ConfigError, match=r"^model\.heads=128: must leave an even size"):
+        validate(load_config([text, root, "model=llama-tiny", "model.heads=128"]))
+
+
+def test_the_driver_may_be_killed(root: str, text: str) -> None:
+    validate(load_config([text, root, "chaos.kill=[{replica: -1, step: 3, moment: driver}]"]))
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+def test_port_in_use(taken_port: int, root: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^port={taken_port}: is in use"):
+        validate(load_config([text, root, f"port={taken_port}"]))
+
+
+def test_output_root_that_cannot_be_a_folder(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^output\.root=.*cannot write there"):
+        validate(load_config([text, f"output.root={tmp_path / 'file' / 'runs'}"]))
+
+
+@pytest.mark.parametrize(("package", "extra", "argument"), [("torchft", "ft", "seed=0"), ("torchdata", "ft", "mesh.replicas=1"),
+                                                            ("ray", "ray", "launcher=ray")])  # fmt: skip
+def test_missing_extra_says_what_to_install(
+    package: str, extra: str, argument: str, root: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = rules.importlib.util.find_spec
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    with pytest.raises(MissingExtra, match=rf"{package}.*pip install 'helixrt\[{extra}\]'"):
+        validate(load_config([text, root, argument]))
+
+
+def test_what_must_stay_when_a_run_is_resumed() -> None:
+    before = TrainConfig()
+    assert not list(resume_conflicts(before, dataclasses.replace(before, steps=9, resume=True)))
+    changed = dataclasses.replace(before, seed=3, data=dataclasses.replace(before.data, batch=8))
+    assert [e.key for e in resume_conflicts(before, changed)] == ["seed", "data.batch"]
+
+
+SCRIPT = "import sys; from helixrt.train.schema import command; from helixrt.train.validate import validate\n" \
+         "sys.exit(command(sys.argv[1:], lambda c: validate(c) or print('launched') or 0))"  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", ["stepz=1", "mesh.replicas=0", "data.path=/no/such"])
+def test_a_wrong_setting_is_one_line_on_stderr_and_exit_code_2(argument: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, argument], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(argument + ": ")
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+def test_hydra_answers_help_and_cfg(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(["--cfg", "job", "+experiment=tiny", "steps=9"], lambda _: 1) == 0
+    assert "steps: 9" in capsys.readouterr().out
+    assert command(["--help"], lambda _: 1) == 0
+    assert "gpt-tiny" in capsys.readouterr().out
+    assert command(["--cfg", "job", "stepz=9"], lambda _: 1) == 2
+    assert capsys.readouterr().err.startswith("stepz=9: unknown key")
+    assert list(tmp_path.iterdir()) == []
