@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +49,13 @@ def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
         return results
 
     return run
+
+
+@pytest.fixture(scope="session")
+def plain_engine() -> Any:
+    """The class in tests/plain_engine.py (tests are not a package, so they cannot import it)."""
+    spec = importlib.util.spec_from_file_location("plain_engine", Path(__file__).with_name("plain_engine.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PlainEngine

@@ -33,9 +33,7 @@ def share_loss(
     return result
 
 
-def gather(
-    channels: Mapping[int, Channel], stage: int, stages: int, generation: int, step: int, value: float
-) -> list[float]:
+def gather(channels: Mapping[int, Channel], stage: int, stages: int, generation: int, step: int, value: float) -> list[float]:
     """Every stage's value, in the order of stages."""
     tag = Tag(generation, step, 0, 0, Lane.NORM)
     mine = torch.tensor([value], dtype=torch.float64)

@@ -28,6 +28,8 @@ from helixrt.train.lr import learning_rate
 from helixrt.train.models.build import TIED_PARAMETER, build_stage
 from helixrt.train.optimizer import BucketAdamW
 
+CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
 
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats per token; logits [batch, seq, vocab], targets [batch, seq]."""
@@ -151,7 +153,7 @@ class PipelineEngine(Engine):
         if not math.isfinite(norm):
             raise Fatal(f"the gradient of step {step} is not finite (norm {norm}); lower optim.lr or check the data")
         clip = self.optim.clip
-        scale = clip / norm if clip and norm > clip else 1.0
+        scale = min(1.0, clip / (norm + CLIP_EPS)) if clip else 1.0
         rate = learning_rate(step, self.steps, self.optim)
         self._optimizer.update(step, reduced, scale, rate)
         return Update(norm, rate)

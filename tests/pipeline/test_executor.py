@@ -50,7 +50,10 @@ def whole(chunks: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
     return loss.detach(), [[p.grad for p in layer.parameters()] for layer in model]
 
 
-def run_on(schedule: Schedule, stage: int, group: Any, record: FlightRecord) -> tuple[list[torch.Tensor], dict[int, list[torch.Tensor]]]:
+Ran = tuple[list[torch.Tensor], dict[int, list[torch.Tensor]]]  # losses, gradients by chunk
+
+
+def run_on(schedule: Schedule, stage: int, group: Any, record: FlightRecord) -> Ran:
     mine = [c for c, home in enumerate(schedule.placement) if home == stage]
     modules: dict[int, nn.Module] = {c: linear(c) for c in mine}
     chunks = {c: StageChunk(modules[c], nn.functional.mse_loss if c + 1 == schedule.chunks else None) for c in mine}

@@ -1,0 +1,236 @@
+"""One suite for every `Engine`: a plain model, the pipeline on one rank, on two, on two with tied weights.
+
+A test gives `on_ranks` a body that gets `make(seed=..., microbatches=...)`; it runs on every rank of a
+replica at once.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from helixrt.errors import Fatal
+from helixrt.record import FlightRecord
+from helixrt.replica.contracts import Engine, layout_of
+from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
+from helixrt.train.engine import PipelineEngine
+
+BATCH, SEQ, VOCAB = 8, 6, 16
+Make = Callable[..., Engine]
+OnRanks = Callable[[Callable[[Make], Any]], list[Any]]
+
+
+def batch_at(position: int) -> torch.Tensor:
+    """Counting upwards from random starts: something to learn."""
+    starts = torch.randint(0, VOCAB, (BATCH, 1), generator=torch.Generator().manual_seed(position))
+    return (starts + torch.arange(SEQ + 1)) % VOCAB
+
+
+@pytest.fixture(params=["plain", "pipeline-1", "pipeline-2", "pipeline-2-tied"])
+def on_ranks(request: pytest.FixtureRequest, run_stages: Any, plain_engine: Any) -> OnRanks:
+    kind, *rest = request.param.split("-")
+    stages = int(rest[0]) if rest else 1
+
+    def run(body: Callable[[Make], Any]) -> list[Any]:
+        def rank(stage: int, group: Any) -> Any:
+            made: list[Engine] = []
+
+            def make(seed: int = 0, microbatches: int = 2, schedule: str = "1f1b") -> Engine:
+                if kind == "plain":
+                    made.append(plain_engine(batch_at, vocab=VOCAB, seed=seed))
+                else:
+                    made.append(
+                        PipelineEngine(
+                            ModelConfig(layers=2, dim=8, heads=2, kv_heads=2, ffn=16, vocab=VOCAB, tied=rest[1:] == ["tied"]),
+                            OptimConfig(lr=1e-2, warmup_steps=1, bucket_bytes=1024),
+                            ScheduleConfig(schedule, microbatches),
+                            batch=BATCH,
+                            seq_len=SEQ,
+                            steps=100,
+                            seed=seed,
+                            stage=stage,
+                            stages=stages,
+                            group=group if stages > 1 else None,
+                            batch_at=batch_at,
+                            validation=lambda i: batch_at(10_000 + i),
+                            record=FlightRecord(f"pp{stage}"),
+                        )
+                    )
+                return made[-1]
+
+            result = body(make)
+            for engine in made:
+                engine.close()
+                engine.close()
+            return result
+
+        return run_stages(stages, rank)
+
+    return run
+
+
+def copies(tensors: Any) -> Any:
+    return {n: t.clone() for n, t in tensors.items()} if hasattr(tensors, "items") else [t.clone() for t in tensors]
+
+
+def same(a: Any, b: Any) -> bool:
+    if hasattr(a, "items"):
+        return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def quiet(bucket: int) -> None:
+    pass
+
+
+def test_layouts_are_known_before_the_first_step_and_stay(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> None:
+        engine = make(seed=1)
+        buckets, state = [(b.shape, b.dtype) for b in engine.buckets], layout_of(engine.state())
+        other = make(seed=2, microbatches=4, schedule="gpipe")  # the layout follows neither seed nor schedule
+        assert [(b.shape, b.dtype) for b in other.buckets] == buckets
+        assert layout_of(other.state()) == state
+        engine.run(0, quiet)
+        engine.apply(1, copies(engine.buckets))
+        assert [(b.shape, b.dtype) for b in engine.buckets] == buckets and layout_of(engine.state()) == state
+        assert all(b.dim() == 1 and b.is_contiguous() for b in engine.buckets)
+
+    on_ranks(body)
+
+
+def test_run_hands_out_each_bucket_once_with_its_final_value(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> None:
+        engine = make()
+        orders = []
+        before = copies(engine.state())
+        for position in (0, 1, 2):
+            seen: dict[int, torch.Tensor] = {}
+            caller = threading.get_ident()
+
+            def on_bucket(index: int, seen: dict[int, torch.Tensor] = seen, caller: int = caller) -> None:
+                assert index not in seen and threading.get_ident() == caller
+                seen[index] = engine.buckets[index].clone()
+
+            engine.run(position, on_bucket)
+            assert sorted(seen) == list(range(len(engine.buckets)))
+            assert all(torch.equal(seen[i], b) for i, b in enumerate(engine.buckets))
+            assert any(b.any() for b in engine.buckets)
+            orders.append(list(seen))
+        assert orders[0] == orders[1] == orders[2]
+        assert same(engine.state(), before)
+
+    on_ranks(body)
+
+
+def test_run_gives_the_same_bits_again_and_the_same_loss_everywhere(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> Any:
+        engine = make()
+        first = engine.run(4, quiet)
+        buckets = copies(engine.buckets)
+        engine.run(5, quiet)
+        assert not same(engine.buckets, buckets)
+        assert engine.run(4, quiet) == first and same(engine.buckets, buckets)
+        assert first.tokens == BATCH * SEQ and 0 < first.loss < 2 * math.log(VOCAB)
+        return first
+
+    assert len(set(on_ranks(body))) == 1
+
+
+def test_apply_reads_reduced_alone_and_leaves_gradients(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> Any:
+        engine, twin = make(), make()
+        engine.run(0, quiet)
+        buckets = copies(engine.buckets)
+        reduced = [3 * b for b in buckets]  # another value than the engine's own, large enough to be clipped
+        kept = copies(reduced)
+        update = engine.apply(1, reduced)
+        assert same(reduced, kept) and same(engine.buckets, buckets)
+        assert twin.apply(1, reduced) == update  # this one has never computed
+        assert same(engine.state(), twin.state())
+        again = [engine.apply(2, reduced), engine.apply(3, kept)]  # replaying kept buckets needs no run between
+        assert [twin.apply(2, kept), twin.apply(3, reduced)] == again and same(engine.state(), twin.state())
+        engine.run(0, quiet)
+        assert not same(engine.buckets, buckets)
+        return update
+
+    assert len(set(on_ranks(body))) == 1
+
+
+def test_state_and_load_carry_on_bit_for_bit(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> None:
+        engine, other = make(seed=1), make(seed=2)
+
+        def train(which: Engine, steps: range) -> None:
+            for step in steps:
+                which.run(step, quiet)
+                which.apply(step, copies(which.buckets))
+
+        train(engine, range(1, 4))
+        snapshot = copies(engine.state())
+        train(engine, range(4, 7))
+        assert not same(engine.state(), snapshot)  # the copies are copies, the state is live
+        train(other, range(1, 2))
+        other.load(snapshot)
+        assert same(other.state(), snapshot)
+        train(other, range(4, 7))
+        assert same(other.state(), engine.state())
+
+    on_ranks(body)
+
+
+def test_an_incomplete_state_is_refused(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> None:
+        engine = make(seed=1)
+        shards = copies(make(seed=2).state())
+        before = copies(engine.state())
+        del shards[next(reversed(shards))]
+        with pytest.raises(Fatal, match="lacks"):
+            engine.load(shards)
+        assert same(engine.state(), before)
+
+    on_ranks(body)
+
+
+def test_evaluation_is_repeatable_and_changes_nothing(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> Any:
+        engine = make()
+        engine.run(0, quiet)
+        state, buckets = copies(engine.state()), copies(engine.buckets)
+        first = engine.evaluate(3)
+        assert engine.evaluate(3) == first and first[1] == 3 * BATCH * SEQ
+        assert same(engine.state(), state) and same(engine.buckets, buckets)
+        return first
+
+    assert len(set(on_ranks(body))) == 1
+
+
+def test_training_learns(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> None:
+        engine = make()
+        before, _ = engine.evaluate(2)
+        for step in range(1, 61):
+            engine.run(step, quiet)
+            engine.apply(step, copies(engine.buckets))
+        after, _ = engine.evaluate(2)
+        assert after < 0.7 * before
+
+    on_ranks(body)
+
+
+def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_update(on_ranks: OnRanks) -> None:
+    def body(make: Make) -> None:
+        engine = make()
+        engine.run(0, quiet)
+        before = copies(engine.state())
+        reduced = copies(engine.buckets)
+        reduced[-1][0] = float("nan")
+        with pytest.raises(Fatal, match="not finite"):
+            engine.apply(1, reduced)
+        assert same(engine.state(), before)
+
+    on_ranks(body)

@@ -1,0 +1,176 @@
+"""Gradients through the pipeline are the single-process model's, within float64 rounding.
+
+For GPipe and 1F1B, one, two and four stages, several counts of micro-batches, GPT and Llama, tied and
+not. The oracle is the whole model over the whole batch in one plain backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from helixrt.record import FlightRecord, Kind
+from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
+from helixrt.train.engine import PipelineEngine, token_loss
+from helixrt.train.models.build import TIED_PARAMETER, build_stage
+
+BATCH, SEQ = 24, 8
+MODEL = ModelConfig(layers=4, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, clip=0.05, bucket_bytes=4096)
+MODELS = [replace(MODEL, family=family, tied=tied) for family in ("gpt", "llama") for tied in (False, True)]
+
+
+def batch_at(position: int) -> torch.Tensor:
+    return torch.randint(0, MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(position))
+
+
+def make_engine(model: ModelConfig, schedule: ScheduleConfig, stage: int, stages: int, group: Any) -> PipelineEngine:
+    return PipelineEngine(
+        model,
+        OPTIM,
+        schedule,
+        batch=BATCH,
+        seq_len=SEQ,
+        steps=10,
+        seed=5,
+        stage=stage,
+        stages=stages,
+        group=group if stages > 1 else None,
+        batch_at=batch_at,
+        validation=lambda i: batch_at(1000 + i),
+        record=FlightRecord(f"pp{stage}"),
+        dtype=torch.float64,
+    )
+
+
+def plain(model: ModelConfig, position: int) -> tuple[float, dict[str, torch.Tensor]]:
+    whole = build_stage(model, SEQ, 0, 1, seed=5, dtype=torch.float64)
+    tokens = batch_at(position)
+    loss = token_loss(whole(tokens[:, :-1]), tokens[:, 1:])
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_gradients_are_the_single_process_models(run_stages: Any, stages: int) -> None:
+    cases = list(itertools.product(MODELS, ("gpipe", "1f1b"), sorted({stages, 8, 12})))
+    expected = {model: plain(model, 3) for model in MODELS}
+
+    def body(stage: int, group: Any) -> None:
+        for model, name, microbatches in cases:
+            what = f"{model.family} tied={model.tied} {name} pp={stages} micro-batches={microbatches}"
+            engine = make_engine(model, ScheduleConfig(name, microbatches), stage, stages, group)
+            order: list[int] = []
+            result = engine.run(3, order.append)
+            loss, grads = expected[model]
+            assert abs(result.loss - loss) < 1e-13, what
+            assert result.tokens == BATCH * SEQ
+            assert order == list(reversed(range(len(engine.buckets)))), what
+            for slot, (key, parameter) in zip(engine._buckets.slots, engine.module.named_parameters(), strict=True):
+                got = slot.view(engine.buckets)
+                assert slot.name == key and parameter.grad is not None and parameter.grad.data_ptr() == got.data_ptr()
+                difference = (got - grads[key]).abs().max().item()
+                assert difference <= 1e-10 * grads[key].abs().max().item() + 1e-15, f"{what}: {key} differs by {difference}"
+            engine.close()
+
+    run_stages(stages, body)
+
+
+@pytest.mark.parametrize("model", [MODELS[1], MODELS[2]], ids=["gpt-tied", "llama"])
+def test_training_is_the_single_process_models(run_stages: Any, model: ModelConfig) -> None:
+    """Steps with clipping over all stages, against torch's own optimizer and clipping on the whole model."""
+    whole = build_stage(model, SEQ, 0, 1, seed=5, dtype=torch.float64)
+    matrices = [p for p in whole.parameters() if p.dim() > 1]
+    vectors = [p for p in whole.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    oracle = torch.optim.AdamW(groups, betas=OPTIM.betas, eps=OPTIM.eps)
+    norms, losses = [], []
+    for step in range(1, 5):
+        oracle.zero_grad()
+        tokens = batch_at(step)
+        loss = token_loss(whole(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(whole.parameters(), OPTIM.clip).item())
+        for group in oracle.param_groups:
+            group["lr"] = OPTIM.lr * step / 2 if step <= 2 else make_rate(step)
+        oracle.step()
+    tokens = batch_at(1000)
+    validation = token_loss(whole(tokens[:, :-1]), tokens[:, 1:]).item()
+
+    def body(stage: int, group: Any) -> tuple[PipelineEngine, list[float], list[float], float]:
+        engine = make_engine(model, ScheduleConfig("1f1b", 4), stage, 2, group)
+        got_losses, got_norms = [], []
+        for step in range(1, 5):
+            got_losses.append(engine.run(step, lambda bucket: None).loss)
+            reduced = [b.clone() for b in engine.buckets]
+            got_norms.append(engine.apply(step, reduced).grad_norm)
+        result = engine.evaluate(1)
+        assert result[1] == BATCH * SEQ
+        engine.close()
+        return engine, got_losses, got_norms, result[0]
+
+    results = run_stages(2, body)
+    reference = dict(whole.named_parameters())
+    for engine, got_losses, got_norms, got_validation in results:
+        torch.testing.assert_close(got_losses, losses, rtol=1e-9, atol=0)
+        torch.testing.assert_close(got_norms, norms, rtol=1e-9, atol=0)
+        assert abs(got_validation - validation) < 1e-9
+        for name, parameter in engine.module.named_parameters():
+            torch.testing.assert_close(parameter, reference[name], rtol=1e-7, atol=1e-10)
+    assert results[0][1:] == results[1][1:]  # every stage has the same loss, norm and validation, bit for bit
+    if model.tied:
+        copies = [dict(r[0].module.named_parameters())[TIED_PARAMETER] for r in results]
+        assert torch.equal(*copies)
+
+
+def make_rate(step: int) -> float:
+    import math
+
+    low = OPTIM.lr * OPTIM.min_lr_ratio
+    return low + (OPTIM.lr - low) * (1 + math.cos(math.pi * (step - 2) / 8)) / 2
+
+
+def test_every_operation_and_message_is_recorded(run_stages: Any) -> None:
+    def body(stage: int, group: Any) -> FlightRecord:
+        engine = make_engine(MODEL, ScheduleConfig("1f1b", 4), stage, 2, group)
+        engine.record.step = 9
+        engine.run(9, lambda bucket: None)
+        engine.close()
+        return engine.record
+
+    for stage, record in enumerate(run_stages(2, body)):
+        events = record.events()
+        assert all(e.step == 9 and e.rank == f"pp{stage}" for e in events)
+        kinds = {kind: [e for e in events if e.kind is kind] for kind in Kind}
+        assert len(kinds[Kind.OPERATION]) == 8
+        lanes = {k: sorted(e.detail["tag"].split(".", 2)[2] for e in kinds[k]) for k in (Kind.SEND, Kind.RECV)}
+        up = [f"c1.m{m}.F" for m in range(4)]
+        down = [f"c0.m{m}.B" for m in range(4)]
+        assert lanes == (
+            {Kind.SEND: up, Kind.RECV: sorted([*down, "c0.m0.loss"])}
+            if stage == 0
+            else {Kind.SEND: sorted([*down, "c0.m0.loss"]), Kind.RECV: up}
+        )
+
+
+def test_a_schedule_is_swapped_between_steps(run_stages: Any) -> None:
+    from helixrt.schedule.generators import build
+
+    def body(stage: int, group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        engine = make_engine(MODEL, ScheduleConfig("1f1b", 8), stage, 2, group)
+        engine.run(0, lambda bucket: None)
+        before = [b.clone() for b in engine.buckets]
+        engine.use_schedule(build("gpipe", 2, 8))
+        engine.run(0, lambda bucket: None)
+        with pytest.raises(ValueError, match="is for 2 stages, 4 micro-batches"):
+            engine.use_schedule(build("gpipe", 2, 4))
+        engine.close()
+        return before, [b.clone() for b in engine.buckets]
+
+    for before, after in run_stages(2, body):
+        torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-17)
