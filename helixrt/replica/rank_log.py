@@ -1,0 +1,62 @@
+"""Where a rank's output goes, and what its last lines say about its end.
+
+Launchers name the logs by these rules and put the cause they find in there into `RankExit.reason`.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+from helixrt.replica.contracts import Coordinate
+
+_TAIL_BYTES = 1 << 16
+_ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Fatal|Retryable|MissingExtra|Interrupt|Exit)\b|Fatal Python error:)")
+
+
+def log_name(coordinate: Coordinate, incarnation: int) -> str:
+    """As in r1.pp0.inc2.log; the other coordinates are named where they are not 0."""
+    rest = "".join(f".{k}{v}" for k, v in (("dp", coordinate.dp_shard), ("cp", coordinate.cp), ("tp", coordinate.tp)) if v)
+    return f"r{coordinate.replica}.pp{coordinate.pp}{rest}.inc{incarnation}.log"
+
+
+def describe_code(code: int) -> str:
+    """An exit status in words: 'killed by SIGKILL', 'exit code 70'."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def last_error(log: Path) -> str:
+    """The line of the log that says why the rank ended, or "".
+
+    It is the exception's line of the last traceback's first cause; without a traceback, the last line.
+    """
+    try:
+        with open(log, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    tracebacks = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if tracebacks:
+        first = tracebacks[-1]
+        for earlier, later in zip(reversed(tracebacks[:-1]), reversed(tracebacks[1:]), strict=True):
+            # Chained tracebacks stand together: the first of the chain is the root.
+            between = [line for line in lines[earlier:later] if line.strip()]
+            if not between[-1].startswith(("The above exception was", "During handling of the above")):
+                break
+            first = earlier
+        for line in lines[first + 1 :]:
+            if line and not line[0].isspace():
+                return line.strip()
+    for line in reversed(lines):
+        if _ERROR_LINE.match(line):
+            return line.strip()
+    written = [line.strip() for line in lines if line.strip()]
+    return written[-1] if written else ""

@@ -1,0 +1,19 @@
+"""The keys of the run's store by which ranks and the controller tell each other where they are.
+
+A rank's leader says that its replica runs and that it is done; the driver says when all may exit.
+Every key is put once and never changed (`RunStore`); a new driver begins with an empty store.
+"""
+
+from __future__ import annotations
+
+EXIT_KEY = "exit"  # put by the driver: every replica that was not given up is done, ranks may exit
+
+
+def running_key(replica: int, incarnation: int) -> str:
+    """Put by the replica's leader when this incarnation has joined a quorum for the first time."""
+    return f"running/{replica}/{incarnation}"
+
+
+def done_key(replica: int) -> str:
+    """Put by the replica's leader after its last step, with everything it had to write written."""
+    return f"done/{replica}"
