@@ -1,0 +1,139 @@
+"""The run's store over torch's TCPStore, and one in memory for a single process.
+
+In: the `host:port` of a store that the driver hosts with `host_store`. Out: `RunStore`.
+
+A TCPStore client serves one call at a time over one connection, and a blocking wait in one thread
+would hold up every other, so each thread that uses a `TcpRunStore` has a client of its own. A client
+whose connection broke is thrown away; the thread's next call connects anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from helixrt.errors import Cause, ConfigError, Retryable
+from helixrt.replica.contracts import RunStore
+
+T = TypeVar("T")
+
+
+def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[dist.TCPStore, str]:
+    """Serve a store for as long as the first result lives; returns it and its `host:port`.
+
+    Left to itself TCPStore listens on every interface, whatever host it is given. Here it is handed
+    a socket bound to `host` alone. Port 0 takes any free one. Raises ConfigError (key `port`) when
+    the port is in use or may not be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        rule = "is in use; choose another, or 0 for any free one" if in_use else f"cannot listen on {host}: {error}"
+        raise ConfigError("port", port, rule) from error
+    bound = int(listener.getsockname()[1])
+    server = dist.TCPStore(host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return server, f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[host]:port` in two parts."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class TcpRunStore(RunStore):
+    """A client of the store at `address`; every thread connects when it first calls.
+
+    `connect_timeout_s` bounds a connection attempt and every call that does not say otherwise.
+    """
+
+    def __init__(self, address: str, connect_timeout_s: float = 10.0) -> None:
+        self.address = address
+        self._connect_timeout_s = connect_timeout_s
+        self._local = threading.local()
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        if not value:
+            raise ValueError(f"the value of {key!r} is empty; the store cannot tell that from no value")
+        # compare_set against "" sets a key that is not there, and gives back what is there now.
+        return self._call(lambda client: client.compare_set(key, "", value)).decode()
+
+    def get(self, key: str) -> str | None:
+        def read(client: dist.TCPStore) -> str | None:
+            if not client.check([key]):
+                return None
+            # Another client may delete between the two calls; `get` would then block for its timeout.
+            return client.get(key).decode()
+
+        return self._call(read)
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        def read(client: dist.TCPStore) -> str:
+            client.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
+            return client.get(key).decode()
+
+        return self._call(read, f"no {key!r} in the run's store within {timeout_s:g} s")
+
+    def delete(self, key: str) -> None:
+        self._call(lambda client: client.delete_key(key))
+
+    def _call(self, call: Callable[[dist.TCPStore], T], when_late: str = "") -> T:
+        try:
+            client = getattr(self._local, "client", None)
+            if client is None:
+                host, port = split_address(self.address)
+                timeout = timedelta(seconds=self._connect_timeout_s)
+                client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                self._local.client = client
+            return call(client)
+        except dist.DistError as error:
+            # A wait that ran out leaves the connection sound; anything else does not.
+            late = isinstance(error, dist.DistStoreError) and bool(when_late)
+            if not late:
+                self._local.client = None
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise Retryable(
+                Cause(when_late if late else f"the run's store at {self.address} cannot be reached: {reason}")
+            ) from error
+
+
+class MemoryRunStore(RunStore):
+    """The store of a run that lives in one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        if not value:
+            raise ValueError(f"the value of {key!r} is empty; the store cannot tell that from no value")
+        with self._changed:
+            now = self._values.setdefault(key, value)
+            self._changed.notify_all()
+            return now
+
+    def get(self, key: str) -> str | None:
+        with self._changed:
+            return self._values.get(key)
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise Retryable(f"no {key!r} in the run's store within {timeout_s:g} s")
+            return self._values[key]
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            self._values.pop(key, None)

@@ -1,0 +1,124 @@
+"""One contract, every store: TCP and in memory here, Ray's in tests/ray_cluster."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from helixrt.errors import ConfigError, Retryable
+from helixrt.protocol.lineage import CommitRecord, genesis
+from helixrt.replica.contracts import RunStore
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import MemoryRunStore, TcpRunStore, host_store
+
+Clients = Callable[[], RunStore]
+
+
+@pytest.fixture(params=["tcp", "memory"])
+def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
+    """A function that gives another client of one and the same store."""
+    if request.param == "memory":
+        store = MemoryRunStore()
+        yield lambda: store
+    else:
+        server, address = host_store()
+        yield lambda: TcpRunStore(address)
+        del server
+
+
+def test_the_first_value_stays(clients: Clients) -> None:
+    one, other = clients(), clients()
+    assert one.get("k") is None
+    assert one.put_if_absent("k", "first") == "first"
+    assert other.put_if_absent("k", "second") == "first"
+    assert other.get("k") == one.get("k") == "first"
+    other.delete("k")
+    other.delete("k")
+    assert one.get("k") is None
+    assert one.put_if_absent("k", "third ü {}") == "third ü {}"
+    assert other.get("k") == "third ü {}"
+
+
+def test_one_winner_of_many(clients: Clients) -> None:
+    stores = [clients() for _ in range(4)]
+    start = threading.Barrier(8)
+    got: list[tuple[str, ...]] = []
+
+    def race(number: int) -> None:
+        start.wait(10)
+        got.append(tuple(stores[number % 4].put_if_absent(f"k{i}", str(number)) for i in range(50)))
+
+    threads = [threading.Thread(target=race, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(got) == 8 and len(set(got)) == 1
+
+
+def test_a_wait_sees_a_later_value_and_holds_up_no_other_thread(clients: Clients) -> None:
+    store = clients()
+    got: list[str] = []
+    waiter = threading.Thread(target=lambda: got.append(store.wait("later", 20)))
+    waiter.start()
+    assert store.get("later") is None  # from this thread, while the other one waits
+    store.put_if_absent("later", "now")
+    waiter.join(20)
+    assert got == ["now"]
+    assert store.wait("later", 0) == "now"
+
+
+def test_a_wait_ends(clients: Clients) -> None:
+    store = clients()
+    with pytest.raises(Retryable, match="'never'.*0.05 s"):
+        store.wait("never", 0.05)
+    assert store.put_if_absent("after", "sound") == "sound"
+
+
+def test_a_value_is_never_empty(clients: Clients) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        clients().put_if_absent("k", "")
+
+
+def test_the_log_is_what_stands(clients: Clients) -> None:
+    one, other = RunLog(clients(), "run/"), RunLog(clients(), "run/")
+    zero = genesis("run", 2)
+    mine = CommitRecord(1, 5, zero.hash, (0, 1), {0: 1, 1: 1}, "run")
+    late = CommitRecord(1, 6, zero.hash, (0,), {0: 1, 1: 0}, "run")
+    assert one.read_from(0) == []
+    assert one.append(0, zero) == zero
+    assert other.append(1, mine) == mine
+    assert one.append(1, late) == mine
+    assert one.read_from(0) == [zero, mine] and one.read_from(1) == [mine] and one.read_from(2) == []
+    assert RunLog(clients(), "another/").read_from(0) == []
+
+
+def test_a_lost_store_is_retryable() -> None:
+    server, address = host_store()
+    store = TcpRunStore(address, connect_timeout_s=0.3)
+    store.put_if_absent("k", "v")
+    del server
+    for call in (lambda: store.get("k"), lambda: store.put_if_absent("j", "v"), lambda: store.wait("k", 0.3)):
+        with pytest.raises(Retryable, match="cannot be reached"):
+            call()
+
+
+def test_a_port_in_use_is_a_wrong_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^port={port}: is in use"):
+            host_store(port=port)
+
+
+def test_the_store_listens_on_loopback_alone() -> None:
+    server, address = host_store()
+    host, port = address.rsplit(":", 1)
+    assert host == "127.0.0.1" and int(port) == server.port
+    with socket.socket() as other:  # any other loopback address would reach a socket bound to all
+        other.settimeout(5)
+        assert other.connect_ex(("127.0.0.2", int(port))) != 0
