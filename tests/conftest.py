@@ -1,17 +1,83 @@
-"""What tests of several folders share."""
+"""What tests of several folders share: what a marker needs of the machine, seeds, a group of stages."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
 import threading
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+from helixrt import doctor
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
+settings.register_profile("helixrt", deadline=None, print_blob=True, derandomize=True)  # tests never assert time
+settings.load_profile("helixrt")
 
 RunStages = Callable[..., list[Any]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed", default="", help="seed of the `seed` fixture: a number, or `random`; by default each test has its own"
+    )
+
+
+def lacking(marker: str) -> str:
+    """Why this machine cannot run tests with `marker`; empty when it can."""
+    if marker == "ray":
+        finding = next(doctor.look_at_package(package) for package in doctor.PACKAGES if package.distribution == "ray")
+    elif marker == "netns":
+        finding = doctor.look_at_namespaces()
+    elif marker == "rdma":
+        finding = doctor.look_at_rdma()
+    elif marker == "gpu":
+        finding = doctor.look_at_accelerator()
+    elif marker == "notebook":
+        return "" if importlib.util.find_spec("nbclient") else "nbclient is missing: pip install 'helixrt[notebooks]'"
+    else:
+        return ""
+    return "" if finding.works else f"{finding.name}: {finding.detail} -> {finding.fix}"
+
+
+@pytest.fixture(scope="session")
+def machine_lacks() -> dict[str, str]:
+    """What `lacking` answered, marker by marker, asked once."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _needs(request: pytest.FixtureRequest, machine_lacks: dict[str, str]) -> None:
+    """Skips, with the reason, what this machine cannot run; in CI a missing Ray or namespace is a failure."""
+    for marker in ("ray", "netns", "rdma", "gpu", "notebook"):
+        if request.node.get_closest_marker(marker) is None:
+            continue
+        if marker not in machine_lacks:
+            machine_lacks[marker] = lacking(marker)
+        if not (reason := machine_lacks[marker]):
+            continue
+        if os.environ.get("CI") == "true" and marker in ("ray", "netns", "notebook"):
+            pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed for this test, printed with the line that replays it. Stable from run to run unless --seed says otherwise."""
+    wanted = request.config.getoption("--seed")
+    if wanted == "random":
+        value = secrets.randbelow(2**32)
+    else:
+        value = int(wanted) if wanted else zlib.crc32(request.node.nodeid.encode())
+    print(f"seed {value}; replay: pytest '{request.node.nodeid}' --seed {value}")
+    return value
 
 
 @pytest.fixture
