@@ -119,12 +119,14 @@ class RankWorker:
                     self._aborted = max(self._aborted, command.generation)
                     self._changed.notify_all()
                 self.exchange.abort()
-            case p.Apply() | p.Replay() | p.Load():
-                self._updates_ordered += 1
-                self._main.put(command)
+            case p.Apply():
+                # taken now: the next exchange may begin before the main thread gets here
+                self._keep(command.record)
+                self._order_update(command)
+            case p.Replay() | p.Load():
+                self._order_update(command)
             case p.Keep():
-                with self._changed:
-                    self._kept[command.record.hash] = self._take_reduced(command.record.generation)
+                self._keep(command.record)
             case p.Forget():
                 with self._changed:
                     self._kept.pop(command.lineage, None)
@@ -136,6 +138,10 @@ class RankWorker:
                 self._start_fetch(command)
             case Evaluate() | Digest() | Exit():
                 self._main.put(command)
+
+    def _order_update(self, command: RankCommand) -> None:
+        self._updates_ordered += 1
+        self._main.put(command)
 
     def fail(self, error: BaseException) -> None:
         """Make `run` raise this, from any thread."""
@@ -162,11 +168,7 @@ class RankWorker:
         match command:
             case p.Work():
                 self._work(command)
-            case p.Apply():
-                with self._changed:
-                    reduced = self._take_reduced(command.record.generation)
-                self._update(command.record, reduced)
-            case p.Replay():
+            case p.Apply() | p.Replay():
                 with self._changed:
                     reduced = self._kept.pop(command.record.hash)
                 self._update(command.record, reduced)
@@ -309,11 +311,11 @@ class RankWorker:
                 return self._pool.pop()
         return [torch.empty_like(b) for b in like]
 
-    def _take_reduced(self, generation: int) -> Buckets:
-        assert self._reduced is not None and self._reduced[0] == generation, (self._reduced and self._reduced[0], generation)
-        _, reduced = self._reduced
-        self._reduced = None
-        return reduced
+    def _keep(self, record: CommitRecord) -> None:
+        with self._changed:
+            assert self._reduced is not None and self._reduced[0] == record.generation
+            self._kept[record.hash] = self._reduced[1]
+            self._reduced = None
 
     def _serve_reduced(self, record: CommitRecord, reduced: Buckets) -> None:
         """Offer the newest two; a set goes back to the pool when it is two updates old."""

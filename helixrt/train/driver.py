@@ -1,0 +1,214 @@
+"""The driver: one process that owns a run, from the checked settings to the report.
+
+In: a `TrainConfig`. Out: an exit code and the run's folder. It hosts the run's store and the
+membership service, starts the ranks through a launcher (local processes, or Ray actors when it is the
+entrypoint of a Ray job), prints what the leaders report, and writes the report at the end. It takes
+no part in training: steps go on while it is slow, and what must survive it is written by the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from helixrt.errors import ConfigError, Fatal
+from helixrt.protocol.lineage import CommitRecord, Log, audit, genesis
+from helixrt.ray_cluster.controller import Controller, LifeEvent
+from helixrt.ray_cluster.policies import Options, StopRun
+from helixrt.replica.contracts import Coordinate, Launcher, RankSpec, RunStore
+from helixrt.replica.run_keys import done_key
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import TcpRunStore, host_store
+from helixrt.timeouts import derive
+from helixrt.train import checkpoint as checkpoints
+from helixrt.train.chaos import driver_is_due
+from helixrt.train.config import ChaosConfig, TrainConfig
+from helixrt.train.data import load_corpus
+from helixrt.train.lineage_files import read_lineage, write_durably
+from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics_line
+from helixrt.train.output import RunOutput, new_run_folder, point_latest_to
+from helixrt.train.rank import Finished, metrics_key
+from helixrt.train.report import RunFacts, write_report
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder and identity; `entries` is its log so far (the genesis alone for a new run)."""
+
+    folder: Path
+    name: str
+    epoch_s: float
+    entries: tuple[CommitRecord, ...]
+
+
+def new_run(config: TrainConfig) -> Run:
+    """Make the run's folder, with its settings and identity in it."""
+    folder = new_run_folder(Path(config.output.root))
+    name = f"{config.name}-{secrets.token_hex(4)}"
+    run = Run(folder, name, time.time(), (genesis(name, config.mesh.replicas),))
+    write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
+    write_durably(folder / "run.json", json.dumps({"run": run.name, "epoch_s": run.epoch_s}))
+    return run
+
+
+def resumed_run(config: TrainConfig) -> Run:
+    """The newest run with a whole checkpoint on its lineage; goes on in the same folder."""
+    folder, checkpoint = checkpoints.find_resume(Path(config.output.root))
+    identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    entries = tuple(read_lineage(folder / "lineage"))
+    if checkpoint.record.hash not in {e.hash for e in entries}:
+        raise ConfigError("resume", "true", f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}")
+    return Run(folder, identity["run"], identity["epoch_s"], entries)
+
+
+def uses_ray(config: TrainConfig) -> bool:
+    """Whether ranks are Ray actors: asked for, or `auto` inside a submitted Ray job."""
+    inside_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    return config.launcher == "ray" or (config.launcher == "auto" and inside_a_job)
+
+
+class Driver:
+    """Owns the services of one run and everything started for it."""
+
+    def __init__(self, config: TrainConfig, run: Run) -> None:
+        if config.resume:
+            config = replace(config, chaos=ChaosConfig())  # kills belong to a run's first life
+        self.config, self.run_ = config, run
+        self.timeouts = derive(config.step_timeout_s)
+        self.secret = secrets.token_hex(32)
+        self.server, self.address = host_store(LOOPBACK, config.port)
+        self.store: RunStore = TcpRunStore(self.address)
+        self.log = RunLog(self.store)
+        for index, entry in enumerate(run.entries):
+            self.log.append(index, entry)
+        self.seen = Log(run.entries)
+        self.lighthouse, self.lighthouse_address = self._serve_membership()
+        self.output = RunOutput(run.folder, config)
+        self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
+        self.started_s = time.time()
+
+    def _serve_membership(self) -> tuple[object, str]:
+        if self.config.mesh.replicas == 1:
+            return None, ""
+        from helixrt.replica.membership import serve_lighthouse
+
+        return serve_lighthouse(self.timeouts, LOOPBACK)
+
+    def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
+        """What the ranks of one life of a replica are told."""
+        self._next.setdefault((replica, incarnation), 0)
+        return [
+            RankSpec(
+                run=self.run_.name,
+                coordinate=Coordinate(replica, pp),
+                incarnation=incarnation,
+                store=self.address,
+                lighthouse=self.lighthouse_address,
+                output=str(self.run_.folder),
+                secret=self.secret,
+                run_epoch_s=self.run_.epoch_s,
+                config=self.config.to_plain(),
+            )
+            for pp in range(self.config.mesh.pp)
+        ]
+
+    def launcher(self) -> Launcher:
+        logs = self.run_.folder / "logs"
+        if uses_ray(self.config):
+            from helixrt.ray_cluster.launcher import RayLauncher
+
+            return RayLauncher(log_folder=logs)
+        from helixrt.replica.local_launcher import LocalLauncher
+
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(self.config.threads)}
+        return LocalLauncher(log_folder=logs, environment=environment)
+
+    # ---------------------------------------------------------------- the run
+
+    def run(self) -> int:
+        """Train to the end; 0 when the replicas ended equal and every batch entered once."""
+        options = Options(
+            replicas=self.config.mesh.replicas, max_restarts=self.config.restarts, start_timeout_s=self.timeouts.start_s
+        )
+        self.controller = Controller(self.launcher(), self.store, self.specs, options, self._lived)
+        try:
+            stopped = self.controller.run(tick=self._tick)
+            self._tick()
+            return self._end(stopped)
+        finally:
+            self.output.close()
+            if self.lighthouse is not None:
+                self.lighthouse.shutdown()  # type: ignore[attr-defined]
+
+    def _lived(self, event: LifeEvent) -> None:
+        self.output.life(event)
+
+    def _tick(self) -> None:
+        """Print what the leaders have reported since the last time; die if chaos says so."""
+        for (replica, incarnation), number in list(self._next.items()):
+            while (line := self.store.get(metrics_key(replica, incarnation, number))) is not None:
+                self.store.delete(metrics_key(replica, incarnation, number))
+                number += 1
+                self._show(read_metrics_line(line))
+            self._next[(replica, incarnation)] = number
+        for entry in self.log.read_from(len(self.seen)):
+            self.seen.append(entry)
+            if driver_is_due(self.config.chaos, entry.step):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _show(self, line: StepMetrics | ValidationMetrics) -> None:
+        if isinstance(line, StepMetrics):
+            self.output.step(line)
+        else:
+            self.output.validation(line)
+
+    def _end(self, stopped: StopRun) -> int:
+        finished = []
+        for replica in range(self.config.mesh.replicas):
+            said = self.store.get(done_key(replica))
+            if said is not None:
+                finished.append(Finished.from_json(said))
+        found = audit(self.seen.chain())
+        equal = len({(f.lineage, f.parameters_sha256, f.state_sha256) for f in finished}) == 1
+        at_head = all(f.lineage == self.seen.head.hash for f in finished)
+        write_report(
+            self.run_.folder,
+            RunFacts(
+                config=self.config,
+                corpus=load_corpus(self.config.data),
+                entries=tuple(self.seen.entries),
+                finished=tuple(finished),
+                history=tuple(self.controller.history),
+                seconds=time.time() - self.started_s,
+            ),
+        )
+        point_latest_to(self.run_.folder)
+        self.output.summary()
+        if not stopped.ok:
+            print(f"the run failed: {stopped.reason}", file=sys.stderr)
+            return 1
+        if not (equal and at_head and found.clean):
+            print(f"the replicas did not end alike: {finished}, audit {found}", file=sys.stderr)
+            return 1
+        return 0
+
+
+def train(config: TrainConfig) -> int:
+    """Check the settings, run the job, return its exit code. Raises ConfigError before anything is started."""
+    from helixrt.train.validate import validate
+
+    validate(config)
+    run = resumed_run(config) if config.resume else new_run(config)
+    try:
+        return Driver(config, run).run()
+    except Fatal as error:
+        print(error, file=sys.stderr)
+        return 1

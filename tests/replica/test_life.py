@@ -1,0 +1,301 @@
+"""A replica's whole life over in-memory worlds and the plain engine: threads instead of processes.
+
+Leader, rank worker, step machine, run log and engine are the real ones; membership, exchange and
+state transport are the smallest things that keep their contracts. Two runs with the same losses must
+end bitwise equal to plain training on the same batches.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from helixrt.collectives.exchange import Exchange
+from helixrt.errors import Retryable
+from helixrt.protocol import step as p
+from helixrt.protocol.lineage import Log, audit, genesis
+from helixrt.protocol.quorum import Member
+from helixrt.record import FlightRecord, Kind
+from helixrt.replica.commands import Exit, RankCommand, RankReport, decode, encode
+from helixrt.replica.contracts import FetchReport, Formed, Membership, Shard, StateTransport
+from helixrt.replica.leader import Leader, LeaderHooks
+from helixrt.replica.rank import Done, Hooks, RankWorker, digest
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import MemoryRunStore
+from helixrt.timeouts import derive
+
+REPLICAS, STEPS = 2, 12
+
+
+class Gone(BaseException):
+    """Raised in a replica's threads to stand for SIGKILL."""
+
+
+@dataclass
+class Fabric:
+    """What connects replicas: a lighthouse, all-reduce by meeting, offers by address."""
+
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    alive: set[int] = field(default_factory=set)
+    joined: dict[int, Member] = field(default_factory=dict)
+    formed: dict[int, Formed] = field(default_factory=dict)
+    generation: int = 0
+    meetings: dict[tuple[int, int], dict[int, torch.Tensor]] = field(default_factory=dict)
+    offers: dict[tuple[str, str], Mapping[str, torch.Tensor]] = field(default_factory=dict)
+
+    def lose(self, replica: int) -> None:
+        with self.lock:
+            self.alive.discard(replica)
+            self.joined.pop(replica, None)
+            for key in [k for k in self.offers if k[0] == f"mem-{replica}"]:
+                del self.offers[key]
+            self._form()
+            self.lock.notify_all()
+
+    def _form(self) -> None:
+        if self.joined and set(self.joined) == self.alive:
+            self.generation += 1
+            formed = Formed(self.generation, tuple(self.joined[r] for r in sorted(self.joined)))
+            for replica in self.joined:
+                self.formed[replica] = formed
+            self.joined = {}
+
+
+class MemoryMembership(Membership):
+    def __init__(self, fabric: Fabric, replica: int) -> None:
+        self.fabric, self.replica = fabric, replica
+
+    def announce(self) -> None:
+        with self.fabric.lock:
+            self.fabric.alive.add(self.replica)
+
+    def join(self, me: Member, timeout_s: float) -> Formed:
+        with self.fabric.lock:
+            self.fabric.formed.pop(me.replica, None)
+            self.fabric.joined[me.replica] = me
+            self.fabric._form()
+            self.fabric.lock.notify_all()
+            if not self.fabric.lock.wait_for(lambda: me.replica in self.fabric.formed, timeout_s):
+                raise Retryable("no quorum")
+            return self.fabric.formed.pop(me.replica)
+
+    def close(self) -> None:
+        self.fabric.lose(self.replica)
+
+
+class MemoryExchange(Exchange):
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric, self.members, self.aborted = fabric, (), False
+
+    def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
+        self.generation, self.members, self.me, self.calls, self.aborted = generation, tuple(members), me, 0, False
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        key = (self.generation, self.calls)
+        self.calls += 1
+        with self.fabric.lock:
+            meeting = self.fabric.meetings.setdefault(key, {})
+            meeting[self.me] = source.clone()
+            self.fabric.lock.notify_all()
+
+            def settled() -> bool:
+                return len(meeting) == len(self.members) or self.aborted or not set(self.members) <= self.fabric.alive
+
+            if not self.fabric.lock.wait_for(settled, 20) or len(meeting) < len(self.members):
+                raise Retryable("a member is gone")
+            torch.sum(torch.stack([meeting[m] for m in self.members]), 0, out=out)
+
+    def abort(self) -> None:
+        with self.fabric.lock:
+            self.aborted = True
+            self.fabric.lock.notify_all()
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryTransport(StateTransport):
+    def __init__(self, fabric: Fabric, replica: int) -> None:
+        self.fabric, self._address = fabric, f"mem-{replica}"
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self.fabric.lock:
+            self.fabric.offers[(self._address, name)] = tensors
+
+    def withdraw(self, name: str) -> None:
+        with self.fabric.lock:
+            self.fabric.offers.pop((self._address, name), None)
+
+    def fetch(
+        self,
+        name: str,
+        layout: Sequence[Shard],
+        donors: Sequence[str],
+        timeout_s: float,
+        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
+    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
+        with self.fabric.lock:
+            for donor in donors:
+                if (offer := self.fabric.offers.get((donor, name))) is not None:
+                    copy = {s.name: offer[s.name].clone() for s in layout}
+                    return copy, FetchReport(sum(s.nbytes for s in layout), {donor: 1})
+        raise Retryable("nobody offers it")
+
+    def close(self) -> None:
+        pass
+
+
+class Replica:
+    """One replica with one rank, in threads of this process."""
+
+    def __init__(self, world: World, replica: int, incarnation: int, die_at: tuple[Kind, int] | None) -> None:
+        self.world, self.replica, self.die_at = world, replica, die_at
+        self.record = FlightRecord(f"r{replica}")
+        self.record.attach(self._maybe_die)
+        self.dead = False
+        self.done: list[Done] = []
+        self.worked: list[int] = []
+        self.error: BaseException | None = None
+        timeouts = derive(20)
+        self.engine = world.engine(replica, self.worked)
+        self.worker = RankWorker(
+            replica,
+            0,
+            self.engine,
+            MemoryExchange(world.fabric),
+            MemoryTransport(world.fabric, replica),
+            self.record,
+            timeouts,
+            "memory",
+            self._report,
+            Hooks(updated=self.done.append),
+        )
+        log = RunLog(world.store)
+        machine = p.StepMachine(replica, incarnation, 1, Log(log.read_from(0)), world.root.hash, STEPS)
+        self.membership = MemoryMembership(world.fabric, replica)
+        hooks = LeaderHooks(lambda i, r: None, lambda c: None, self._resting, self.worker.fail)
+        self.leader = Leader(machine, self.membership, log, (f"mem-{replica}",), self._tell, self.record, timeouts, hooks)
+        self.thread = threading.Thread(target=self._run, name=f"replica-{replica}")
+
+    def start(self) -> None:
+        self.membership.announce()
+        self.leader.start()
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except Gone:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.world.fabric.lose(self.replica)
+            self.leader.close()
+
+    def _tell(self, command: RankCommand) -> None:
+        assert decode(encode(command)) == command  # every command must survive the way to another rank
+        self.worker.dispatch(command)
+
+    def _report(self, report: RankReport) -> None:
+        if not self.dead:
+            self.leader.report(0, decode(encode(report)))
+
+    def _resting(self, machine: p.StepMachine) -> bool:
+        with self.world.fabric.lock:
+            if machine.settled:
+                self.world.settled.add(self.replica)
+            leave = len(self.world.settled) == REPLICAS
+        if leave:
+            self._tell(Exit())
+        return leave
+
+    def _maybe_die(self, event: object) -> None:
+        if self.die_at == (event.kind, event.step):  # type: ignore[attr-defined]
+            self.die_at, self.dead = None, True
+            self.world.fabric.lose(self.replica)
+            self.worker.fail(Gone())
+            raise Gone
+
+
+class World:
+    def __init__(self, plain_engine: Callable[..., object]) -> None:
+        self.fabric, self.store, self.root = Fabric(), MemoryRunStore(), genesis("test", REPLICAS)
+        RunLog(self.store).append(0, self.root)
+        self.settled: set[int] = set()
+        self._engine = plain_engine
+
+    def batch(self, replica: int, position: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * replica + position)
+        return torch.randint(0, 16, (4, 9), generator=generator)
+
+    def engine(self, replica: int, worked: list[int]) -> object:
+        def batch_at(position: int) -> torch.Tensor:
+            worked.append(position)
+            return self.batch(replica, position)
+
+        return self._engine(batch_at, vocab=16, seed=0)
+
+    def plain_training(self) -> object:
+        """The lineage's batches, trained without any of helixrt."""
+        chain = Log(RunLog(self.store).read_from(0)).chain()
+        engine = self._engine(lambda position: torch.empty(0), vocab=16, seed=0)
+        for before, record in zip(chain, chain[1:], strict=False):
+            gradients = []
+            for replica in record.contributors:
+                engine.batch_at = lambda position, r=replica: self.batch(r, position)
+                engine.run(before.positions[replica], lambda i: None)
+                gradients.append(engine.buckets[0].clone())
+            mean = torch.stack(gradients).sum(0)
+            engine.apply(record.step, [mean.div_(len(gradients)) if len(gradients) > 1 else mean])
+        return engine
+
+
+def train(world: World, die_at: tuple[Kind, int] | None = None) -> tuple[list[Replica], list[Replica]]:
+    """Two replicas to the end; replica 1 dies at the given event and is started again. Returns (living, dead)."""
+    torch.set_num_threads(1)
+    living = [Replica(world, 0, 0, None), Replica(world, 1, 0, die_at)]
+    for replica in living:
+        replica.membership.announce()
+    for replica in living:
+        replica.start()
+    dead: list[Replica] = []
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and any(r.thread.is_alive() for r in living):
+        if living[1].dead and not living[1].thread.is_alive():
+            dead.append(living[1])
+            living[1] = Replica(world, 1, 1, None)
+            living[1].start()
+        time.sleep(0.01)
+    for replica in living:
+        replica.thread.join(timeout=1)
+        if replica.error is not None:
+            raise replica.error
+        assert not replica.thread.is_alive(), f"replica {replica.replica} is {replica.leader.machine.phase}"
+    return living, dead
+
+
+MOMENTS = [None, Kind.QUORUM_JOIN, Kind.WORK_BEGIN, Kind.WORK_END, Kind.EXCHANGE_BUCKET, Kind.VOTE, Kind.COMMIT]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: m.value if m else "none")
+def test_whatever_dies_both_end_equal_to_plain_training(plain_engine: Callable[..., object], moment: Kind | None) -> None:
+    world = World(plain_engine)
+    living, dead = train(world, (moment, 5) if moment else None)
+    assert len(dead) == (1 if moment else 0)
+    log = Log(RunLog(world.store).read_from(0))
+    assert log.head.step == STEPS
+    assert audit(log.chain()).clean
+    digests = {digest(r.engine.state()) for r in living}
+    assert digests == {digest(world.plain_training().state())}
+    survivor = living[0].worked
+    assert sorted(set(survivor)) == sorted(survivor), f"the survivor did batches twice: {survivor}"
