@@ -4,7 +4,8 @@ In: `ChaosConfig` and the events of a rank's own flight record. Out: one call of
 
 The n-th kill listed for a replica (by step) belongs to its n-th life, its incarnation counted from
 0; so each happens once, and a restarted replica is not killed by what killed it before. A kill at
-`fetch` belongs to incarnation 1 at the earliest, since only a replica that came back fetches.
+`fetch` belongs to incarnation 1 at the earliest, since only a replica that came back fetches; it is
+due at once, whatever its step, for such a replica does not know yet which step it will join.
 A kill is due at the first such moment in its step or, if the replica had none there (no checkpoint is
 due, it was fetching), in a later one.
 """
@@ -56,7 +57,9 @@ class ChaosSink:
             key = (event.step, int(event.detail["generation"]))
             self._buckets = (*key, self._buckets[2] + 1 if self._buckets[:2] == key else 1)
         due = self._due
-        if due is None or event.step < due.step or due.moment not in moments_of(event, self._buckets[2]):
+        if due is None or due.moment not in moments_of(event, self._buckets[2]):
+            return
+        if event.step < due.step and due.moment != "fetch":
             return
         self._due = None
         if self._record is not None:

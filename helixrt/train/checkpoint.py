@@ -218,7 +218,8 @@ class Checkpointer:
         return f"checkpoint/{record.hash}/{stage}"
 
     def _note(self, record: CommitRecord, why: str) -> None:
-        self._record.write(Kind.FAILURE, step=record.step, replica=-1, reason=f"checkpoint of step {record.step} given up: {why}")
+        reason = f"checkpoint of step {record.step} given up: {why}"
+        self._record.write(Kind.FAILURE, step=record.step, replica=-1, reason=reason)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -294,7 +295,7 @@ def load(checkpoint: Checkpoint, stage: int, like: Mapping[str, torch.Tensor]) -
 
 def run_folders(root: Path) -> list[Path]:
     """The run folders `DATE/TIME` under an output root, newest first."""
-    found = [run for date in root.glob("[0-9]*") if date.is_dir() and not date.is_symlink() for run in date.iterdir() if run.is_dir()]
+    found = [run for run in root.glob("[0-9]*/[0-9]*") if run.is_dir() and not run.parent.is_symlink()]
     return sorted(found, key=lambda run: (run.parent.name, run.name), reverse=True)
 
 

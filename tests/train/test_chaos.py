@@ -100,7 +100,7 @@ def test_fetch_kills_at_the_first_shard_of_the_next_life() -> None:
     at: list[str] = []
     config = ChaosConfig((KillConfig(1, 4, "fetch"),))
     record.attach(ChaosSink(config, 1, 1, lambda: at.append(record.events()[-1].detail["shard"])))
-    record.step = 11
+    record.step = 1
     for shard in ("a", "b"):
         record.write(Kind.FETCH_SHARD, shard=shard, donor="x", bytes=1, ok=True)
     assert at == ["a"]

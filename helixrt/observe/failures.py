@@ -1,0 +1,118 @@
+"""What a lost replica cost, figured from the flight records.
+
+In: the events of all ranks, and the driver's notes of what it saw end. Out: one `Failure` per loss:
+when it was noticed, how long the survivors stood still, when it was back. Pure: events carry their times,
+which come from clocks of one host or of hosts kept in step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from helixrt.record import Event, Kind
+
+DRIVER = -1
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A replica's life that ended before its time. `seen_s`: when the driver saw it (Unix time)."""
+
+    replica: int
+    incarnation: int
+    seen_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A loss and its consequences, in seconds after it; None for what did not happen (or has no survivor)."""
+
+    replica: int
+    step: int  # in which it was lost
+    lost_s: float  # Unix time
+    reason: str
+    detected_after_s: float | None  # first survivor whose exchange broke, or that formed a quorum without it
+    survivors_stalled_s: float | None  # how much longer than usual the steps around it took, for the slowest survivor
+    rejoined_after_s: float | None  # first quorum in which it contributed again
+
+
+def failures(events: Iterable[Event], losses: Sequence[Loss]) -> list[Failure]:
+    """One failure per loss, in the order of time."""
+    ordered = sorted(events, key=lambda e: e.end_s)
+    found = [_failure(ordered, loss, losses) for loss in losses]
+    return sorted(found, key=lambda f: f.lost_s)
+
+
+def replica_of(rank: str) -> int:
+    """The replica in a rank's name (`r1.pp0…`), or DRIVER for any other name."""
+    head = rank.split(".")[0]
+    return int(head[1:]) if head[:1] == "r" and head[1:].isdigit() else DRIVER
+
+
+def _failure(events: Sequence[Event], loss: Loss, losses: Sequence[Loss]) -> Failure:
+    own = [e for e in events if replica_of(e.rank) == loss.replica]
+    born_s, reborn_s = _life(own, loss.incarnation)
+    words = [e for e in own if born_s <= e.end_s <= loss.seen_s and e.end_s < reborn_s]
+    noted = [e for e in words if e.kind is Kind.FAILURE and e.detail.get("replica") == loss.replica]
+    lost_s = noted[-1].end_s if noted else _silent_since(words, loss.seen_s)
+    gone = {o.replica for o in losses if abs(o.seen_s - loss.seen_s) < 1.0} | {loss.replica, DRIVER}
+    survivors = [e for e in events if replica_of(e.rank) not in gone]
+    noticed = next((e.end_s for e in survivors if lost_s <= e.end_s < reborn_s and _notices(e, loss.replica)), None)
+    back = next((e.end_s for e in events if e.end_s >= reborn_s and _contributes(e, loss.replica)), None)
+    return Failure(
+        replica=loss.replica,
+        step=max((e.step for e in noted or words), default=0),
+        lost_s=lost_s,
+        reason=str(noted[-1].detail.get("reason", loss.reason)) if noted else loss.reason,
+        detected_after_s=None if noticed is None else noticed - lost_s,
+        survivors_stalled_s=None if noticed is None else _stall(survivors, lost_s, noticed),
+        rejoined_after_s=None if back is None else back - lost_s,
+    )
+
+
+def _life(own: Sequence[Event], incarnation: int) -> tuple[float, float]:
+    """When this life of the replica began, and when the next one did (infinity if there was none)."""
+    starts = [e for e in own if e.kind is Kind.RANK_START]
+    born = [e.begin_s for e in starts if e.detail.get("incarnation") == incarnation]
+    later = [e.begin_s for e in starts if e.detail.get("incarnation", 0) > incarnation]
+    return min(born, default=-math.inf), min(later, default=math.inf)
+
+
+def _silent_since(words: Sequence[Event], seen_s: float) -> float:
+    """The last sign of life of the rank that fell silent first; when the driver saw it, if none ever spoke."""
+    last: dict[str, float] = {}
+    for event in words:
+        last[event.rank] = event.end_s
+    return min(last.values(), default=seen_s)
+
+
+def _notices(event: Event, lost: int) -> bool:
+    if event.kind is Kind.QUORUM:
+        return lost not in event.detail.get("members", ())
+    return event.kind is Kind.EXCHANGE_FAILED
+
+
+def _contributes(event: Event, replica: int) -> bool:
+    return event.kind is Kind.QUORUM and replica in event.detail.get("contributors", ())
+
+
+def _stall(survivors: Sequence[Event], lost_s: float, noticed_s: float) -> float:
+    """Over all survivors, the most time by which the steps that overlap the loss took longer than their median step."""
+    commits: dict[int, list[float]] = defaultdict(list)
+    for event in survivors:
+        if event.kind is Kind.COMMIT:
+            commits[replica_of(event.rank)].append(event.end_s)
+    worst = 0.0
+    for times in commits.values():
+        steps = list(pairwise(times))
+        hit = [end - begin for begin, end in steps if begin <= noticed_s and end >= lost_s]
+        calm = [end - begin for begin, end in steps if begin > noticed_s or end < lost_s]
+        if hit and calm:
+            worst = max(worst, sum(hit) - len(hit) * statistics.median(calm))
+    return worst

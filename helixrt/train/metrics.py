@@ -1,0 +1,80 @@
+"""The figures of a step that a rank tells the driver, as one line of JSON each way.
+
+In and out: `StepMetrics` (one per replica and step) and `Evaluation`; ranks send them as text through
+the run's store, the driver hands them to `RunOutput`, and `metrics.jsonl` keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+BITS_PER_NAT = 1 / math.log(2)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One update as one replica saw it. `loss_nats` is None where it caught up and contributed nothing."""
+
+    replica: int
+    rank: str  # the label of the rank that reports
+    step: int
+    loss_nats: float | None  # per byte, mean over the replica's batch
+    tokens: int
+    seconds: float  # since the replica's update before
+    participants: int  # replicas whose gradients are in the update
+    stall_s: float  # the rank had nothing to compute
+    grad_norm: float
+    learning_rate: float
+    generation: int
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return None if self.loss_nats is None else self.loss_nats * BITS_PER_NAT
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": "step", **asdict(self)}, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> StepMetrics:
+        raw = json.loads(text)
+        raw.pop("kind", None)
+        return StepMetrics(**raw)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean validation loss of the state after `step` updates."""
+
+    step: int
+    loss_nats: float
+    tokens: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss_nats * BITS_PER_NAT
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": "evaluation", **asdict(self)}, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Evaluation:
+        raw = json.loads(text)
+        raw.pop("kind", None)
+        return Evaluation(**raw)
+
+
+def read_metrics(path: Path) -> Iterator[StepMetrics | Evaluation]:
+    """The lines of a `metrics.jsonl`; a last line cut short is left out."""
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                evaluation = json.loads(line).get("kind") == "evaluation"
+                yield Evaluation.from_json(line) if evaluation else StepMetrics.from_json(line)

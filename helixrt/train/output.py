@@ -1,0 +1,123 @@
+"""What a run leaves behind and what it says while it runs. Used by the driver alone, from one thread.
+
+In: `StepMetrics` and `Evaluation`. Out: the run's folder `ROOT/DATE/TIME/` (with `ROOT/latest`
+pointing to the newest), in it `config.json`, `metrics.jsonl` and TensorBoard's files; one rank-labelled
+line per step, and a progress bar if the stream is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from helixrt.errors import MissingExtra
+from helixrt.train.config import TrainConfig
+from helixrt.train.metrics import Evaluation, StepMetrics
+
+
+def new_run_folder(root: Path, now: datetime | None = None) -> Path:
+    """Make `root/DATE/TIME` (with a suffix, if a run of that second has it) and point `root/latest` to it."""
+    now = now or datetime.now()
+    date = root / now.strftime("%Y-%m-%d")
+    date.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1000):
+        folder = date / (now.strftime("%H-%M-%S") + (f".{attempt}" if attempt else ""))
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        point_latest(root, folder)
+        return folder.resolve()
+    raise FileExistsError(f"no free run folder in {date}")
+
+
+def point_latest(root: Path, folder: Path) -> None:
+    """Make `root/latest` a symlink to the run's folder, at once: no reader ever finds none."""
+    link = root / f".latest.{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(folder, root))
+    os.replace(link, root / "latest")
+
+
+class RunOutput:
+    """The folder, the lines and the bar of one run. `stream` gets the lines; `folder` must exist."""
+
+    def __init__(self, folder: Path, config: TrainConfig, stream: TextIO | None = None) -> None:
+        self.folder = folder
+        self._config = config
+        self._stream = stream or sys.stdout
+        (folder / "config.json").write_text(json.dumps(config.to_plain(), indent=1) + "\n", encoding="utf-8")
+        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+        self._board = _board(folder / "tensorboard")
+        self._bar: Any = None
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=config.steps, unit="step", file=self._stream, dynamic_ncols=True, leave=False)
+
+    def step_line(self, metrics: StepMetrics) -> None:
+        """Print and keep one replica's figures of one step."""
+        self._metrics.write(metrics.to_json() + "\n")
+        self.say(line_of(metrics, self._config.steps, self._config.mesh.replicas))
+        self._advance(metrics)
+        scalars = {
+            "loss/bits_per_byte": metrics.bits_per_byte,
+            "speed/tokens_per_s": metrics.tokens_per_s,
+            "speed/stall_s": metrics.stall_s,
+            "replicas/participants": float(metrics.participants),
+            "replicas/generation": float(metrics.generation),
+            "update/grad_norm": metrics.grad_norm,
+            "update/learning_rate": metrics.learning_rate,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._board.add_scalar(f"{name}/r{metrics.replica}", value, metrics.step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Print and keep a validation loss."""
+        self._metrics.write(evaluation.to_json() + "\n")
+        self.say(f"validation  step {evaluation.step}  {evaluation.bits_per_byte:.4f} bits/byte")
+        self._board.add_scalar("loss/validation_bits_per_byte", evaluation.bits_per_byte, evaluation.step)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.write(text, file=self._stream)
+
+    def close(self) -> None:
+        """Finish the files and take the bar away; idempotent."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._metrics.close()
+        self._board.close()
+
+    def _advance(self, metrics: StepMetrics) -> None:
+        if self._bar is not None and metrics.step > self._bar.n:
+            if metrics.bits_per_byte is not None:
+                self._bar.set_postfix_str(f"{metrics.bits_per_byte:.3f} bits/byte", refresh=False)
+            self._bar.update(metrics.step - self._bar.n)
+
+
+def line_of(metrics: StepMetrics, steps: int, replicas: int) -> str:
+    """`r0.pp1  step  20/200  3.412 bits/byte  12,345 tokens/s  participants 2/2  stall 0.010 s`"""
+    width = len(str(steps))
+    loss = "  (catching up)  " if metrics.bits_per_byte is None else f"{metrics.bits_per_byte:7.4f} bits/byte"
+    return (
+        f"{metrics.rank}  step {metrics.step:{width}d}/{steps}  {loss}  {metrics.tokens_per_s:8,.0f} tokens/s"
+        f"  participants {metrics.participants}/{replicas}  stall {metrics.stall_s:.3f} s"
+    )
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtra("tensorboard", "ft", "the run's TensorBoard files") from error
+    return SummaryWriter(str(folder), flush_secs=5)
