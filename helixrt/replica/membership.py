@@ -1,0 +1,196 @@
+"""Who takes part in a step, from torchft's lighthouse; and the membership of a run of one replica.
+
+In: a replica's account of itself (`protocol.quorum.Member`). Out: `Formed`, the same on all of its members.
+
+What the lighthouse does (torchft 0.2, found by trying), which the step protocol may count on:
+
+- A quorum answers everyone in it with the same participants and the same time stamp `created`,
+  taken anew for every quorum, also when the members have not changed.
+- *Fast quorum*: once every member of the last quorum has asked again, the quorum forms at once, with
+  whoever else has asked by then. A replica that only sends heartbeats is not waited for in this case:
+  it joins a running job by asking, and is in the next quorum.
+- Otherwise (the first quorum of a run, or a member of the last one is missing) more than half of
+  the replicas that send heartbeats must have asked, and living ones that have not are waited for up
+  to the join timeout, counted from the first that asked.
+- A member that dies is waited for until its last heartbeat is older than the heartbeat timeout.
+- A `join` given up by its caller is not withdrawn at the server: until its heartbeat stops, the
+  next quorum may still count it in. The others then fail to connect to it, which is Retryable.
+
+The blocking call releases the interpreter lock, so `join` may run beside compute.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from helixrt.errors import Cause, MissingExtra, Retryable
+from helixrt.protocol.quorum import Member
+from helixrt.replica.contracts import Formed, Membership
+from helixrt.timeouts import Timeouts
+
+_TICK_MS = 10
+
+
+def _coordination() -> Any:
+    try:
+        from torchft import coordination
+    except ImportError as error:
+        raise MissingExtra("torchft", "ft", "a run of several replicas") from error
+    return coordination
+
+
+def serve_lighthouse(timeouts: Timeouts, host: str = "127.0.0.1") -> tuple[Any, str]:
+    """Start a lighthouse on `host`, for the driver; returns the server (has `shutdown()`) and its address.
+
+    A quorum may be a single replica, so that the last survivor goes on; at the start of a run all
+    that have announced themselves are waited for, see the module's text.
+    """
+    server = _coordination().LighthouseServer(
+        bind=f"{host}:0",
+        min_replicas=1,
+        join_timeout_ms=round(timeouts.join_s * 1000),
+        quorum_tick_ms=_TICK_MS,
+        heartbeat_timeout_ms=round(timeouts.heartbeat_s * 1000),
+    )
+    # It names itself by the machine's name, which need not lead to the interface it is bound to.
+    return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
+
+
+def generation_of(created_s: int, created_ns: int, run_epoch_s: float) -> int:
+    """A quorum's time stamp as whole microseconds of the run.
+
+    Quorums follow each other within a millisecond or two, so milliseconds could repeat.
+    """
+    epoch_us = round(run_epoch_s * 1_000_000)
+    return created_s * 1_000_000 + created_ns // 1000 - epoch_us
+
+
+def to_data(member: Member) -> dict[str, Any]:
+    """A member's account as plain data for the wire."""
+    return {**asdict(member), "addresses": list(member.addresses)}
+
+
+def from_data(raw: dict[str, Any]) -> Member:
+    """Inverse of `to_data`."""
+    return Member(**{**raw, "addresses": tuple(raw["addresses"])})
+
+
+def newest_incarnations(members: Iterable[Member]) -> tuple[Member, ...]:
+    """One member per replica, in order of replica ids: a predecessor that still seems alive is dead."""
+    newest: dict[int, Member] = {}
+    for member in members:
+        known = newest.get(member.replica)
+        if known is None or member.incarnation > known.incarnation:
+            newest[member.replica] = member
+    return tuple(newest[replica] for replica in sorted(newest))
+
+
+class TorchftMembership(Membership):
+    """A replica's place at a lighthouse, where it is known as `replica:incarnation`.
+
+    `lighthouse` is the address from `serve_lighthouse`; `run_epoch_s` is the same for all replicas
+    and all drivers of the run. The heartbeat thread runs from `announce` to `close`.
+    """
+
+    def __init__(self, replica: int, incarnation: int, lighthouse: str, timeouts: Timeouts, run_epoch_s: float) -> None:
+        self._id = f"{replica}:{incarnation}"
+        self._address = lighthouse
+        self._timeouts = timeouts
+        self._run_epoch_s = run_epoch_s
+        self._coordination = _coordination()
+        self._client: Any = None  # of `join` alone
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._heart: threading.Thread | None = None
+
+    def announce(self) -> None:
+        with self._lock:
+            if self._heart is not None or self._stop.is_set():
+                return
+            self._heart = threading.Thread(target=self._beat, name=f"helixrt-heartbeat-{self._id}", daemon=True)
+            self._heart.start()
+        # The thread must be gone before the interpreter is: its native call cannot be unwound.
+        atexit.register(self.close)
+
+    def join(self, me: Member, timeout_s: float) -> Formed:
+        self.announce()
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            formed = self._ask(me, left_s)
+            # A quorum in which our predecessor stands for us, or we for a successor, is not ours.
+            if any(m.replica == me.replica and m.incarnation == me.incarnation for m in formed.members):
+                return formed
+            if any(m.replica == me.replica and m.incarnation > me.incarnation for m in formed.members):
+                raise Retryable(f"replica {me.replica} was started again; incarnation {me.incarnation} is over")
+        raise Retryable(f"no quorum formed within {timeout_s:g} s")
+
+    def _ask(self, me: Member, timeout_s: float) -> Formed:
+        try:
+            if self._client is None:
+                self._client = self._connect()
+            quorum = self._client.quorum(
+                replica_id=self._id, timeout=timedelta(seconds=timeout_s), step=me.step, data=to_data(me)
+            )
+        except (TimeoutError, RuntimeError, OSError) as error:
+            self._client = None
+            late = isinstance(error, TimeoutError)
+            what = f"no quorum formed within {timeout_s:g} s" if late else "the lighthouse cannot be reached"
+            raise Retryable(Cause(f"{what} ({self._address}): {error}")) from error
+        members = newest_incarnations(from_data(p.data) for p in quorum.participants if p.data)
+        return Formed(generation_of(quorum.created.seconds, quorum.created.nanos, self._run_epoch_s), members)
+
+    def close(self) -> None:
+        self._stop.set()
+        with self._lock:
+            heart = self._heart
+        if heart is not None and heart is not threading.current_thread():
+            heart.join(2 * self._call_timeout_s)
+        atexit.unregister(self.close)
+
+    @property
+    def _call_timeout_s(self) -> float:
+        return self._timeouts.heartbeat_s
+
+    def _connect(self) -> Any:
+        return self._coordination.LighthouseClient(self._address, timedelta(seconds=self._call_timeout_s))
+
+    def _beat(self) -> None:
+        client: Any = None
+        while not self._stop.is_set():
+            try:
+                client = client or self._connect()
+                client.heartbeat(self._id, timedelta(seconds=self._call_timeout_s))
+            except (TimeoutError, RuntimeError, OSError):
+                client = None  # a lighthouse out of reach shows in `join`, which has someone to tell
+            self._stop.wait(self._timeouts.heartbeat_period_s)
+
+
+class SoloMembership(Membership):
+    """The membership of a run of one replica: every quorum is that replica. Needs no server.
+
+    Generations are microseconds of the run by `clock` (Unix time in seconds), and grow even when
+    the clock does not.
+    """
+
+    def __init__(self, run_epoch_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._run_epoch_s, self._clock = run_epoch_s, clock
+        self._last = 0
+        self._closed = False
+
+    def announce(self) -> None:
+        pass
+
+    def join(self, me: Member, timeout_s: float) -> Formed:
+        if self._closed:
+            raise Retryable("the membership was closed")
+        self._last = max(self._last + 1, round((self._clock() - self._run_epoch_s) * 1_000_000))
+        return Formed(self._last, (me,))
+
+    def close(self) -> None:
+        self._closed = True

@@ -1,0 +1,195 @@
+"""Quorums over a real lighthouse: members in threads, one dies, one comes back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from helixrt.errors import Retryable
+from helixrt.protocol.quorum import Member
+from helixrt.replica.contracts import Formed
+from helixrt.replica.membership import SoloMembership, TorchftMembership, newest_incarnations, serve_lighthouse
+from helixrt.timeouts import Timeouts
+
+pytest.importorskip("torchft", reason="torchft is not installed (extra: ft)")
+
+TIMEOUTS = Timeouts(
+    heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, fetch_s=5, step_s=5, join_s=20, start_s=30
+)
+DEADLINE_S = 20.0
+
+
+class World:
+    """A lighthouse and the members that tests make."""
+
+    def __init__(self) -> None:
+        self.server, self.address = serve_lighthouse(TIMEOUTS)
+        self.epoch_s = time.time() - 100
+        self.made: list[TorchftMembership] = []
+
+    def member(self, replica: int, incarnation: int = 0) -> tuple[TorchftMembership, Member]:
+        membership = TorchftMembership(replica, incarnation, self.address, TIMEOUTS, self.epoch_s)
+        self.made.append(membership)
+        me = Member(replica, incarnation, 3, "abc", "def", 7, (f"http://h{replica}:1", "x"))
+        return membership, me
+
+    def close(self) -> None:
+        for membership in self.made:
+            membership.close()
+        self.server.shutdown()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def join_all(members: Sequence[tuple[TorchftMembership, Member]]) -> list[Formed]:
+    """Join from a thread each; the results in the members' order."""
+    results: list[Formed | BaseException | None] = [None] * len(members)
+
+    def join(index: int) -> None:
+        try:
+            results[index] = members[index][0].join(members[index][1], DEADLINE_S)
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=join, args=(i,)) for i in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S + 5)
+    formed = []
+    for result in results:
+        assert isinstance(result, Formed), result
+        formed.append(result)
+    return formed
+
+
+def announce_all(members: Sequence[tuple[TorchftMembership, Member]]) -> None:
+    for membership, _ in members:
+        membership.announce()
+    time.sleep(3 * TIMEOUTS.heartbeat_period_s)  # the first heartbeats arrive
+
+
+def test_members_agree_and_generations_grow(world: World) -> None:
+    members = [world.member(r) for r in range(4)]
+    announce_all(members)
+    last = 0
+    for _ in range(20):
+        formed = join_all(members)
+        assert len(set(formed)) == 1
+        assert formed[0].members == tuple(me for _, me in members)
+        assert formed[0].generation > last
+        last = formed[0].generation
+    assert 0 < last < (time.time() - world.epoch_s + 1) * 1e6
+
+
+def test_the_first_quorum_waits_for_all_that_announced(world: World) -> None:
+    members = [world.member(r) for r in range(3)]
+    announce_all(members)
+    early: list[Formed] = []
+    threads = [threading.Thread(target=lambda m=m: early.append(m[0].join(m[1], DEADLINE_S))) for m in members[:2]]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    early.append(members[2][0].join(members[2][1], DEADLINE_S))
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert [len(f.members) for f in early] == [3, 3, 3]
+
+
+def test_survivors_form_without_the_dead_and_take_back_the_restarted(world: World) -> None:
+    members = [world.member(r) for r in range(3)]
+    announce_all(members)
+    first = join_all(members)[0]
+    members[2][0].close()  # its heartbeat stops, as a killed process's does
+    second = join_all(members[:2])[0]
+    assert [m.replica for m in second.members] == [0, 1]
+    restarted = world.member(2, incarnation=1)
+    returned: list[Formed] = []
+    waiting = threading.Thread(target=lambda: returned.append(restarted[0].join(restarted[1], DEADLINE_S)))
+    waiting.start()
+    deadline = time.monotonic() + DEADLINE_S
+    generations = [first.generation, second.generation]
+    while waiting.is_alive():
+        assert time.monotonic() < deadline
+        latest = join_all(members[:2])[0]
+        generations.append(latest.generation)
+        if len(latest.members) == 3:
+            break
+    waiting.join(DEADLINE_S)
+    assert returned[0] == latest
+    assert latest.members[2] == restarted[1]
+    assert generations == sorted(set(generations))
+
+
+def test_a_restarted_replica_is_not_confused_with_its_living_predecessor(world: World) -> None:
+    old, new = world.member(0), world.member(0, incarnation=1)
+    announce_all([old, new])
+    results: list[object] = []
+
+    def join(membership: TorchftMembership, me: Member) -> None:
+        try:
+            results.append(membership.join(me, DEADLINE_S).members)
+        except Retryable as error:
+            results.append(str(error))
+
+    threads = [threading.Thread(target=join, args=pair) for pair in (old, new)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S + 5)
+    assert (new[1],) in results
+    assert "replica 0 was started again; incarnation 0 is over" in results
+
+
+def test_a_lost_lighthouse_and_a_late_quorum_are_retryable(world: World) -> None:
+    silent, me = world.member(0)
+    other, _ = world.member(1)
+    announce_all([(silent, me), (other, me)])
+    with pytest.raises(Retryable, match="no quorum formed"):
+        silent.join(me, 0.3)
+    nowhere = TorchftMembership(0, 0, "http://127.0.0.1:9", TIMEOUTS, 0.0)
+    with pytest.raises(Retryable, match="cannot be reached"):
+        nowhere.join(me, 1.0)
+    nowhere.close()
+    nowhere.close()
+
+
+def test_the_newest_incarnation_stands_for_a_replica() -> None:
+    old, other = Member(1, 0, 5, "a"), Member(0, 2, 5, "a")
+    new = replace(old, incarnation=1)
+    assert newest_incarnations([new, other, old]) == (other, new)
+
+
+def test_a_process_that_forgets_to_close_ends_well(world: World) -> None:
+    script = f"""
+from helixrt.replica.membership import TorchftMembership
+from helixrt.protocol.quorum import Member
+from helixrt.timeouts import Timeouts
+m = TorchftMembership(0, 0, {world.address!r}, {TIMEOUTS!r}, 0.0)
+m.announce()
+m.join(Member(0, 0, 0, ""), 10)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_replica_needs_no_server() -> None:
+    now = [1000.0]
+    solo = SoloMembership(900.0, clock=lambda: now[0])
+    me = Member(0, 0, 0, "")
+    first, second = solo.join(me, 1), solo.join(me, 1)
+    assert first == Formed(100_000_000, (me,)) and second.generation == 100_000_001
+    solo.close()
+    with pytest.raises(Retryable):
+        solo.join(me, 1)
