@@ -1,7 +1,7 @@
 """The figures of a step that a rank tells the driver, as one line of JSON each way.
 
-In and out: `StepMetrics` (one per replica and step) and `Evaluation`; ranks send them as text through
-the run's store, the driver hands them to `RunOutput`, and `metrics.jsonl` keeps them.
+In and out: `StepMetrics` (one per replica and step) and `ValidationMetrics`; ranks send them as text
+through the run's store, the driver hands them to `RunOutput`, and `metrics.jsonl` keeps them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,12 @@ class StepMetrics:
     def to_json(self) -> str:
         return json.dumps({"kind": "step", **asdict(self)}, separators=(",", ":"))
 
-    @staticmethod
-    def from_json(text: str) -> StepMetrics:
-        raw = json.loads(text)
-        raw.pop("kind", None)
-        return StepMetrics(**raw)
-
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Mean validation loss of the state after `step` updates."""
+class ValidationMetrics:
+    """Mean validation loss per byte of the state that a replica had after `step` updates."""
 
+    replica: int
     step: int
     loss_nats: float
     tokens: int
@@ -62,19 +57,18 @@ class Evaluation:
         return self.loss_nats * BITS_PER_NAT
 
     def to_json(self) -> str:
-        return json.dumps({"kind": "evaluation", **asdict(self)}, separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: str) -> Evaluation:
-        raw = json.loads(text)
-        raw.pop("kind", None)
-        return Evaluation(**raw)
+        return json.dumps({"kind": "validation", **asdict(self)}, separators=(",", ":"))
 
 
-def read_metrics(path: Path) -> Iterator[StepMetrics | Evaluation]:
+def read_metrics_line(line: str) -> StepMetrics | ValidationMetrics:
+    """Inverse of `to_json`."""
+    raw = json.loads(line)
+    return ValidationMetrics(**raw) if raw.pop("kind") == "validation" else StepMetrics(**raw)
+
+
+def read_metrics(path: Path) -> Iterator[StepMetrics | ValidationMetrics]:
     """The lines of a `metrics.jsonl`; a last line cut short is left out."""
     with open(path, encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
-                evaluation = json.loads(line).get("kind") == "evaluation"
-                yield Evaluation.from_json(line) if evaluation else StepMetrics.from_json(line)
+                yield read_metrics_line(line)

@@ -1,8 +1,8 @@
 """What a run leaves behind and what it says while it runs. Used by the driver alone, from one thread.
 
-In: `StepMetrics` and `Evaluation`. Out: the run's folder `ROOT/DATE/TIME/` (with `ROOT/latest`
-pointing to the newest), in it `config.json`, `metrics.jsonl` and TensorBoard's files; one rank-labelled
-line per step, and a progress bar if the stream is a terminal.
+In: `StepMetrics`, `ValidationMetrics` and what happened to replicas. Out: the run's folder
+`ROOT/DATE/TIME/` (with `ROOT/latest` pointing to the newest), in it `metrics.jsonl` and TensorBoard's
+files; one rank-labelled line per step, and a progress bar if the stream is a terminal.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from helixrt.errors import MissingExtra
+from helixrt.ray_cluster.controller import Happening, LifeEvent
 from helixrt.train.config import TrainConfig
-from helixrt.train.metrics import Evaluation, StepMetrics
+from helixrt.train.metrics import StepMetrics, ValidationMetrics
+
+_TOLD = {Happening.LOST, Happening.RESTARTED, Happening.GIVEN_UP, Happening.RUNNING}
 
 
 def new_run_folder(root: Path, now: datetime | None = None) -> Path:
@@ -30,13 +33,14 @@ def new_run_folder(root: Path, now: datetime | None = None) -> Path:
             folder.mkdir()
         except FileExistsError:
             continue
-        point_latest(root, folder)
+        point_latest_to(folder)
         return folder.resolve()
     raise FileExistsError(f"no free run folder in {date}")
 
 
-def point_latest(root: Path, folder: Path) -> None:
-    """Make `root/latest` a symlink to the run's folder, at once: no reader ever finds none."""
+def point_latest_to(folder: Path) -> None:
+    """Make `ROOT/latest` a symlink to the run's folder, at once: no reader ever finds none."""
+    root = folder.parent.parent
     link = root / f".latest.{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(os.path.relpath(folder, root))
@@ -50,7 +54,7 @@ class RunOutput:
         self.folder = folder
         self._config = config
         self._stream = stream or sys.stdout
-        (folder / "config.json").write_text(json.dumps(config.to_plain(), indent=1) + "\n", encoding="utf-8")
+        _drop_cut_line(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self._board = _board(folder / "tensorboard")
         self._bar: Any = None
@@ -59,7 +63,7 @@ class RunOutput:
 
             self._bar = tqdm(total=config.steps, unit="step", file=self._stream, dynamic_ncols=True, leave=False)
 
-    def step_line(self, metrics: StepMetrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         """Print and keep one replica's figures of one step."""
         self._metrics.write(metrics.to_json() + "\n")
         self.say(line_of(metrics, self._config.steps, self._config.mesh.replicas))
@@ -77,11 +81,23 @@ class RunOutput:
             if value is not None:
                 self._board.add_scalar(f"{name}/r{metrics.replica}", value, metrics.step)
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def validation(self, metrics: ValidationMetrics) -> None:
         """Print and keep a validation loss."""
-        self._metrics.write(evaluation.to_json() + "\n")
-        self.say(f"validation  step {evaluation.step}  {evaluation.bits_per_byte:.4f} bits/byte")
-        self._board.add_scalar("loss/validation_bits_per_byte", evaluation.bits_per_byte, evaluation.step)
+        self._metrics.write(metrics.to_json() + "\n")
+        self.say(f"r{metrics.replica}      step {metrics.step}  validation {metrics.bits_per_byte:.4f} bits/byte")
+        self._board.add_scalar(f"loss/validation_bits_per_byte/r{metrics.replica}", metrics.bits_per_byte, metrics.step)
+
+    def life(self, event: LifeEvent) -> None:
+        """Say what happened to a replica, if a user wants to know."""
+        if event.kind in _TOLD:
+            why = f": {event.why}" if event.why else ""
+            self.say(f"r{event.replica}      {event.kind.value.replace('_', ' ')} (incarnation {event.incarnation}){why}")
+
+    def summary(self) -> None:
+        """Say what `report.json` in the run's folder holds, and where the page is."""
+        for line in summary_of(json.loads((self.folder / "report.json").read_text(encoding="utf-8"))):
+            self.say(line)
+        self.say(f"report: {self.folder / 'report.html'}")
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -113,6 +129,38 @@ def line_of(metrics: StepMetrics, steps: int, replicas: int) -> str:
         f"{metrics.rank}  step {metrics.step:{width}d}/{steps}  {loss}  {metrics.tokens_per_s:8,.0f} tokens/s"
         f"  participants {metrics.participants}/{replicas}  stall {metrics.stall_s:.3f} s"
     )
+
+
+def summary_of(report: dict[str, Any]) -> list[str]:
+    """A few lines for the end of a run's log."""
+    reached, order0 = report["validation_bits_per_byte"], report["corpus_order0_bits_per_byte"]
+    audit = report["data_audit"]
+    verdict = "every batch exactly once" if not audit["gaps"] and not audit["repeats"] else "NOT every batch once"
+    hashes = {r["parameters_sha256"] for r in report["replicas"]}
+    alike = "bitwise equal" if len(hashes) == 1 else "DIFFERENT" if hashes else "unknown"
+    validation = "unknown" if reached is None else f"{reached:.4f} bits/byte"
+    lines = [
+        f"validation {validation}, order-0 entropy of the corpus {order0:.4f}",
+        f"data: {audit['batches']} batches, {audit['gaps']} gaps, {audit['repeats']} repeats: {verdict}",
+        f"parameters of {len(report['replicas'])} replicas: {alike}",
+    ]
+    for f in report["failures"]:
+        lines.append(
+            f"replica {f['replica']} lost in step {f['step']}: detected after {_seconds(f['detected_after_s'])}, survivors"
+            f" stalled for {_seconds(f['survivors_stalled_s'])}, rejoined after {_seconds(f['rejoined_after_s'])}"
+        )
+    return lines
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
+
+
+def _drop_cut_line(path: Path) -> None:
+    """A run that is resumed goes on in the same file, whose last line a kill may have cut."""
+    if path.exists():
+        text = path.read_bytes()
+        os.truncate(path, text.rfind(b"\n") + 1)
 
 
 def _board(folder: Path) -> Any:

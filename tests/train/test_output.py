@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helixrt.train.config import TrainConfig
-from helixrt.train.metrics import Evaluation, StepMetrics, read_metrics
+from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics, read_metrics_line
 from helixrt.train.output import RunOutput, line_of, new_run_folder
 
 ONE = StepMetrics(
@@ -43,18 +43,19 @@ def test_metrics_survive_the_way_to_the_file_and_back(tmp_path: Path) -> None:
     stream = io.StringIO()
     output = RunOutput(tmp_path, TrainConfig(), stream)
     behind = dataclasses.replace(ONE, loss_nats=None, step=21)
-    output.step_line(ONE)
-    output.step_line(behind)
-    output.evaluation(Evaluation(21, 2.5, 100))
+    output.step(ONE)
+    output.step(behind)
+    output.validation(ValidationMetrics(1, 21, 2.5, 100))
     output.close()
     output.close()
-    assert StepMetrics.from_json(ONE.to_json()) == ONE
+    assert read_metrics_line(ONE.to_json()) == ONE
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind":"step","repl')  # cut short by a kill
-    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [ONE, behind, Evaluation(21, 2.5, 100)]
+    RunOutput(tmp_path, TrainConfig(), stream).close()  # resumed
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [ONE, behind, ValidationMetrics(1, 21, 2.5, 100)]
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3 and "\r" not in stream.getvalue(), "no progress bar into a file"
-    assert lines[2].startswith("validation") and lines[2].endswith("3.6067 bits/byte")
+    assert lines[2].startswith("r1 ") and lines[2].endswith("3.6067 bits/byte")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -65,6 +66,6 @@ def test_metrics_survive_the_way_to_the_file_and_back(tmp_path: Path) -> None:
 def test_terminal_gets_a_bar(tmp_path: Path) -> None:
     stream = Terminal()
     output = RunOutput(tmp_path, TrainConfig(), stream)
-    output.step_line(ONE)
+    output.step(ONE)
     output.close()
     assert "\r" in stream.getvalue() and "/200" in stream.getvalue() and "r1.pp1" in stream.getvalue()
