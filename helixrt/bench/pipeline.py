@@ -26,6 +26,7 @@ from helixrt.errors import Fatal
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import PipelineEngine, token_loss
+from helixrt.train.heap import keep_freed_memory
 from helixrt.train.lr import learning_rate
 from helixrt.train.models.build import build_stage
 
@@ -126,6 +127,7 @@ def torch_pipelining(settings: Settings, stage: int) -> Step:
 
 def _rank(stage: int, rendezvous: str, settings: Settings, results: mp.SimpleQueue) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=stage, world_size=STAGES, timeout=timedelta(seconds=60)
     )

@@ -1,8 +1,8 @@
 """Flat gradient buckets of one rank.
 
-In: parameters in the model's order. Out: flat tensors in that order, of which every `p.grad` is a view, so
-that backward adds in place; and a call for each bucket as soon as it is final, while the rest of
-backward still runs. The layout depends on parameters and bucket size alone, never on the schedule.
+In: parameters in the model's order. Out: flat tensors in that order, of which every `p.grad` becomes a view
+with a step's first backward, so that later ones add in place; and a call for each bucket as soon as it
+is final, while the rest of backward still runs. The layout depends on parameters and bucket size alone, never on the schedule.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ class GradientBuckets:
         self.slots, sizes = lay_out(named, bucket_bytes, alone=withheld)
         self.flat = [torch.zeros(size, dtype=named[0][2].dtype) for size in sizes]
         self.withheld = frozenset(withheld)
-        self.grads: list[torch.Tensor] = []
-        for index, (_, _, parameter) in enumerate(named):
-            parameter.grad = self.slots[index].view(self.flat)
-            self.grads.append(parameter.grad)
-            if self.slots[index].name not in self.withheld:
-                parameter.register_post_accumulate_grad_hook(self._hook(index))
+        self.grads = [slot.view(self.flat) for slot in self.slots]
+        self._parameters = [parameter for _, _, parameter in named]
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = self.grads[index]
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
         self._sizes = [sum(s.bucket == b for s in self.slots) for b in range(len(sizes))]
         self._last: set[int] = set()
         self._final: set[int] = set()
@@ -77,9 +76,9 @@ class GradientBuckets:
         self._thread = 0
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
-        """Zero the gradients of the last step; from now on `on_bucket` is called from this thread."""
-        for flat in self.flat:
-            flat.zero_()
+        """Forget the gradients of the last step; from now on `on_bucket` is called from this thread."""
+        for parameter in self._parameters:
+            parameter.grad = None
         self._on_bucket, self._thread = on_bucket, threading.get_ident()
         self._last.clear()
         self._final.clear()
@@ -93,8 +92,11 @@ class GradientBuckets:
     def finish(self, chunk: int) -> None:
         """The last backward is done: gradients it did not add to are final as well."""
         for index, slot in enumerate(self.slots):
-            if slot.chunk == chunk and slot.name not in self.withheld:
-                self._mark(index)
+            if slot.chunk == chunk:
+                if self._parameters[index].grad is None:
+                    self._parameters[index].grad = self.grads[index].zero_()
+                if slot.name not in self.withheld:
+                    self._mark(index)
         self._release()
 
     def complete(self, name: str) -> None:
@@ -105,10 +107,14 @@ class GradientBuckets:
         self._release()
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        chunk = self.slots[index].chunk
+        chunk, held, grad = self.slots[index].chunk, self.slots[index].name in self.withheld, self.grads[index]
 
         def added(parameter: torch.Tensor) -> None:
-            if chunk in self._last:
+            first = parameter.grad
+            if first is not None and first is not grad:  # one copy costs less than zeroing and adding
+                grad.copy_(first)
+                parameter.grad = grad
+            if chunk in self._last and not held:
                 self._mark(index)
                 # On an accelerator backward has threads of its own; `finish` hands out in the right one.
                 if threading.get_ident() == self._thread:
