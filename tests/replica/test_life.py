@@ -43,7 +43,7 @@ class Fabric:
     lock: threading.Condition = field(default_factory=threading.Condition)
     alive: set[int] = field(default_factory=set)
     joined: dict[int, Member] = field(default_factory=dict)
-    formed: dict[int, Formed] = field(default_factory=dict)
+    formed: dict[tuple[int, int], Formed] = field(default_factory=dict)  # by (replica, incarnation)
     generation: int = 0
     meetings: dict[tuple[int, int], dict[int, torch.Tensor]] = field(default_factory=dict)
     offers: dict[tuple[str, str], Mapping[str, torch.Tensor]] = field(default_factory=dict)
@@ -61,8 +61,8 @@ class Fabric:
         if self.joined and set(self.joined) == self.alive:
             self.generation += 1
             formed = Formed(self.generation, tuple(self.joined[r] for r in sorted(self.joined)))
-            for replica in self.joined:
-                self.formed[replica] = formed
+            for member in formed.members:
+                self.formed[(member.replica, member.incarnation)] = formed
             self.joined = {}
 
 
@@ -75,14 +75,15 @@ class MemoryMembership(Membership):
             self.fabric.alive.add(self.replica)
 
     def join(self, me: Member, timeout_s: float) -> Formed:
+        life = (me.replica, me.incarnation)
         with self.fabric.lock:
-            self.fabric.formed.pop(me.replica, None)
+            self.fabric.formed.pop(life, None)
             self.fabric.joined[me.replica] = me
             self.fabric._form()
             self.fabric.lock.notify_all()
-            if not self.fabric.lock.wait_for(lambda: me.replica in self.fabric.formed, timeout_s):
+            if not self.fabric.lock.wait_for(lambda: life in self.fabric.formed, timeout_s):
                 raise Retryable("no quorum")
-            return self.fabric.formed.pop(me.replica)
+            return self.fabric.formed.pop(life)
 
     def close(self) -> None:
         self.fabric.lose(self.replica)
