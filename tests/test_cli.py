@@ -1,0 +1,84 @@
+"""The command: benchmarks are found without importing them, wrong settings end in one line and exit code 2."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import helixrt
+from helixrt import cli
+
+PROBE = '''"""Count to a number.
+
+More text.
+"""
+from helixrt.errors import ConfigError
+
+def add_arguments(parser):
+    parser.add_argument("--to", type=int, default=3)
+
+def run(args):
+    if args.to < 0:
+        raise ConfigError("to", args.to, "must not be negative")
+    print(sum(range(args.to)))
+    return 5
+'''
+
+
+@pytest.fixture
+def bench_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package `helixrt.bench` with two more benchmarks, one of which does not even import."""
+    package = importlib.import_module("helixrt.bench")
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "broken.py").write_text('"""Needs what is not there."""\nimport package_that_is_not_installed\n')
+    (tmp_path / "_private.py").write_text("raise RuntimeError\n")
+    monkeypatch.setattr(package, "__path__", [str(tmp_path)])
+    yield tmp_path
+    sys.modules.pop("helixrt.bench.probe", None)
+    vars(package).pop("probe", None)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"helixrt {helixrt.__version__}\n"
+
+
+def test_benchmarks_are_listed_with_their_first_line_and_not_imported(
+    bench_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.benchmarks() == {"broken": "Needs what is not there.", "probe": "Count to a number."}
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["bench", "--help"])
+    assert exited.value.code == 0 and "Count to a number." in capsys.readouterr().out
+    assert "helixrt.bench.probe" not in sys.modules
+
+
+def test_a_benchmark_gets_its_own_arguments_and_gives_the_exit_code(
+    bench_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "probe", "--to", "4"]) == 5
+    assert capsys.readouterr().out == "6\n"
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2(bench_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "probe", "--to", "-1"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "helixrt: to=-1: must not be negative\n" and captured.out == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["bench"], ["bench", "nope"], ["doctor", "--nope"]])
+def test_wrong_usage_exits_with_2(bench_folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(arguments)
+    assert exited.value.code == 2 and "usage: helixrt" in capsys.readouterr().err
+
+
+def test_every_benchmark_of_the_package_keeps_the_contract() -> None:
+    for name, summary in cli.benchmarks().items():
+        module = importlib.import_module(f"helixrt.bench.{name}")
+        assert summary and callable(module.add_arguments) and callable(module.run), name

@@ -1,0 +1,81 @@
+"""`make train` and `make test` set up what is missing, once, and again only when the pinned set changes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def plan(project: Path, *arguments: str) -> str:
+    """What make would run."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    for key in ("ARGS", "EXPERIMENT", "MFLAGS"):
+        environment.pop(key, None)
+    done = subprocess.run(
+        ["make", "-n", *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def set_up(project: Path) -> None:
+    """As the set-up leaves it, younger than what it depends on."""
+    (project / ".venv" / "bin").mkdir(parents=True)
+    for name in (".venv/bin/python", ".venv/.installed", ".venv/.system-packages"):
+        (project / name).touch()
+    for name in ("pyproject.toml", "constraints.txt"):
+        os.utime(project / name, (1, 1))
+
+
+@pytest.mark.parametrize("target", ["train", "test", "test-slow", "lint"])
+def test_a_fresh_clone_is_set_up_with_pinned_versions(project: Path, target: str) -> None:
+    commands = plan(project, target)
+    assert "-m venv .venv" in commands
+    assert '-c constraints.txt -e ".[dev]"' in commands
+    assert ("iproute2" in commands) == target.startswith("test"), "only full tests need system packages"
+
+
+@pytest.mark.parametrize("target", ["train", "test", "test-slow", "lint"])
+def test_a_second_call_sets_nothing_up(project: Path, target: str) -> None:
+    set_up(project)
+    commands = plan(project, target)
+    assert commands
+    for word in ("pip", "venv .venv", "apt-get", "touch"):
+        assert word not in commands, commands
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+def test_a_changed_pin_installs_again_into_the_same_environment(project: Path, changed: str) -> None:
+    set_up(project)
+    os.utime(project / changed, (4e9, 4e9))
+    commands = plan(project, "test")
+    assert "pip install" in commands and "-m venv" not in commands
+
+
+def test_train_writes_into_this_checkout_and_takes_arguments(project: Path) -> None:
+    set_up(project)
+    assert f'+experiment=tiny "output.root={project}/outputs" steps=60' in " ".join(
+        plan(project, "train", "ARGS=steps=60").replace("\\\n", " ").split()
+    )
+    chosen = plan(project, "train", "ARGS=+experiment=other")
+    assert "+experiment=other" in chosen and "+experiment=tiny" not in chosen
+    assert "+experiment=ci" in plan(project, "train", "EXPERIMENT=ci")
+
+
+def test_tests_leave_out_what_is_slow_or_needs_a_device(project: Path) -> None:
+    set_up(project)
+    assert '-m "not gpu and not slow"' in plan(project, "test")
+    assert '-m "slow and not gpu"' in plan(project, "test-slow")

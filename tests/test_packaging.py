@@ -1,0 +1,86 @@
+"""A wheel holds real files under `helixrt` only, and works in an empty environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def sources() -> set[str]:
+    """What a wheel must hold: Python files, the typing mark and YAML, seen through the symlinked folders."""
+    found = set()
+    for folder, subfolders, names in os.walk(ROOT / "helixrt", followlinks=True):
+        subfolders[:] = [name for name in subfolders if name != "__pycache__"]
+        for name in names:
+            if name.endswith((".py", ".yaml")) or name == "py.typed":
+                found.add(Path(folder, name).relative_to(ROOT).as_posix())
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the source archive and the wheel that was made from it."""
+    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
+    for name in ("helixrt", "passes", "triton_kernels", "ray_cluster", "conf"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_wheel_holds_real_files_under_helixrt_only(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        entries = archive.infolist()
+    assert not [entry.filename for entry in entries if (entry.external_attr >> 16) & 0o170000 == 0o120000], "symlinks"
+    names = {entry.filename for entry in entries if ".dist-info/" not in entry.filename}
+    assert {name.partition("/")[0] for name in names} == {"helixrt"}
+    assert names == sources()
+    assert {"helixrt/py.typed", "helixrt/ray_cluster/__init__.py", "helixrt/passes/__init__.py"} <= names
+    assert any(name.startswith("helixrt/conf/") and name.endswith(".yaml") for name in names)
+
+
+def test_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    venv.create(tmp_path / "empty", with_pip=False)
+    python = tmp_path / "empty" / "bin" / "python"
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    installed = run(*pip)
+    assert installed.returncode == 0, installed.stderr
+    code = """
+import importlib, pathlib, pkgutil, sys
+import helixrt
+from importlib import resources
+assert pathlib.Path(helixrt.__file__).is_relative_to(sys.prefix), helixrt.__file__
+for room in ("protocol", "schedule", "ray_cluster", "passes"):
+    package = importlib.import_module("helixrt." + room)
+    if room in ("protocol", "schedule"):
+        for info in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"helixrt.{room}.{info.name}")
+assert any(f.name.endswith(".yaml") for f in (resources.files("helixrt.conf") / "experiment").iterdir())
+for bare in ("passes", "triton_kernels", "ray_cluster", "conf"):
+    assert importlib.util.find_spec(bare) is None, bare
+"""
+    done = run(str(python), "-I", "-c", code)
+    assert done.returncode == 0, done.stderr
+    version = run(str(python.with_name("helixrt")), "--version")
+    assert (version.returncode, version.stdout) == (0, f"helixrt {__import__('helixrt').__version__}\n"), version.stderr
+    doctor = run(str(python.with_name("helixrt")), "doctor")
+    assert doctor.returncode == 1, "without torch the main job cannot run"
+    assert "bad   torch" in doctor.stdout and "cannot run: torch" in doctor.stdout, doctor.stdout + doctor.stderr
