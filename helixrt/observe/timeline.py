@@ -59,11 +59,12 @@ def timeline(events: Iterable[Event], step: int) -> Timeline | None:
     inside = [e for e in ordered if e.step == step and e.kind in (Kind.QUORUM_JOIN, Kind.OPERATION, Kind.APPLY)]
     if not any(e.kind is Kind.OPERATION for e in inside):
         return None
-    begin_s, end_s = min(e.begin_s for e in inside), max(e.end_s for e in inside)
+    begin_s = min(e.begin_s for e in inside)
+    end_s = _end(inside, begin_s)
     bars: dict[str, list[Bar]] = defaultdict(list)
     marks: dict[str, list[Bar]] = defaultdict(list)
     for event in ordered:
-        if event.end_s < begin_s or event.begin_s > end_s:
+        if event.end_s <= begin_s or event.begin_s >= end_s:
             continue
         bar = _bar(event, begin_s)
         if bar is not None:
@@ -82,7 +83,7 @@ def typical_step(events: Sequence[Event], avoid: Iterable[int] = ()) -> int | No
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for event in events:
-        if event.kind is Kind.OPERATION:
+        if event.kind is Kind.OPERATION and event.step > 0:
             ranks[event.step].add(event.rank)
             first[event.step] = min(first.get(event.step, event.begin_s), event.begin_s)
             last[event.step] = max(last.get(event.step, event.end_s), event.end_s)
@@ -93,6 +94,16 @@ def typical_step(events: Sequence[Event], avoid: Iterable[int] = ()) -> int | No
     most = Counter(len(ranks[s]) for s in steps)
     full = sorted((s for s in steps if len(ranks[s]) == max(most)), key=lambda s: (last[s] - first[s], s))
     return full[len(full) // 2]
+
+
+def _end(inside: Sequence[Event], begin_s: float) -> float:
+    """The last update of the step; one long after the first is a replica's that catches up."""
+    first_s = min((e.end_s for e in inside if e.kind is Kind.APPLY), default=None)
+    worked_s = max(e.end_s for e in inside if e.kind is not Kind.APPLY)
+    if first_s is None:
+        return worked_s
+    limit_s = begin_s + 2 * (first_s - begin_s)
+    return max(e.end_s for e in inside if e.end_s <= limit_s)
 
 
 def _bar(event: Event, origin_s: float) -> Bar | None:

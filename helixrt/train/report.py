@@ -1,0 +1,221 @@
+"""The end of a run: its figures as `report.json` and its page as `report.html`, one file that stands alone.
+
+In: `RunFacts` from the driver and what lies in the run's folder (`metrics.jsonl`, `flight/*.jsonl`).
+Out: the two files. What is figured is figured here, once; `report_page` draws it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from helixrt.observe.failures import Failure, Loss, failures, replica_of
+from helixrt.observe.timeline import Timeline, timeline, typical_step
+from helixrt.protocol.lineage import Audit, CommitRecord, Log, audit
+from helixrt.ray_cluster.controller import Happening, LifeEvent
+from helixrt.record import Event, Kind
+from helixrt.train.config import TrainConfig
+from helixrt.train.data import Corpus
+from helixrt.train.lineage_files import write_durably
+from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics
+from helixrt.train.rank import Finished
+
+_PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the driver knows at the end. `entries`: the run's log; `finished`: what each replica ended with."""
+
+    config: TrainConfig
+    corpus: Corpus
+    entries: tuple[CommitRecord, ...]
+    finished: tuple[Finished, ...]
+    history: tuple[LifeEvent, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Everything the report shows. Times in the charts count from `begin_s` (Unix time)."""
+
+    facts: RunFacts
+    steps: tuple[StepMetrics, ...]  # the newest of each (replica, step), in order of the step
+    validations: tuple[ValidationMetrics, ...]
+    chain: tuple[CommitRecord, ...]
+    superseded: int
+    audit: Audit
+    failures: tuple[Failure, ...]
+    commits: tuple[tuple[float, CommitRecord], ...]  # when each record of the chain was first applied
+    lives: tuple[tuple[int, float], ...]  # (replica, Unix time) of every start of a replica
+    begin_s: float
+    tokens_per_s: float
+    timelines: tuple[tuple[str, Timeline], ...]  # (caption, step)
+    versions: dict[str, str]
+
+    @property
+    def validation_bits_per_byte(self) -> float | None:
+        return self.validations[-1].bits_per_byte if self.validations else None
+
+
+def write_report(folder: Path, facts: RunFacts) -> dict[str, Any]:
+    """Write both files into the run's folder; returns what `report.json` holds."""
+    from helixrt.train.report_page import page
+
+    found = figures(folder, facts)
+    report = to_plain(found)
+    write_durably(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    write_durably(folder / "report.html", page(found, report))
+    return report
+
+
+def figures(folder: Path, facts: RunFacts) -> Figures:
+    """Read the run's folder and work out every figure."""
+    events = read_flight(folder / "flight")
+    steps, validations = _newest(folder / "metrics.jsonl")
+    log = Log(facts.entries)
+    chain = tuple(log.chain()) if facts.entries else ()
+    losses = [Loss(e.replica, e.incarnation, e.at_s, e.why) for e in facts.history if e.kind is Happening.LOST]
+    found = tuple(failures(events, losses))
+    commits = _commits(events, chain)
+    first_s = min((e.begin_s for e in events), default=0.0)
+    return Figures(
+        facts=facts,
+        steps=steps,
+        validations=validations,
+        chain=chain,
+        superseded=len(log.superseded()),
+        audit=audit(chain),
+        failures=found,
+        commits=commits,
+        lives=_lives(events),
+        begin_s=first_s,
+        tokens_per_s=_speed(commits, facts.config),
+        timelines=_timelines(events, found),
+        versions=versions(),
+    )
+
+
+def to_plain(found: Figures) -> dict[str, Any]:
+    """The content of `report.json`."""
+    facts = found.facts
+    return {
+        "validation_bits_per_byte": found.validation_bits_per_byte,
+        "corpus_order0_bits_per_byte": facts.corpus.order0_bits_per_byte,
+        "steps": found.chain[-1].step if found.chain else 0,
+        "seconds": facts.seconds,
+        "tokens_per_s": found.tokens_per_s,
+        "replicas": [
+            {
+                "replica": f.replica,
+                "parameters_sha256": f.parameters_sha256,
+                "state_sha256": f.state_sha256,
+                "step": f.step,
+                "lineage": f.lineage,
+            }
+            for f in facts.finished
+        ],
+        "data_audit": {
+            "batches": found.audit.batches,
+            "gaps": found.audit.gaps,
+            "repeats": found.audit.repeats,
+            "superseded": found.superseded,
+            "per_replica": {str(r): n for r, n in sorted(found.audit.per_replica.items())},
+        },
+        "failures": [
+            {
+                "replica": f.replica,
+                "step": f.step,
+                "detected_after_s": f.detected_after_s,
+                "survivors_stalled_s": f.survivors_stalled_s,
+                "rejoined_after_s": f.rejoined_after_s,
+                "reason": f.reason,
+            }
+            for f in found.failures
+        ],
+        "corpus": {
+            "path": facts.corpus.path,
+            "bytes": facts.corpus.nbytes,
+            "files": facts.corpus.files,
+            "sha256": facts.corpus.sha256,
+            "validation_bytes": facts.corpus.validation.size,
+        },
+        "versions": found.versions,
+        "config": facts.config.to_plain(),
+    }
+
+
+def read_flight(folder: Path) -> list[Event]:
+    """All events of all ranks and lives, by time. A line cut by a kill is left out, wherever a later life wrote on."""
+    events: list[Event] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                events.append(Event.from_json(line))
+            except (ValueError, KeyError, TypeError):
+                continue
+    return sorted(events, key=lambda e: e.end_s)
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of the machine and of the packages that are installed."""
+    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _newest(path: Path) -> tuple[tuple[StepMetrics, ...], tuple[ValidationMetrics, ...]]:
+    """A run that was resumed tells some steps twice: the later word counts."""
+    steps: dict[tuple[int, int], StepMetrics] = {}
+    validations: dict[int, ValidationMetrics] = {}
+    for line in read_metrics(path) if path.exists() else ():
+        if isinstance(line, StepMetrics):
+            steps[line.step, line.replica] = line
+        else:
+            validations[line.step] = line
+    return tuple(steps[k] for k in sorted(steps)), tuple(validations[k] for k in sorted(validations))
+
+
+def _commits(events: Sequence[Event], chain: Iterable[CommitRecord]) -> tuple[tuple[float, CommitRecord], ...]:
+    first: dict[str, float] = {}
+    for event in events:
+        if event.kind in (Kind.COMMIT, Kind.APPLY):
+            first.setdefault(str(event.detail.get("record")), event.end_s)
+    return tuple((first[r.hash], r) for r in chain if r.hash in first)
+
+
+def _lives(events: Sequence[Event]) -> tuple[tuple[int, float], ...]:
+    first: dict[tuple[int, int], float] = {}
+    for event in events:
+        if event.kind is Kind.RANK_START:
+            first.setdefault((replica_of(event.rank), int(event.detail.get("incarnation", 0))), event.begin_s)
+    return tuple(sorted(((replica, at_s) for (replica, _), at_s in first.items()), key=lambda life: life[1]))
+
+
+def _speed(commits: Sequence[tuple[float, CommitRecord]], config: TrainConfig) -> float:
+    """Tokens that entered the parameters per second, from the first commit to the last, stalls included."""
+    if len(commits) < 2 or commits[-1][0] <= commits[0][0]:
+        return 0.0
+    tokens = sum(len(record.contributors) for _, record in commits[1:]) * config.data.batch * config.data.seq_len
+    return tokens / (commits[-1][0] - commits[0][0])
+
+
+def _timelines(events: Sequence[Event], found: Sequence[Failure]) -> tuple[tuple[str, Timeline], ...]:
+    hit = [f.step for f in found]
+    drawn: list[tuple[str, Timeline]] = []
+    usual = typical_step(events, avoid=hit)
+    if usual is not None and (lanes := timeline(events, usual)) is not None:
+        drawn.append((f"Step {usual}, an undisturbed one", lanes))
+    for failure in found[:1]:
+        if (lanes := timeline(events, failure.step)) is not None:
+            drawn.append((f"Step {failure.step}, in which replica {failure.replica} was lost", lanes))
+    return tuple(drawn)
