@@ -113,6 +113,7 @@ class TorchftMembership(Membership):
         with self._lock:
             if self._heart is not None or self._stop.is_set():
                 return
+            self._try_heartbeat(None)  # the first one before this returns: whoever joins after it waits for us
             self._heart = threading.Thread(target=self._beat, name=f"helixrt-heartbeat-{self._id}", daemon=True)
             self._heart.start()
         # The thread must be gone before the interpreter is: its native call cannot be unwound.
@@ -163,12 +164,17 @@ class TorchftMembership(Membership):
     def _beat(self) -> None:
         client: Any = None
         while not self._stop.is_set():
-            try:
-                client = client or self._connect()
-                client.heartbeat(self._id, timedelta(seconds=self._call_timeout_s))
-            except (TimeoutError, RuntimeError, OSError):
-                client = None  # a lighthouse out of reach shows in `join`, which has someone to tell
+            client = self._try_heartbeat(client)
             self._stop.wait(self._timeouts.heartbeat_period_s)
+
+    def _try_heartbeat(self, client: Any) -> Any:
+        """Beat once; returns the client to beat with again, None if the connection broke."""
+        try:
+            client = client or self._connect()
+            client.heartbeat(self._id, timedelta(seconds=self._call_timeout_s))
+            return client
+        except (TimeoutError, RuntimeError, OSError):
+            return None  # a lighthouse out of reach shows in `join`, which has someone to tell
 
 
 class SoloMembership(Membership):

@@ -98,6 +98,7 @@ class Driver:
     def _serve_membership(self) -> tuple[object, str]:
         if self.config.mesh.replicas == 1:
             return None, ""
+        os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
         from helixrt.replica.membership import serve_lighthouse
 
         return serve_lighthouse(self.timeouts, LOOPBACK)
@@ -136,7 +137,10 @@ class Driver:
     def run(self) -> int:
         """Train to the end; 0 when the replicas ended equal and every batch entered once."""
         options = Options(
-            replicas=self.config.mesh.replicas, max_restarts=self.config.restarts, start_timeout_s=self.timeouts.start_s
+            replicas=self.config.mesh.replicas,
+            ranks_per_replica=self.config.mesh.pp,
+            max_restarts=self.config.restarts,
+            start_timeout_s=self.timeouts.start_s,
         )
         self.controller = Controller(self.launcher(), self.store, self.specs, options, self._lived)
         try:

@@ -57,6 +57,7 @@ class RunOutput:
         _drop_cut_line(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self._board = _board(folder / "tensorboard")
+        self._said = 0  # the newest step that has had its line
         self._bar: Any = None
         if self._stream.isatty():
             from tqdm import tqdm
@@ -64,9 +65,11 @@ class RunOutput:
             self._bar = tqdm(total=config.steps, unit="step", file=self._stream, dynamic_ncols=True, leave=False)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Print and keep one replica's figures of one step."""
+        """Keep one replica's figures of one step; print them if it is the first to report the step."""
         self._metrics.write(metrics.to_json() + "\n")
-        self.say(line_of(metrics, self._config.steps, self._config.mesh.replicas))
+        if metrics.step > self._said:
+            self._said = metrics.step
+            self.say(line_of(metrics, self._config.steps, self._config.mesh.replicas))
         self._advance(metrics)
         scalars = {
             "loss/bits_per_byte": metrics.bits_per_byte,

@@ -202,7 +202,9 @@ class Rank:
     def _membership(self) -> Membership:
         if self.config.mesh.replicas == 1:
             return SoloMembership(self.spec.run_epoch_s)
-        return TorchftMembership(self.spec.lighthouse, self.timeouts, self.spec.run_epoch_s)
+        return TorchftMembership(
+            self.replica, self.spec.incarnation, self.spec.lighthouse, self.timeouts, self.spec.run_epoch_s
+        )
 
     # ---------------------------------------------------------------- the state to begin with
 
@@ -246,8 +248,9 @@ class Rank:
             reports = Channel(self.store, f"reports/{self.life}/{ring}", self.timeouts.step_s)
             reports.follow(lambda report, ring=ring: self.leader.report(ring, report), lambda why: self.worker.fail(Fatal(why)))
             self.closing.append(reports)
-        self._await_the_others()
-        membership.announce()
+        if self.spec.incarnation == 0:
+            membership.announce()  # before the others join: they wait for whom they know to live
+            self._await_the_others()
         self.leader.start()
 
     def _await_the_others(self) -> None:
