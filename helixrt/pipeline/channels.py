@@ -7,8 +7,7 @@ point-to-point calls of a torch.distributed process group (Gloo).
 
 from __future__ import annotations
 
-import queue
-import threading
+import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,8 +78,12 @@ class Channel(ABC):
         """Expect a tensor of the shape and dtype of `like` (whose contents do not matter)."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Wait for all sends that nobody has waited for. Raises Retryable when the peer is lost."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Give up threads; idempotent. Messages that have not arrived may be lost."""
+        """Settle, unless the peer is lost, and give up what is held; idempotent."""
 
 
 _LANES = tuple(Lane)
@@ -106,28 +109,25 @@ def wire_tag(tag: Tag) -> int:
 class GroupChannel(Channel):
     """A channel to rank `peer` of a process group.
 
-    A thread waits for sends in the order they were queued, so that tensors are let go and times are
-    taken when messages leave, not when somebody asks. `detail` of a SEND event has `begun_s`, of a RECV
-    event `needed_s` (when the receiver began to wait: an arrival right after it may have been earlier).
+    Gloo does not say when a send is done other than by waiting for it. So a send is let go when its owner waits
+    for it, having seen that the peer got it, or in `settle`; its SEND event lasts until then. A message's delay is
+    the time from the beginning of its SEND event to the end of its RECV event; where `needed_s` (when the receiver
+    began to wait) is just before that end, the message may have come earlier, and nobody waited for it.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, record: FlightRecord) -> None:
         self.group, self.peer, self.record = group, peer, record
-        self._sends: queue.SimpleQueue[_GroupSend | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._broken = False
+        self._unsettled: dict[Tag, _GroupSend] = {}  # keeps works and tensors alive
 
     def send(self, tag: Tag, tensor: torch.Tensor) -> SendHandle:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._let_go, name=f"sends-to-stage-{self.peer}", daemon=True)
-            self._thread.start()
         tensor = tensor.detach()
         queued_s = self.record.clock()
-        handle = _GroupSend(self, tag, tensor, queued_s)
         try:
-            handle.work = self.group.send([tensor], self.peer, wire_tag(tag))
+            work = self.group.send([tensor], self.peer, wire_tag(tag))
         except RuntimeError as error:
-            raise self.lost(error) from error
-        self._sends.put(handle)
+            raise self._lost(error) from error
+        handle = self._unsettled[tag] = _GroupSend(self, tag, tensor, work, queued_s)
         return handle
 
     def recv(self, tag: Tag, like: torch.Tensor) -> RecvHandle:
@@ -136,52 +136,49 @@ class GroupChannel(Channel):
         try:
             work = self.group.recv([tensor], self.peer, wire_tag(tag))
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise self._lost(error) from error
         return _GroupRecv(self, tag, tensor, work, posted_s)
 
-    def close(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._sends.put(None)
-            thread.join(timeout=5.0)  # one that waits for a lost peer ends with the group's own timeout
+    def settle(self) -> None:
+        for handle in list(self._unsettled.values()):
+            handle.wait()
 
-    def lost(self, error: Exception) -> Retryable:
+    def close(self) -> None:
+        if not self._broken:
+            with contextlib.suppress(Retryable):
+                self.settle()
+        self._unsettled.clear()
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for one of this channel's works, at most as long as the group's timeout."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def let_go(self, tag: Tag) -> None:
+        """Forget a send that is done."""
+        self._unsettled.pop(tag, None)
+
+    def _lost(self, error: Exception) -> Retryable:
+        self._broken = True
         what = f"stage {self.peer} of this replica cannot be reached: {error}".splitlines()[0]
         return Retryable(Cause(what, self.record.rank))
 
-    def _let_go(self) -> None:
-        while (handle := self._sends.get()) is not None:
-            begun_s = self.record.clock()
-            try:
-                assert handle.work is not None
-                handle.work.wait()
-            except RuntimeError as error:
-                handle.error = self.lost(error)
-            else:
-                self.record.write(
-                    Kind.SEND,
-                    begin_s=handle.queued_s,
-                    tag=str(handle.tag),
-                    bytes=handle.nbytes,
-                    begun_s=begun_s,
-                )
-            handle.tensor = handle.work = None
-            handle.gone.set()
-
 
 class _GroupSend(SendHandle):
-    def __init__(self, channel: GroupChannel, tag: Tag, tensor: torch.Tensor, queued_s: float) -> None:
+    def __init__(self, channel: GroupChannel, tag: Tag, tensor: torch.Tensor, work: dist.Work, queued_s: float) -> None:
         self.channel, self.tag, self.queued_s = channel, tag, queued_s
-        self.tensor: torch.Tensor | None = tensor  # keeps the memory alive
-        self.nbytes = tensor.nbytes
-        self.work: dist.Work | None = None
-        self.error: Retryable | None = None
-        self.gone = threading.Event()
+        self._pending: tuple[torch.Tensor, dist.Work] | None = (tensor, work)
 
     def wait(self) -> None:
-        self.gone.wait()  # bounded by the group's timeout
-        if self.error is not None:
-            raise self.error
+        if self._pending is None:
+            return
+        tensor, work = self._pending
+        self.channel.wait(work)
+        self._pending = None
+        self.channel.let_go(self.tag)
+        self.channel.record.write(Kind.SEND, begin_s=self.queued_s, tag=str(self.tag), bytes=tensor.nbytes)
 
 
 class _GroupRecv(RecvHandle):
@@ -191,9 +188,6 @@ class _GroupRecv(RecvHandle):
     def wait(self) -> torch.Tensor:
         record = self.channel.record
         needed_s = record.clock()
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise self.channel.lost(error) from error
+        self.channel.wait(self.work)
         record.write(Kind.RECV, begin_s=self.posted_s, tag=str(self.tag), bytes=self.tensor.nbytes, needed_s=needed_s)
         return self.tensor

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import Channel, Lane, RecvHandle, Tag
+from helixrt.pipeline.channels import Channel, Lane, RecvHandle, SendHandle, Tag
 from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.ir import Op, Operation, Schedule, ScheduleError, check
@@ -30,7 +30,8 @@ class Action:
     """One operation as this stage runs it. B stands for B and W.
 
     `source` and `target` are the stages at the other ends, None at the ends of the model (no tensor
-    comes or goes). `last` marks the last backward of its chunk.
+    comes or goes). `last` marks the last backward of its chunk. When this operation's input is there,
+    `source` must have taken in what the operations `proves` of this stage sent to it.
     """
 
     op: Op
@@ -39,6 +40,7 @@ class Action:
     source: int | None
     target: int | None
     last: bool
+    proves: tuple[Operation, ...]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def compile_program(schedule: Schedule, stage: int) -> Program:
     operations = [o for o in schedule.operations(stage)]
     actions: list[Action] = []
     backwards = [o for o in operations if o.op is Op.B]
+    proven: set[Operation] = set()
     for at, operation in enumerate(operations):
         op, chunk, microbatch = operation.op, operation.chunk, operation.microbatch
         if op is Op.W:
@@ -69,8 +72,29 @@ def compile_program(schedule: Schedule, stage: int) -> Program:
         above = schedule.placement[chunk + 1] if chunk + 1 < schedule.chunks else None
         source, target = (below, above) if op is Op.F else (above, below)
         last = op is Op.B and operation == [b for b in backwards if b.chunk == chunk][-1]
-        actions.append(Action(op, chunk, microbatch, source, target, last))
+        proves: list[Operation] = []
+        if source is not None and source != stage:
+            proves = [o for o in _taken_in(schedule, stage, source, _producer(operation)) if o not in proven]
+            proven.update(proves)
+        actions.append(Action(op, chunk, microbatch, source, target, last, tuple(proves)))
     return Program(schedule, stage, tuple(actions))
+
+
+def _producer(operation: Operation) -> Operation:
+    """The operation whose output comes to this one from another chunk."""
+    return replace(operation, chunk=operation.chunk + (-1 if operation.op is Op.F else 1))
+
+
+def _taken_in(schedule: Schedule, stage: int, peer: int, until: Operation) -> list[Operation]:
+    """The operations of `stage` whose outputs `peer` has taken in by the time it has done `until`."""
+    taken: list[Operation] = []
+    for operation in schedule.operations(peer):
+        producer = _producer(operation)
+        if operation.op is not Op.W and 0 <= producer.chunk < schedule.chunks and schedule.placement[producer.chunk] == stage:
+            taken.append(producer)
+        if operation == until:
+            break
+    return taken
 
 
 class Executor:
@@ -104,10 +128,13 @@ class Executor:
         Returns the last chunk's losses in the order of micro-batches (elsewhere an empty list). Backward
         adds the gradient of their mean to `buckets` (which has begun; None for a forward-only schedule).
         """
+        for channel in self.channels.values():
+            channel.settle()  # what the last pass left: its receivers have gone on to this one, or are about to
         for chunk in self.chunks.values():
             chunk.reset()
         losses: dict[int, torch.Tensor] = {}
         local: dict[tuple[Op, int, int], torch.Tensor] = {}
+        sent: dict[Operation, SendHandle] = {}
         scale = torch.tensor(1.0 / program.schedule.microbatches, dtype=self.boundary.dtype)
         remote = deque(a for a in program.actions if a.source is not None and a.source != program.stage)
         posted: dict[Action, RecvHandle] = {}
@@ -125,6 +152,8 @@ class Executor:
             if action.source == program.stage:
                 return local.pop((action.op, action.chunk, action.microbatch))
             tensor = posted.pop(action).wait()
+            for operation in action.proves:
+                sent.pop(operation).wait()  # returns at once
             expect()
             return tensor
 
@@ -134,7 +163,8 @@ class Executor:
                 local[action.op, chunk, action.microbatch] = tensor
             elif action.target is not None:
                 tag = Tag(generation, step, chunk, action.microbatch, Lane(action.op.value))
-                self.channels[action.target].send(tag, tensor.contiguous())
+                operation = Operation(action.op, action.chunk, action.microbatch)
+                sent[operation] = self.channels[action.target].send(tag, tensor.contiguous())
 
         expect()
         with torch.set_grad_enabled(buckets is not None):
