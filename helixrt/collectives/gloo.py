@@ -1,0 +1,196 @@
+"""The gradient exchange over torchft's Gloo process group.
+
+In: flat CPU tensors, equal lengths on all members, and a rendezvous in the run's TCPStore.
+Out: their sum in another tensor, the same bits on every member.
+
+`configure` has two phases. In the first, members put the port of their Gloo device into the
+store and poll for the others', which an abort ends at once; in the second, everyone being there,
+Gloo connects, on a thread of its own so that an abort need not wait for it either.
+`abort` ends the connections of the group: the running all-reduce then fails at once, here and at
+the neighbours, and nothing is left that could still write into `out`. A member that fails ends its
+connections too, so that one loss runs through the whole ring.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helixrt.collectives.exchange import Exchange
+from helixrt.collectives.gloo_private import GlooDevice, make_group, shut_down_connections
+from helixrt.errors import Cause, Retryable
+
+_POLL_S = 0.002
+_CONNECT_S = 10.0  # once all members are there, connecting takes milliseconds
+
+
+class GlooExchange(Exchange):
+    """An `Exchange` for one rank. `timeout_s` bounds `configure` and each all-reduce; see `Timeouts.exchange_s`.
+
+    Binds to the interface that leads to the store's host: loopback in local runs.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._device: GlooDevice | None = None
+        self._store: tuple[str, dist.TCPStore] | None = None
+        self._group: Any = None
+        self._size = 0
+        self._label = "exchange"
+        self._options = dist.AllreduceOptions()
+        self._options.timeout = timedelta(seconds=timeout_s)
+        self._peer_ports: frozenset[int] = frozenset()
+        self._aborted = threading.Event()
+        self._lock = threading.Lock()  # of the ports and of the decision to end their connections
+        self._connecting: list[threading.Thread] = []
+
+    def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
+        if sorted(set(members)) != list(members) or me not in members:
+            raise ValueError(f"members {list(members)} must be sorted, distinct and contain {me}")
+        self._drop()
+        with self._lock:
+            self._aborted.clear()
+            self._peer_ports = frozenset()
+        self._label = f"exchange of generation {generation}"
+        rank, size = list(members).index(me), len(members)
+        if size > 1:
+            try:
+                self._group = self._connect(rank, size, rendezvous)
+            except RuntimeError as error:  # torch's DistError is one
+                self._fail(error)
+        self._size = size
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        if self._aborted.is_set() or self._size == 0:
+            raise Retryable(f"{self._label} was aborted" if self._size else "the exchange is not configured")
+        with torch.no_grad():
+            out.copy_(source)
+        if self._size == 1:
+            return
+        try:
+            self._group.allreduce([out.detach()], self._options).wait()
+        except RuntimeError as error:
+            self._fail(error)
+        # Success and abort may cross; to the caller an aborted generation never succeeds.
+        if self._aborted.is_set():
+            raise Retryable(f"{self._label} was aborted")
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted.set()
+            self._end_connections()
+
+    def close(self) -> None:
+        self.abort()
+        self._drop()
+        deadline = time.monotonic() + _CONNECT_S
+        for thread in self._connecting:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._connecting.clear()
+        self._device = None
+        self._store = None
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise the failure as Retryable, and pass it on to the neighbours."""
+        aborted = self._aborted.is_set()
+        with self._lock:
+            self._aborted.set()
+            self._end_connections()
+        reason = "was aborted" if aborted else f"failed: {str(error).splitlines()[0] if str(error) else error!r}"
+        raise Retryable(Cause(f"{self._label} {reason}")) from error
+
+    def _end_connections(self) -> None:
+        if self._device is not None and self._device.port and self._size != 1:
+            shut_down_connections(self._device.port, self._peer_ports)
+
+    def _drop(self) -> None:
+        """Forget the last generation. Nothing runs on its group, so releasing it does not block."""
+        with self._lock:
+            if self._group is not None:
+                self._end_connections()
+        self._group, self._size = None, 0
+
+    def _connect(self, rank: int, size: int, rendezvous: str) -> Any:
+        address, _, prefix = rendezvous.partition("/")
+        deadline = time.monotonic() + self._timeout_s
+        client = self._client(address)
+        if self._device is None:
+            self._device = GlooDevice(_interface_towards(address))
+        store = dist.PrefixStore(prefix, client)
+        self._meet(store, rank, size, deadline)
+        return self._join_group(store, rank, size, min(_CONNECT_S, self._timeout_s))
+
+    def _meet(self, store: dist.Store, rank: int, size: int, deadline: float) -> None:
+        """Phase one: everyone's port is in the store."""
+        assert self._device is not None
+        store.set(f"port/{rank}", str(self._device.port))
+        keys = [f"port/{r}" for r in range(size)]
+        while not store.check(keys):
+            if self._aborted.is_set():
+                raise RuntimeError("aborted")
+            if time.monotonic() > deadline:
+                missing = [r for r in range(size) if not store.check([keys[r]])]
+                raise RuntimeError(f"members number {missing} of {size} did not come within {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+        ports = [int(store.get(key)) for key in keys]
+        with self._lock:
+            self._peer_ports = frozenset(ports[:rank] + ports[rank + 1 :]) - {0}
+
+    def _join_group(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+        """Phase two: Gloo connects, while this thread watches for an abort."""
+        made: list[Any] = []
+        failed: list[BaseException] = []
+        done = threading.Event()
+        device = self._device
+        assert device is not None
+
+        def connect() -> None:
+            try:
+                made.append(make_group(device, store, rank, size, timeout_s, self._label))
+            except BaseException as error:
+                failed.append(error)
+            done.set()
+
+        thread = threading.Thread(target=connect, name="helixrt-gloo-connect", daemon=True)
+        self._connecting = [t for t in self._connecting if t.is_alive()] + [thread]
+        thread.start()
+        while not done.wait(0.02):
+            if self._aborted.is_set():
+                self._store = None  # the thread may hold its connection until it gives up
+                raise RuntimeError("aborted")
+        thread.join()
+        if failed:
+            if isinstance(failed[0], RuntimeError):
+                self._store = None
+            raise failed[0]
+        if self._aborted.is_set():  # its connections may have come after those that abort ended
+            with self._lock:
+                self._end_connections()
+            raise RuntimeError("aborted")
+        return made[0]
+
+    def _client(self, address: str) -> dist.TCPStore:
+        """A store client per address, kept over generations."""
+        if self._store is None or self._store[0] != address:
+            host, _, port = address.rpartition(":")
+            timeout = timedelta(seconds=min(_CONNECT_S, self._timeout_s))
+            client = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+            self._store = (address, client)
+        return self._store[1]
+
+
+def _interface_towards(address: str) -> str:
+    """This machine's address on the way to `host:port`; nothing is sent."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
