@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing.spawn
 import os
 import secrets
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seed", default="", help="seed of the `seed` fixture: a number, or `random`; by default each test has its own"
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spawned_processes_find_test_modules() -> Iterator[None]:
+    """Test modules are imported by their files, the checkout is on no path; a spawned child must look there all the same.
+
+    (On everybody's path it would make `passes` and `triton_kernels` importable by their bare names.)
+    """
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def with_checkout(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        return data | {"sys_path": [*data["sys_path"], str(Path(__file__).parents[1])]}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.spawn, "get_preparation_data", with_checkout)
+        yield
 
 
 def lacking(marker: str) -> str:
