@@ -55,8 +55,8 @@ class Options:
 
     replicas: int
     ranks_per_replica: int
-    restarts: int = 3  # of one replica, in all
-    fatal_restarts: int = 1  # of one replica after FATAL_EXIT
+    max_restarts: int = 3  # of one replica, in all
+    fatal_restarts: int = 2  # of one replica after FATAL_EXIT
     start_timeout_s: float = 120.0  # from start to the first quorum
     backoff_s: float = 1.0  # before the second restart; doubles with each; the first is immediate
     backoff_max_s: float = 30.0
@@ -211,7 +211,7 @@ def _decide_replica(
 def _lose(
     index: int, replica: ReplicaState, why: str, now: float, options: Options
 ) -> tuple[ReplicaState, tuple[Decision, ...]]:
-    if replica.incarnation >= options.restarts or replica.fatals > options.fatal_restarts:
+    if replica.incarnation >= options.max_restarts or replica.fatals > options.fatal_restarts:
         gone = replace(replica, phase=Phase.GIVEN_UP, since_s=now, why=why)
         return gone, (KillReplica(index), GiveUp(index, why))
     return replace(replica, phase=Phase.LOST, since_s=now, why=why), (KillReplica(index),)

@@ -163,7 +163,7 @@ def test_a_done_replica_that_exits_in_the_same_round_is_finished_not_lost() -> N
 
 
 def test_of_exits_seen_together_the_likeliest_root_cause_is_named() -> None:
-    world = World(restarts=0)
+    world = World(max_restarts=0)
     outcome = world.run(
         lambda: (world.launcher.end(0, 0, 1, "peer reset"), world.launcher.end(0, 1, FATAL_EXIT, "loss is NaN at r0.pp1")),
         lambda: world.launcher.end(1, 0, 1, "no peers"),

@@ -31,7 +31,7 @@ from helixrt.ray_cluster.policies import (
     severity,
 )
 
-OPTIONS = Options(replicas=2, ranks_per_replica=2, restarts=2, start_timeout_s=10.0, backoff_s=1.0, gone_s=3.0)
+OPTIONS = Options(replicas=2, ranks_per_replica=2, max_restarts=2, start_timeout_s=10.0, backoff_s=1.0, gone_s=3.0)
 
 
 def ended(replica: int, rank: int = 0, incarnation: int = 0, code: int = -9, reason: str = "") -> RankEnded:
@@ -78,7 +78,7 @@ def test_backoff_is_zero_then_doubles_to_its_maximum() -> None:
 
 
 def test_restarts_are_counted_and_then_the_replica_is_given_up_and_the_other_goes_on() -> None:
-    options = replace(OPTIONS, restarts=0)
+    options = replace(OPTIONS, max_restarts=0)
     state, made = play((1, ended(1, 0, reason="out of memory at r1")), options=options)
     assert made == [KillReplica(1), GiveUp(1, "out of memory at r1")]
     assert state.replicas[1].phase is Phase.GIVEN_UP and state.stopped is None
@@ -87,13 +87,13 @@ def test_restarts_are_counted_and_then_the_replica_is_given_up_and_the_other_goe
 
 
 def test_the_run_fails_with_the_cause_of_the_replica_given_up_first() -> None:
-    options = replace(OPTIONS, restarts=0)
+    options = replace(OPTIONS, max_restarts=0)
     _, made = play((1, ended(1, reason="first")), (2, ended(0, reason="second")), options=options)
     assert made[-1] == StopRun(False, "first")
 
 
 def test_a_fatal_rank_gets_one_new_process_then_the_replica_is_given_up() -> None:
-    options = replace(OPTIONS, restarts=9, ranks_per_replica=1)
+    options = replace(OPTIONS, max_restarts=9, fatal_restarts=1, ranks_per_replica=1)
     state, made = play((1, ended(0, code=FATAL_EXIT)), options=options)
     assert made == [KillReplica(0), StartReplica(0, 1)]
     state, made = decide(state, ended(0, incarnation=1, code=FATAL_EXIT), 2, options)
@@ -185,7 +185,7 @@ def _live(seed: int) -> None:
     options = Options(
         replicas=rng.randint(1, 4),
         ranks_per_replica=rng.randint(1, 3),
-        restarts=rng.randint(0, 4),
+        max_restarts=rng.randint(0, 4),
         fatal_restarts=rng.randint(0, 2),
         start_timeout_s=rng.uniform(1, 20),
         backoff_s=rng.uniform(0, 3),
@@ -245,5 +245,5 @@ def _live(seed: int) -> None:
         feed(Tick())
     assert state.stopped is not None and stops == 1
     for replica in range(options.replicas):
-        assert len(starts[replica]) <= 1 + options.restarts
+        assert len(starts[replica]) <= 1 + options.max_restarts
         assert state.replicas[replica].phase in SETTLED

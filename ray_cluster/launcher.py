@@ -1,0 +1,202 @@
+"""Ranks as Ray actors: the `Launcher` of a job on a Ray cluster.
+
+One actor per rank and incarnation, never restarted by Ray (the controller's policy does that), never
+detached: Ray ends them with the job. On this process's own node a rank's end is seen at once through
+its process id; on others as soon as Ray sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helixrt.errors import Cause, ConfigError, MissingExtra
+from helixrt.ray_cluster.actors import CONCURRENCY_GROUPS, CONTROL_GROUP, RUN_GROUP, Outcome, Process, RankActor
+from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
+from helixrt.replica.rank_log import describe_code, last_error, log_name
+
+KILL_AFTER_S = 0.5  # Ray ends a healthy process at once; one that is stopped does not hear of it
+RANK_ENTRY = "helixrt.train.rank:run_rank"
+
+
+@dataclass
+class _Actor:
+    """A rank that was started. `pidfd` is -1 until its process is known and on this node."""
+
+    coordinate: Coordinate
+    incarnation: int
+    handle: Any
+    process_ref: Any
+    outcome_ref: Any
+    log: Path
+    pid: int = -1
+    pidfd: int = -1
+    ended: bool = False  # reported by `poll`
+    kill_at_s: float | None = None  # Ray was told to end it; SIGKILL if it still runs then
+
+    @property
+    def name(self) -> str:
+        return f"{self.coordinate} incarnation {self.incarnation}"
+
+
+class RayLauncher(Launcher):
+    """Connects to the cluster this process belongs to (RAY_ADDRESS), unless it is connected.
+
+    `num_cpus` and `num_gpus` are what each rank reserves; the default lets any number of ranks share
+    a small machine. Calls come from one thread. Raises MissingExtra without ray, ConfigError without
+    a cluster.
+    """
+
+    def __init__(
+        self,
+        log_folder: Path = Path("logs"),
+        entry: str = RANK_ENTRY,
+        environment: Mapping[str, str] | None = None,
+        num_cpus: float = 0.01,
+        num_gpus: float = 0.0,
+    ) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise MissingExtra("ray", "ray", "launcher=ray") from None
+        self._connected = not ray.is_initialized()
+        if self._connected:
+            try:
+                ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+            except ConnectionError:
+                rule = "no Ray cluster is running here; start one with `ray start --head`, or set RAY_ADDRESS"
+                raise ConfigError("launcher", "ray", rule) from None
+        self._ray = ray
+        self._node = ray.get_runtime_context().get_node_id()
+        self._entry, self._environment, self._log_folder = entry, dict(environment or {}), log_folder
+        options: dict[str, Any] = {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "concurrency_groups": CONCURRENCY_GROUPS,
+            "scheduling_strategy": "SPREAD",
+        }
+        self._actor_class = ray.remote(**options)(RankActor)
+        self._actors: dict[tuple[Coordinate, int], _Actor] = {}
+        self._closed = False
+
+    def start(self, spec: RankSpec) -> None:
+        key = (spec.coordinate, spec.incarnation)
+        if key in self._actors or self._closed:
+            return
+        log = self._log_folder / log_name(*key)
+        handle: Any = self._actor_class.options(name=f"{spec.run}/{spec.coordinate}.inc{spec.incarnation}").remote(
+            self._entry, str(log), self._environment
+        )
+        process = handle.process.options(concurrency_group=CONTROL_GROUP).remote()
+        outcome = handle.run.options(concurrency_group=RUN_GROUP).remote(spec.to_plain())
+        self._actors[key] = _Actor(*key, handle, process, outcome, log)
+
+    def poll(self) -> list[RankExit]:
+        exits = []
+        self._insist()
+        for actor in self._living():
+            self._find_process(actor)
+            ended = self._exit_of(actor)
+            if ended is not None:
+                actor.ended = True
+                self._end(actor)  # a rank that has returned still has its process
+                exits.append(ended)
+        return exits
+
+    def pids(self, replica: int) -> list[int]:
+        """The process ids, on this node, of a replica's ranks that have not been reported as ended."""
+        mine = [a for a in self._living() if a.coordinate.replica == replica]
+        for actor in mine:
+            self._find_process(actor)
+        return [a.pid for a in mine if a.pid > 0]
+
+    def kill(self, replica: int) -> None:
+        for actor in self._living():
+            if actor.coordinate.replica == replica:
+                self._end(actor)
+
+    def close(self) -> None:
+        self._closed = True
+        for actor in self._living():
+            self._end(actor)
+        deadline = time.monotonic() + 30
+        while any(map(self._is_there, self._actors.values())) and time.monotonic() < deadline:
+            self._insist()
+            time.sleep(0.01)
+        for actor in self._actors.values():
+            if actor.pidfd >= 0:
+                os.close(actor.pidfd)
+        self._actors.clear()
+        if self._connected:
+            self._connected = False
+            self._ray.shutdown()
+
+    def _living(self) -> list[_Actor]:
+        return [a for a in self._actors.values() if not a.ended]
+
+    def _find_process(self, actor: _Actor) -> None:
+        """Learn the actor's process once it runs, if it is on this node and the system can watch it."""
+        if actor.process_ref is None or not self._ray.wait([actor.process_ref], timeout=0)[0]:
+            return
+        ref, actor.process_ref = actor.process_ref, None
+        try:
+            process: Process = self._ray.get(ref)
+            if process.node == self._node:
+                actor.pid = process.pid
+                actor.pidfd = os.pidfd_open(process.pid)
+        except (self._ray.exceptions.RayError, OSError, AttributeError):
+            pass  # it has ended already, or this system has no such descriptors: Ray tells its end
+
+    def _exit_of(self, actor: _Actor) -> RankExit | None:
+        if self._ray.wait([actor.outcome_ref], timeout=0)[0]:
+            try:
+                outcome: Outcome = self._ray.get(actor.outcome_ref)
+            except self._ray.exceptions.RayError as lost:
+                return self._vanished(actor, _first_line(lost))
+            said = outcome.error or (last_error(actor.log) if outcome.code else "")
+            what = f"{said} ({describe_code(outcome.code)})" if said else describe_code(outcome.code)
+            return RankExit(actor.coordinate, actor.incarnation, outcome.code, str(Cause(what, actor.name, str(actor.log))))
+        if actor.pidfd >= 0 and not self._is_there(actor):
+            return self._vanished(actor, f"process {actor.pid} is gone")
+        return None
+
+    def _vanished(self, actor: _Actor, how: str) -> RankExit:
+        """Ray does not tell how a process ended; without a word is how SIGKILL ends one."""
+        code = -int(signal.SIGKILL)
+        cause = Cause(f"ended without a result, as if {describe_code(code)}: {how}", actor.name, str(actor.log))
+        return RankExit(actor.coordinate, actor.incarnation, code, str(cause))
+
+    def _is_there(self, actor: _Actor) -> bool:
+        """Whether the actor's process still runs, as far as can be seen from here."""
+        self._find_process(actor)
+        if actor.pidfd >= 0:
+            return not select.select([actor.pidfd], [], [], 0)[0]
+        return not self._ray.wait([actor.outcome_ref], timeout=0)[0]
+
+    def _end(self, actor: _Actor) -> None:
+        """Through Ray, so that it is no failure in its eyes; `_insist` makes sure."""
+        if actor.kill_at_s is None:
+            actor.kill_at_s = time.monotonic() + KILL_AFTER_S
+            self._ray.kill(actor.handle, no_restart=True)
+
+    def _insist(self) -> None:
+        for actor in self._actors.values():
+            if actor.kill_at_s is not None and actor.pidfd >= 0 and time.monotonic() > actor.kill_at_s:
+                try:
+                    signal.pidfd_send_signal(actor.pidfd, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass  # gone
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
