@@ -178,13 +178,10 @@ def test_what_must_stay_when_a_run_is_resumed() -> None:
     assert [e.key for e in resume_conflicts(before, changed)] == ["seed", "data.batch"]
 
 
-SCRIPT = "import sys; from helixrt.train.schema import command; from helixrt.train.validate import validate\n" \
-         "sys.exit(command(sys.argv[1:], lambda c: validate(c) or print('launched') or 0))"  # fmt: skip
-
-
 @pytest.mark.parametrize("argument", ["stepz=1", "mesh.replicas=0", "data.path=/no/such"])
 def test_a_wrong_setting_is_one_line_on_stderr_and_exit_code_2(argument: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, argument], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    command = [sys.executable, "-m", "helixrt.train", argument]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(argument + ": ")
     assert list(tmp_path.iterdir()) == [], "nothing was written"
