@@ -60,11 +60,12 @@ def make_group(device: GlooDevice, store: dist.Store, rank: int, size: int, time
         """torchft's group picks its interface from the environment; this one is given its device."""
 
         def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
-            options = dist.ProcessGroupGloo._Options()
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
             options._devices = [device.native]
             options._threads = 1
             options._timeout = self._timeout
-            backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+            backend = gloo(store, rank, world_size, options)
             group = dist.ProcessGroup(store, rank, world_size)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
