@@ -186,8 +186,7 @@ class Checkpointer:
                 flight.write(Kind.CHECKPOINT_BEGIN, step=record.step, lineage=record.hash)
                 super().finish(metadata, results)
 
-        # Each stage saves alone on purpose; the manifest joins the parts.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        _alone_on_purpose()
         part.mkdir(parents=True)
         dcp.save(dict(state), storage_writer=Writer(part), no_dist=True)
         sync_folder(part)
@@ -287,6 +286,7 @@ def load(checkpoint: Checkpoint, stage: int, like: Mapping[str, torch.Tensor]) -
         if stored != wanted:
             odd = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))[0]
             raise ValueError(f"{odd!r} is {_shape(stored.get(odd))} there and {_shape(wanted.get(odd))} in this model")
+        _alone_on_purpose()
         dcp.load(shards, storage_reader=reader, no_dist=True)
     except Exception as error:  # DCP wraps what went wrong in a CheckpointException of many causes
         raise ConfigError("resume", "true", f"cannot load {part}: {' '.join(str(error).split())}") from error
@@ -309,6 +309,11 @@ def find_resume(root: Path) -> tuple[Path, Checkpoint]:
         if checkpoint is not None:
             return run, checkpoint
     raise ConfigError("resume", "true", f"no complete checkpoint in any run under {root}")
+
+
+def _alone_on_purpose() -> None:
+    """Each stage saves and loads its own part, the manifest joins them: DCP need not warn of it."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _sums(part: Path) -> dict[str, list[int]]:

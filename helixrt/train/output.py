@@ -93,7 +93,7 @@ class RunOutput:
     def life(self, event: LifeEvent) -> None:
         """Say what happened to a replica, if a user wants to know."""
         if event.kind in _TOLD:
-            why = f": {event.why}" if event.why else ""
+            why = f": {event.why}" if event.why and event.kind in (Happening.LOST, Happening.GIVEN_UP) else ""
             self.say(f"r{event.replica}      {event.kind.value.replace('_', ' ')} (incarnation {event.incarnation}){why}")
 
     def summary(self) -> None:
@@ -138,14 +138,15 @@ def summary_of(report: dict[str, Any]) -> list[str]:
     """A few lines for the end of a run's log."""
     reached, order0 = report["validation_bits_per_byte"], report["corpus_order0_bits_per_byte"]
     audit = report["data_audit"]
-    verdict = "every batch exactly once" if not audit["gaps"] and not audit["repeats"] else "NOT every batch once"
+    clean = not audit["gaps"] and not audit["repeats"]
+    verdict = "nothing trained" if not audit["batches"] else "every batch exactly once" if clean else "NOT every batch once"
     hashes = {r["parameters_sha256"] for r in report["replicas"]}
     alike = "bitwise equal" if len(hashes) == 1 else "DIFFERENT" if hashes else "unknown"
     validation = "unknown" if reached is None else f"{reached:.4f} bits/byte"
     lines = [
         f"validation {validation}, order-0 entropy of the corpus {order0:.4f}",
         f"data: {audit['batches']} batches, {audit['gaps']} gaps, {audit['repeats']} repeats: {verdict}",
-        f"parameters of {len(report['replicas'])} replicas: {alike}",
+        f"final parameters of all replicas: {alike}",
     ]
     for f in report["failures"]:
         lines.append(

@@ -80,8 +80,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
     steps, validations = _newest(folder / "metrics.jsonl")
     log = Log(facts.entries)
     chain = tuple(log.chain()) if facts.entries else ()
-    losses = [Loss(e.replica, e.incarnation, e.at_s, e.why) for e in facts.history if e.kind is Happening.LOST]
-    found = tuple(failures(events, losses))
+    found = tuple(failures(events, _losses(facts.history)))
     commits = _commits(events, chain)
     first_s = min((e.begin_s for e in events), default=0.0)
     return Figures(
@@ -95,7 +94,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         commits=commits,
         lives=_lives(events),
         begin_s=first_s,
-        tokens_per_s=_speed(commits, facts.config),
+        tokens_per_s=_speed(commits, facts),
         timelines=_timelines(events, found),
         versions=versions(),
     )
@@ -173,6 +172,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _losses(history: Iterable[LifeEvent]) -> list[Loss]:
+    """One per life; a replica whose last life was lost is given up at once, with no word of the loss itself."""
+    first: dict[tuple[int, int], Loss] = {}
+    for event in history:
+        if event.kind in (Happening.LOST, Happening.GIVEN_UP):
+            loss = Loss(event.replica, event.incarnation, event.at_s, event.why)
+            first.setdefault((event.replica, event.incarnation), loss)
+    return list(first.values())
+
+
 def _newest(path: Path) -> tuple[tuple[StepMetrics, ...], tuple[ValidationMetrics, ...]]:
     """A run that was resumed tells some steps twice: the later word counts."""
     steps: dict[tuple[int, int], StepMetrics] = {}
@@ -201,11 +210,13 @@ def _lives(events: Sequence[Event]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(((replica, at_s) for (replica, _), at_s in first.items()), key=lambda life: life[1]))
 
 
-def _speed(commits: Sequence[tuple[float, CommitRecord]], config: TrainConfig) -> float:
-    """Tokens that entered the parameters per second, from the first commit to the last, stalls included."""
+def _speed(commits: Sequence[tuple[float, CommitRecord]], facts: RunFacts) -> float:
+    """Tokens that entered the parameters per second, from the first commit of this driver to the last, stalls included."""
+    commits = [c for c in commits if c[0] >= commits[-1][0] - facts.seconds]  # a resumed run has older ones
     if len(commits) < 2 or commits[-1][0] <= commits[0][0]:
         return 0.0
-    tokens = sum(len(record.contributors) for _, record in commits[1:]) * config.data.batch * config.data.seq_len
+    batches = sum(len(record.contributors) for _, record in commits[1:])
+    tokens = batches * facts.config.data.batch * facts.config.data.seq_len
     return tokens / (commits[-1][0] - commits[0][0])
 
 

@@ -52,8 +52,8 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     model = config.model
     title = f"{config.name}: {model.family}, {model.layers} layers x {model.dim}"
     subtitle = (
-        f"{mesh.replicas} replicas x {mesh.pp} stages, schedule {config.schedule.name} with {config.schedule.microbatches}"
-        f" micro-batches, {config.data.batch} x {config.data.seq_len} bytes per replica and step"
+        f"{_count(mesh.replicas, 'replica')} x {_count(mesh.pp, 'stage')}, schedule {config.schedule.name} with"
+        f" {_count(config.schedule.microbatches, 'micro-batch', 'micro-batches')}, {config.data.batch} x {config.data.seq_len} bytes per replica and step"
     )
     return _PAGE.format(title=escape(title), subtitle=escape(subtitle), style=_STYLE, body="\n".join(sections), script=_SCRIPT)
 
@@ -77,6 +77,10 @@ def _tiles(found: Figures, report: dict[str, Any]) -> str:
         for name, value, more, state in tiles
     )
     return f'<div class="tiles">{drawn}</div>'
+
+
+def _count(n: int, one: str, many: str = "") -> str:
+    return f"{n} {one if n == 1 else many or one + 's'}"
 
 
 def _back(failures: Sequence[Failure]) -> str:
@@ -238,6 +242,7 @@ svg { display:block; width:100%; height:auto; font:12px system-ui,-apple-system,
 .validation { fill:none; stroke:var(--ink); stroke-width:1.2; stroke-dasharray:5 4 }
 .validation-dot { fill:var(--ink); stroke:var(--card); stroke-width:2 }
 .kill { stroke:var(--lost); stroke-width:1.6; stroke-dasharray:5 3 } .kill-text { fill:var(--lost); font-weight:600 }
+.note, .value, .kill-text { paint-order:stroke; stroke:var(--card); stroke-width:4px; stroke-linejoin:round }
 .column rect { fill:transparent } .column rect:hover { fill:var(--soft); fill-opacity:.16 }
 .idle { fill:var(--idle) } .training { fill:var(--train) } .lost { fill:var(--lost) } .coming-back { fill:var(--back) }
 .op-F { fill:var(--f) } .op-B { fill:var(--b) } .op-W { fill:var(--w) } .op-apply { fill:var(--apply) }

@@ -230,3 +230,10 @@ def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
     found = ticks(low, high)
     assert len(found) <= 8 and all(low - 1e-9 <= t <= high + 1e-9 for t in found)
     assert low == high or len(found) >= 3
+
+
+def test_replica_that_is_given_up_was_lost_once_per_life(tmp_path: Path, facts: RunFacts) -> None:
+    told = [(Happening.LOST, 0), (Happening.RESTARTED, 1), (Happening.LOST, 1), (Happening.GIVEN_UP, 1), (Happening.GIVEN_UP, 2)]
+    history = tuple(LifeEvent(kind, 1, life, BEGIN_S + i, "signal 9") for i, (kind, life) in enumerate(told))
+    facts = RunFacts(facts.config, facts.corpus, facts.entries, facts.finished, history, 1.0)
+    assert len(write_report(tmp_path, facts)["failures"]) == 3
