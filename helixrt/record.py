@@ -16,12 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """Event types. The comment says which `detail` keys each carries."""
 
     STEP_BEGIN = "step_begin"  # position

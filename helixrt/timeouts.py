@@ -39,7 +39,6 @@ def derive(step_timeout_s: float) -> Timeouts:
         join_s=2 * step_timeout_s,
         start_s=max(120.0, 3 * step_timeout_s),
     )
-    assert (
-        lattice.heartbeat_period_s < lattice.heartbeat_s < lattice.exchange_s <= lattice.step_s < lattice.join_s < lattice.start_s
-    )
+    assert lattice.heartbeat_period_s < lattice.heartbeat_s < lattice.exchange_s <= lattice.step_s
+    assert lattice.step_s < lattice.join_s < lattice.start_s
     return lattice

@@ -84,7 +84,7 @@ class Engine(ABC):
     def evaluate(self, batches: int) -> tuple[float, int]:
         """Mean loss in nats per token over `batches` fixed validation batches, and the tokens counted."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 an engine may have nothing to close
         """Give up threads and groups; idempotent."""
 
 
