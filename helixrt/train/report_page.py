@@ -53,7 +53,8 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     title = f"{config.name}: {model.family}, {model.layers} layers x {model.dim}"
     subtitle = (
         f"{_count(mesh.replicas, 'replica')} x {_count(mesh.pp, 'stage')}, schedule {config.schedule.name} with"
-        f" {_count(config.schedule.microbatches, 'micro-batch', 'micro-batches')}, {config.data.batch} x {config.data.seq_len} bytes per replica and step"
+        f" {_count(config.schedule.microbatches, 'micro-batch', 'micro-batches')},"
+        f" {config.data.batch} x {config.data.seq_len} bytes per replica and step"
     )
     return _PAGE.format(title=escape(title), subtitle=escape(subtitle), style=_STYLE, body="\n".join(sections), script=_SCRIPT)
 

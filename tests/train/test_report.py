@@ -233,7 +233,8 @@ def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
 
 
 def test_replica_that_is_given_up_was_lost_once_per_life(tmp_path: Path, facts: RunFacts) -> None:
-    told = [(Happening.LOST, 0), (Happening.RESTARTED, 1), (Happening.LOST, 1), (Happening.GIVEN_UP, 1), (Happening.GIVEN_UP, 2)]
+    lost, given_up = Happening.LOST, Happening.GIVEN_UP
+    told = [(lost, 0), (Happening.RESTARTED, 1), (lost, 1), (given_up, 1), (given_up, 2)]
     history = tuple(LifeEvent(kind, 1, life, BEGIN_S + i, "signal 9") for i, (kind, life) in enumerate(told))
     facts = RunFacts(facts.config, facts.corpus, facts.entries, facts.finished, history, 1.0)
     assert len(write_report(tmp_path, facts)["failures"]) == 3
