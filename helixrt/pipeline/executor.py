@@ -22,6 +22,7 @@ from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.ir import Op, Operation, Schedule, ScheduleError, check
 
+LANES = {Op.F: Lane.F, Op.B: Lane.B}
 POSTED_AHEAD = 4  # messages a stage expects before it needs them; each costs one boundary tensor
 
 
@@ -31,7 +32,7 @@ class Action:
 
     `source` and `target` are the stages at the other ends, None at the ends of the model (no tensor
     comes or goes). `last` marks the last backward of its chunk. When this operation's input is there,
-    `source` must have taken in what the operations `proves` of this stage sent to it.
+    `source` must have taken in what the actions `proves` (indices into the program) sent to it.
     """
 
     op: Op
@@ -40,7 +41,7 @@ class Action:
     source: int | None
     target: int | None
     last: bool
-    proves: tuple[Operation, ...]
+    proves: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ def compile_program(schedule: Schedule, stage: int) -> Program:
     check(schedule)
     operations = [o for o in schedule.operations(stage)]
     actions: list[Action] = []
-    backwards = [o for o in operations if o.op is Op.B]
-    proven: set[Operation] = set()
+    last_backward = {o.chunk: o for o in operations if o.op is Op.B}
+    arrivals = {peer: _Arrivals(schedule, stage, peer) for peer in range(schedule.stages) if peer != stage}
+    unproven: dict[Operation, int] = {}
     for at, operation in enumerate(operations):
         op, chunk, microbatch = operation.op, operation.chunk, operation.microbatch
         if op is Op.W:
@@ -71,11 +73,12 @@ def compile_program(schedule: Schedule, stage: int) -> Program:
         below = schedule.placement[chunk - 1] if chunk else None
         above = schedule.placement[chunk + 1] if chunk + 1 < schedule.chunks else None
         source, target = (below, above) if op is Op.F else (above, below)
-        last = op is Op.B and operation == [b for b in backwards if b.chunk == chunk][-1]
-        proves: list[Operation] = []
+        last = operation == last_backward.get(chunk)
+        proves: list[int] = []
         if source is not None and source != stage:
-            proves = [o for o in _taken_in(schedule, stage, source, _producer(operation)) if o not in proven]
-            proven.update(proves)
+            proves = [unproven.pop(o) for o in arrivals[source].until(_producer(operation))]
+        if target is not None and target != stage:
+            unproven[operation] = len(actions)
         actions.append(Action(op, chunk, microbatch, source, target, last, tuple(proves)))
     return Program(schedule, stage, tuple(actions))
 
@@ -85,16 +88,27 @@ def _producer(operation: Operation) -> Operation:
     return replace(operation, chunk=operation.chunk + (-1 if operation.op is Op.F else 1))
 
 
-def _taken_in(schedule: Schedule, stage: int, peer: int, until: Operation) -> list[Operation]:
-    """The operations of `stage` whose outputs `peer` has taken in by the time it has done `until`."""
-    taken: list[Operation] = []
-    for operation in schedule.operations(peer):
-        producer = _producer(operation)
-        if operation.op is not Op.W and 0 <= producer.chunk < schedule.chunks and schedule.placement[producer.chunk] == stage:
-            taken.append(producer)
-        if operation == until:
-            break
-    return taken
+class _Arrivals:
+    """What a peer is known to have taken in from a stage, as it works through its list."""
+
+    def __init__(self, schedule: Schedule, stage: int, peer: int) -> None:
+        self._operations = list(schedule.operations(peer))
+        self._position = {operation: at for at, operation in enumerate(self._operations)}
+        self._reached = 0
+        self._from_stage = {
+            Operation(op, chunk, m)
+            for chunk, home in enumerate(schedule.placement)
+            if home == stage
+            for op in (Op.F, Op.B)
+            for m in range(schedule.microbatches)
+        }
+
+    def until(self, done: Operation) -> list[Operation]:
+        """The stage's operations whose outputs the peer took in up to `done`, that were not told before."""
+        new = self._operations[self._reached : self._position[done] + 1]
+        self._reached = max(self._reached, self._position[done] + 1)
+        producers = [_producer(operation) for operation in new if operation.op is not Op.W]
+        return [producer for producer in producers if producer in self._from_stage]
 
 
 class Executor:
@@ -134,57 +148,57 @@ class Executor:
             chunk.reset()
         losses: dict[int, torch.Tensor] = {}
         local: dict[tuple[Op, int, int], torch.Tensor] = {}
-        sent: dict[Operation, SendHandle] = {}
+        sent: dict[int, SendHandle] = {}
         scale = torch.tensor(1.0 / program.schedule.microbatches, dtype=self.boundary.dtype)
-        remote = deque(a for a in program.actions if a.source is not None and a.source != program.stage)
-        posted: dict[Action, RecvHandle] = {}
+        remote = deque(i for i, a in enumerate(program.actions) if a.source is not None and a.source != program.stage)
+        posted: dict[int, RecvHandle] = {}
 
         def expect() -> None:
             while remote and len(posted) < POSTED_AHEAD:
-                action = remote.popleft()
+                index = remote.popleft()
+                action = program.actions[index]
                 assert action.source is not None
-                tag = Tag(generation, step, action.chunk, action.microbatch, Lane(action.op.value))
-                posted[action] = self.channels[action.source].recv(tag, self.boundary)
+                tag = Tag(generation, step, action.chunk, action.microbatch, LANES[action.op])
+                posted[index] = self.channels[action.source].recv(tag, self.boundary)
 
-        def incoming(action: Action) -> torch.Tensor | None:
+        def incoming(index: int, action: Action) -> torch.Tensor | None:
             if action.source is None:
                 return None
             if action.source == program.stage:
                 return local.pop((action.op, action.chunk, action.microbatch))
-            tensor = posted.pop(action).wait()
-            for operation in action.proves:
-                sent.pop(operation).wait()  # returns at once
+            tensor = posted.pop(index).wait()
+            for done in action.proves:
+                sent.pop(done).wait()  # returns at once
             expect()
             return tensor
 
-        def hand_on(action: Action, tensor: torch.Tensor) -> None:
+        def hand_on(index: int, action: Action, tensor: torch.Tensor) -> None:
             chunk = action.chunk + (1 if action.op is Op.F else -1)
             if action.target == program.stage:
                 local[action.op, chunk, action.microbatch] = tensor
             elif action.target is not None:
-                tag = Tag(generation, step, chunk, action.microbatch, Lane(action.op.value))
-                operation = Operation(action.op, action.chunk, action.microbatch)
-                sent[operation] = self.channels[action.target].send(tag, tensor.contiguous())
+                tag = Tag(generation, step, chunk, action.microbatch, LANES[action.op])
+                sent[index] = self.channels[action.target].send(tag, tensor.contiguous())
 
         expect()
         with torch.set_grad_enabled(buckets is not None):
-            for action in program.actions:
+            for index, action in enumerate(program.actions):
                 chunk, microbatch = self.chunks[action.chunk], action.microbatch
-                tensor = incoming(action)
+                tensor = incoming(index, action)
                 begin_s = self.record.clock()
                 if action.op is Op.F:
                     target = targets[microbatch] if action.target is None else None
                     out = chunk.forward(microbatch, inputs[microbatch] if tensor is None else tensor, target)
                     if action.target is None:
                         losses[microbatch] = out
-                    hand_on(action, out)
+                    hand_on(index, action, out)
                 else:
                     assert buckets is not None
                     if action.last:
                         buckets.last_backward(action.chunk)
                     grad = chunk.backward(microbatch, scale if tensor is None else tensor)
                     if grad is not None:
-                        hand_on(action, grad)
+                        hand_on(index, action, grad)
                     if action.last:
                         buckets.finish(action.chunk)
                 self.record.write(
