@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +42,7 @@ from helixrt.train.chaos import ChaosSink
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import PipelineEngine
+from helixrt.train.heap import keep_freed_memory
 from helixrt.train.lineage_files import LineageWriter
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 
@@ -127,6 +129,7 @@ class Rank:
     def run(self) -> None:
         """Train to the end. Raises ConfigError, or what makes this rank unable to go on."""
         torch.set_num_threads(self.config.threads)
+        keep_freed_memory()
         engine = self._engine()
         transport = self._transport()
         worker = RankWorker(
@@ -168,6 +171,7 @@ class Rank:
         corpus = load_corpus(config.data)
         data, mesh = config.data, config.mesh
         stream = ReplicaStream(corpus, self.replica, mesh.replicas, data.batch, data.seq_len, config.seed)
+        batch_at = self._batches(stream)
         if self.rings > 1:
             host, port = self.spec.store.rsplit(":", 1)
             store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeouts.start_s))
@@ -189,10 +193,14 @@ class Rank:
             stage=self.ring,
             stages=self.rings,
             group=dist.group.WORLD if self.rings > 1 else None,
-            batch_at=stream.batch_at,
+            batch_at=batch_at,
             validation=stream.validation_batch,
             record=self.record,
         )
+
+    def _batches(self, stream: ReplicaStream) -> Callable[[int], torch.Tensor]:
+        """Where the engine's batches come from; a benchmark may stand in between."""
+        return stream.batch_at
 
     def _transport(self) -> StateTransport:
         from helixrt.replica.http_transport import HttpTransport
