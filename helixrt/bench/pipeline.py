@@ -22,13 +22,14 @@ import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from helixrt.bench._figures import Spread, write
-from helixrt.errors import Fatal
+from helixrt.errors import ConfigError, Fatal
 from helixrt.record import FlightRecord
+from helixrt.schedule.generators import build
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import PipelineEngine, token_loss
 from helixrt.train.heap import keep_freed_memory
 from helixrt.train.lr import learning_rate
-from helixrt.train.models.build import build_stage
+from helixrt.train.models.build import build_stage, check_model, split_layers
 
 STAGES = 2
 SEED = 11
@@ -174,10 +175,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write. Returns 0."""
+    """Measure, print, write. Returns 0. Raises ConfigError for settings that cannot work, before anything starts."""
     settings = Settings(
         args.family, args.layers, args.dim, args.batch, args.seq_len, args.microbatches, args.rounds, args.block
     )
+    if settings.batch % settings.microbatches:
+        raise ConfigError("--microbatches", settings.microbatches, f"must divide --batch={settings.batch}")
+    if settings.rounds < 2 or settings.block < 1:
+        raise ConfigError("--rounds", settings.rounds, "must be at least 2, of blocks (--block) of at least one step")
+    build("1f1b", STAGES, settings.microbatches)
+    check_model(settings.model)
+    split_layers(settings.layers, STAGES)
     seconds, losses = measure(settings)
     ratios = [theirs / own for own, theirs in zip(seconds["helixrt"], seconds["torch"], strict=True)]
     spreads = {
