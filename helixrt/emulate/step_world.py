@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from helixrt.protocol import step as p
 from helixrt.protocol.lineage import CommitRecord, Log, audit, genesis
@@ -109,7 +110,8 @@ class StepWorld:
         heapq.heappush(self.heap, (self.now + delay, self.random.getrandbits(32), call))
 
     def fail(self, what: str) -> Violation:
-        replay = f"python -m helixrt.emulate.step_world --seed {self.seed} --replicas {self.replicas} --rings {self.rings} --steps {self.steps} --faults {','.join(self.faults)}"
+        options = f"--seed {self.seed} --replicas {self.replicas} --rings {self.rings} --steps {self.steps}"
+        replay = f"python -m helixrt.emulate.step_world {options} --faults {','.join(self.faults)}"
         return Violation(f"{what}; at t={self.now:.3f}; replay: {replay}")
 
     def run(self, limit_s: float = 2000.0) -> Verdict:
@@ -148,7 +150,16 @@ class StepWorld:
             raise self.fail(f"survivors worked twice on batches (replica, position) {redone}")
         c = self.count
         return Verdict(
-            self.seed, self.now, self.events, c["crash"], self.generation, len(log.superseded()), c["broken"], c["fetched"], c["repaired"], len(self.left_out)
+            seed=self.seed,
+            virtual_s=self.now,
+            events=self.events,
+            crashes=c["crash"],
+            generations=self.generation,
+            superseded=len(log.superseded()),
+            retried=c["broken"],
+            fetches=c["fetched"],
+            repaired=c["repaired"],
+            left_out=len(self.left_out),
         )
 
     def content(self, record: CommitRecord) -> tuple[frozenset[Batch], ...]:
@@ -249,7 +260,7 @@ class StepWorld:
         members = tuple(m for r, (n, m, _) in sorted(self.joins.items()) if (r, n.incarnation) in joined)
         for member in members:
             node, _, _ = self.joins.pop(member.replica)
-            self.at(self.random.uniform(0.001, 0.1), lambda n=node, g=self.generation: self.formed(n, g, members))
+            self.at(self.random.uniform(0.001, 0.1), partial(self.formed, node, self.generation, members))
 
     def formed(self, node: Node, generation: int, members: tuple[Member, ...]) -> None:
         if self.cut(node.replica) or self.now < self.store_down_until:
@@ -344,7 +355,7 @@ class StepWorld:
                 self.give(node, key, frozenset({(node.replica, node.work[1])}))
             else:
                 node.waiting.append(key)
-            self.at(self.EXCHANGE_S, lambda k=key: self.lose(node, k, "deadline"))
+            self.at(self.EXCHANGE_S, partial(self.lose, node, key, "deadline"))
 
     def give(self, node: Node, key: tuple[int, int], what: frozenset[Batch]) -> None:
         ring = self.exchange[key]
@@ -356,7 +367,7 @@ class StepWorld:
         if ring.broken or set(ring.given) != set(ring.members):
             return
         for member in ring.members:
-            self.at(self.random.uniform(0.01, 0.4), lambda m=self.nodes[member]: self.gain(m, key))
+            self.at(self.random.uniform(0.01, 0.4), partial(self.gain, self.nodes[member], key))
 
     def gain(self, node: Node, key: tuple[int, int]) -> None:
         ring = self.exchange[key]
@@ -379,7 +390,7 @@ class StepWorld:
         for member in ring.members:
             other = self.nodes.get(member)
             if other is not None:
-                self.at(self.random.uniform(0.3, 0.9), lambda m=other: self.lose(m, key, reason))
+                self.at(self.random.uniform(0.3, 0.9), partial(self.lose, other, key, reason))
 
     def lose(self, node: Node, key: tuple[int, int], reason: str) -> None:
         ring = self.exchange[key]

@@ -143,12 +143,13 @@ class Join:
 
 @dataclass(frozen=True)
 class Work:
-    """Forward and backward of the batch at `position` on the state `base`; replaces earlier work, whose
+    """Forward and backward for step `step`: the batch at `position` on the state `base`; replaces earlier work, whose
     gradients are preserved until then. A ring that contributes cannot be done before it, so it needs
     no answer of its own."""
 
     base: str
     position: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -394,11 +395,11 @@ class StepMachine:
         return actions
 
     def _begin_work(self, base: CommitRecord) -> list[Action]:
-        wanted = (base.hash, base.positions.get(self.replica, 0))
-        if self.work == wanted:
+        position = base.positions.get(self.replica, 0)
+        if self.work == (base.hash, position):
             return []  # running, or preserved from a broken exchange
-        self.work = wanted
-        return [Work(*wanted)]
+        self.work = (base.hash, position)
+        return [Work(base.hash, position, base.step + 1)]
 
     def _formed(self, event: Formed) -> list[Action]:
         actions = self._learn(event.entries)

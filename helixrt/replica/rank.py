@@ -27,7 +27,7 @@ from helixrt.protocol import step as p
 from helixrt.protocol.lineage import CommitRecord
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand, RankReport
-from helixrt.replica.contracts import Engine, StateTransport, Update, WorkResult, layout_of
+from helixrt.replica.contracts import Engine, FetchReport, Shard, StateTransport, Update, WorkResult, layout_of
 from helixrt.timeouts import Timeouts
 
 Buckets = list[torch.Tensor]
@@ -197,6 +197,7 @@ class RankWorker:
                     self._ready.add(index)
                     self._changed.notify_all()
 
+        self.record.step = command.step
         self.record.write(Kind.WORK_BEGIN, position=command.position)
         begin_s = self.record.clock()
         result = self.engine.run(command.position, on_bucket)
@@ -388,7 +389,9 @@ class RankWorker:
                 self._kept[command.lineage] = [shards[name] for name in _bucket_names(self.engine.buckets)]
         self.report(p.Fetched(command.lineage))
 
-    def _fetch_until(self, name, layout, donors, deadline):  # type: ignore[no-untyped-def]
+    def _fetch_until(
+        self, name: str, layout: Sequence[Shard], donors: Sequence[str], deadline: float
+    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
         """A donor may not offer it yet: ask again until the deadline."""
         while True:
             try:
@@ -399,8 +402,8 @@ class RankWorker:
                     raise
                 time.sleep(0.05)
 
-    def _on_shard(self, shard: object, donor: str, ok: bool) -> None:
-        self.record.write(Kind.FETCH_SHARD, shard=str(getattr(shard, "name", shard)), donor=donor, ok=ok)
+    def _on_shard(self, shard: Shard, donor: str, ok: bool) -> None:
+        self.record.write(Kind.FETCH_SHARD, shard=shard.name, donor=donor, bytes=shard.nbytes, ok=ok)
 
     # ---------------------------------------------------------------- end
 

@@ -65,7 +65,8 @@ def resumed_run(config: TrainConfig) -> Run:
     identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     entries = tuple(read_lineage(folder / "lineage"))
     if checkpoint.record.hash not in {e.hash for e in entries}:
-        raise ConfigError("resume", "true", f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}")
+        rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
+        raise ConfigError("resume", "true", rule)
     return Run(folder, identity["run"], identity["epoch_s"], entries)
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -161,6 +162,7 @@ class Rank:
                 self._lead()
             else:
                 self._follow()
+            self.last_update_s = time.monotonic()
             worker.run()
             self.checkpointer.close()
         finally:
@@ -254,7 +256,7 @@ class Rank:
         self.membership = membership
         for ring in range(1, self.rings):
             reports = Channel(self.store, f"reports/{self.life}/{ring}", self.timeouts.step_s)
-            reports.follow(lambda report, ring=ring: self.leader.report(ring, report), lambda why: self.worker.fail(Fatal(why)))
+            reports.follow(partial(self.leader.report, ring), self._store_gone)
             self.closing.append(reports)
         if self.spec.incarnation == 0:
             membership.announce()  # before the others join: they wait for whom they know to live
@@ -276,8 +278,11 @@ class Rank:
         self.reports = Channel(self.store, f"reports/{self.life}/{self.ring}", self.timeouts.step_s)
         self.report_lock = threading.Lock()
         orders = Channel(self.store, f"orders/{self.life}", self.timeouts.step_s)
-        orders.follow(self.worker.dispatch, lambda why: self.worker.fail(Fatal(why)))
+        orders.follow(self.worker.dispatch, self._store_gone)
         self.closing.append(orders)
+
+    def _store_gone(self, why: str) -> None:
+        self.worker.fail(Fatal(why))
 
     def _tell(self, command: RankCommand) -> None:
         if self.rings > 1:
@@ -297,8 +302,10 @@ class Rank:
         if isinstance(command, p.Exchange):
             self.store.put_if_absent(running_key(self.replica, self.spec.incarnation), "yes")
         every = self.config.eval.every
-        if isinstance(command, p.Apply) and every and command.record.step % every == 0 and self._writes(command.record):
-            self._tell(Evaluate(command.record.step, self.config.eval.batches))
+        if isinstance(command, p.Apply) and every and self._writes(command.record):
+            step = command.record.step
+            if step % every == 0 and step < self.config.steps:  # the last one is evaluated when all rest
+                self._tell(Evaluate(step, self.config.eval.batches))
 
     def _writes(self, record: p.CommitRecord) -> bool:
         return self.replica == checkpoints.writer_of(record)

@@ -15,6 +15,7 @@ from helixrt.emulate.step_world import FAULTS, StepWorld, Violation
 from helixrt.protocol import step as p
 
 SEEDS = 20_000
+HARD_CASES = ("crashes", "superseded", "retried", "fetches", "repaired")
 SCHEDULES = (FAULTS, FAULTS, ("crash",), ("crash", "store"), ("crash", "pause"), ("crash", "partition"))
 
 
@@ -32,9 +33,7 @@ def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
         except Violation as broken:
             violations.append(str(broken))
             continue
-        totals.update(
-            crashes=verdict.crashes, superseded=verdict.superseded, retried=verdict.retried, fetches=verdict.fetches, repaired=verdict.repaired
-        )
+        totals.update({what: getattr(verdict, what) for what in HARD_CASES})
     return totals, violations
 
 
@@ -49,7 +48,7 @@ def test_20000_seeds_keep_one_lineage_and_every_batch_once(seed: int) -> None:
     totals: Counter[str] = sum((t for t, _ in results), Counter())
     print(f"{SEEDS} seeds from {seed}: {dict(totals)}")
     # the sweep is worth nothing if the hard cases never happen
-    for what in ("crashes", "superseded", "retried", "fetches", "repaired"):
+    for what in HARD_CASES:
         assert totals[what] > SEEDS / 100, (what, totals)
 
 

@@ -23,7 +23,7 @@ def actions_of(kind: type, actions: list[p.Action]) -> list[p.Action]:
 
 def test_work_begins_before_the_quorum_answers() -> None:
     actions = machine().on(p.Begin())
-    assert actions_of(p.Work, actions) == [p.Work(ROOT.hash, 0)]
+    assert actions_of(p.Work, actions) == [p.Work(ROOT.hash, 0, 1)]
     assert len(actions_of(p.Join, actions)) == 1
 
 
@@ -45,7 +45,7 @@ def test_a_replica_commits_only_when_all_its_rings_are_done() -> None:
     assert record.positions == {0: 1, 1: 1} and record.parent == ROOT.hash
     actions = m.on(p.Appended(1, record))
     assert actions_of(p.Apply, actions) == [p.Apply(record)]
-    assert actions_of(p.Work, actions) == [p.Work(record.hash, 1)]
+    assert actions_of(p.Work, actions) == [p.Work(record.hash, 1, 2)]
 
 
 def test_a_broken_exchange_keeps_the_gradients_for_the_next_generation() -> None:
@@ -71,7 +71,7 @@ def test_who_did_not_finish_takes_the_reduced_buckets_of_who_did() -> None:
     assert isinstance(fetch, p.FetchReduced) and fetch.lineage == decided.hash and [d.replica for d in fetch.donors] == [1]
     actions = m.on(p.Fetched(decided.hash))
     assert actions_of(p.Replay, actions) == [p.Replay(decided)]
-    assert actions_of(p.Work, actions) == [p.Work(decided.hash, 1)]
+    assert actions_of(p.Work, actions) == [p.Work(decided.hash, 1, 2)]
 
 
 def test_an_older_generation_in_the_log_is_superseded_and_a_newer_one_respected() -> None:
