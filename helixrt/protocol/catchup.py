@@ -6,8 +6,8 @@ peer-to-peer fetch; the balancing rule is ours.
 
 The state is seen as one run of bytes, its shards one after another, cut into equal pieces. So
 neither one huge tensor nor a thousand tiny ones unbalance the donors. Each donor is given an equal
-share up front; a donor that has finished its own takes over pieces from one whose rest would take
-longer than `patience_s` at its rate so far. A piece that was asked twice counts where it arrived
+share up front; a donor that has finished its own takes over pieces from one that has had `patience_s`
+and whose rest would take longer than that again at its rate so far. A piece that was asked twice counts where it arrived
 intact first.
 Pure: no clock, no I/O.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Piece:
         return self.end - self.begin
 
 
-class Again(str, Enum):
+class Again(StrEnum):
     """Why a piece was asked again."""
 
     CHECKSUM = "checksum"
@@ -155,13 +155,13 @@ class _Donor:
         return sum(p.nbytes for p in self.queue) + sum(p.nbytes for p in self.flying)
 
     def rest_s(self, now: float, patience_s: float) -> float:
-        """How long the rest will take at the rate so far; unknown counts as no time until patience is over."""
-        if self.began is None or not self.rest_bytes():
+        """How long the rest will take at the rate so far. Counts as no time while patience lasts: the rate
+        of a donor's first few pieces says little."""
+        if self.began is None or now - self.began <= patience_s:
             return 0.0
-        elapsed = now - self.began
         if not self.kept_bytes:
-            return float("inf") if elapsed > patience_s else 0.0
-        return self.rest_bytes() * elapsed / self.kept_bytes
+            return float("inf")
+        return self.rest_bytes() * (now - self.began) / self.kept_bytes
 
 
 class Fetch:

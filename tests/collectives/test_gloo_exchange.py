@@ -177,9 +177,7 @@ def test_one_member_needs_nobody() -> None:
     exchange.all_reduce(source, out)
 
 
-def test_reconfiguring_leaks_nothing(store_address: str) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+def test_reconfiguring_leaks_nothing(store_address: str, seed: int) -> None:
     rng = random.Random(seed)
     exchanges = [GlooExchange(timeout_s=20) for _ in range(2)]
     source, outs = torch.ones(100), [torch.empty(100) for _ in range(2)]

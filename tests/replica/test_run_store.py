@@ -1,9 +1,10 @@
-"""One contract, every store: TCP and in memory here, Ray's in tests/ray_cluster."""
+"""One contract, every store: over TCP, in memory, and in Ray's key-value store."""
 
 from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,12 +18,28 @@ from helixrt.replica.store import MemoryRunStore, TcpRunStore, host_store
 Clients = Callable[[], RunStore]
 
 
-@pytest.fixture(params=["tcp", "memory"])
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """A Ray head of this module's own."""
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", address="local")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(params=["tcp", "memory", pytest.param("ray", marks=pytest.mark.ray)])
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """A function that gives another client of one and the same store."""
     if request.param == "memory":
         store = MemoryRunStore()
         yield lambda: store
+    elif request.param == "ray":
+        from helixrt.ray_cluster.store import RayRunStore
+
+        request.getfixturevalue("ray_cluster")
+        run = f"{request.node.name}-{time.time_ns()}"
+        yield lambda: RayRunStore(run)
     else:
         server, address = host_store()
         yield lambda: TcpRunStore(address)

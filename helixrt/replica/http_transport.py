@@ -1,0 +1,304 @@
+"""State from peers over HTTP/1.1: the transport that needs nothing but sockets.
+
+A GET names an offer, a range of its bytes and the layout both sides should have. Whoever asks proves
+knowledge of the run's secret by an HMAC over a nonce and the request; the answer's checksum is keyed
+with the secret and covers nonce, request and bytes, so it proves the donor too and cannot be replayed.
+The bytes go out of the tensors' own memory. Nothing that arrives is unpickled; lengths are what was agreed.
+
+    GET /state/NAME?begin=0&end=65536&layout=DIGEST          X-Helixrt-Nonce, X-Helixrt-Proof
+    200  Content-Length: 65536                                X-Helixrt-Checksum
+    403 no proof   404 no such offer   409 another layout   416 no such range
+
+Serving is paced: over all its connections a donor spends at most `serve_cpu` of a core's time on it,
+so that a training step beside it is not slowed by more than that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import torch
+
+from helixrt.protocol.catchup import FetchRules, Piece
+from helixrt.replica.contracts import FetchReport, Shard, StateTransport
+from helixrt.replica.fetch import DonorGone, DonorLink, fetch_state
+from helixrt.replica.state_bytes import StateBytes, layout_digest
+
+_NONCE, _PROOF, _CHECKSUM = "X-Helixrt-Nonce", "X-Helixrt-Proof", "X-Helixrt-Checksum"
+_OFFER_WAIT_S = 2.0  # a donor may be a moment from its snapshot
+_IDLE_S = 60.0
+_BURST_S = 0.005  # of serving time that may run ahead of the pace
+
+
+def _key(secret: str) -> bytes:
+    return hashlib.blake2b(secret.encode(), digest_size=32, person=b"helixrt-state").digest()
+
+
+def _proof(key: bytes, nonce: str, target: str) -> str:
+    return hmac.new(key, f"{nonce} {target}".encode(), hashlib.sha256).hexdigest()
+
+
+def _checksum(key: bytes, nonce: str, target: str, parts: Sequence[memoryview]) -> str:
+    digest = hashlib.blake2b(f"{nonce} {target}\n".encode(), key=key, digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def default_serve_cpu() -> float:
+    """4% of this process's share of the machine, in cores."""
+    return 0.04 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0.04 * (os.cpu_count() or 1)
+
+
+class Pace:
+    """Keeps what several threads do for others below `cores` of processor time, by having them sleep.
+
+    0 or less is no limit.
+    """
+
+    def __init__(self, cores: float) -> None:
+        self._cores = cores
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def spent(self, cpu_s: float) -> float:
+        """Account for `cpu_s` of work; returns how long to sleep before more."""
+        if self._cores <= 0:
+            return 0.0
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + cpu_s / self._cores
+            ahead = self._free_at - now
+        return ahead if ahead > _BURST_S else 0.0
+
+
+class HttpTransport(StateTransport):
+    """Serves on `host` (a free port) to whoever knows `secret`.
+
+    `send` puts an answer's parts on the wire; tests replace it to spoil, delay or break off answers.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        host: str = "127.0.0.1",
+        serve_cpu: float | None = None,
+        rules: FetchRules | None = None,
+    ) -> None:
+        self._key = _key(secret)
+        self._rules = rules or FetchRules()
+        self._offers: dict[str, StateBytes] = {}
+        self._offered = threading.Condition()
+        self._pace = Pace(default_serve_cpu() if serve_cpu is None else serve_cpu)
+        self.refused = 0  # requests without proof
+        self._server = _Server((host, 0), self._handler())
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="helixrt-state", daemon=True)
+        self._thread.start()
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        host, port = self._server.server_address[:2]
+        return f"{host!s}:{port}"
+
+    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        state = StateBytes(tensors)
+        with self._offered:
+            self._offers[name] = state
+            self._offered.notify_all()
+
+    def withdraw(self, name: str) -> None:
+        with self._offered:
+            self._offers.pop(name, None)
+
+    def fetch(
+        self,
+        name: str,
+        layout: Sequence[Shard],
+        donors: Sequence[str],
+        timeout_s: float,
+        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
+    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
+        digest = layout_digest(layout)
+        wait_s = self._rules.request_timeout_s * self._rules.strikes
+
+        def connect(donor: str) -> DonorLink:
+            return _HttpLink(donor, self._key, f"/state/{quote(name, safe='')}", digest, wait_s)
+
+        return fetch_state(layout, donors, connect, timeout_s, on_shard, self._rules)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join(5)
+            with self._offered:
+                self._offers.clear()
+
+    def send(self, connection: socket.socket, parts: Sequence[memoryview]) -> None:
+        """Put the bytes of an answer on the wire."""
+        for part in parts:
+            connection.sendall(part)
+
+    def _find(self, name: str) -> StateBytes | None:
+        with self._offered:
+            self._offered.wait_for(lambda: name in self._offers or self._closed, _OFFER_WAIT_S)
+            return self._offers.get(name)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        transport = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = _IDLE_S
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                began_s = time.thread_time()
+                transport._answer(self)
+                sleep_s = transport._pace.spent(time.thread_time() - began_s)
+                if sleep_s:
+                    time.sleep(sleep_s)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        target, nonce = request.path, request.headers.get(_NONCE, "")
+        given = request.headers.get(_PROOF, "").encode("utf-8", "replace")
+        if not nonce or not hmac.compare_digest(given, _proof(self._key, nonce, target).encode()):
+            with self._offered:
+                self.refused += 1
+            request.close_connection = True
+            return _refuse(request, 403)
+        url = urlsplit(target)
+        query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+        folder, _, name = url.path.rpartition("/")
+        state = self._find(unquote(name)) if folder == "/state" else None
+        if state is None:
+            return _refuse(request, 404)
+        if query.get("layout") != state.digest:
+            return _refuse(request, 409)
+        try:
+            piece = Piece(int(query.get("begin", "")), int(query.get("end", "")))
+        except ValueError:
+            return _refuse(request, 416)
+        if not 0 <= piece.begin < piece.end <= state.nbytes:
+            return _refuse(request, 416)
+        parts = state.views(piece)
+        request.send_response_only(200)
+        request.send_header("Content-Length", str(piece.nbytes))
+        request.send_header(_CHECKSUM, _checksum(self._key, nonce, target, parts))
+        request.end_headers()
+        self.send(request.connection, parts)
+
+
+def _refuse(request: BaseHTTPRequestHandler, status: int) -> None:
+    request.send_response_only(status)
+    request.send_header("Content-Length", "0")
+    request.end_headers()
+
+
+class _Server(ThreadingHTTPServer):
+    """Its connections end with it, and a peer that breaks off is nothing to print."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer would look the host's name up here, which can take seconds and is not needed.
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def process_request_thread(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+        assert isinstance(request, socket.socket)
+        with self._lock:
+            self._connections.add(request)
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._connections.discard(request)
+
+    def server_close(self) -> None:
+        with self._lock:
+            for connection in self._connections:
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # gone already
+        super().server_close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass
+
+
+class _HttpLink(DonorLink):
+    """A persistent connection to one donor; connects when first used. Its timeout bounds one wait for bytes."""
+
+    def __init__(self, donor: str, key: bytes, path: str, digest: str, wait_s: float) -> None:
+        host, _, port = donor.rpartition(":")
+        self._donor, self._key, self._path, self._digest = donor, key, path, digest
+        self._connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=wait_s)
+        self._cut = False
+
+    def read(self, piece: Piece, into: memoryview) -> bool:
+        target = f"{self._path}?begin={piece.begin}&end={piece.end}&layout={self._digest}"
+        nonce = secrets.token_hex(16)
+        try:
+            if self._connection.sock is None:
+                self._connection.connect()
+            if self._cut:
+                raise DonorGone(f"{self._donor} was given up")
+            self._connection.request("GET", target, headers={_NONCE: nonce, _PROOF: _proof(self._key, nonce, target)})
+            answer = self._connection.getresponse()
+            if answer.status != 200:
+                raise DonorGone(f"{self._donor} answered {answer.status} {_MEANING.get(answer.status, answer.reason)}")
+            if answer.headers.get("Content-Length") != str(piece.nbytes):
+                raise DonorGone(f"{self._donor} sends {answer.headers.get('Content-Length')} bytes, not {piece.nbytes}")
+            at = 0
+            while at < piece.nbytes:
+                got = answer.readinto(into[at:])
+                if not got:
+                    raise DonorGone(f"{self._donor} broke off")
+                at += got
+            answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise DonorGone(f"{self._donor}: {error or type(error).__name__}") from error
+        expected = _checksum(self._key, nonce, target, [into])
+        return hmac.compare_digest(answer.headers.get(_CHECKSUM, "").encode("utf-8", "replace"), expected.encode())
+
+    def cut(self) -> None:
+        self._cut = True
+        connected = self._connection.sock
+        if connected is not None:
+            try:
+                connected.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # not connected any more
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+_MEANING = {403: "(the run's secret is wrong)", 404: "(no such offer)", 409: "(another layout)", 416: "(no such range)"}

@@ -1,0 +1,153 @@
+"""State from peers through Ray's object store.
+
+A donor's actor answers `call_transport("serve_piece", …)` with a reference to `ray.put(bytes)`, which Ray
+stores and moves as they are, and their checksum. Balance, checks and replacement of donors are those
+of every transport (`replica.fetch`). Who may call an actor is Ray's matter: its control plane is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from helixrt.errors import MissingExtra
+from helixrt.protocol.catchup import FetchRules, Piece
+from helixrt.ray_cluster.actors import CONTROL_GROUP, serve_transport
+from helixrt.replica.contracts import FetchReport, Shard, StateTransport
+from helixrt.replica.fetch import DonorGone, DonorLink, fetch_state
+from helixrt.replica.http_transport import Pace, default_serve_cpu
+from helixrt.replica.state_bytes import StateBytes, layout_digest
+
+_OFFER_WAIT_S = 2.0  # a donor may be a moment from its snapshot
+_LOOK_S = 0.2  # between two looks whether a read was given up
+
+
+def _checksum(data: bytes | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class RayTransport(StateTransport):
+    """Serves from the actor this process is, which delegates `call_transport` to it; `address` is its name.
+
+    `name` says otherwise where there is no actor (such a process can fetch and is asked by nobody).
+    """
+
+    def __init__(self, name: str | None = None, serve_cpu: float | None = None, rules: FetchRules | None = None) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtra("ray", "ray", "state transport through Ray") from error
+        self._ray: Any = ray
+        found = ray.get_runtime_context().get_actor_name() if name is None else name
+        if not found:
+            raise ValueError("other ranks find this one by its actor's name, and this actor has none")
+        self._address: str = found
+        self._rules = rules or FetchRules()
+        self._pace = Pace(default_serve_cpu() if serve_cpu is None else serve_cpu)
+        self._offers: dict[str, StateBytes] = {}
+        self._offered = threading.Condition()
+        serve_transport(self)
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        state = StateBytes(tensors)
+        with self._offered:
+            self._offers[name] = state
+            self._offered.notify_all()
+
+    def withdraw(self, name: str) -> None:
+        with self._offered:
+            self._offers.pop(name, None)
+
+    def fetch(
+        self,
+        name: str,
+        layout: Sequence[Shard],
+        donors: Sequence[str],
+        timeout_s: float,
+        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
+    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
+        digest = layout_digest(layout)
+        wait_s = self._rules.request_timeout_s * self._rules.strikes
+
+        def connect(donor: str) -> DonorLink:
+            return _RayLink(self._ray, donor, name, digest, wait_s)
+
+        return fetch_state(layout, donors, connect, timeout_s, on_shard, self._rules)
+
+    def close(self) -> None:
+        with self._offered:
+            self._offers.clear()
+        serve_transport(None)
+
+    def serve_piece(self, name: str, digest: str, begin: int, end: int) -> tuple[Any, str, float]:
+        """For other ranks: a reference to the bytes, their checksum, and how long to wait before asking again.
+
+        Raises LookupError when there is no such offer, layout or range.
+        """
+        began_s = time.thread_time()
+        with self._offered:
+            self._offered.wait_for(lambda: name in self._offers, _OFFER_WAIT_S)
+            state = self._offers.get(name)
+        if state is None:
+            raise LookupError(f"no offer {name!r}")
+        if digest != state.digest:
+            raise LookupError(f"the offer {name!r} has another layout")
+        if not 0 <= begin < end <= state.nbytes:
+            raise LookupError(f"the offer {name!r} has no bytes {begin} to {end}")
+        data = b"".join(state.views(Piece(begin, end)))
+        answer = self.put(data), _checksum(data)
+        return *answer, self._pace.spent(time.thread_time() - began_s)
+
+    def put(self, data: bytes) -> Any:
+        """Put an answer's bytes into the object store; tests replace it to spoil or delay them."""
+        return self._ray.put(data)
+
+
+class _RayLink(DonorLink):
+    """A donor's actor."""
+
+    def __init__(self, ray: Any, donor: str, name: str, digest: str, wait_s: float) -> None:
+        self._ray, self._donor, self._name, self._digest, self._wait_s = ray, donor, name, digest, wait_s
+        self._cut = threading.Event()
+        try:
+            self._actor = ray.get_actor(donor)
+        except ValueError as error:
+            raise DonorGone(f"there is no actor {donor!r}") from error
+
+    def read(self, piece: Piece, into: memoryview) -> bool:
+        call = self._actor.call_transport.options(concurrency_group=CONTROL_GROUP)
+        ref, checksum, sleep_s = self._get(call.remote("serve_piece", self._name, self._digest, piece.begin, piece.end))
+        data = self._get(ref)
+        if not isinstance(data, bytes) or len(data) != piece.nbytes:
+            raise DonorGone(f"{self._donor} sends something else than {piece.nbytes} bytes")
+        into[:] = data
+        self._cut.wait(sleep_s)
+        return _checksum(into) == checksum
+
+    def cut(self) -> None:
+        self._cut.set()
+
+    def close(self) -> None:
+        self.cut()
+
+    def _get(self, ref: Any) -> Any:
+        deadline = time.monotonic() + self._wait_s
+        while not self._cut.is_set():
+            try:
+                return self._ray.get(ref, timeout=_LOOK_S)
+            except self._ray.exceptions.GetTimeoutError:
+                if time.monotonic() > deadline:
+                    raise DonorGone(f"{self._donor} did not answer within {self._wait_s:g} s") from None
+            except self._ray.exceptions.RayError as error:
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                raise DonorGone(f"{self._donor}: {lines[-1].strip()}") from error
+        raise DonorGone(f"{self._donor} was given up")
