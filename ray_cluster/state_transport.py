@@ -104,6 +104,9 @@ class RayTransport(StateTransport):
         if not 0 <= begin < end <= state.nbytes:
             raise LookupError(f"the offer {name!r} has no bytes {begin} to {end}")
         data = b"".join(state.views(Piece(begin, end)))
+        with self._offered:
+            if self._offers.get(name) is not state:  # what was copied may have been reused already
+                raise LookupError(f"no offer {name!r}")
         answer = self.put(data), _checksum(data)
         return *answer, self._pace.spent(time.thread_time() - began_s)
 

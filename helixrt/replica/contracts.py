@@ -227,7 +227,8 @@ class RankSpec:
     `store` is the `host:port` of the run's store, `lighthouse` the address of the membership
     service ("" when there is one replica), `config` the resolved configuration as plain containers,
     `run_epoch_s` the Unix time the run first began (generations count from it), `incarnation` how
-    often this replica was started before, `output` the run's folder, `secret` the run's secret.
+    often this replica was started before, `output` the run's folder, `secret` the run's secret,
+    `transport` how state is fetched from peers: "http", or "ray" when ranks are Ray actors.
     """
 
     run: str
@@ -239,6 +240,7 @@ class RankSpec:
     secret: str
     run_epoch_s: float
     config: dict[str, Any]
+    transport: str = "http"
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)

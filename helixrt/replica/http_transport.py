@@ -156,6 +156,10 @@ class HttpTransport(StateTransport):
             self._offered.wait_for(lambda: name in self._offers or self._closed, _OFFER_WAIT_S)
             return self._offers.get(name)
 
+    def _still_offers(self, name: str, state: StateBytes) -> bool:
+        with self._offered:
+            return self._offers.get(name) is state
+
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         transport = self
 
@@ -199,9 +203,12 @@ class HttpTransport(StateTransport):
         if not 0 <= piece.begin < piece.end <= state.nbytes:
             return _refuse(request, 416)
         parts = state.views(piece)
+        checksum = _checksum(self._key, nonce, target, parts)
+        if not self._still_offers(unquote(name), state):  # what was summed up may have been reused already
+            return _refuse(request, 404)
         request.send_response_only(200)
         request.send_header("Content-Length", str(piece.nbytes))
-        request.send_header(_CHECKSUM, _checksum(self._key, nonce, target, parts))
+        request.send_header(_CHECKSUM, checksum)
         request.end_headers()
         self.send(request.connection, parts)
 

@@ -118,6 +118,7 @@ class Driver:
                 secret=self.secret,
                 run_epoch_s=self.run_.epoch_s,
                 config=self.config.to_plain(),
+                transport="ray" if uses_ray(self.config) else "http",
             )
             for pp in range(self.config.mesh.pp)
         ]

@@ -205,6 +205,10 @@ class Rank:
         return stream.batch_at
 
     def _transport(self) -> StateTransport:
+        if self.spec.transport == "ray":
+            from helixrt.ray_cluster.state_transport import RayTransport
+
+            return RayTransport()
         from helixrt.replica.http_transport import HttpTransport
 
         return HttpTransport(self.spec.secret)
