@@ -48,6 +48,7 @@ from helixrt.train.lineage_files import LineageWriter
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 
 FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
+RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
 CONFIG_CODE = 2
 
 
@@ -414,7 +415,7 @@ def run_rank(spec: RankSpec) -> int:
                 rank._reporter(Broken(f"{type(error).__name__}: {error}"))
             except Retryable:
                 pass  # the store is gone too; the exit code tells
-        return FATAL_CODE
+        return RETRY_CODE if isinstance(error, Retryable) else FATAL_CODE
 
 
 def main() -> None:
