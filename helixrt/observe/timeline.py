@@ -1,11 +1,12 @@
 """One step as lanes of bars, from the flight records, for whoever draws it.
 
-In: the events of all ranks. Out: a `Timeline`: for every rank what it computed, sent, waited for and
-exchanged between the step's begin and its end.
+In: the events of all ranks. Out: a `Timeline`: for every rank what it computed, waited for and exchanged
+between the step's begin and its end, and the activations and gradients that went from rank to rank.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 from helixrt.record import Event, Kind
 
 _DRAWN = {
-    Kind.SEND: "send",
-    Kind.RECV: "recv",
+    Kind.RECV: "awaited",
     Kind.EXCHANGE_BUCKET: "exchange",
     Kind.APPLY: "apply",
     Kind.FETCH_SHARD: "fetch",
@@ -22,16 +22,32 @@ _DRAWN = {
 }
 _MARKED = {Kind.QUORUM: "quorum", Kind.COMMIT: "commit", Kind.EXCHANGE_FAILED: "exchange failed", Kind.FAILURE: "failure"}
 COMPUTE = frozenset({"F", "B", "W", "apply"})
+_BETWEEN_STAGES = re.compile(r"\.m(\d+)\.([FB])$")  # the end of such a message's tag
+_AT_ONCE_S = 1e-4  # a shorter wait was none: the message was there
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that took time: `what` is F, B, W, apply, send, recv, exchange, fetch or snapshot. Seconds from the begin."""
+    """What took time: F, B, W, apply, awaited (a message), quorum, exchange, fetch, snapshot. Seconds from the begin."""
 
     what: str
     label: str
     begin_s: float
     end_s: float
+    other_step: bool = False  # belongs to the step before or after
+
+
+@dataclass(frozen=True)
+class Message:
+    """An activation (F) or a gradient (B), from when it was handed over until the receiver had it in hand."""
+
+    what: str
+    microbatch: int
+    sender: str
+    receiver: str
+    sent_s: float
+    taken_s: float
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Timeline:
     begin_s: float  # Unix time
     duration_s: float
     lanes: tuple[Lane, ...]
+    messages: tuple[Message, ...]
 
 
 def timeline(events: Iterable[Event], step: int) -> Timeline | None:
@@ -66,15 +83,19 @@ def timeline(events: Iterable[Event], step: int) -> Timeline | None:
     for event in ordered:
         if event.end_s <= begin_s or event.begin_s >= end_s:
             continue
-        bar = _bar(event, begin_s)
+        bar = _bar(event, begin_s, step)
         if bar is not None:
-            bars[event.rank].append(bar)
+            if bar.begin_s < end_s - begin_s:
+                bars[event.rank].append(bar)
         elif event.kind in _MARKED:
             what = _MARKED[event.kind]
             marks[event.rank].append(Bar(what, _told(event, what), event.begin_s - begin_s, event.end_s - begin_s))
+    for bar_rank, waiting in _quorums(ordered, begin_s, end_s):
+        bars[bar_rank].append(waiting)
     ranks = sorted({e.rank for e in inside if e.kind in (Kind.OPERATION, Kind.APPLY)} | set(bars))
     lanes = tuple(Lane(rank, tuple(bars[rank]), tuple(marks[rank])) for rank in ranks)
-    return Timeline(step, begin_s, end_s - begin_s, lanes)
+    messages = tuple(m for m in _messages(ordered, begin_s, end_s) if {m.sender, m.receiver} <= set(ranks))
+    return Timeline(step, begin_s, end_s - begin_s, lanes, messages)
 
 
 def typical_step(events: Sequence[Event], avoid: Iterable[int] = ()) -> int | None:
@@ -106,15 +127,54 @@ def _end(inside: Sequence[Event], begin_s: float) -> float:
     return max(e.end_s for e in inside if e.end_s <= limit_s)
 
 
-def _bar(event: Event, origin_s: float) -> Bar | None:
+def _bar(event: Event, origin_s: float, step: int) -> Bar | None:
     begin_s, end_s = event.begin_s - origin_s, event.end_s - origin_s
+    other = event.step != step
     if event.kind is Kind.OPERATION:
         op = str(event.detail["op"])
-        return Bar(op, f"{op} chunk {event.detail.get('chunk')} micro-batch {event.detail.get('microbatch')}", begin_s, end_s)
+        label = f"{op} chunk {event.detail.get('chunk')} micro-batch {event.detail.get('microbatch')}"
+        return Bar(op, label, begin_s, end_s, other)
     if event.kind not in _DRAWN or event.end_s <= event.begin_s:
         return None
     what = _DRAWN[event.kind]
-    return Bar(what, _told(event, what), begin_s, end_s)
+    if event.kind is Kind.RECV:  # posted ahead; waited for only since it was needed
+        needed_s = float(event.detail.get("needed_s", event.begin_s))
+        if event.end_s - needed_s < _AT_ONCE_S or event.end_s <= origin_s:
+            return None
+        return Bar(what, f"awaited, tag {event.detail.get('tag')}", needed_s - origin_s, end_s)
+    return Bar(what, _told(event, what), begin_s, end_s, other and event.kind is Kind.APPLY)
+
+
+def _quorums(ordered: Iterable[Event], origin_s: float, until_s: float) -> Iterable[tuple[str, Bar]]:
+    """From asking for a quorum to having it, by rank."""
+    asked: dict[str, Event] = {}
+    for event in ordered:
+        if event.kind is Kind.QUORUM_JOIN:
+            asked[event.rank] = event
+        elif event.kind is Kind.QUORUM and event.rank in asked:
+            begin_s = asked.pop(event.rank).begin_s
+            if event.end_s > origin_s and begin_s < until_s:
+                yield event.rank, Bar("quorum", _told(event, "quorum"), begin_s - origin_s, event.end_s - origin_s)
+
+
+def _messages(ordered: Sequence[Event], origin_s: float, until_s: float) -> tuple[Message, ...]:
+    """What went between the stages of each replica: a receipt and the last sending before it with the same tag."""
+    sent: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for event in ordered:
+        if event.kind is Kind.SEND:
+            sent[event.rank.split(".")[0], str(event.detail.get("tag"))].append(event)
+    found = []
+    for event in ordered:
+        tag = str(event.detail.get("tag"))
+        named = _BETWEEN_STAGES.search(tag)
+        if event.kind is not Kind.RECV or named is None or not origin_s < event.end_s <= until_s:
+            continue
+        candidates = [s for s in sent[event.rank.split(".")[0], tag] if s.rank != event.rank and s.begin_s <= event.end_s]
+        if candidates and candidates[-1].begin_s >= origin_s:
+            begin_s, nbytes = candidates[-1].begin_s - origin_s, int(event.detail.get("bytes", 0))
+            took = (begin_s, event.end_s - origin_s)
+            found.append(Message(named[2], int(named[1]), candidates[-1].rank, event.rank, *took, nbytes))
+    return tuple(found)
 
 
 def _told(event: Event, what: str) -> str:

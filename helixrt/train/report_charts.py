@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from html import escape
 
 from helixrt.observe.failures import Failure
-from helixrt.observe.timeline import COMPUTE, Bar, Timeline
+from helixrt.observe.timeline import COMPUTE, Bar, Message, Timeline
 from helixrt.protocol.lineage import CommitRecord
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 
 WIDTH = 1040
 _LEFT, _RIGHT = 64, 20
+_LANE, _COMPUTE_TOP, _COMPUTE_HEIGHT = 62, 10, 22  # of a timeline, in pixels
+_BELOW = {"exchange": 35, "awaited": 42, "fetch": 42, "snapshot": 42, "quorum": 49}  # bars under the computation
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
@@ -190,18 +192,22 @@ def _span(x: _Axis, y: float, begin: float, end: float, kind: str, tip: str) -> 
 
 
 def timeline_chart(shown: Timeline) -> str:
-    """One lane per rank: what it computed above, what it sent, awaited and exchanged below."""
-    lane, top = 54, 10
+    """One lane per rank: what it computed above, what it awaited and exchanged below; messages as lines between lanes."""
+    lane, top = _LANE, 10
     bottom = top + len(shown.lanes) * lane
     left = _LEFT + 16
     x = _Axis(0, shown.duration_s * 1e3, left, WIDTH - _RIGHT)
     parts = [_grid_x(x, bottom, "milliseconds", top)]
-    for i, (name, bars, marks) in enumerate((one.rank, one.bars, one.marks) for one in shown.lanes):
+    for i, (name, bars) in enumerate((one.rank, one.bars) for one in shown.lanes):
         y = top + i * lane
         parts.append(f'<text class="lane-name" x="{left - 10}" y="{y + 23}" text-anchor="end">{escape(name)}</text>')
         parts.append(f'<line class="lane" x1="{left}" x2="{WIDTH - _RIGHT}" y1="{y + lane - 3}" y2="{y + lane - 3}"/>')
         parts += [_bar(bar, x, y) for bar in sorted(bars, key=lambda b: b.what in COMPUTE)]
-        for mark in marks:
+    lane_top = {one.rank: top + i * lane for i, one in enumerate(shown.lanes)}
+    parts += [_message(m, x, lane_top[m.sender], lane_top[m.receiver]) for m in shown.messages]
+    for one in shown.lanes:
+        y = lane_top[one.rank]
+        for mark in one.marks:
             at = x(min(max(mark.begin_s * 1e3, x.low), x.high))
             kind = "bad" if "fail" in mark.what else "good"
             parts.append(
@@ -214,18 +220,38 @@ def _bar(bar: Bar, x: _Axis, y: float) -> str:
     begin, end = x(max(bar.begin_s * 1e3, x.low)), x(min(bar.end_s * 1e3, x.high))
     width = max(1.0, end - begin)
     compute = bar.what in COMPUTE
-    place = {"exchange": 35, "send": 35, "recv": 42, "fetch": 42, "snapshot": 42}
-    top, height = (y + 10, 22) if compute else (y + place[bar.what], 6)
+    top, height = (y + _COMPUTE_TOP, _COMPUTE_HEIGHT) if compute else (y + _BELOW[bar.what], 6)
+    kind = f"op-{bar.what} other-step" if bar.other_step else f"op-{bar.what}"
     rect = (
-        f'<rect class="op-{bar.what}" x="{begin:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2"'
+        f'<rect class="{kind}" x="{begin:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2"'
         f' data-tip="{_tip(bar)}"/>'
     )
-    if not compute or width < 22:
+    if not compute or bar.other_step or width < 17:
         return rect
     name = f"{bar.what}{bar.label.split()[-1]}" if bar.what in "FBW" else bar.what
     if 7 * len(name) > width:
         return rect
     return rect + f'<text class="op-text" x="{begin + width / 2:.1f}" y="{y + 25}" text-anchor="middle">{escape(name)}</text>'
+
+
+def _message(message: Message, x: _Axis, sender: float, receiver: float) -> str:
+    """From the edge of the sender's computation to the near edge of the receiver's."""
+    begin, end = x(max(message.sent_s * 1e3, x.low)), x(min(message.taken_s * 1e3, x.high))
+    down = receiver > sender
+    y1 = sender + _COMPUTE_TOP + (_COMPUTE_HEIGHT if down else 0)
+    y2 = receiver + _COMPUTE_TOP + (0 if down else _COMPUTE_HEIGHT)
+    what = {"F": "activations", "B": "gradients"}[message.what]
+    lines = (
+        f"{what} of micro-batch {message.microbatch}, {message.nbytes:,} bytes",
+        f"{message.sender} to {message.receiver}",
+        f"sent at {message.sent_s * 1e3:.1f} ms, taken {(message.taken_s - message.sent_s) * 1e3:.1f} ms later",
+    )
+    tip = escape(chr(10).join(lines))
+    ends = f'x1="{begin:.1f}" y1="{y1}" x2="{end:.1f}" y2="{y2}"'
+    return (
+        f'<g class="message-{message.what}" data-tip="{tip}"><line class="reach" {ends}/><line {ends}/>'
+        f'<circle cx="{end:.1f}" cy="{y2}" r="2.4"/></g>'
+    )
 
 
 def _tip(bar: Bar) -> str:

@@ -116,7 +116,8 @@ def _seconds(value: float | None) -> str:
 def _what_it_shows() -> str:
     return (
         "Above: what each rank computed (F forward, B backward; the number is the micro-batch)."
-        " Below: what it sent, awaited and exchanged. Triangles: quorum and commit; red ones: failures."
+        " Below: exchanges with other replicas, time spent waiting for a message or a quorum. Lines: activations and"
+        " gradients, from sent to taken. Triangles: quorum and commit; red ones: failures. Pale: the step before or after."
     )
 
 
@@ -126,12 +127,13 @@ def _timeline_legend(shown: Timeline) -> str:
         "B": "backward",
         "W": "weights",
         "apply": "update",
-        "send": "send",
-        "recv": "awaited",
+        "message": "message",
         "exchange": "exchange between replicas",
+        "awaited": "waiting for a message",
+        "quorum": "waiting for a quorum",
         "fetch": "fetch of state",
     }
-    there = {bar.what for lane in shown.lanes for bar in lane.bars}
+    there = {bar.what for lane in shown.lanes for bar in lane.bars} | ({"message"} if shown.messages else set())
     return _legend([(f"var(--{key.lower()})", name) for key, name in names.items() if key in there])
 
 
@@ -212,12 +214,13 @@ _PAGE = """<!doctype html>
 _STYLE = """
 :root { color-scheme: light dark; --page:#f5f6f8; --card:#fff; --ink:#1b2330; --soft:#5d6878; --line:#e3e6eb;
   --r0:#2f6fde; --r1:#e07b22; --r2:#2f9e63; --r3:#a155c9; --r4:#c94f6d; --r5:#2a9aa8;
-  --f:#4b86e8; --b:#35a06c; --w:#8cc6a5; --apply:#c08a2d; --send:#8e99a8; --recv:#cdd4dd; --exchange:#9a5fd0;
-  --fetch:#d9662b; --train:#4b86e8; --lost:#d64545; --back:#e6b450; --idle:#eceff3; --ok:#1f8a55; --bad:#d64545 }
+  --f:#4b86e8; --b:#35a06c; --w:#8cc6a5; --apply:#c08a2d; --message:#5d6878; --awaited:#b3bcc8; --quorum:#d9b23a;
+  --exchange:#9a5fd0; --fetch:#d9662b; --train:#4b86e8; --lost:#d64545; --back:#e6b450; --idle:#eceff3;
+  --ok:#1f8a55; --bad:#d64545 }
 @media (prefers-color-scheme: dark) { :root { --page:#12161c; --card:#1a2029; --ink:#e6eaf0; --soft:#98a3b3; --line:#2b333f;
   --r0:#6da0ff; --r1:#f2a057; --r2:#5cc88e; --r3:#c58be6; --r4:#ee7f9a; --r5:#5cc4d0;
-  --f:#5b92ee; --b:#41ad78; --w:#2f7453; --apply:#d19b3d; --send:#7b8797; --recv:#3d4755; --exchange:#b07be2;
-  --idle:#232b36; --ok:#4fc58b; --bad:#f07070; --lost:#e05a5a } }
+  --f:#5b92ee; --b:#41ad78; --w:#2f7453; --apply:#d19b3d; --message:#b4bfcd; --awaited:#566172; --quorum:#c9a43a;
+  --exchange:#b07be2; --idle:#232b36; --ok:#4fc58b; --bad:#f07070; --lost:#e05a5a } }
 * { box-sizing:border-box }
 body { margin:0; background:var(--page); color:var(--ink); font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif }
 header, main { max-width:1120px; margin:0 auto; padding:0 20px }
@@ -234,7 +237,8 @@ h2 { font-size:17px; margin:0 0 4px }
 .tile.ok b { color:var(--ok) } .tile.bad b { color:var(--bad) }
 .legend { display:flex; flex-wrap:wrap; gap:4px 18px; font-size:13px; color:var(--soft); margin:4px 0 6px }
 .legend i { display:inline-block; width:12px; height:12px; border-radius:3px; margin-right:6px; vertical-align:-1px }
-svg { display:block; width:100%; height:auto; font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif }
+section { overflow-x:auto }
+svg { display:block; width:100%; min-width:720px; height:auto; font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif }
 .grid, .lane { stroke:var(--line); stroke-width:1 }
 .tick, .axis, .note { fill:var(--soft) } .lane-name { fill:var(--ink) }
 .value { fill:var(--ink); font-weight:650; font-size:13px }
@@ -247,7 +251,9 @@ svg { display:block; width:100%; height:auto; font:12px system-ui,-apple-system,
 .column rect { fill:transparent } .column rect:hover { fill:var(--soft); fill-opacity:.16 }
 .idle { fill:var(--idle) } .training { fill:var(--train) } .lost { fill:var(--lost) } .coming-back { fill:var(--back) }
 .op-F { fill:var(--f) } .op-B { fill:var(--b) } .op-W { fill:var(--w) } .op-apply { fill:var(--apply) }
-.op-send { fill:var(--send) } .op-recv { fill:var(--recv) } .op-exchange { fill:var(--exchange) }
+.op-awaited { fill:var(--awaited) } .op-quorum { fill:var(--quorum) } .op-exchange { fill:var(--exchange) }
+.other-step { opacity:.35 } [class^=message] line { stroke:var(--message); stroke-width:1.3 }
+[class^=message] circle { fill:var(--message) } [class^=message] .reach { stroke-width:9; stroke:transparent }
 .op-fetch, .op-snapshot { fill:var(--fetch) }
 .op-text { fill:#fff; font-size:11px; font-weight:600; pointer-events:none }
 .mark-good { fill:var(--soft) } .mark-bad { fill:var(--lost) }

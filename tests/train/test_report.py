@@ -59,10 +59,13 @@ class FakeRun:
             self.at(now + took)
             record.write(Kind.OPERATION, begin_s=now, op=op, chunk=stage, microbatch=count[op])
             count[op] += 1
+            tag = f"g0.s{record.step}.c1.m{count[op] - 1}.{op}"
             self.at(now + took + 0.006)
-            record.write(Kind.SEND, begin_s=now + took, tag=f"{op}{count[op]}", bytes=65536)
+            if stage == 0:
+                record.write(Kind.SEND, begin_s=now + took, tag=tag, bytes=65536)
             now += took + self.rng.uniform(0.002, 0.012)
-            record.write(Kind.RECV, begin_s=now - 0.008, tag=f"{op}{count[op]}", bytes=65536)
+            if stage == 1:
+                record.write(Kind.RECV, begin_s=now - 0.008, tag=tag, bytes=65536, needed_s=now - 0.004)
 
     def step(self, step: int, begin_s: float, replicas: tuple[int, ...], members: tuple[int, ...], end_s: float) -> None:
         before = self.entries[-1]
@@ -195,7 +198,8 @@ def test_page_stands_alone_and_shows_everything(tmp_path: Path, facts: RunFacts)
     assert page.open == [] and page.outside == [] and "@import" not in text and "url(" not in text
     assert text.count("<svg") == 4, "loss, participants, an undisturbed step, the step of the loss"
     for part in ("replica 1 lost in step 20", "1.20 s", "1.80 s", "chaos: killed at forward", "order-0 entropy of the corpus",
-                 facts.corpus.sha256, "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0"):  # fmt: skip
+                 facts.corpus.sha256, "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0",
+                 'class="message-F"', "waiting for a message"):  # fmt: skip
         assert part in text, part
     numbers = [float(n) for n in re.findall(r' (?:x|y|x1|y1|cx|cy|width|height)="([-\d.]+)"', text)]
     assert all(-1 <= n <= 1100 for n in numbers), "everything is drawn inside"
