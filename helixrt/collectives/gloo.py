@@ -155,7 +155,8 @@ class GlooExchange(Exchange):
             try:
                 made.append(make_group(device, store, rank, size, timeout_s, self._label))
             except BaseException as error:
-                failed.append(error)
+                # Its frames hold the store's connection, and they would hold it in a cycle with this list.
+                failed.append(error.with_traceback(None))
             done.set()
 
         thread = threading.Thread(target=connect, name="helixrt-gloo-connect", daemon=True)
@@ -169,7 +170,7 @@ class GlooExchange(Exchange):
         if failed:
             if isinstance(failed[0], RuntimeError):
                 self._store = None
-            raise failed[0]
+            raise failed.pop()  # no name for it here: a frame that holds its own exception lives until a collection
         if self._aborted.is_set():  # its connections may have come after those that abort ended
             with self._lock:
                 self._end_connections()

@@ -97,14 +97,19 @@ class Log:
         """Take the next entry of the store; its parent must be in the log already."""
         if self.entries and entry.parent not in self._by_hash:
             raise ValueError(f"record of step {entry.step} has the unknown parent {entry.parent[:8]}")
+        newest = self.entries[-1].step if self.entries else -1
         self.entries.append(entry)
         self._by_hash[entry.hash] = entry
-        for step in [s for s in self._chain if s >= entry.step]:
-            del self._chain[step]
+        for step in range(entry.step, newest + 1):
+            self._chain.pop(step, None)
         node: CommitRecord | None = entry
         while node is not None and self._chain.get(node.step) != node.hash:
             self._chain[node.step] = node.hash
             node = self._by_hash.get(node.parent)
+
+    def first(self, length: int) -> Log:
+        """The log as it was when it had `length` entries; itself if it has no more."""
+        return self if length >= len(self) else Log(self.entries[:length])
 
     def get(self, hash_: str) -> CommitRecord | None:
         """The record with this hash, on the chain or superseded; None if the log has none."""

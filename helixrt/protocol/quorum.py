@@ -22,6 +22,8 @@ class Member:
     the hash of the state it is fetching ("" if none), `epoch` the generation at which its exchange
     was last configured and is still sound (-1 if it must be configured anew), `addresses` where its
     ranks serve state, in rank order. `incarnation` tells a restarted replica from its predecessor.
+    `entries` is how many entries of the log it knew: members read the log each at its own moment, and
+    assess it as far as the one who knew most (0: not said, all that was read counts).
     """
 
     replica: int
@@ -31,6 +33,7 @@ class Member:
     fetching: str = ""
     epoch: int = -1
     addresses: tuple[str, ...] = ()
+    entries: int = 0
 
 
 @dataclass(frozen=True)

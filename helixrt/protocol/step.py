@@ -381,7 +381,9 @@ class StepMachine:
     # ---- quorum
 
     def _me(self) -> Member:
-        return Member(self.replica, self.incarnation, self.held_step, self.held, self.fetching, self.epoch)
+        return Member(
+            self.replica, self.incarnation, self.held_step, self.held, self.fetching, self.epoch, entries=len(self.log)
+        )
 
     def _join(self) -> Join:
         self.phase, self.attempt = Phase.JOINING, None
@@ -409,7 +411,9 @@ class StepMachine:
             (m.replica, m.incarnation) != (self.replica, self.incarnation) for m in event.members
         ):
             return [*actions, self._join()]  # this quorum is older than the newest commit, or not ours
-        assessment = assess(event.members, self.log)
+        # A straggler's entry may stand in the log by now for some of us and not for others: a common view of it.
+        common = max(m.entries for m in event.members)
+        assessment = assess(event.members, self.log.first(common) if common else self.log)
         if assessment is None:
             self.phase = Phase.RELOADING
             return [*actions, Reload()]
@@ -446,6 +450,8 @@ class StepMachine:
         for stale in [h for h in self.kept if not self.log.on_chain(h)]:
             del self.kept[stale]
             actions.append(Forget(stale))
+            if self.fetching == stale:
+                self.fetching = ""  # its reduced buckets; when they come they are no state to load
         return actions
 
     # ---- catch-up

@@ -5,6 +5,7 @@ Every member runs in its own process; `abort` and rendezvous are tried with thre
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import random
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helixrt.collectives.gloo import GlooExchange
 from helixrt.errors import Retryable
@@ -200,6 +202,36 @@ def test_reconfiguring_leaks_nothing(store_address: str, seed: int) -> None:
         time.sleep(0.05)
     for exchange in exchanges:
         exchange.close()
+
+
+def test_failing_to_connect_again_and_again_leaks_nothing(store_address: str) -> None:
+    """A member that announces itself and then never connects: no descriptor may wait for a collection."""
+    server, ghost = store_address.rsplit(":", 1), GlooExchange(timeout_s=0.1)
+    client = dist.TCPStore(server[0], int(server[1]), is_master=False, wait_for_workers=False)
+
+    def fail(generation: int, abort: bool) -> None:
+        dist.PrefixStore(f"ghost/{generation}", client).set("port/1", "1")
+        timer = threading.Timer(0.05, ghost.abort)
+        if abort:
+            timer.start()
+        with pytest.raises(Retryable):
+            ghost.configure(generation, (0, 1), 0, f"{store_address}/ghost/{generation}")
+        timer.cancel()
+
+    gc.disable()
+    try:
+        for generation in range(3):
+            fail(generation, abort=False)
+        settled = _resources()
+        for generation in range(3, 18):
+            fail(generation, abort=generation % 2 == 0)
+        deadline = time.monotonic() + DEADLINE_S
+        while any(now > before for now, before in zip(_resources(), settled, strict=True)):
+            assert time.monotonic() < deadline, (_resources(), settled)
+            time.sleep(0.05)
+    finally:
+        gc.enable()
+    ghost.close()
 
 
 def _resources() -> tuple[int, int]:

@@ -151,3 +151,35 @@ def test_after_the_last_step_it_rests_and_serves_who_is_behind() -> None:
     m.on(p.Rested())
     m.on(p.Formed(3, (member(0, last), member(1, last))))
     assert m.settled
+
+
+def test_members_that_read_the_log_at_different_moments_agree() -> None:
+    """A straggler's record lands between two members' reads: both must see the same base and contributors."""
+    held = CommitRecord(1, 3, ROOT.hash, (0,), {0: 1, 1: 0}, "run")
+    straggler = CommitRecord(1, 4, ROOT.hash, (2,), {0: 0, 1: 0, 2: 1}, "run")  # supersedes what replica 0 holds
+    early = machine(0, 1, Log([ROOT, held]), held.hash)
+    late = machine(1, 1, Log([ROOT, held]), ROOT.hash)
+    (first,), (second,) = (actions_of(p.Join, m.on(p.Begin())) for m in (early, late))
+    assert isinstance(first, p.Join) and isinstance(second, p.Join)
+    members = (first.me, second.me)
+    (mine,) = actions_of(p.Exchange, early.on(p.Formed(6, members)))
+    (theirs,) = actions_of(p.Exchange, late.on(p.Formed(6, members, (straggler,))))
+    assert isinstance(mine, p.Exchange) and isinstance(theirs, p.Exchange)
+    assert mine.contributors == theirs.contributors == (0,) and not theirs.contribute
+    # and the straggler is superseded when the step commits
+    (append,) = early.on(p.RingDone(6, 0))
+    assert isinstance(append, p.Append)
+    (again,) = actions_of(p.Append, early.on(p.Appended(2, straggler)))
+    assert again == p.Append(3, append.record)
+
+
+def test_reduced_buckets_of_a_superseded_record_are_not_taken_for_a_state() -> None:
+    decided = CommitRecord(1, 3, ROOT.hash, (1,), {0: 0, 1: 1}, "run")
+    other = CommitRecord(1, 4, ROOT.hash, (2,), {0: 0, 1: 0, 2: 1}, "run")
+    m = machine(0, 1, Log([ROOT, decided]))
+    m.on(p.Begin())
+    (fetch,) = actions_of(p.FetchReduced, m.on(p.Formed(5, (member(0), member(1, decided)))))
+    assert isinstance(fetch, p.FetchReduced)
+    m.on(p.RingFailed(5, 0, "peer died"))
+    assert p.Forget(decided.hash) in m.on(p.LogRead((other,)))
+    assert m.on(p.Fetched(decided.hash)) == [] and m.held == ROOT.hash
