@@ -9,31 +9,28 @@ ours; nothing stays behind.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import os
 import re
 import secrets
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from helixrt.errors import ConfigError, MissingExtra
+from helixrt.errors import ConfigError, Fatal, MissingExtra
 from helixrt.train.config import TrainConfig
 
 DEFAULT_EXPERIMENT = "tiny"
-# Ray takes 127.0.0.1 as a wish to be reached from elsewhere; all of 127/8 is loopback on Linux alone.
-LOOPBACK_NODE = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
-OBJECT_STORE_BYTES = 200 << 20
-_RAYS_OWN = re.compile(r"(\x1b\[\d+m)?\((raylet|autoscaler)|Running entrypoint for job |$")
+# Lines that Ray writes into a job's output: deaths of processes that our own log explains better, and greetings.
+_RAYS_OWN = re.compile(r"(\x1b\[\d+m)?\((raylet|autoscaler)|Running entrypoint for job |.*\tINFO job_manager\.py:|$")
+AGENT_S = 60.0  # how long a head may take until it accepts jobs
 STOP_S = 15.0  # how long a job may take to stop
-HEAD_VARIABLE = "HELIXRT_HEAD"  # in the environment of our head and of all it starts: how they are found again
 
 # What a job does not need; also everything .gitignore names (Ray reads it).
 EXCLUDES = (
@@ -58,10 +55,8 @@ def check(config: TrainConfig) -> None:
     """Raise ConfigError unless the settings are valid for a Ray job."""
     from helixrt.train.validate import validate
 
-    try:
-        import ray.job_submission  # noqa: F401
-    except ImportError:
-        raise MissingExtra("ray", "ray", "`make train`") from None
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtra("ray", "ray", "`make train`")
     if config.launcher == "local":
         raise ConfigError("launcher", "local", "a Ray job runs its ranks with Ray; for local ranks: python -m helixrt.train")
     validate(config)
@@ -85,74 +80,17 @@ def runtime_env() -> dict[str, Any]:
     return env if root is None else {**env, "working_dir": str(root), "excludes": list(EXCLUDES)}
 
 
-@contextmanager
-def local_head(cpus: int) -> Iterator[str]:
-    """A Ray head of our own on loopback; yields its dashboard's URL.
-
-    Its processes are this process's children and die with it. Session files are kept only if the
-    block raises. Scheduling must never wait for a CPU, so it claims at least one per rank.
-    """
-    import ray
-
-    folder = Path(tempfile.mkdtemp(prefix="helixrt-ray-"))
-    token = secrets.token_hex(8)
-    settings = {
-        HEAD_VARIABLE: token,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",  # ends processes of a machine that others fill
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        context = ray.init(
-            address="local",
-            num_cpus=max(cpus, os.cpu_count() or 1),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=True,
-            dashboard_host="127.0.0.1",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-            _node_ip_address=LOOPBACK_NODE,
-            _temp_dir=str(folder),
-        )
-        yield f"http://{context.dashboard_url}"
-    finally:
-        ray.shutdown()
-        _end_marked(token)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_marked(token: str, patience_s: float = 5.0) -> None:
-    """Wait for what our head started to be gone, then kill what is not (Linux; elsewhere Ray's own care has to do)."""
-    deadline = time.monotonic() + patience_s
-    while (left := marked(token)) and time.monotonic() < deadline + 5.0:
-        if time.monotonic() > deadline:
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-        time.sleep(0.05)
-
-
-def marked(token: str) -> list[int]:
-    """The processes, other than this one, that were started with this token in their environment."""
-    mark = f"{HEAD_VARIABLE}={token}".encode()
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+def begin(client: Any, job: str, overrides: Sequence[str]) -> None:
+    """Submit the job under the id `job`. A head that has just started may have no agent for it yet: tried again."""
+    deadline = time.monotonic() + AGENT_S
+    while True:
         try:
-            if mark in environ.read_bytes().split(b"\0") and int(environ.parent.name) != os.getpid():
-                found.append(int(environ.parent.name))
-        except OSError:
-            continue  # not ours, or gone
-    return found
+            client.submit_job(submission_id=job, entrypoint=entrypoint(overrides), runtime_env=runtime_env())
+            return
+        except RuntimeError as refused:
+            if "No available agent" not in str(refused) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def follow(client: Any, job: str) -> None:
@@ -160,7 +98,7 @@ def follow(client: Any, job: str) -> None:
     shown, line = 0, ""
 
     def show(text: str) -> None:
-        """Print the lines that are complete, and not Ray's own account of processes that the log explains."""
+        """Print the lines that are complete and ours."""
         nonlocal line
         *complete, line = (line + text).split("\n")
         for one in complete:
@@ -210,13 +148,20 @@ def submit(address: str | None, overrides: Sequence[str]) -> int:
     """Run the job on the cluster at `address` (a dashboard's URL, or whatever RAY_ADDRESS may be)."""
     from ray.job_submission import JobSubmissionClient
 
-    client = JobSubmissionClient(address)
-    job = client.submit_job(entrypoint=entrypoint(overrides), runtime_env=runtime_env())
+    logging.getLogger("ray").setLevel(logging.ERROR)  # importing ray has set it
     try:
+        client = JobSubmissionClient(address)
+    except ConnectionError as unreachable:
+        where = address or os.environ.get("RAY_ADDRESS", "")
+        raise ConfigError("RAY_ADDRESS", where, "no Ray cluster with a dashboard answers there") from unreachable
+    job = f"helixrt-{secrets.token_hex(6)}"
+    try:
+        begin(client, job, overrides)
         follow(client, job)
         return exit_code(client, job)
     except BaseException:
-        stop(client, job)
+        with suppress(RuntimeError, OSError):  # not begun, or the cluster is gone: what was raised says more
+            stop(client, job)
         raise
 
 
@@ -229,15 +174,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(config: TrainConfig, overrides: Sequence[str]) -> int:
     """Train as the job that the overrides describe; `config` is what they make. Returns an exit code."""
+    from helixrt.ray_cluster.head import local_head
+
     check(config)
-    logging.getLogger("ray").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if os.environ.get("RAY_ADDRESS"):
             return submit(None, overrides)
-        with local_head(config.mesh.replicas * config.mesh.pp) as address:
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # Ray has set its own
-            return submit(address, overrides)
+        print("starting a Ray head on this machine …", flush=True)
+        with local_head(config.mesh.replicas * config.mesh.pp) as head:
+            return submit(head.dashboard, overrides)
+    except Fatal as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
