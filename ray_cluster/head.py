@@ -24,7 +24,6 @@ from pathlib import Path
 
 from helixrt.errors import Cause, Fatal
 from helixrt.replica.orphan import PARENT_VARIABLE
-from helixrt.replica.rank_log import last_error
 
 OBJECT_STORE_BYTES = 200 << 20
 START_S = 90.0  # until the dashboard answers
@@ -50,6 +49,7 @@ def local_head(cpus: int) -> Iterator[Head]:
     folder, mark, kept = Path(tempfile.mkdtemp(prefix="helixrt-ray-")), secrets.token_hex(8), False
     auth = _token_auth()
     process: subprocess.Popen[bytes] | None = None
+    sweeper = _sweeper(mark, folder)
     try:
         head, process = _start(cpus, folder, mark, auth)
         yield head
@@ -59,8 +59,9 @@ def local_head(cpus: int) -> Iterator[Head]:
         raise
     finally:
         _end(process, mark)
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
+        if kept:
+            sweeper.kill()
+        sweeper.communicate(timeout=30)  # removes the folder
 
 
 def marked(mark: str) -> list[int]:
@@ -118,6 +119,8 @@ def _start(cpus: int, folder: Path, mark: str, auth: Mapping[str, str]) -> tuple
         while not ((folder / "ray_current_cluster").exists() and _answers(head.dashboard)):
             if process.poll() is not None or time.monotonic() > deadline:
                 how = f"did not start in {START_S:g} s" if process.returncode is None else "ended at its start"
+                from helixrt.replica.rank_log import last_error
+
                 raise Fatal(Cause(f"the Ray head {how}: {last_error(log)}", log=str(log)))
             time.sleep(0.1)
     except BaseException:
@@ -131,16 +134,43 @@ def _end(process: subprocess.Popen[bytes] | None, mark: str, patience_s: float =
     if process is None:
         return
     process.terminate()
-    asked_s = time.monotonic()
-    while (process.poll() is None or marked(mark)) and time.monotonic() < asked_s + patience_s + 5.0:
-        if time.monotonic() > asked_s + patience_s:
-            process.kill()
-            for pid in marked(mark):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+    deadline = time.monotonic() + patience_s
+    while (process.poll() is None or marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    process.kill()
+    process.wait()
+    _kill_marked(mark)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill whatever there is, and what that has started meanwhile, until nothing is left."""
+    deadline = time.monotonic() + 10.0
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.05)
+
+
+def _sweeper(mark: str, folder: Path) -> subprocess.Popen[bytes]:
+    """A process that waits for our end (its input's end) to do what we then cannot do any more.
+
+    Not all of Ray's processes end with the one that started them: some agents stay for minutes.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "helixrt.ray_cluster.head", mark, str(folder)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def sweep(mark: str, folder: Path) -> None:
+    """The life of the sweeper."""
+    sys.stdin.buffer.read()
+    _kill_marked(mark)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _token_auth() -> dict[str, str]:
@@ -196,3 +226,7 @@ def _answers(dashboard: str) -> bool:
         return True  # it wants a token, so it is there
     except OSError:
         return False
+
+
+if __name__ == "__main__":
+    sweep(sys.argv[1], Path(sys.argv[2]))

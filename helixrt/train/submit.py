@@ -148,12 +148,12 @@ def submit(address: str | None, overrides: Sequence[str]) -> int:
     """Run the job on the cluster at `address` (a dashboard's URL, or whatever RAY_ADDRESS may be)."""
     from ray.job_submission import JobSubmissionClient
 
-    logging.getLogger("ray").setLevel(logging.ERROR)  # importing ray has set it
     try:
         client = JobSubmissionClient(address)
     except ConnectionError as unreachable:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise ConfigError("RAY_ADDRESS", where, "no Ray cluster with a dashboard answers there") from unreachable
+    logging.getLogger("ray").setLevel(logging.ERROR)  # the import and the client have set it
     job = f"helixrt-{secrets.token_hex(6)}"
     try:
         begin(client, job, overrides)
