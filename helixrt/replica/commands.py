@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -108,14 +109,16 @@ def _rich(name: str, value: Any) -> Any:
 
 # ---------------------------------------------------------------- travel
 
+_PAUSE_S = 0.2  # before an unanswered store is asked again
 _KEPT = 256  # commands left in the store behind the newest: far more than any rank lags
 
 
 class Channel:
     """Numbered messages of one writer through the run's store; many readers may follow.
 
-    `put` from one thread. `follow` calls `take(message)` in a thread of its own, from message 0 on,
-    until `close`; an unreachable store is tried again for `patience_s`, then `broken(reason)` is called.
+    `put` from one thread; it tries an unreachable store again for `patience_s`, then raises Retryable.
+    `follow` calls `take(message)` in a thread of its own, from message 0 on, until `close`; a store that is
+    unreachable for longer than `patience_s`, or a `take` that raises, ends it with `broken(reason)`.
     """
 
     def __init__(self, store: RunStore, prefix: str, patience_s: float) -> None:
@@ -125,9 +128,17 @@ class Channel:
         self._thread: threading.Thread | None = None
 
     def put(self, message: RankCommand | RankReport) -> None:
-        self._store.put_if_absent(f"{self._prefix}/{self._next}", encode(message))
-        if self._next >= _KEPT:
-            self._store.delete(f"{self._prefix}/{self._next - _KEPT}")
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                # Again after an unknown outcome: the key is ours alone, so that changes nothing.
+                self._store.put_if_absent(f"{self._prefix}/{self._next}", encode(message))
+                if self._next >= _KEPT:
+                    self._store.delete(f"{self._prefix}/{self._next - _KEPT}")
+                break
+            except Retryable:
+                if time.monotonic() >= deadline or self._closed.wait(_PAUSE_S):
+                    raise
         self._next += 1
 
     def follow(self, take: Callable[[Any], None], broken: Callable[[str], None]) -> None:
@@ -154,7 +165,11 @@ class Channel:
                 continue
             waited_s = 0.0
             self._next += 1
-            take(decode(text))
+            try:
+                take(decode(text))
+            except Exception as error:  # nobody else would hear of it, and no later message may be taken
+                broken(f"message {self._next - 1} of {self._prefix} could not be carried out: {error!r}")
+                return
 
     def _reachable(self) -> bool:
         try:

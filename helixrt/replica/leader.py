@@ -27,7 +27,8 @@ STORE_PAUSE_S = 0.5  # before an unanswered store is asked again
 
 @dataclasses.dataclass
 class LeaderHooks:
-    """What the job adds; called in the leader's event thread, so they must not block for long.
+    """What the job adds; called in the leader's event thread, so they must not block for long (`resting`: in
+    the coordination thread, where it may, and may raise Retryable).
 
     `decided(index, record)`: the log has this entry; write it durably. `ordered(command)`: it was
     sent to the ranks. `resting(done)`: the last step is done; returns True when this replica may
@@ -100,7 +101,10 @@ class Leader:
     def _hear(self, ring: int, report: RankReport) -> p.Event | None:
         """The event that a rank's report completes, if any."""
         match report:
-            case p.RingDone() | p.RingFailed() | p.FetchFailed():
+            case p.RingDone() | p.RingFailed():
+                return report
+            case p.FetchFailed():
+                self._fetched.pop(report.lineage, None)
                 return report
             case p.Fetched():
                 ranks = self._fetched.setdefault(report.lineage, set())
@@ -159,6 +163,8 @@ class Leader:
                 contributors=list(command.contributors),
                 behind=list(attempt.assessment.behind),
             )
+        elif isinstance(command, p.FetchState | p.FetchReduced):
+            self._fetched.clear()  # a newer fetch replaces an older, answers included
         self.tell(command)
         self.hooks.ordered(command)
 
@@ -200,7 +206,10 @@ class Leader:
             return p.StoreLost()
 
     def _rest(self) -> p.Event:
-        if self.hooks.resting(self.machine):
-            self._closed.set()
+        try:
+            if self.hooks.resting(self.machine):
+                self._closed.set()
+        except Retryable:
+            self._closed.wait(STORE_PAUSE_S)
         self._closed.wait(0.1)
         return p.Rested()

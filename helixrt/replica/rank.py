@@ -51,6 +51,14 @@ class Hooks:
     evaluated: Callable[[int, float, int], None] = lambda step, loss, tokens: None
 
 
+@dataclass(frozen=True)
+class Numbered:
+    """A `Work` with its number: only the newest one's buckets count as ready."""
+
+    serial: int
+    work: p.Work
+
+
 @dataclass
 class Snapshot:
     lineage: str
@@ -82,7 +90,7 @@ class RankWorker:
         self.replica, self.ring, self.engine, self.exchange, self.transport = replica, ring, engine, exchange, transport
         self.record, self.timeouts, self.rendezvous, self.report = record, timeouts, rendezvous, report
         self.hooks, self.max_wait_s = hooks or Hooks(), max_wait_s
-        self._main: queue.Queue[RankCommand | BaseException] = queue.Queue()
+        self._main: queue.Queue[RankCommand | Numbered | BaseException] = queue.Queue()
         self._exchanges: queue.Queue[p.Exchange | None] = queue.Queue()
         self._changed = threading.Condition()  # guards everything below
         self._work_serial = 0  # of the newest dispatched Work
@@ -94,6 +102,8 @@ class RankWorker:
         self._kept: dict[str, Buckets] = {}
         self._fetched: dict[str, dict[str, torch.Tensor]] = {}
         self._fetches: dict[str, threading.Thread] = {}
+        self._fetch_serial = 0  # of the newest fetch; an older one's result counts for nothing
+        self._fetching_reduced = ""  # what the newest fetch is after, if it is reduced buckets
         self._snapshots: list[Snapshot] = []
         self._updates_ordered = self._updates_done = 0
         self._result: tuple[int, WorkResult] | None = None
@@ -111,7 +121,8 @@ class RankWorker:
                 with self._changed:
                     self._work_serial += 1
                     self._ready.clear()
-                self._main.put(command)
+                    serial = self._work_serial
+                self._main.put(Numbered(serial, command))
             case p.Exchange():
                 self._exchanges.put(command)
             case p.Abort():
@@ -130,6 +141,8 @@ class RankWorker:
             case p.Forget():
                 with self._changed:
                     self._kept.pop(command.lineage, None)
+                    if self._fetching_reduced == command.lineage:
+                        self._fetch_serial += 1  # nobody would take them out of `_kept` again
             case p.Offer():
                 self._offer(command.lineage)
             case p.Withdraw():
@@ -164,10 +177,10 @@ class RankWorker:
         finally:
             self.close()
 
-    def _carry_out(self, command: RankCommand) -> None:
+    def _carry_out(self, command: RankCommand | Numbered) -> None:
         match command:
-            case p.Work():
-                self._work(command)
+            case Numbered():
+                self._work(command.serial, command.work)
             case p.Apply() | p.Replay():
                 with self._changed:
                     reduced = self._kept.pop(command.record.hash)
@@ -185,11 +198,9 @@ class RankWorker:
             case Digest():
                 self.report(digest(self.engine.state()))
 
-    def _work(self, command: p.Work) -> None:
-        with self._changed:
-            serial = self._work_serial
-        if self._main.qsize() and any(isinstance(c, p.Work) for c in list(self._main.queue)):
-            return  # replaced before it began
+    def _work(self, serial: int, command: p.Work) -> None:
+        """Also when it was replaced meanwhile: all stages must run the same passes, and they learn of it at
+        different moments."""
 
         def on_bucket(index: int) -> None:
             with self._changed:
@@ -237,10 +248,14 @@ class RankWorker:
         torch.set_grad_enabled(False)  # thread-local
         while (command := self._exchanges.get()) is not None:
             try:
-                self._exchange(command)
-            except Retryable as error:
-                self.record.write(Kind.EXCHANGE_FAILED, generation=command.generation, reason=str(error))
-                self.report(p.RingFailed(command.generation, self.ring, str(error)))
+                outcome: RankReport
+                try:
+                    self._exchange(command)
+                    outcome = p.RingDone(command.generation, self.ring)
+                except Retryable as error:
+                    self.record.write(Kind.EXCHANGE_FAILED, generation=command.generation, reason=str(error))
+                    outcome = p.RingFailed(command.generation, self.ring, str(error))
+                self.report(outcome)  # one answer each, also when the report itself fails
             except BaseException as error:
                 self.fail(error)
                 return
@@ -250,6 +265,7 @@ class RankWorker:
         self._check_abort(command.generation)
         if not command.contribute and self.max_wait_s > 0:
             self._await_fetches(self.max_wait_s)
+            self._check_abort(command.generation)  # connecting anew would forget it
         begin_s = self.record.clock()
         if command.fresh:
             prefix = f"{self.rendezvous}/{command.generation}"
@@ -281,7 +297,6 @@ class RankWorker:
         with self._changed:
             self._reduced = (command.generation, sums)
         self.record.write(Kind.EXCHANGE_END, generation=command.generation)
-        self.report(p.RingDone(command.generation, self.ring))
 
     def _await_bucket(self, index: int, generation: int, deadline: float) -> None:
         with self._changed:
@@ -341,7 +356,8 @@ class RankWorker:
     def _take_snapshot(self, snapshot: Snapshot) -> None:
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._updates_done >= snapshot.after, self.timeouts.step_s)
+                if not self._changed.wait_for(lambda: self._updates_done >= snapshot.after, self.timeouts.step_s):
+                    raise Fatal(f"the update to {snapshot.lineage[:8]} was not done in {self.timeouts.step_s} s")
             begin_s = self.record.clock()
             copy = {name: shard.detach().clone() for name, shard in self.engine.state().items()}
             self.transport.offer(_state_name(snapshot.lineage), copy)
@@ -354,11 +370,25 @@ class RankWorker:
 
     def _start_fetch(self, command: p.FetchState | p.FetchReduced) -> None:
         self._fetches = {k: t for k, t in self._fetches.items() if t.is_alive()}
-        thread = threading.Thread(target=self._fetch, args=(command,), name=f"helixrt-fetch-{command.lineage[:6]}", daemon=True)
+        with self._changed:
+            self._fetch_serial += 1
+            serial = self._fetch_serial
+            self._fetching_reduced = command.lineage if isinstance(command, p.FetchReduced) else ""
+        name = f"helixrt-fetch-{command.lineage[:6]}"
+        thread = threading.Thread(target=self._fetch_and_report, args=(command, serial), name=name, daemon=True)
         self._fetches[command.lineage] = thread
         thread.start()
 
-    def _fetch(self, command: p.FetchState | p.FetchReduced) -> None:
+    def _fetch_and_report(self, command: p.FetchState | p.FetchReduced, serial: int) -> None:
+        try:
+            outcome = self._fetch(command, serial)
+            if outcome is not None:
+                self.report(outcome)
+        except BaseException as error:
+            self.fail(error)
+
+    def _fetch(self, command: p.FetchState | p.FetchReduced, serial: int) -> p.Fetched | p.FetchFailed | None:
+        """Fetch, and keep what came; None if a newer fetch replaced this one."""
         state = isinstance(command, p.FetchState)
         if state:
             name, layout = _state_name(command.lineage), layout_of(self.engine.state())
@@ -374,20 +404,19 @@ class RankWorker:
         try:
             shards, done = self._fetch_until(name, layout, donors, deadline)
         except Retryable as error:
-            self.report(p.FetchFailed(command.lineage, str(error)))
-            return
-        except BaseException as error:
-            self.fail(error)
-            return
+            with self._changed:
+                return p.FetchFailed(command.lineage, str(error)) if serial == self._fetch_serial else None
         self.record.write(
             Kind.FETCH_END, begin_s=begin_s, lineage=command.lineage, bytes=done.nbytes, per_donor=dict(done.per_donor)
         )
         with self._changed:
+            if serial != self._fetch_serial:
+                return None
             if state:
                 self._fetched = {command.lineage: shards}
             else:
                 self._kept[command.lineage] = [shards[name] for name in _bucket_names(self.engine.buckets)]
-        self.report(p.Fetched(command.lineage))
+        return p.Fetched(command.lineage)
 
     def _fetch_until(
         self, name: str, layout: Sequence[Shard], donors: Sequence[str], deadline: float

@@ -25,16 +25,17 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from helixrt.errors import ConfigError, HelixError, Retryable
-from helixrt.protocol.lineage import CommitRecord
+from helixrt.protocol.lineage import CommitRecord, Log
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore
-from helixrt.train.lineage_files import sync_folder, write_durably
+from helixrt.train.lineage_files import read_lineage, sync_folder, write_durably
 
 MANIFEST = "complete.json"
 _FOLDER = re.compile(r"^step_(\d{8,})_([0-9a-f]{8})$")
@@ -223,7 +224,7 @@ class Checkpointer:
 
 def prune(folder: Path, keep: int) -> None:
     """Delete what is older than the newest `keep` complete ones, half-written ones included."""
-    complete = [f for f in step_folders(folder) if (f / MANIFEST).exists()]
+    complete = [f for f in step_folders(folder) if is_complete(f)]
     if len(complete) <= keep:
         return
     oldest_kept = complete[keep - 1].name
@@ -235,20 +236,31 @@ def prune(folder: Path, keep: int) -> None:
 # Reading
 
 
-def newest_complete(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint in a `checkpoints` folder that is whole, every file checked; None if there is none.
+def is_complete(folder: Path) -> bool:
+    """Whether this checkpoint's folder was written to the end, and not pruned since."""
+    return (folder / MANIFEST).exists()
+
+
+def newest_complete(folder: Path, wanted: Callable[[CommitRecord], bool] = lambda record: True) -> Checkpoint | None:
+    """The newest wanted checkpoint in a `checkpoints` folder that is whole, every file checked; None if there is none.
 
     Raises ConfigError (resume) if there are complete ones but every one is damaged.
     """
-    damage = ""
+    damage, whole = "", False
     for candidate in step_folders(folder):
-        if not (candidate / MANIFEST).exists():
+        if not is_complete(candidate):
             continue  # half written
         try:
-            return verify(candidate)
+            found = verify(candidate)
         except ConfigError as error:
+            if not is_complete(candidate):
+                return newest_complete(folder, wanted)  # pruned while it was read: there are newer ones
             damage = damage or error.rule
-    if damage:
+            continue
+        whole = True
+        if wanted(found.record):
+            return found
+    if damage and not whole:
         raise ConfigError("resume", "true", damage)
     return None
 
@@ -300,15 +312,21 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def find_resume(root: Path) -> tuple[Path, Checkpoint]:
-    """The newest complete checkpoint of the newest run that has one, and that run's folder.
+    """The newest complete checkpoint of the newest run that has one, and that run's folder. One whose record was
+    superseded counts only if there is no other.
 
     Raises ConfigError (resume) when there is none, or when that run's are all damaged.
     """
     for run in run_folders(root):
-        checkpoint = newest_complete(run / "checkpoints")
-        if checkpoint is not None:
-            return run, checkpoint
+        newest = newest_complete(run / "checkpoints")
+        if newest is not None:
+            log = Log(read_lineage(run / "lineage"))
+            return run, newest_complete(run / "checkpoints", partial(_on_chain, log)) or newest
     raise ConfigError("resume", "true", f"no complete checkpoint in any run under {root}")
+
+
+def _on_chain(log: Log, record: CommitRecord) -> bool:
+    return log.on_chain(record.hash)
 
 
 def _alone_on_purpose() -> None:

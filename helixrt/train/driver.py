@@ -30,7 +30,7 @@ from helixrt.train import checkpoint as checkpoints
 from helixrt.train.chaos import driver_is_due
 from helixrt.train.config import ChaosConfig, TrainConfig
 from helixrt.train.data import load_corpus
-from helixrt.train.lineage_files import read_lineage, write_durably
+from helixrt.train.lineage_files import drop_from, read_lineage, write_durably
 from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics_line
 from helixrt.train.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.train.rank import Finished, metrics_key
@@ -67,7 +67,10 @@ def resumed_run(config: TrainConfig) -> Run:
     if checkpoint.record.hash not in {e.hash for e in entries}:
         rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
         raise ConfigError("resume", "true", rule)
-    return Run(folder, identity["run"], identity["epoch_s"], entries)
+    drop_from(folder / "lineage", len(entries))
+    # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
+    epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
+    return Run(folder, identity["run"], epoch_s, entries)
 
 
 def uses_ray(config: TrainConfig) -> bool:

@@ -96,3 +96,13 @@ def read_lineage(folder: Path) -> list[CommitRecord]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError("resume", "true", f"cannot read {path}: {error}") from error
     return entries
+
+
+def drop_from(folder: Path, index: int) -> None:
+    """Delete entries from `index` on: what `read_lineage` did not take (a gap came first) must not stand in the
+    way of the entries that a resumed run gives these numbers."""
+    for path in folder.glob("[0-9]*.json"):
+        if path.stem.isdigit() and int(path.stem) >= index:
+            path.unlink()
+    if folder.is_dir():
+        sync_folder(folder)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -50,6 +51,7 @@ from helixrt.train.metrics import StepMetrics, ValidationMetrics
 FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
 CONFIG_CODE = 2
+LOAD_ATTEMPTS = 5  # to read a checkpoint that the others do not prune meanwhile
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Rank:
         self.record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
         self.store.put_if_absent(f"pid/{self.life}/{self.ring}", str(os.getpid()))
         self.leads = self.ring == 0
+        self.said_running = False
         self.metrics = MetricsSender(self.store, self.replica, spec.incarnation) if self.leads else None
         self.lineage = LineageWriter(self.output / "lineage") if self.leads else None
         self.closing: list[Channel] = []
@@ -223,24 +226,49 @@ class Rank:
 
     # ---------------------------------------------------------------- the state to begin with
 
-    def _begin_from(self) -> str:
-        """The lineage hash of the durable state that all ranks of this life load: decided by the leader."""
-        key = f"begin/{self.life}"
+    def _load_durable(self) -> str:
+        """Load the newest durable state on the lineage; its lineage hash, the same on all ranks of this life.
+
+        The others train and save meanwhile, so what the leader chose may be pruned before all ranks have
+        read it: then it chooses again.
+        """
+        for attempt in range(LOAD_ATTEMPTS):
+            lineage = self._begin_from(attempt)
+            shards = self._durable(lineage)
+            if self._all_have_it(attempt, shards is not None):
+                if shards:
+                    self.engine.load(shards)
+                return lineage
+        raise Fatal(f"{LOAD_ATTEMPTS} checkpoints in turn were deleted while this replica was reading them")
+
+    def _begin_from(self, attempt: int) -> str:
+        """What to load: decided by the leader."""
+        key = f"begin/{self.life}/{attempt}"
         if not self.leads:
             return self.store.wait(key, self.timeouts.start_s)
         log = Log(RunLog(self.store).read_from(0))
-        found = checkpoints.newest_complete(self.output / "checkpoints")
-        on_chain = found is not None and log.on_chain(found.record.hash)
-        return self.store.put_if_absent(key, found.record.hash if found is not None and on_chain else log.entries[0].hash)
+        found = checkpoints.newest_complete(self.output / "checkpoints", lambda record: log.on_chain(record.hash))
+        return self.store.put_if_absent(key, found.record.hash if found is not None else log.entries[0].hash)
 
-    def _load_durable(self) -> str:
-        lineage = self._begin_from()
-        found = checkpoints.newest_complete(self.output / "checkpoints")
-        if found is not None and found.record.hash == lineage:
-            self.engine.load(checkpoints.load(found, self.ring, self.engine.state()))
-        elif lineage != RunLog(self.store).read_from(0)[0].hash:
-            raise Fatal(f"the checkpoint of {lineage[:8]} is gone or was replaced while this replica started")
-        return lineage
+    def _durable(self, lineage: str) -> dict[str, torch.Tensor] | None:
+        """This rank's state from disk; empty for the initial parameters, None when it was pruned."""
+        log = Log(RunLog(self.store).read_from(0))
+        record = log.get(lineage)
+        assert record is not None, f"the leader chose {lineage}, which the log does not know"
+        if record == log.entries[0]:
+            return {}
+        folder = self.output / "checkpoints" / checkpoints.folder_name(record)
+        try:
+            return checkpoints.load(checkpoints.Checkpoint(folder, record, self.rings), self.ring, self.engine.state())
+        except ConfigError:
+            if checkpoints.is_complete(folder):
+                raise
+            return None
+
+    def _all_have_it(self, attempt: int, mine: bool) -> bool:
+        key = f"loaded/{self.life}/{attempt}"
+        self.store.put_if_absent(f"{key}/{self.ring}", "yes" if mine else "no")
+        return all(self.store.wait(f"{key}/{r}", self.timeouts.start_s) == "yes" for r in range(self.rings))
 
     # ---------------------------------------------------------------- leading and following
 
@@ -304,8 +332,10 @@ class Rank:
     # ---------------------------------------------------------------- what the job adds
 
     def _ordered(self, command: RankCommand) -> None:
-        if isinstance(command, p.Exchange):
-            self.store.put_if_absent(running_key(self.replica, self.spec.incarnation), "yes")
+        if isinstance(command, p.Exchange) and not self.said_running:
+            with suppress(Retryable):  # the next exchange says it
+                self.store.put_if_absent(running_key(self.replica, self.spec.incarnation), "yes")
+                self.said_running = True
         every = self.config.eval.every
         if isinstance(command, p.Apply) and every and self._writes(command.record):
             step = command.record.step
@@ -349,6 +379,8 @@ class Rank:
             deadline = time.monotonic() + self.timeouts.step_s
             while len(self.leader.digests) < self.rings and time.monotonic() < deadline:
                 time.sleep(0.01)
+            if len(self.leader.digests) < self.rings:
+                raise Fatal(f"validation and digest of the last state took longer than {self.timeouts.step_s:g} s")
             digests = [self.leader.digests[r] for r in range(self.rings)]
             self.store.put_if_absent(
                 done_key(self.replica),

@@ -15,7 +15,7 @@ from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore
 from helixrt.train import checkpoint as checkpoints
 from helixrt.train.checkpoint import Checkpointer, find_resume, load, newest_complete, verify, writer_of
-from helixrt.train.lineage_files import LineageWriter, read_lineage
+from helixrt.train.lineage_files import LineageWriter, drop_from, read_lineage
 
 
 class MemoryStore(RunStore):
@@ -238,6 +238,23 @@ def test_resume_takes_the_newest_run_that_has_one(run: Path, tmp_path: Path) -> 
         find_resume(tmp_path / "nowhere")
 
 
+def test_resume_passes_over_a_superseded_record(tmp_path: Path) -> None:
+    run = tmp_path / "2026-01-02" / "03-04-05"
+    root = genesis("run", 1)
+    log = [root]
+    for step in (1, 2):
+        log.append(CommitRecord(step, step, log[-1].hash, (0,), {0: step}, "run"))
+    log.append(CommitRecord(2, 9, log[1].hash, (0,), {0: 2}, "run"))  # supersedes the other one of step 2
+    writer, replica = LineageWriter(run / "lineage"), Replica(run / "checkpoints", every=1)
+    for index, entry in enumerate(log):
+        writer.append(index, entry)
+    writer.close()
+    for entry in log[1:3]:
+        replica.save_and_wait(entry)
+    replica.close()
+    assert find_resume(tmp_path)[1].record == log[1]
+
+
 def test_other_model_cannot_load_it(run: Path, tmp_path: Path) -> None:
     found = find_resume(tmp_path)[1]
     other = {**state_of(0, 4), "weight": torch.zeros(7, 6)}
@@ -274,3 +291,15 @@ def test_lineage_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         writer.flush(20)
     writer.close()
+
+
+def test_entries_behind_a_gap_do_not_come_back(tmp_path: Path) -> None:
+    first, second = record_of(1), record_of(2)
+    for index, entry in ((0, genesis("run", 1)), (2, first)):
+        (tmp_path / f"{index:08d}.json").write_text(entry.to_json())
+    drop_from(tmp_path, len(read_lineage(tmp_path)))
+    writer = LineageWriter(tmp_path)
+    writer.append(1, first)
+    writer.append(2, second)
+    writer.close()
+    assert read_lineage(tmp_path)[1:] == [first, second]

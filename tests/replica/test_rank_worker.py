@@ -1,0 +1,268 @@
+"""What a rank must not do, whatever the order in which its threads get on: one rank over stand-ins for its peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pytest
+import torch
+
+from helixrt.collectives.exchange import Exchange
+from helixrt.errors import Fatal, Retryable
+from helixrt.protocol import step as p
+from helixrt.protocol.lineage import CommitRecord, Log, genesis
+from helixrt.protocol.quorum import Member
+from helixrt.record import FlightRecord
+from helixrt.replica.commands import Channel, Exit, RankReport
+from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, StateTransport
+from helixrt.replica.leader import Leader, LeaderHooks
+from helixrt.replica.rank import RankWorker
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import MemoryRunStore
+from helixrt.timeouts import derive
+
+DEADLINE_S = 20.0
+ROOT = genesis("run", 2)
+
+
+class Alone(Exchange):
+    def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
+        pass
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(source)
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Gated(StateTransport):
+    """Answers a fetch of a name when the test opens its gate."""
+
+    def __init__(self) -> None:
+        self.offers: dict[str, Mapping[str, torch.Tensor]] = {}
+        self.gates: dict[str, threading.Event] = {}
+
+    @property
+    def address(self) -> str:
+        return "gated"
+
+    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.offers[name] = tensors
+
+    def withdraw(self, name: str) -> None:
+        self.offers.pop(name, None)
+
+    def fetch(
+        self,
+        name: str,
+        layout: Sequence[Shard],
+        donors: Sequence[str],
+        timeout_s: float,
+        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
+    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
+        assert self.gates[name].wait(DEADLINE_S)
+        return {s.name: torch.full(s.shape, 7.0) for s in layout}, FetchReport(1, {"peer": 1})
+
+    def close(self) -> None:
+        pass
+
+
+class OneRank:
+    """A worker and what it reports; `work` is called by the engine with each position."""
+
+    def __init__(self, plain_engine: Callable[..., object], timeouts_s: float = 20, step_s: float | None = None) -> None:
+        self.worked: list[int] = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self.reports: list[RankReport] = []
+        self.transport = Gated()
+        self.error: BaseException | None = None
+        timeouts = derive(timeouts_s)
+        timeouts = dataclasses.replace(timeouts, step_s=step_s) if step_s else timeouts
+        self.worker = RankWorker(
+            0, 0, plain_engine(self._batch, vocab=16, seed=0), Alone(), self.transport, FlightRecord("r0"),
+            timeouts, "memory", lambda report: self.say(report),
+        )  # fmt: skip
+        self.say: Callable[[RankReport], None] = self.reports.append
+        self.thread = threading.Thread(target=self._run, name="one-rank")
+        self.thread.start()
+
+    def _batch(self, position: int) -> torch.Tensor:
+        self.worked.append(position)
+        assert self.hold.wait(DEADLINE_S)
+        return torch.randint(0, 16, (4, 9), generator=torch.Generator().manual_seed(position))
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self.hold.set()
+        self.worker.dispatch(Exit())
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def rank(plain_engine: Callable[..., object]) -> Iterator[OneRank]:
+    one = OneRank(plain_engine)
+    yield one
+    one.end()
+
+
+def donors() -> tuple[Member, ...]:
+    return (Member(1, 0, 1, "x", addresses=("peer",)),)
+
+
+def test_replaced_work_is_run_all_the_same_as_other_stages_may_have_begun_it(rank: OneRank) -> None:
+    rank.hold.clear()
+    for position in (0, 1, 2):
+        rank.worker.dispatch(p.Work(ROOT.hash, position, 1))
+    rank.hold.set()
+    rank.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
+    until(lambda: rank.reports)
+    assert rank.worked == [0, 1, 2] and rank.reports == [p.RingDone(1, 0)]
+    expected = rank.worker.engine.buckets[0]
+    reduced = rank.worker._reduced
+    assert reduced is not None and torch.equal(reduced[1][0], expected)
+
+
+def test_a_fetch_that_was_replaced_changes_nothing(rank: OneRank) -> None:
+    old, new = "a" * 32, "b" * 32
+    rank.transport.gates = {f"state-{h}": threading.Event() for h in (old, new)}
+    rank.worker.dispatch(p.FetchState(old, donors()))
+    late = rank.worker._fetches[old]
+    rank.worker.dispatch(p.FetchState(new, donors()))
+    rank.transport.gates[f"state-{new}"].set()
+    until(lambda: rank.reports)
+    rank.transport.gates[f"state-{old}"].set()
+    late.join(DEADLINE_S)
+    assert rank.reports == [p.Fetched(new)]
+    rank.worker.dispatch(p.Load(new))
+    until(lambda: rank.worker._updates_done == 1)
+    assert all(torch.equal(t, torch.full_like(t, 7.0)) for t in rank.worker.engine.state().values())
+
+
+def test_forgotten_reduced_buckets_are_not_kept_when_they_come(rank: OneRank) -> None:
+    lineage = "c" * 32
+    rank.transport.gates = {f"reduced-{lineage}": threading.Event()}
+    rank.worker.dispatch(p.FetchReduced(lineage, donors()))
+    late = rank.worker._fetches[lineage]
+    rank.worker.dispatch(p.Forget(lineage))
+    rank.transport.gates[f"reduced-{lineage}"].set()
+    late.join(DEADLINE_S)
+    assert rank.reports == [] and rank.worker._kept == {}
+
+
+def test_a_state_is_never_offered_under_the_name_of_an_update_that_is_not_done(plain_engine: Callable[..., object]) -> None:
+    one = OneRank(plain_engine, step_s=0.2)
+    one.worker.dispatch(p.Work(ROOT.hash, 0, 1))
+    one.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
+    until(lambda: one.reports)
+    one.hold.clear()
+    record = CommitRecord(1, 1, ROOT.hash, (0,), {0: 1, 1: 0}, "run")
+    one.worker.dispatch(p.Work(ROOT.hash, 1, 2))  # keeps the main thread busy
+    until(lambda: one.worked == [0, 1])
+    one.worker.dispatch(p.Apply(record))
+    one.worker.dispatch(p.Offer(record.hash))
+    until(lambda: all(s.done.is_set() for s in one.worker._snapshots))
+    assert not [name for name in one.transport.offers if name.startswith("state-")]
+    one.end()
+    assert isinstance(one.error, Fatal)
+
+
+def test_a_report_that_cannot_be_sent_ends_the_rank(plain_engine: Callable[..., object]) -> None:
+    one = OneRank(plain_engine)
+
+    def lost(report: RankReport) -> None:
+        one.reports.append(report)
+        raise Retryable("the store is gone")
+
+    one.say = lost
+    one.worker.dispatch(p.Work(ROOT.hash, 0, 1))
+    one.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
+    until(lambda: not one.thread.is_alive())
+    assert one.reports == [p.RingDone(1, 0)] and isinstance(one.error, Retryable)
+
+
+class FlakyStore(MemoryRunStore):
+    """Does what it is asked and does not answer, every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        stands = super().put_if_absent(key, value)
+        self.calls += 1
+        if self.calls % 2:
+            raise Retryable("no answer")
+        return stands
+
+
+def test_a_channel_outlives_a_store_that_does_not_answer_at_times() -> None:
+    store = FlakyStore()
+    writer, reader = Channel(store, "x", 10), Channel(store, "x", 10)
+    heard: list[object] = []
+    messages = [p.RingDone(g, 0) for g in range(5)]
+    for message in messages:
+        writer.put(message)
+    reader.follow(heard.append, lambda why: None)
+    until(lambda: len(heard) == len(messages))
+    reader.close()
+    assert heard == messages
+
+
+def test_a_command_that_cannot_be_carried_out_is_heard_of() -> None:
+    store: RunStore = MemoryRunStore()
+    writer, reader = Channel(store, "x", 10), Channel(store, "x", 10)
+    writer.put(p.RingDone(1, 0))
+    said: list[str] = []
+
+    def take(message: object) -> None:
+        raise AssertionError("cannot")
+
+    reader.follow(take, said.append)
+    until(lambda: said)
+    assert "message 0 of x" in said[0] and "cannot" in said[0]
+    reader.close()
+
+
+class Nobody(Membership):
+    def announce(self) -> None:
+        pass
+
+    def join(self, me: Member, timeout_s: float) -> object:  # type: ignore[override]
+        raise Retryable("nobody")
+
+    def close(self) -> None:
+        pass
+
+
+def test_ranks_answers_to_an_earlier_fetch_do_not_count_for_a_later_one() -> None:
+    machine = p.StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9)
+    hooks = LeaderHooks(lambda i, r: None, lambda c: None, lambda m: False, lambda error: None)
+    leader = Leader(machine, Nobody(), RunLog(MemoryRunStore()), (), lambda c: None, FlightRecord("r0"), derive(20), hooks)
+    assert leader._hear(0, p.Fetched("a")) is None
+    leader._order(p.FetchState("a", ()))  # asked again
+    assert leader._hear(1, p.Fetched("a")) is None
+    assert leader._hear(0, p.Fetched("a")) == p.Fetched("a")
+    assert leader._hear(0, p.Fetched("b")) is None
+    assert leader._hear(1, p.FetchFailed("b", "lost")) == p.FetchFailed("b", "lost")
+    assert leader._hear(1, p.Fetched("b")) is None
