@@ -214,12 +214,12 @@ _PAGE = """<!doctype html>
 _STYLE = """
 :root { color-scheme: light dark; --page:#f5f6f8; --card:#fff; --ink:#1b2330; --soft:#5d6878; --line:#e3e6eb;
   --r0:#2f6fde; --r1:#e07b22; --r2:#2f9e63; --r3:#a155c9; --r4:#c94f6d; --r5:#2a9aa8;
-  --f:#4b86e8; --b:#35a06c; --w:#8cc6a5; --apply:#c08a2d; --message:#5d6878; --awaited:#b3bcc8; --quorum:#d9b23a;
+  --f:#4b86e8; --b:#35a06c; --w:#8cc6a5; --apply:#c08a2d; --message:#5d6878; --awaited:#b3bcc8; --quorum:#e08aa8;
   --exchange:#9a5fd0; --fetch:#d9662b; --train:#4b86e8; --lost:#d64545; --back:#e6b450; --idle:#eceff3;
   --ok:#1f8a55; --bad:#d64545 }
 @media (prefers-color-scheme: dark) { :root { --page:#12161c; --card:#1a2029; --ink:#e6eaf0; --soft:#98a3b3; --line:#2b333f;
   --r0:#6da0ff; --r1:#f2a057; --r2:#5cc88e; --r3:#c58be6; --r4:#ee7f9a; --r5:#5cc4d0;
-  --f:#5b92ee; --b:#41ad78; --w:#2f7453; --apply:#d19b3d; --message:#b4bfcd; --awaited:#566172; --quorum:#c9a43a;
+  --f:#5b92ee; --b:#41ad78; --w:#2f7453; --apply:#d19b3d; --message:#b4bfcd; --awaited:#566172; --quorum:#c9708f;
   --exchange:#b07be2; --idle:#232b36; --ok:#4fc58b; --bad:#f07070; --lost:#e05a5a } }
 * { box-sizing:border-box }
 body { margin:0; background:var(--page); color:var(--ink); font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif }
