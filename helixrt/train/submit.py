@@ -153,7 +153,6 @@ def submit(address: str | None, overrides: Sequence[str]) -> int:
     except ConnectionError as unreachable:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise ConfigError("RAY_ADDRESS", where, "no Ray cluster with a dashboard answers there") from unreachable
-    logging.getLogger("ray").setLevel(logging.ERROR)  # the import and the client have set it
     job = f"helixrt-{secrets.token_hex(6)}"
     try:
         begin(client, job, overrides)
@@ -177,6 +176,7 @@ def run(config: TrainConfig, overrides: Sequence[str]) -> int:
     from helixrt.ray_cluster.head import local_head
 
     check(config)
+    logging.disable(logging.WARNING)  # this process only submits; Ray's modules each set their own level
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if os.environ.get("RAY_ADDRESS"):
