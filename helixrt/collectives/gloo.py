@@ -122,7 +122,7 @@ class GlooExchange(Exchange):
         deadline = time.monotonic() + self._timeout_s
         client = self._client(address)
         if self._device is None:
-            self._device = GlooDevice(_interface_towards(address))
+            self._device = GlooDevice(interface_towards(address))
         store = dist.PrefixStore(prefix, client)
         self._meet(store, rank, size, deadline)
         return self._join_group(store, rank, size, min(_CONNECT_S, self._timeout_s))
@@ -187,7 +187,7 @@ class GlooExchange(Exchange):
         return self._store[1]
 
 
-def _interface_towards(address: str) -> str:
+def interface_towards(address: str) -> str:
     """This machine's address on the way to `host:port`; nothing is sent."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

@@ -45,10 +45,15 @@ class Done:
 
 @dataclass
 class Hooks:
-    """What the job adds to a rank's life; called in the main thread. All optional."""
+    """What the job adds to a rank's life; called in the main thread, but for `stuck`. All optional.
+
+    `stuck(why)`: compute has not given a gradient for longer than any step may take. Called from another
+    thread, since nothing reaches a main thread that hangs; it should end the process.
+    """
 
     updated: Callable[[Done], None] = lambda done: None
     evaluated: Callable[[int, float, int], None] = lambda step, loss, tokens: None
+    stuck: Callable[[str], None] = lambda why: None
 
 
 @dataclass(frozen=True)
@@ -304,7 +309,9 @@ class RankWorker:
                 if self._aborted >= generation:
                     raise Retryable("aborted")
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise Retryable(f"gradient bucket {index} was not ready in time")
+                    why = f"gradient bucket {index} was not ready in time"
+                    self.hooks.stuck(why)
+                    raise Retryable(why)
 
     def _check_abort(self, generation: int) -> None:
         with self._changed:

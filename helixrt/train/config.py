@@ -108,6 +108,7 @@ class TrainConfig:
     threads: int = 1  # compute threads per rank
     step_timeout_s: float = 60.0
     restarts: int = 3  # how often a lost replica is started again
+    host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there
     port: int = 0  # of the run's store; 0: any free one
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -36,8 +36,6 @@ from helixrt.train.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.train.rank import Finished, metrics_key
 from helixrt.train.report import RunFacts, write_report
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Run:
@@ -88,7 +86,7 @@ class Driver:
         self.config, self.run_ = config, run
         self.timeouts = derive(config.step_timeout_s)
         self.secret = secrets.token_hex(32)
-        self.server, self.address = host_store(LOOPBACK, config.port)
+        self.server, self.address = host_store(config.host, config.port)
         self.store: RunStore = TcpRunStore(self.address)
         self.log = RunLog(self.store)
         for index, entry in enumerate(run.entries):
@@ -105,7 +103,7 @@ class Driver:
         os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
         from helixrt.replica.membership import serve_lighthouse
 
-        return serve_lighthouse(self.timeouts, LOOPBACK)
+        return serve_lighthouse(self.timeouts, self.config.host)
 
     def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
         """What the ranks of one life of a replica are told."""
@@ -128,13 +126,14 @@ class Driver:
 
     def launcher(self) -> Launcher:
         logs = self.run_.folder / "logs"
+        # A wait in the store that ends without an answer is no news; torch would print a warning for each.
+        environment = {"OMP_NUM_THREADS": str(self.config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if uses_ray(self.config):
             from helixrt.ray_cluster.launcher import RayLauncher
 
-            return RayLauncher(log_folder=logs)
+            return RayLauncher(log_folder=logs, environment=environment)
         from helixrt.replica.local_launcher import LocalLauncher
 
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(self.config.threads)}
         return LocalLauncher(log_folder=logs, environment=environment)
 
     # ---------------------------------------------------------------- the run

@@ -8,6 +8,7 @@ In: a `RankSpec`. Out: an exit code; everything else goes through the run's stor
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
 import queue
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from helixrt.collectives.gloo import GlooExchange
+from helixrt.collectives.gloo import GlooExchange, interface_towards
 from helixrt.errors import ConfigError, Fatal, Retryable
 from helixrt.protocol import step as p
 from helixrt.protocol.lineage import Log
@@ -37,7 +38,7 @@ from helixrt.replica.membership import SoloMembership, TorchftMembership
 from helixrt.replica.rank import Done, Hooks, RankWorker
 from helixrt.replica.run_keys import EXIT_KEY, done_key, running_key
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import TcpRunStore
+from helixrt.replica.store import TcpRunStore, split_address
 from helixrt.timeouts import Timeouts, derive
 from helixrt.train import checkpoint as checkpoints
 from helixrt.train.chaos import ChaosSink
@@ -147,7 +148,7 @@ class Rank:
             self.timeouts,
             f"{self.spec.store}/exchange/{self.ring}",
             self._reporter,
-            Hooks(self._updated, self._evaluated),
+            Hooks(self._updated, self._evaluated, self._stuck),
             self.config.catchup.max_wait_s,
         )
         self.worker, self.engine = worker, engine
@@ -179,15 +180,7 @@ class Rank:
         stream = ReplicaStream(corpus, self.replica, mesh.replicas, data.batch, data.seq_len, config.seed)
         batch_at = self._batches(stream)
         if self.rings > 1:
-            host, port = self.spec.store.rsplit(":", 1)
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeouts.start_s))
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(f"pipeline/{self.life}", store),
-                rank=self.ring,
-                world_size=self.rings,
-                timeout=timedelta(seconds=self.timeouts.step_s),
-            )
+            self._connect_stages()
         return PipelineEngine(
             config.model,
             config.optim,
@@ -204,6 +197,22 @@ class Rank:
             record=self.record,
         )
 
+    def _connect_stages(self) -> None:
+        """The process group of this replica's stages, over the interface that leads to the run's store."""
+        host, port = split_address(self.spec.store)
+        store = dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self.timeouts.start_s)
+        )
+        if ipaddress.ip_address(interface_towards(self.spec.store)).is_loopback:  # else Gloo goes by the machine's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"pipeline/{self.life}", store),
+            rank=self.ring,
+            world_size=self.rings,
+            timeout=timedelta(seconds=self.timeouts.step_s),
+        )
+
     def _batches(self, stream: ReplicaStream) -> Callable[[int], torch.Tensor]:
         """Where the engine's batches come from; a benchmark may stand in between."""
         return stream.batch_at
@@ -215,7 +224,7 @@ class Rank:
             return RayTransport()
         from helixrt.replica.http_transport import HttpTransport
 
-        return HttpTransport(self.spec.secret)
+        return HttpTransport(self.spec.secret, interface_towards(self.spec.store))
 
     def _membership(self) -> Membership:
         if self.config.mesh.replicas == 1:
@@ -398,6 +407,11 @@ class Rank:
         return True
 
     # ---------------------------------------------------------------- ends
+
+    def _stuck(self, why: str) -> None:
+        """The main thread hangs, and so would every orderly way out."""
+        print(f"{self.spec.coordinate}: {why}; compute hangs, so this process ends", file=sys.stderr, flush=True)
+        os._exit(RETRY_CODE)
 
     def _kill_replica(self) -> None:
         """Chaos: SIGKILL to every process of this replica's life, this one last."""

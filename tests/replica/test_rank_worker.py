@@ -201,6 +201,22 @@ def test_a_report_that_cannot_be_sent_ends_the_rank(plain_engine: Callable[..., 
     assert one.reports == [p.RingDone(1, 0)] and isinstance(one.error, Retryable)
 
 
+def test_compute_that_hangs_is_told_to_who_can_end_the_process(plain_engine: Callable[..., object]) -> None:
+    one = OneRank(plain_engine)
+    try:
+        stuck: list[str] = []
+        one.worker.hooks.stuck = stuck.append
+        one.worker.timeouts = dataclasses.replace(one.worker.timeouts, step_s=0.1, exchange_s=0.1)
+        one.hold.clear()
+        one.worker.dispatch(p.Work(ROOT.hash, 0, 1))
+        one.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
+        until(lambda: stuck and one.reports)
+        assert "not ready in time" in stuck[0]
+        assert isinstance(one.reports[0], p.RingFailed)
+    finally:
+        one.end()
+
+
 class FlakyStore(MemoryRunStore):
     """Does what it is asked and does not answer, every other time."""
 
