@@ -63,8 +63,10 @@ def _failure(events: Sequence[Event], loss: Loss, losses: Sequence[Loss]) -> Fai
     lost_s = noted[-1].end_s if noted else _silent_since(words, loss.seen_s)
     gone = {o.replica for o in losses if abs(o.seen_s - loss.seen_s) < 1.0} | {loss.replica, DRIVER}
     survivors = [e for e in events if replica_of(e.rank) not in gone]
-    noticed = next((e.end_s for e in survivors if lost_s <= e.end_s < reborn_s and _notices(e, loss.replica)), None)
     back = next((e.end_s for e in events if e.end_s >= reborn_s and _contributes(e, loss.replica)), None)
+    until_s = math.inf if back is None else back  # its successor may be on its way before anybody noticed
+    worked = any(e.kind is Kind.WORK_BEGIN for e in words)
+    noticed = next((e.end_s for e in survivors if lost_s <= e.end_s < until_s and _notices(e, loss.replica, worked)), None)
     return Failure(
         replica=loss.replica,
         step=max((e.step for e in noted or words), default=0),
@@ -92,9 +94,10 @@ def _silent_since(words: Sequence[Event], seen_s: float) -> float:
     return min(last.values(), default=seen_s)
 
 
-def _notices(event: Event, lost: int) -> bool:
+def _notices(event: Event, lost: int, worked: bool) -> bool:
+    """Of one that worked, a successor that is behind tells its loss as well as its absence does."""
     if event.kind is Kind.QUORUM:
-        return lost not in event.detail.get("members", ())
+        return lost not in event.detail.get("contributors" if worked else "members", ())
     return event.kind is Kind.EXCHANGE_FAILED
 
 

@@ -1,10 +1,35 @@
-"""`python -m helixrt.train [+experiment=NAME] [key=value ...]`: train, here or as a Ray job's entrypoint."""
+"""`python -m helixrt.train [+experiment=NAME] [key=value ...]`: train, here or as a Ray job's entrypoint.
 
+Ctrl-C and SIGTERM end the run and all its processes, with one line and the code that shells give them.
+"""
+
+import signal
 import sys
+from collections.abc import Sequence
+from types import FrameType
 
-from helixrt.train.schema import command
+from helixrt.ray_cluster.controller import Terminated
+
+
+def main(argv: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        from helixrt.train.driver import train
+        from helixrt.train.schema import command
+
+        return command(argv, train)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Terminated as asked:
+        print("terminated", file=sys.stderr)
+        assert isinstance(asked.code, int)
+        return asked.code
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
 
 if __name__ == "__main__":
-    from helixrt.train.driver import train
-
-    sys.exit(command(sys.argv[1:], train))
+    sys.exit(main(sys.argv[1:]))

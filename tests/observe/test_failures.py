@@ -46,6 +46,17 @@ def test_figures_of_one_loss(noted: bool) -> None:
     assert failure.rejoined_after_s == pytest.approx(8.6 - 3.4)
 
 
+def test_successor_that_starts_at_once_does_not_hide_when_the_loss_was_noticed() -> None:
+    """Its process is there before the heartbeat of its predecessor is too old; the first quorum has it, behind."""
+    events = [e for e in run() if e.kind is not Kind.EXCHANGE_FAILED and (e.rank, e.step) != ("r0.pp0", 4)]
+    events = [e for e in events if not (e.kind is Kind.RANK_START and e.end_s > 0)]
+    events.append(event(Kind.RANK_START, "r1.pp0", 0, 4.0, incarnation=1))
+    events.append(event(Kind.WORK_BEGIN, "r1.pp0", 1, 0.1, position=0))
+    (failure,) = failures(events, [Loss(1, 0, 3.5, "signal 9")])
+    assert failure.detected_after_s == pytest.approx(5.6 - 3.4), "the quorum of step 5: a member, not a contributor"
+    assert failure.rejoined_after_s == pytest.approx(8.6 - 3.4)
+
+
 def test_no_survivor_and_no_return_have_no_figures() -> None:
     events = [e for e in run() if e.end_s < 4]
     found = failures(events, [Loss(0, 0, 4.0, "signal 9"), Loss(1, 0, 4.0, "signal 9")])
