@@ -1,0 +1,322 @@
+"""Whole runs of the main job in local processes, killed at every moment of a step: each ends consistent, none leaves a process.
+
+Three of the kills run on every commit, all of them with `make test-slow`. A run is found among the
+machine's processes by a mark in its environment, which its ranks inherit.
+"""
+
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helixrt.protocol.lineage import Log, audit
+from helixrt.train.chaos import MOMENTS
+from helixrt.train.checkpoint import Checkpoint, newest_complete, step_folders
+from helixrt.train.lineage_files import read_lineage
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only"),
+]
+
+MARK = "HELIXRT_TEST_RUN"
+DEADLINE_S = 240.0
+EVERY = 10  # steps between checkpoints
+STEPS = 80
+JOB, PATIENT_JOB = ("-m", "helixrt.train"), (str(Path(__file__).with_name("patient_job.py")),)
+SIZE = (
+    "model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64",
+    "data.batch=16", "data.seq_len=64", "schedule.microbatches=2", "optim.bucket_bytes=16384",
+    f"checkpoint.every={EVERY}", "eval.every=0", "eval.batches=1",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a driver's process ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Job:
+    """The command line of one job, to be started once or again with `resume=true`, and what it leaves in its folders.
+
+    A `patient` one waits for its lost replicas (see patient_job.py), so they are back long before the last step.
+    """
+
+    def __init__(self, folder: Path, *overrides: str, patient: bool = False) -> None:
+        self.program = PATIENT_JOB if patient else JOB
+        text, self.root = folder / "text", folder / "out"
+        text.mkdir()
+        words = "the a replica of step ring in quorum and commit to data by gradient".split()
+        speaker = random.Random(0)
+        for name in "abcdef":
+            (text / name).write_text(" ".join(speaker.choice(words) for _ in range(4000)))
+        self.overrides = (f"data.path={text}", f"output.root={self.root}", f"steps={STEPS}", *SIZE, *overrides)
+        self.mark = secrets.token_hex(8)
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *self.program, *self.overrides, *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1"},
+        )
+
+    def run(self, *overrides: str) -> Ended:
+        """Start it, wait until it has ended, and check that all it started has ended too."""
+        ended = finish(self.start(*overrides))
+        self.nothing_is_left()
+        return ended
+
+    def processes(self) -> list[int]:
+        """The living processes of this job."""
+        mark, found = f"{MARK}={self.mark}".encode(), []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in environ.read_bytes().split(b"\0"):
+                    found.append(int(environ.parent.name))
+            except OSError:
+                continue  # another's, or gone
+        return found
+
+    def nothing_is_left(self) -> None:
+        """The kernel ends the ranks of a driver that was killed; that takes it a moment."""
+        deadline = time.monotonic() + 20
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == [], f"still there: {[commands(pid) for pid in left]}"
+
+    def end(self) -> None:
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder: resuming goes on in the same one."""
+        (found,) = self.root.glob("[0-9]*/[0-9]*")
+        return found
+
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+        return found
+
+    def log(self) -> Log:
+        """The run's log as the replicas wrote it to disk."""
+        return Log(read_lineage(self.folder / "lineage"))
+
+    def newest_checkpoint(self) -> Checkpoint:
+        found = newest_complete(self.folder / "checkpoints")
+        assert found is not None
+        return found
+
+    def why(self, ended: Ended) -> str:
+        """For the message of a failed test: what everybody said last."""
+        logs = sorted(self.root.glob("*/*/logs/*.log"))
+        said = [f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs]
+        return "\n".join([f"exit {ended.code}", ended.out[-3000:], ended.err[-3000:], *said])
+
+
+def commands(pid: int) -> str:
+    try:
+        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode(errors='replace')}"
+    except OSError:
+        return str(pid)
+
+
+def finish(driver: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Ended:
+    try:
+        out, err = driver.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        driver.kill()
+        out, err = driver.communicate(timeout=30)
+        pytest.fail(f"the run did not end in {deadline_s:g} s\n{out[-3000:]}\n{err[-3000:]}")
+    return Ended(driver.returncode, out, err)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    """Makes a `Job` of some overrides; whatever it left is ended with the test."""
+    made: list[Job] = []
+
+    def make(*overrides: str, patient: bool = False) -> Job:
+        made.append(Job(tmp_path, *overrides, patient=patient))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def kills(*chosen: tuple[int, int, str]) -> str:
+    """The override for these kills: (replica, step, moment)."""
+    return "chaos.kill=[" + ", ".join(f"{{replica: {r}, step: {s}, moment: {m}}}" for r, s, m in chosen) + "]"
+
+
+def assert_consistent(job: Job, ended: Ended, lost: Sequence[int] = (), steps: int = STEPS, replicas: int = 2) -> Any:
+    """The run ended well: equal replicas, every batch once, exactly these replicas lost. Gives the report."""
+    assert ended.code == 0, job.why(ended)
+    report = job.report()
+    finals = report["replicas"]
+    assert [f["replica"] for f in finals] == list(range(replicas))
+    assert len({(f["step"], f["lineage"], f["parameters_sha256"], f["state_sha256"]) for f in finals}) == 1, finals
+    assert finals[0]["step"] == report["steps"] == steps
+
+    log = job.log()
+    assert log.head.hash == finals[0]["lineage"], "what is on disk is the lineage of the final parameters"
+    found = audit(log.chain())
+    data = report["data_audit"]
+    assert (data["gaps"], data["repeats"]) == (found.gaps, found.repeats) == (0, 0)
+    assert data["batches"] == found.batches == sum(len(r.contributors) for r in log.chain())
+    assert log.head.positions == {r: sum(r in c.contributors for c in log.chain()) for r in range(replicas)}
+
+    assert sorted(f["replica"] for f in report["failures"]) == sorted(lost), report["failures"]
+    print(*(f"{job.overrides[-1]}: {f}" for f in report["failures"]), sep="\n")
+    return report
+
+
+EVERY_COMMIT = ("forward", "exchange_late")  # and the driver
+STEP_MOMENTS = [
+    pytest.param(moment, marks=() if moment in EVERY_COMMIT else pytest.mark.slow)
+    for moment in MOMENTS
+    if moment not in ("checkpoint", "fetch", "driver")
+]
+
+
+@pytest.mark.parametrize("moment", STEP_MOMENTS)
+def test_replica_killed_in_a_step_comes_back(moment: str, job: Any, seed: int) -> None:
+    choice = random.Random(seed)
+    replica, step = choice.randrange(2), choice.randint(3, 16)
+    run = job(kills((replica, step, moment)), patient=True)
+    report = assert_consistent(run, run.run(), lost=[replica])
+    (failure,) = report["failures"]
+    assert failure["step"] == step and moment in failure["reason"]
+    assert failure["detected_after_s"] is not None and failure["survivors_stalled_s"] is not None
+    assert failure["rejoined_after_s"] is not None
+    chain = run.log().chain()
+    assert any(r.contributors == (1 - replica,) for r in chain), "the survivor went on alone"
+    assert chain[-1].contributors == (0, 1), "and not to the end"
+
+
+@pytest.mark.slow
+def test_writer_killed_while_it_writes_a_checkpoint(job: Any) -> None:
+    run = job(kills((0, EVERY, "checkpoint")))  # the lowest contributor writes
+    assert_consistent(run, run.run(), lost=[0])
+    assert run.newest_checkpoint().record.step == STEPS, "the next ones are whole again"
+
+
+@pytest.mark.slow
+def test_restarted_replica_killed_again_while_it_fetches(job: Any, seed: int) -> None:
+    choice = random.Random(seed)
+    replica, step = choice.randrange(2), choice.randint(3, 12)
+    run = job(kills((replica, step, "forward"), (replica, step + 1, "fetch")), patient=True)
+    report = assert_consistent(run, run.run(), lost=[replica, replica])
+    assert ["fetch" in f["reason"] for f in report["failures"]] == [False, True]
+
+
+@pytest.mark.slow
+def test_one_replica_after_the_other(job: Any) -> None:
+    """Whoever was lost first has to be whole when the second is lost: it alone holds the newest state then."""
+    run = job(kills((0, 8, "before_commit"), (1, 60, "exchange_early")), patient=True)
+    report = assert_consistent(run, run.run(), lost=[0, 1])
+    assert all(f["rejoined_after_s"] is not None for f in report["failures"])
+    assert run.log().superseded() == [], "somebody always held the newest state"
+
+
+@pytest.mark.slow
+def test_both_lost_in_one_step_begin_again_from_the_checkpoint(job: Any) -> None:
+    """Both are started again, find that nobody holds the newest state, and supersede what was not saved."""
+    run = job(kills((0, 14, "forward"), (1, 14, "forward")))
+    assert_consistent(run, run.run(), lost=[0, 1])
+    assert run.log().superseded(), "step 13 was not saved"
+
+
+@pytest.mark.slow
+def test_second_lost_before_the_first_is_back(job: Any) -> None:
+    run = job(kills((0, 14, "forward"), (1, 15, "after_record")))
+    assert_consistent(run, run.run(), lost=[0, 1])
+
+
+def assert_resumed_from(run: Job, saved: Checkpoint, before: Log) -> None:
+    """What came after the log `before` goes on from this checkpoint, positions included, and supersedes the rest."""
+    log = run.log()
+    assert [e.hash for e in log.entries[: len(before)]] == [e.hash for e in before.entries]
+    first = log.entries[len(before)]
+    assert (first.parent, first.step) == (saved.record.hash, saved.record.step + 1)
+    expected = {r: n + (r in first.contributors) for r, n in saved.record.positions.items()}
+    assert first.positions == expected
+    assert all(e.step > saved.record.step for e in log.superseded())
+
+
+def test_driver_killed_then_resumed(job: Any, seed: int) -> None:
+    step = random.Random(seed).randint(22, 39)
+    run = job(kills((-1, step, "driver")), "steps=60")
+    died = run.run()
+    assert died.code == -signal.SIGKILL, run.why(died)
+    assert not (run.folder / "report.json").exists()
+    saved, before = run.newest_checkpoint(), run.log()
+    assert before.head.step >= step > saved.record.step >= EVERY
+    assert_consistent(run, run.run("resume=true"), steps=60)
+    assert_resumed_from(run, saved, before)
+
+
+@pytest.mark.slow
+def test_all_replicas_lost_then_resumed_from_the_whole_checkpoint(job: Any) -> None:
+    """The newest checkpoint is left half-written, so the one before it is used."""
+    half, whole = 3 * EVERY, 2 * EVERY
+    run = job(kills((0, half, "checkpoint"), (1, half + 1, "forward")), "restarts=0", "steps=60")
+    failed = run.run()
+    assert failed.code == 1, run.why(failed)
+    assert "the run failed: killed by SIGKILL" in failed.err and "Traceback" not in failed.err
+    saved, before = run.newest_checkpoint(), run.log()
+    assert saved.record.step == whole
+    newest = step_folders(run.folder / "checkpoints")[0]
+    assert newest.name.startswith(f"step_{half:08d}") and not (newest / "complete.json").exists()
+    assert any(newest.glob("stage_*/*")), "some of it was written"
+    assert_consistent(run, run.run("resume=true", "restarts=3"), steps=60)
+    assert_resumed_from(run, saved, before)
+
+
+@pytest.mark.slow
+def test_one_of_three_replicas_of_one_stage_comes_back(job: Any, seed: int) -> None:
+    choice = random.Random(seed)
+    replica, step = choice.randrange(3), choice.randint(3, 16)
+    run = job(kills((replica, step, "exchange_early")), "mesh.replicas=3", "mesh.pp=1", patient=True)
+    report = assert_consistent(run, run.run(), lost=[replica], replicas=3)
+    assert report["failures"][0]["rejoined_after_s"] is not None
+    assert run.log().head.contributors == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in a step", "at the start"])
+def test_asked_to_end_it_ends_everything(number: signal.Signals, code: int, early: bool, job: Any) -> None:
+    run = job("steps=100000", "checkpoint.every=0")
+    driver = run.start()
+    deadline, at_work = time.monotonic() + 120, False
+    while not at_work and driver.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        at_work = len(run.processes()) == 5 if early else any(run.root.glob("*/*/lineage/00000003.json"))
+    assert at_work, "it did not begin"
+    driver.send_signal(number)
+    ended = finish(driver, 60.0)
+    assert ended.code == code, run.why(ended)
+    assert ended.err.splitlines() == [{130: "interrupted", 143: "terminated"}[code]], ended.err
+    run.nothing_is_left()
