@@ -123,6 +123,23 @@ def test_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
     assert found is not None and found.record.step == 8
 
 
+def test_pruned_while_it_is_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that starts again reads while the others train, save and prune."""
+    replica = Replica(tmp_path, keep=1)
+    replica.save_and_wait(record_of(2))
+    read = checkpoints.verify
+
+    def overtaken(folder: Path) -> checkpoints.Checkpoint:
+        if folder.name.startswith("step_00000002"):
+            replica.save_and_wait(record_of(4))
+        return read(folder)
+
+    monkeypatch.setattr(checkpoints, "verify", overtaken)
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 4
+    replica.close()
+
+
 def test_stage_that_never_writes_leaves_no_checkpoint_and_training_goes_on(tmp_path: Path) -> None:
     replica = Replica(tmp_path, timeout_s=0.3)
     replica.savers[0].maybe_save(record_of(2), state_of(0, 2), True, lambda: None)
