@@ -28,7 +28,7 @@ from helixrt.collectives.gloo_private import GlooDevice, make_group, shut_down_c
 from helixrt.errors import Cause, Retryable
 
 _POLL_S = 0.002
-_CONNECT_S = 10.0  # once all members are there, connecting takes milliseconds
+_CONNECT_S = 4.0  # once all members are there, connecting takes milliseconds
 
 
 class GlooExchange(Exchange):

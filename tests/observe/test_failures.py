@@ -97,7 +97,7 @@ def test_timeline_of_a_step_has_a_lane_per_rank() -> None:
     assert found is not None and (found.step, found.begin_s, found.duration_s) == (2, 20.0, 4.0)
     assert [lane.rank for lane in found.lanes] == ["r0.pp0", "r0.pp1"]
     assert [(b.what, b.begin_s, b.end_s) for b in found.lanes[1].bars] == [
-        ("F", 0, 1), ("send", 1, 1.5), ("B", 2, 3), ("apply", 3.5, 4)]  # fmt: skip
+        ("F", 0, 1), ("B", 2, 3), ("apply", 3.5, 4)]  # fmt: skip
     assert [m.what for m in found.lanes[0].marks] == ["commit"]
     assert timeline(events, 3) is None
     assert typical_step(events, avoid=[3]) == 1
