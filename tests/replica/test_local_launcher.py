@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 RANK = """
 import json, os, sys, time
 spec = json.load(sys.stdin)
-print("pid", os.getpid(), "replica", spec["coordinate"]["replica"], flush=True)
+print(f"pid {os.getpid()} replica {spec['coordinate']['replica']}", flush=True)
 what = spec["config"].get("do", "sleep")
 if what == "sleep":
     time.sleep(300)
@@ -34,7 +34,7 @@ elif what == "raise":
 elif what == "fork":
     import subprocess
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-    print("child", child.pid, flush=True)
+    print(f"child {child.pid}", flush=True)
     os.kill(os.getpid(), 9)
 sys.exit(int(what))
 """
