@@ -29,8 +29,8 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Put the sum over members of `source` (any shape, contiguous) into `out`; blocks.
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
+        """Put the sum over members of `source / divisor` (any shape, contiguous) into `out`; blocks.
 
         Every member gets the same bits. `source` is left as it was.
         Raises Retryable as soon as a member is lost or `abort` was called; `out` is then undefined.

@@ -67,11 +67,14 @@ class GlooExchange(Exchange):
                 self._fail(error)
         self._size = size
 
-    def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> None:
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
         if self._aborted.is_set() or self._size == 0:
             raise Retryable(f"{self._label} was aborted" if self._size else "the exchange is not configured")
         with torch.no_grad():
-            out.copy_(source)
+            if divisor == 1:
+                out.copy_(source)
+            else:  # on the way, so that it costs no pass of its own
+                torch.div(source, divisor, out=out)
         if self._size == 1:
             return
         try:

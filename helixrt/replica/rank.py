@@ -287,9 +287,7 @@ class RankWorker:
             else:
                 source = torch.zeros_like(buckets[index])
             begin_s = self.record.clock()
-            self.exchange.all_reduce(source, sums[index])
-            if len(command.contributors) > 1:
-                sums[index].div_(len(command.contributors))
+            self.exchange.all_reduce(source, sums[index], len(command.contributors))
             self.record.write(
                 Kind.EXCHANGE_BUCKET,
                 begin_s=begin_s,

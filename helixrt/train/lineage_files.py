@@ -37,9 +37,13 @@ def sync_folder(folder: Path) -> None:
 
 
 class LineageWriter:
-    """Writes records in the background. `append` may be called from any thread, again for the same index too."""
+    """Writes records in the background. `append` may be called from any thread, again for the same index too.
 
-    def __init__(self, folder: Path) -> None:
+    Several replicas write the same folder. One with a `lag_s` leaves a record alone for so long, and
+    then finds it written by another, unless that one is gone; `flush` does not wait for the lag.
+    """
+
+    def __init__(self, folder: Path, lag_s: float = 0.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._queue: queue.Queue[tuple[int, CommitRecord] | None] = queue.Queue()
@@ -47,6 +51,8 @@ class LineageWriter:
         self._pending = 0
         self._error: OSError | None = None
         self._closed = False
+        self._lag_s = lag_s
+        self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lineage-writer", daemon=True)
         self._thread.start()
 
@@ -59,6 +65,7 @@ class LineageWriter:
     def flush(self, timeout_s: float = 60.0) -> None:
         """Return once everything appended so far is on disk. Raises what writing raised, Retryable when late."""
         deadline = time.monotonic() + timeout_s
+        self._hurry.set()
         with self._idle:
             while self._pending:
                 if not self._idle.wait(timeout=max(0.0, deadline - time.monotonic())) and self._pending:
@@ -70,12 +77,16 @@ class LineageWriter:
         """Write what is left and end the thread; idempotent."""
         if not self._closed:
             self._closed = True
+            self._hurry.set()
             self._queue.put(None)
             self._thread.join(timeout=60)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             index, record = item
+            if self._lag_s and self._queue.empty():
+                if self._hurry.wait(self._lag_s) and not self._closed:
+                    self._hurry.clear()
             path = self._folder / f"{index:08d}.json"
             try:
                 if not path.exists():

@@ -126,7 +126,7 @@ class Rank:
         self.leads = self.ring == 0
         self.said_running = False
         self.metrics = MetricsSender(self.store, self.replica, spec.incarnation) if self.leads else None
-        self.lineage = LineageWriter(self.output / "lineage") if self.leads else None
+        self.lineage = LineageWriter(self.output / "lineage", 0.5 * self.replica) if self.leads else None
         self.closing: list[Channel] = []
         self.last_update_s = time.monotonic()
 
