@@ -18,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from helixrt.protocol import step as p
+from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord, Log, audit, genesis
 from helixrt.protocol.quorum import Member
+from helixrt.protocol.step import StepMachine
 
 Batch = tuple[int, int]  # (replica, position)
 State = tuple[str, tuple[frozenset[Batch], ...]]  # lineage hash, what each update summed
@@ -64,7 +65,7 @@ class Node:
 
     replica: int
     incarnation: int
-    machine: p.StepMachine
+    machine: StepMachine
     state: State
     alive: bool = True
     paused_until: float = 0.0
@@ -180,7 +181,7 @@ class StepWorld:
             return
         log = Log(self.store)
         state = self.newest_durable(log)
-        machine = p.StepMachine(replica, incarnation, self.rings, log, state[0], self.steps, replay=4)
+        machine = StepMachine(replica, incarnation, self.rings, log, state[0], self.steps, replay=4)
         node = Node(replica, incarnation, machine, state)
         self.nodes[replica] = node
         self.deliver(node, p.Begin())

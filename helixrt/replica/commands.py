@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helixrt.errors import Retryable
-from helixrt.protocol import step as p
+from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord
 from helixrt.protocol.quorum import Member
 from helixrt.replica.contracts import RunStore

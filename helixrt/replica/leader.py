@@ -14,8 +14,10 @@ import threading
 from collections.abc import Callable
 
 from helixrt.errors import Fatal, Retryable
-from helixrt.protocol import step as p
+from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord
+from helixrt.protocol.quorum import Member
+from helixrt.protocol.step import StepMachine
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Broken, Digested, RankCommand, RankReport
 from helixrt.replica.contracts import Membership
@@ -37,7 +39,7 @@ class LeaderHooks:
 
     decided: Callable[[int, CommitRecord], None]
     ordered: Callable[[RankCommand], None]
-    resting: Callable[[p.StepMachine], bool]
+    resting: Callable[[StepMachine], bool]
     broken: Callable[[BaseException], None]
 
 
@@ -46,7 +48,7 @@ class Leader:
 
     def __init__(
         self,
-        machine: p.StepMachine,
+        machine: StepMachine,
         membership: Membership,
         log: RunLog,
         addresses: tuple[str, ...],
@@ -183,7 +185,7 @@ class Leader:
         except BaseException as error:
             self.hooks.broken(error)
 
-    def _join(self, me: p.Member, known: int) -> p.Event:
+    def _join(self, me: Member, known: int) -> p.Event:
         try:
             formed = self.membership.join(me, self.timeouts.join_s)
             return p.Formed(formed.generation, formed.members, tuple(self.log.read_from(known)))

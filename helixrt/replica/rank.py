@@ -23,7 +23,7 @@ import torch
 
 from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Fatal, Retryable
-from helixrt.protocol import step as p
+from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand, RankReport

@@ -28,8 +28,9 @@ import torch.distributed as dist
 
 from helixrt.collectives.gloo import GlooExchange, interface_towards
 from helixrt.errors import ConfigError, Fatal, Retryable
-from helixrt.protocol import step as p
-from helixrt.protocol.lineage import Log
+from helixrt.protocol import step_messages as p
+from helixrt.protocol.lineage import CommitRecord, Log
+from helixrt.protocol.step import StepMachine
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
 from helixrt.replica.commands import Broken, Channel, Digest, Evaluate, Exit, RankCommand, RankReport
 from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport
@@ -287,7 +288,7 @@ class Rank:
         assert self.lineage is not None
         for index, entry in enumerate(entries):
             self.lineage.append(index, entry)
-        machine = p.StepMachine(
+        machine = StepMachine(
             self.replica, self.spec.incarnation, self.rings, Log(entries), held, self.config.steps, self.config.catchup.replay
         )
         addresses = tuple(self.store.wait(f"address/{self.life}/{r}", self.timeouts.start_s) for r in range(self.rings))
@@ -351,7 +352,7 @@ class Rank:
             if step % every == 0 and step < self.config.steps:  # the last one is evaluated when all rest
                 self._tell(Evaluate(step, self.config.eval.batches))
 
-    def _writes(self, record: p.CommitRecord) -> bool:
+    def _writes(self, record: CommitRecord) -> bool:
         return self.replica == checkpoints.writer_of(record)
 
     def _updated(self, done: Done) -> None:
@@ -380,7 +381,7 @@ class Rank:
         if self.metrics is not None:
             self.metrics.send(ValidationMetrics(self.replica, step, loss, tokens).to_json())
 
-    def _resting(self, machine: p.StepMachine) -> bool:
+    def _resting(self, machine: StepMachine) -> bool:
         """After the last step, again and again until all replicas are there: report, then leave when told."""
         if machine.settled and self.store.get(done_key(self.replica)) is None:
             self._tell(Evaluate(machine.held_step, self.config.eval.batches))

@@ -12,7 +12,8 @@ from collections import Counter
 import pytest
 
 from helixrt.emulate.step_world import FAULTS, StepWorld, Violation
-from helixrt.protocol import step as p
+from helixrt.protocol import step_messages as p
+from helixrt.protocol.step import Phase, StepMachine
 
 SEEDS = 20_000
 HARD_CASES = ("crashes", "superseded", "retried", "fetches", "repaired")
@@ -61,28 +62,28 @@ def test_without_faults_nothing_is_retried() -> None:
     assert (verdict.retried, verdict.superseded, verdict.fetches, verdict.left_out) == (0, 0, 0, 0)
 
 
-def careless_append(self: p.StepMachine, event: p.Appended) -> list[p.Action]:
+def careless_append(self: StepMachine, event: p.Appended) -> list[p.Action]:
     """Believes that whatever stands in the log is what it has summed."""
     self._learn([event.standing])
     self.held = event.standing.hash
     return [p.Apply(event.standing), *self._next_step()]
 
 
-def eager_apply(self: p.StepMachine, event: p.RingDone | p.RingFailed) -> list[p.Action]:
+def eager_apply(self: StepMachine, event: p.RingDone | p.RingFailed) -> list[p.Action]:
     """Takes the first ring that is done for all of them."""
-    if self.attempt is None or event.generation != self.attempt.generation or self.phase is not p.Phase.EXCHANGING:
+    if self.attempt is None or event.generation != self.attempt.generation or self.phase is not Phase.EXCHANGING:
         return []
     if isinstance(event, p.RingFailed):
         self.epoch = -1
-        self.phase = p.Phase.SETTLING
+        self.phase = Phase.SETTLING
         return [p.ReadLog(len(self.log))]
-    self.phase = p.Phase.COMMITTING
+    self.phase = Phase.COMMITTING
     return [p.Append(len(self.log), self.attempt.candidate)]
 
 
 @pytest.mark.parametrize(("method", "broken"), [("_appended", careless_append), ("_ring", eager_apply)])
 def test_the_world_notices_a_wrong_protocol(monkeypatch: pytest.MonkeyPatch, method: str, broken: object) -> None:
-    monkeypatch.setattr(p.StepMachine, method, broken)
+    monkeypatch.setattr(StepMachine, method, broken)
     with pytest.raises((Violation, AssertionError, KeyError)):
         for seed in range(200):
             StepWorld(seed, replicas=3, rings=2, steps=6).run()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from helixrt.protocol import step as p
+from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.quorum import Member, assess, reusable_epoch, successor
+from helixrt.protocol.step import StepMachine
 
 ROOT = genesis("run", 2)
 
 
-def machine(replica: int = 0, rings: int = 2, log: Log | None = None, held: str = ROOT.hash, steps: int = 10) -> p.StepMachine:
-    return p.StepMachine(replica, 0, rings, log or Log([ROOT]), held, steps)
+def machine(replica: int = 0, rings: int = 2, log: Log | None = None, held: str = ROOT.hash, steps: int = 10) -> StepMachine:
+    return StepMachine(replica, 0, rings, log or Log([ROOT]), held, steps)
 
 
 def member(replica: int, record: CommitRecord = ROOT, **changes: object) -> Member:
@@ -27,7 +28,7 @@ def test_work_begins_before_the_quorum_answers() -> None:
     assert len(actions_of(p.Join, actions)) == 1
 
 
-def exchanging(m: p.StepMachine, generation: int = 1, *others: Member) -> p.Exchange:
+def exchanging(m: StepMachine, generation: int = 1, *others: Member) -> p.Exchange:
     m.on(p.Begin())
     (exchange,) = actions_of(p.Exchange, m.on(p.Formed(generation, (member(m.replica), *others))))
     assert isinstance(exchange, p.Exchange)

@@ -17,9 +17,9 @@ import torch
 
 from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Retryable
-from helixrt.protocol import step as p
 from helixrt.protocol.lineage import Log, audit, genesis
 from helixrt.protocol.quorum import Member
+from helixrt.protocol.step import StepMachine
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Exit, RankCommand, RankReport, decode, encode
 from helixrt.replica.contracts import FetchReport, Formed, Membership, Shard, StateTransport
@@ -181,7 +181,7 @@ class Replica:
             Hooks(updated=self.done.append),
         )
         log = RunLog(world.store)
-        machine = p.StepMachine(replica, incarnation, 1, Log(log.read_from(0)), world.root.hash, STEPS)
+        machine = StepMachine(replica, incarnation, 1, Log(log.read_from(0)), world.root.hash, STEPS)
         self.membership = MemoryMembership(world.fabric, replica)
         hooks = LeaderHooks(lambda i, r: None, lambda c: None, self._resting, self.worker.fail)
         self.leader = Leader(machine, self.membership, log, (f"mem-{replica}",), self._tell, self.record, timeouts, hooks)
@@ -211,7 +211,7 @@ class Replica:
         if not self.dead:
             self.leader.report(0, decode(encode(report)))
 
-    def _resting(self, machine: p.StepMachine) -> bool:
+    def _resting(self, machine: StepMachine) -> bool:
         with self.world.fabric.lock:
             if machine.settled:
                 self.world.settled.add(self.replica)

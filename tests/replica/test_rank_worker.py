@@ -12,9 +12,10 @@ import torch
 
 from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Fatal, Retryable
-from helixrt.protocol import step as p
+from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.quorum import Member
+from helixrt.protocol.step import StepMachine
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Channel, Exit, RankReport
 from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, StateTransport
@@ -272,7 +273,7 @@ class Nobody(Membership):
 
 
 def test_ranks_answers_to_an_earlier_fetch_do_not_count_for_a_later_one() -> None:
-    machine = p.StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9)
+    machine = StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9)
     hooks = LeaderHooks(lambda i, r: None, lambda c: None, lambda m: False, lambda error: None)
     leader = Leader(machine, Nobody(), RunLog(MemoryRunStore()), (), lambda c: None, FlightRecord("r0"), derive(20), hooks)
     assert leader._hear(0, p.Fetched("a")) is None
