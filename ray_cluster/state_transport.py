@@ -10,20 +10,14 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from helixrt.errors import MissingExtra
 from helixrt.protocol.catchup import FetchRules, Piece
 from helixrt.ray_cluster.actors import CONTROL_GROUP, serve_transport
-from helixrt.replica.contracts import FetchReport, Shard, StateTransport
-from helixrt.replica.fetch import DonorGone, DonorLink, fetch_state
-from helixrt.replica.http_transport import Pace, default_serve_cpu
-from helixrt.replica.state_bytes import StateBytes, layout_digest
+from helixrt.replica.fetch import DonorGone, DonorLink
+from helixrt.replica.offering import OfferingTransport
 
-_OFFER_WAIT_S = 2.0  # a donor may be a moment from its snapshot
 _LOOK_S = 0.2  # between two looks whether a read was given up
 
 
@@ -31,7 +25,7 @@ def _checksum(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-class RayTransport(StateTransport):
+class RayTransport(OfferingTransport):
     """Serves from the actor this process is, which delegates `call_transport` to it; `address` is its name.
 
     `name` says otherwise where there is no actor (such a process can fetch and is asked by nobody).
@@ -43,49 +37,22 @@ class RayTransport(StateTransport):
         except ImportError as error:
             raise MissingExtra("ray", "ray", "state transport through Ray") from error
         self._ray: Any = ray
+        super().__init__(serve_cpu, rules)
         found = ray.get_runtime_context().get_actor_name() if name is None else name
         if not found:
             raise ValueError("other ranks find this one by its actor's name, and this actor has none")
         self._address: str = found
-        self._rules = rules or FetchRules()
-        self._pace = Pace(default_serve_cpu() if serve_cpu is None else serve_cpu)
-        self._offers: dict[str, StateBytes] = {}
-        self._offered = threading.Condition()
         serve_transport(self)
 
     @property
     def address(self) -> str:
         return self._address
 
-    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        state = StateBytes(tensors)
-        with self._offered:
-            self._offers[name] = state
-            self._offered.notify_all()
-
-    def withdraw(self, name: str) -> None:
-        with self._offered:
-            self._offers.pop(name, None)
-
-    def fetch(
-        self,
-        name: str,
-        layout: Sequence[Shard],
-        donors: Sequence[str],
-        timeout_s: float,
-        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
-    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
-        digest = layout_digest(layout)
-        wait_s = self._rules.request_timeout_s * self._rules.strikes
-
-        def connect(donor: str) -> DonorLink:
-            return _RayLink(self._ray, donor, name, digest, wait_s)
-
-        return fetch_state(layout, donors, connect, timeout_s, on_shard, self._rules)
+    def link(self, donor: str, name: str, digest: str, wait_s: float) -> DonorLink:
+        return _RayLink(self._ray, donor, name, digest, wait_s)
 
     def close(self) -> None:
-        with self._offered:
-            self._offers.clear()
+        self.withdraw_all()
         serve_transport(None)
 
     def serve_piece(self, name: str, digest: str, begin: int, end: int) -> tuple[Any, str, float]:
@@ -94,9 +61,7 @@ class RayTransport(StateTransport):
         Raises LookupError when there is no such offer, layout or range.
         """
         began_s = time.thread_time()
-        with self._offered:
-            self._offered.wait_for(lambda: name in self._offers, _OFFER_WAIT_S)
-            state = self._offers.get(name)
+        state = self.find(name)
         if state is None:
             raise LookupError(f"no offer {name!r}")
         if digest != state.digest:
@@ -104,9 +69,8 @@ class RayTransport(StateTransport):
         if not 0 <= begin < end <= state.nbytes:
             raise LookupError(f"the offer {name!r} has no bytes {begin} to {end}")
         data = b"".join(state.views(Piece(begin, end)))
-        with self._offered:
-            if self._offers.get(name) is not state:  # what was copied may have been reused already
-                raise LookupError(f"no offer {name!r}")
+        if not self.still_offers(name, state):  # what was copied may have been reused already
+            raise LookupError(f"no offer {name!r}")
         answer = self.put(data), _checksum(data)
         return *answer, self._pace.spent(time.thread_time() - began_s)
 

@@ -28,7 +28,8 @@ import torch
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Retryable
 from helixrt.replica.contracts import Shard, layout_of
-from helixrt.replica.http_transport import HttpTransport, default_serve_cpu
+from helixrt.replica.http_transport import HttpTransport
+from helixrt.replica.offering import default_serve_cpu
 
 WINDOWS = ("idle", "paced", "unpaced")
 _SECRET = "bench"

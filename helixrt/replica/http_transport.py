@@ -18,26 +18,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.client
-import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-import torch
-
 from helixrt.protocol.catchup import FetchRules, Piece
-from helixrt.replica.contracts import FetchReport, Shard, StateTransport
-from helixrt.replica.fetch import DonorGone, DonorLink, fetch_state
-from helixrt.replica.state_bytes import StateBytes, layout_digest
+from helixrt.replica.fetch import DonorGone, DonorLink
+from helixrt.replica.offering import OfferingTransport
 
 _NONCE, _PROOF, _CHECKSUM = "X-Helixrt-Nonce", "X-Helixrt-Proof", "X-Helixrt-Checksum"
-_OFFER_WAIT_S = 2.0  # a donor may be a moment from its snapshot
 _IDLE_S = 60.0
-_BURST_S = 0.005  # of serving time that may run ahead of the pace
 
 
 def _key(secret: str) -> bytes:
@@ -55,36 +49,7 @@ def _checksum(key: bytes, nonce: str, target: str, parts: Sequence[memoryview]) 
     return digest.hexdigest()
 
 
-def default_serve_cpu() -> float:
-    """2% of the processors this process may use, in cores: two ranks of a replica on one machine then stay
-    below 5% of it even when their training leaves no core idle."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return 0.02 * cores
-
-
-class Pace:
-    """Keeps what several threads do for others below `cores` of processor time, by having them sleep.
-
-    0 or less is no limit.
-    """
-
-    def __init__(self, cores: float) -> None:
-        self._cores = cores
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def spent(self, cpu_s: float) -> float:
-        """Account for `cpu_s` of work; returns how long to sleep before more."""
-        if self._cores <= 0:
-            return 0.0
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + cpu_s / self._cores
-            ahead = self._free_at - now
-        return ahead if ahead > _BURST_S else 0.0
-
-
-class HttpTransport(StateTransport):
+class HttpTransport(OfferingTransport):
     """Serves on `host` (a free port) to whoever knows `secret`.
 
     `send` puts an answer's parts on the wire; tests replace it to spoil, delay or break off answers.
@@ -97,11 +62,8 @@ class HttpTransport(StateTransport):
         serve_cpu: float | None = None,
         rules: FetchRules | None = None,
     ) -> None:
+        super().__init__(serve_cpu, rules)
         self._key = _key(secret)
-        self._rules = rules or FetchRules()
-        self._offers: dict[str, StateBytes] = {}
-        self._offered = threading.Condition()
-        self._pace = Pace(default_serve_cpu() if serve_cpu is None else serve_cpu)
         self.refused = 0  # requests without proof
         self._server = _Server((host, 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="helixrt-state", daemon=True)
@@ -113,31 +75,8 @@ class HttpTransport(StateTransport):
         host, port = self._server.server_address[:2]
         return f"{host!s}:{port}"
 
-    def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        state = StateBytes(tensors)
-        with self._offered:
-            self._offers[name] = state
-            self._offered.notify_all()
-
-    def withdraw(self, name: str) -> None:
-        with self._offered:
-            self._offers.pop(name, None)
-
-    def fetch(
-        self,
-        name: str,
-        layout: Sequence[Shard],
-        donors: Sequence[str],
-        timeout_s: float,
-        on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
-    ) -> tuple[dict[str, torch.Tensor], FetchReport]:
-        digest = layout_digest(layout)
-        wait_s = self._rules.request_timeout_s * self._rules.strikes
-
-        def connect(donor: str) -> DonorLink:
-            return _HttpLink(donor, self._key, f"/state/{quote(name, safe='')}", digest, wait_s)
-
-        return fetch_state(layout, donors, connect, timeout_s, on_shard, self._rules)
+    def link(self, donor: str, name: str, digest: str, wait_s: float) -> DonorLink:
+        return _HttpLink(donor, self._key, f"/state/{quote(name, safe='')}", digest, wait_s)
 
     def close(self) -> None:
         if not self._closed:
@@ -145,22 +84,12 @@ class HttpTransport(StateTransport):
             self._server.shutdown()
             self._server.server_close()
             self._thread.join(5)
-            with self._offered:
-                self._offers.clear()
+            self.withdraw_all()
 
     def send(self, connection: socket.socket, parts: Sequence[memoryview]) -> None:
         """Put the bytes of an answer on the wire."""
         for part in parts:
             connection.sendall(part)
-
-    def _find(self, name: str) -> StateBytes | None:
-        with self._offered:
-            self._offered.wait_for(lambda: name in self._offers or self._closed, _OFFER_WAIT_S)
-            return self._offers.get(name)
-
-    def _still_offers(self, name: str, state: StateBytes) -> bool:
-        with self._offered:
-            return self._offers.get(name) is state
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         transport = self
@@ -196,7 +125,7 @@ class HttpTransport(StateTransport):
         url = urlsplit(target)
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         folder, _, name = url.path.rpartition("/")
-        state = self._find(unquote(name)) if folder == "/state" else None
+        state = self.find(unquote(name)) if folder == "/state" else None
         if state is None:
             return _refuse(request, 404)
         if query.get("layout") != state.digest:
@@ -209,7 +138,7 @@ class HttpTransport(StateTransport):
             return _refuse(request, 416)
         parts = state.views(piece)
         checksum = _checksum(self._key, nonce, target, parts)
-        if not self._still_offers(unquote(name), state):  # what was summed up may have been reused already
+        if not self.still_offers(unquote(name), state):  # what was summed up may have been reused already
             return _refuse(request, 404)
         request.send_response_only(200)
         request.send_header("Content-Length", str(piece.nbytes))
