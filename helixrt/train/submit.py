@@ -146,13 +146,19 @@ def stop(client: Any, job: str) -> None:
 
 def submit(address: str | None, overrides: Sequence[str]) -> int:
     """Run the job on the cluster at `address` (a dashboard's URL, or whatever RAY_ADDRESS may be)."""
+    import ray.exceptions
     from ray.job_submission import JobSubmissionClient
 
+    no_token: Any = getattr(ray.exceptions, "AuthenticationError", ())  # older versions of Ray ask for none
     try:
         client = JobSubmissionClient(address)
     except ConnectionError as unreachable:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise ConfigError("RAY_ADDRESS", where, "no Ray cluster with a dashboard answers there") from unreachable
+    except no_token as refused:
+        where = address or os.environ.get("RAY_ADDRESS", "")
+        rule = "asks for a token that is not here; put it into RAY_AUTH_TOKEN, or a file named by RAY_AUTH_TOKEN_PATH"
+        raise ConfigError("RAY_ADDRESS", where, rule) from refused
     job = f"helixrt-{secrets.token_hex(6)}"
     try:
         begin(client, job, overrides)
@@ -162,6 +168,13 @@ def submit(address: str | None, overrides: Sequence[str]) -> int:
         with suppress(RuntimeError, OSError):  # not begun, or the cluster is gone: what was raised says more
             stop(client, job)
         raise
+
+
+def use_token() -> None:
+    """Show a running cluster our token if we have one: new versions of Ray ask for it, and by default show none."""
+    tokens = (os.environ.get("RAY_AUTH_TOKEN"), os.environ.get("RAY_AUTH_TOKEN_PATH"))
+    if any(tokens) or Path("~/.ray/auth_token").expanduser().exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -175,6 +188,8 @@ def run(config: TrainConfig, overrides: Sequence[str]) -> int:
     """Train as the job that the overrides describe; `config` is what they make. Returns an exit code."""
     from helixrt.ray_cluster.head import local_head
 
+    if os.environ.get("RAY_ADDRESS"):
+        use_token()
     check(config)
     logging.disable(logging.WARNING)  # this process only submits; Ray's modules each set their own level
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
