@@ -30,10 +30,10 @@ from helixrt.train import checkpoint as checkpoints
 from helixrt.train.chaos import driver_is_due
 from helixrt.train.config import ChaosConfig, TrainConfig
 from helixrt.train.data import load_corpus
+from helixrt.train.leader_reports import Finished, metrics_key
 from helixrt.train.lineage_files import drop_from, read_lineage, write_durably
 from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics_line
 from helixrt.train.output import RunOutput, new_run_folder, point_latest_to
-from helixrt.train.rank import Finished, metrics_key
 from helixrt.train.report import RunFacts, write_report
 
 

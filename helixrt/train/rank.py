@@ -11,14 +11,12 @@ import hashlib
 import ipaddress
 import json
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -47,6 +45,7 @@ from helixrt.train.config import TrainConfig
 from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import PipelineEngine
 from helixrt.train.heap import keep_freed_memory
+from helixrt.train.leader_reports import Finished, MetricsSender
 from helixrt.train.lineage_files import LineageWriter
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 
@@ -54,56 +53,6 @@ FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
 CONFIG_CODE = 2
 LOAD_ATTEMPTS = 5  # to read a checkpoint that the others do not prune meanwhile
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a replica says under its `done_key`: the state it ended with."""
-
-    replica: int
-    step: int
-    lineage: str
-    parameters_sha256: str
-    state_sha256: str
-
-    def to_json(self) -> str:
-        return json.dumps(self.__dict__)
-
-    @staticmethod
-    def from_json(text: str) -> Finished:
-        return Finished(**json.loads(text))
-
-
-def metrics_key(replica: int, incarnation: int, number: int) -> str:
-    """Where a leader puts its `number`-th line of metrics, for the driver."""
-    return f"metrics/{replica}/{incarnation}/{number}"
-
-
-class MetricsSender:
-    """Puts lines into the store on a thread of its own, so that no step waits for it."""
-
-    def __init__(self, store: RunStore, replica: int, incarnation: int) -> None:
-        self._store, self._replica, self._incarnation = store, replica, incarnation
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="helixrt-metrics", daemon=True)
-        self._thread.start()
-
-    def send(self, line: str) -> None:
-        self._lines.put(line)
-
-    def close(self) -> None:
-        """Send what is left; waits a few seconds at most."""
-        self._lines.put(None)
-        self._thread.join(timeout=5.0)
-
-    def _run(self) -> None:
-        number = 0
-        while (line := self._lines.get()) is not None:
-            try:
-                self._store.put_if_absent(metrics_key(self._replica, self._incarnation, number), line)
-            except Retryable:
-                return  # the driver is gone, and with it whoever would read this
-            number += 1
 
 
 class Rank:

@@ -21,9 +21,9 @@ from helixrt.ray_cluster.controller import Happening, LifeEvent
 from helixrt.record import Event, Kind
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import Corpus
+from helixrt.train.leader_reports import Finished
 from helixrt.train.lineage_files import write_durably
 from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics
-from helixrt.train.rank import Finished
 
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
 

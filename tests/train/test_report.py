@@ -14,8 +14,8 @@ from helixrt.ray_cluster.controller import Happening, LifeEvent
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
 from helixrt.train.config import DataConfig, TrainConfig
 from helixrt.train.data import load_corpus
+from helixrt.train.leader_reports import Finished
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
-from helixrt.train.rank import Finished
 from helixrt.train.report import RunFacts, write_report
 from helixrt.train.report_charts import ticks
 
