@@ -124,8 +124,10 @@ class JsonLinesSink:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a JSON Lines file; a last line cut short by a kill is left out."""
-    with open(path, encoding="utf-8") as lines:
+    """The events of a JSON Lines file; a line that a kill cut short is left out, wherever a later life wrote on."""
+    with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if line.endswith("\n"):
+            try:
                 yield Event.from_json(line)
+            except (ValueError, KeyError, TypeError):
+                continue

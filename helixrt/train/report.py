@@ -18,7 +18,7 @@ from helixrt.observe.failures import Failure, Loss, failures, replica_of
 from helixrt.observe.timeline import Timeline, timeline, typical_step
 from helixrt.protocol.lineage import Audit, CommitRecord, Log, audit
 from helixrt.ray_cluster.controller import Happening, LifeEvent
-from helixrt.record import Event, Kind
+from helixrt.record import Event, Kind, read_events
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import Corpus
 from helixrt.train.leader_reports import Finished
@@ -150,14 +150,8 @@ def to_plain(found: Figures) -> dict[str, Any]:
 
 
 def read_flight(folder: Path) -> list[Event]:
-    """All events of all ranks and lives, by time. A line cut by a kill is left out, wherever a later life wrote on."""
-    events: list[Event] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                events.append(Event.from_json(line))
-            except (ValueError, KeyError, TypeError):
-                continue
+    """All events of all ranks and lives, by time."""
+    events = [event for path in sorted(folder.glob("*.jsonl")) for event in read_events(path)]
     return sorted(events, key=lambda e: e.end_s)
 
 

@@ -31,7 +31,7 @@ def validate(config: TrainConfig) -> None:
         raise error
     derive(config.step_timeout_s)
     require_extras(config)
-    _port(config.port)
+    _address(config.host, config.port)
     _data(config)
     _output_root(config.output.root)
     if config.resume:
@@ -137,14 +137,16 @@ def require_extras(config: TrainConfig) -> None:
             raise MissingExtra(package, extra, what_for)
 
 
-def _port(port: int) -> None:
-    if port == 0:
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def _address(host: str, port: int) -> None:
+    """The run's servers must be able to listen at `host`, and its store at `port` there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError("host", host, f"is no address of this machine: {error.strerror}") from error
             reason = "is in use; choose another, or 0 for any free one" if error.errno == errno.EADDRINUSE else error.strerror
             raise ConfigError("port", port, str(reason)) from error
 

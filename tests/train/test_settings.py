@@ -154,6 +154,12 @@ def test_port_in_use(taken_port: int, root: str, text: str) -> None:
         validate(load_config([text, root, f"port={taken_port}"]))
 
 
+@pytest.mark.parametrize("host", ["nonsense.invalid", "203.0.113.7"])
+def test_host_that_is_not_this_machine(host: str, root: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^host={host}: is no address of this machine"):
+        validate(load_config([f"host={host}", root, text]))
+
+
 def test_output_root_that_cannot_be_a_folder(tmp_path: Path, text: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^output\.root=.*cannot write there"):
