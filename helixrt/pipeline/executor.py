@@ -20,7 +20,8 @@ from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, Lane, RecvHandle, SendHandle, Tag
 from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord, Kind
-from helixrt.schedule.ir import Op, Operation, Schedule, ScheduleError, check
+from helixrt.schedule.check import check
+from helixrt.schedule.ir import Op, Operation, Schedule, ScheduleError
 
 LANES = {Op.F: Lane.F, Op.B: Lane.B}
 POSTED_AHEAD = 4  # messages a stage expects before it needs them; each costs one boundary tensor

@@ -1,17 +1,18 @@
-"""The schedule IR: per stage an ordered list of operations, and the proof that it can run.
+"""The schedule IR: per stage an ordered list of operations, and where every chunk of the model lives.
 
-In: operations F (forward), B (backward for inputs), W (backward for weights) or an overlapped pair of
-a forward and a backward, each of one chunk and one micro-batch; where every chunk lives. Out: `check`
-raises `ScheduleError` unless the schedule is complete and every stage, working through its list in
-order with sends that never block, gets to the end.
+An operation is F (forward), B (backward for inputs), W (backward for weights) or BW (the whole backward in one
+piece, whose gradient leaves when all of it is done), of one chunk and one micro-batch; a `Pair` is a forward and a
+backward that overlap. What a schedule means is told by three functions: `needs` (whose results an operation
+takes in), `provides` (which results it makes) and `route` (between which stages its output travels). Whether a
+schedule can run is proved in `check`; how long it takes is computed in `simulate`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from helixrt.errors import HelixError
 
@@ -26,9 +27,10 @@ class Op(StrEnum):
     F = "F"
     B = "B"
     W = "W"
+    BW = "BW"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One operation of one micro-batch in one chunk of the model."""
 
@@ -40,9 +42,12 @@ class Operation:
         return f"{self.op.value}(chunk {self.chunk}, micro-batch {self.microbatch})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
-    """A forward and a backward (for inputs) on the same stage that overlap; starts when both can."""
+    """A forward and a backward (B or BW) on the same stage that overlap.
+
+    It starts when both can, and both of its results are there when it ends.
+    """
 
     forward: Operation
     backward: Operation
@@ -59,12 +64,27 @@ def operations_of(entry: Entry) -> tuple[Operation, ...]:
     return (entry.forward, entry.backward) if isinstance(entry, Pair) else (entry,)
 
 
+def linear(stages: int) -> tuple[int, ...]:
+    """Placement of one chunk per stage: chunk k on stage k."""
+    return tuple(range(stages))
+
+
+def interleaved(stages: int, rounds: int = 2) -> tuple[int, ...]:
+    """Placement of `rounds` chunks per stage: chunk k on stage k mod stages (Megatron-LM's virtual stages)."""
+    return tuple(range(stages)) * rounds
+
+
+def folded(stages: int) -> tuple[int, ...]:
+    """Placement of two chunks per stage: chunk k going down and chunk 2 stages - 1 - k coming back on stage k."""
+    return (*range(stages), *reversed(range(stages)))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What every stage does in one step, in order.
 
     `placement[chunk]` is the stage that holds the chunk; activations go from chunk to chunk + 1.
-    `entries[stage]` is the stage's list. A schedule without any B or W is forward only (evaluation).
+    `entries[stage]` is the stage's list. A schedule without any backward is forward only (evaluation).
     """
 
     name: str
@@ -77,6 +97,14 @@ class Schedule:
     def chunks(self) -> int:
         return len(self.placement)
 
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of every stage, in the model's order."""
+        homes: list[list[int]] = [[] for _ in range(self.stages)]
+        for chunk, stage in enumerate(self.placement):
+            homes[stage].append(chunk)
+        return tuple(map(tuple, homes))
+
     def operations(self, stage: int) -> Iterator[Operation]:
         """The stage's operations in order, pairs taken apart."""
         for entry in self.entries[stage]:
@@ -86,9 +114,28 @@ class Schedule:
     def forward_only(self) -> bool:
         return all(o.op is Op.F for stage in range(self.stages) for o in self.operations(stage))
 
+    def label(self, entry: Entry) -> str:
+        """Short text of an entry: `F4`, `B3`, `W3`, `BW3`, `F4+B2`; with `.k` for the stage's k-th further chunk.
+
+        For example `F4.1` is the forward of micro-batch 4 in the second chunk of its stage.
+        """
+        return "+".join(map(self._short, operations_of(entry)))
+
+    def _short(self, operation: Operation) -> str:
+        nth = self.held[self.placement[operation.chunk]].index(operation.chunk)
+        return f"{operation.op.value}{operation.microbatch}" + (f".{nth}" if nth else "")
+
+    def warmup(self) -> tuple[int, ...]:
+        """Per stage, the forwards before the first backward (the x_i of ADAPTRA, Section 4.1); a pair's is not one."""
+        counts = []
+        for entries in self.entries:
+            first = next((i for i, e in enumerate(entries) if isinstance(e, Pair) or e.op is not Op.F), len(entries))
+            counts.append(first)
+        return tuple(counts)
+
 
 def needs(schedule: Schedule, operation: Operation) -> tuple[Operation, ...]:
-    """The operations whose results `operation` takes in."""
+    """The results that `operation` takes in, named by the F, B or W that makes them (alone or in a BW)."""
     op, chunk, microbatch = operation.op, operation.chunk, operation.microbatch
     if op is Op.F:
         return (Operation(Op.F, chunk - 1, microbatch),) if chunk else ()
@@ -98,79 +145,20 @@ def needs(schedule: Schedule, operation: Operation) -> tuple[Operation, ...]:
     return (own, Operation(Op.B, chunk + 1, microbatch)) if chunk + 1 < schedule.chunks else (own,)
 
 
-def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every stage can work through its list in order and nothing is missing."""
-    _check_shape(schedule)
-    _check_complete(schedule)
-    _check_progress(schedule)
+def provides(operation: Operation) -> tuple[Operation, ...]:
+    """The results that `operation` makes: itself, or B and W when it is a whole backward."""
+    if operation.op is Op.BW:
+        chunk, microbatch = operation.chunk, operation.microbatch
+        return (Operation(Op.B, chunk, microbatch), Operation(Op.W, chunk, microbatch))
+    return (operation,)
 
 
-def _check_shape(schedule: Schedule) -> None:
-    if schedule.stages < 1 or schedule.microbatches < 1 or not schedule.placement:
-        raise ScheduleError(f"schedule {schedule.name}: needs at least one stage, one chunk and one micro-batch")
-    if len(schedule.entries) != schedule.stages:
-        raise ScheduleError(f"schedule {schedule.name}: {len(schedule.entries)} lists for {schedule.stages} stages")
-    if empty := set(range(schedule.stages)) ^ set(schedule.placement):
-        raise ScheduleError(f"schedule {schedule.name}: placement and stages differ in stages {sorted(empty)}")
-    for stage, entries in enumerate(schedule.entries):
-        for entry in entries:
-            if isinstance(entry, Pair) and (entry.forward.op is not Op.F or entry.backward.op is not Op.B):
-                raise ScheduleError(f"schedule {schedule.name}: stage {stage}: a pair is an F with a B, not {entry}")
-
-
-def _check_complete(schedule: Schedule) -> None:
-    kinds = (Op.F,) if schedule.forward_only else tuple(Op)
-    for stage in range(schedule.stages):
-        counted = Counter(schedule.operations(stage))
-        expected = {
-            Operation(op, chunk, microbatch)
-            for op in kinds
-            for chunk, home in enumerate(schedule.placement)
-            if home == stage
-            for microbatch in range(schedule.microbatches)
-        }
-        for operation, count in counted.items():
-            if operation not in expected:
-                raise ScheduleError(f"schedule {schedule.name}: {operation} does not belong on stage {stage}")
-            if count > 1:
-                raise ScheduleError(f"schedule {schedule.name}: stage {stage} has {operation} {count} times")
-        missing = expected - counted.keys()
-        if missing:
-            first = min(missing, key=lambda o: (o.op.value, o.chunk, o.microbatch))
-            raise ScheduleError(f"schedule {schedule.name}: stage {stage} lacks {first} ({len(missing)} missing in all)")
-
-
-def _check_progress(schedule: Schedule) -> None:
-    """Let every stage go as far as it can, until all are done or all that are left wait."""
-    done: set[Operation] = set()
-    at = [0] * schedule.stages
-
-    def blocker(stage: int) -> Operation | None:
-        """What the stage's next entry waits for. A pair's own F does not count: both begin together."""
-        return next(
-            (n for o in operations_of(schedule.entries[stage][at[stage]]) for n in needs(schedule, o) if n not in done),
-            None,
-        )
-
-    moved = True
-    while moved:
-        moved = False
-        for stage, entries in enumerate(schedule.entries):
-            while at[stage] < len(entries) and blocker(stage) is None:
-                done.update(operations_of(entries[at[stage]]))
-                at[stage] += 1
-                moved = True
-    stuck = [stage for stage, entries in enumerate(schedule.entries) if at[stage] < len(entries)]
-    if not stuck:
-        return
-    # Every stuck stage waits for an operation of a stuck stage: following that leads into a circle.
-    trail: list[int] = []
-    stage = stuck[0]
-    while stage not in trail:
-        trail.append(stage)
-        waited = blocker(stage)
-        assert waited is not None
-        stage = schedule.placement[waited.chunk]
-    circle = trail[trail.index(stage) :]
-    waits = "; ".join(f"stage {s} stands at {schedule.entries[s][at[s]]} and waits for {blocker(s)}" for s in circle)
-    raise ScheduleError(f"schedule {schedule.name} blocks itself: {waits}")
+def route(schedule: Schedule, operation: Operation) -> tuple[int, int] | None:
+    """(from, to): the stages between which the operation's output travels; None if it stays or ends there."""
+    if operation.op is Op.W:
+        return None
+    chunk = operation.chunk + (1 if operation.op is Op.F else -1)
+    if not 0 <= chunk < schedule.chunks:
+        return None
+    here, there = schedule.placement[operation.chunk], schedule.placement[chunk]
+    return None if here == there else (here, there)

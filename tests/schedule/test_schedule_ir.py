@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from helixrt.errors import ConfigError
+from helixrt.schedule.check import check
 from helixrt.schedule.generators import GENERATORS, build, forward_only
-from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, ScheduleError, check, needs, operations_of
+from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, ScheduleError, needs, operations_of
 
 SIZES = [(stages, microbatches) for stages in (1, 2, 3, 4, 7) for microbatches in (stages, stages + 1, 8, 12)]
 
@@ -87,7 +88,7 @@ def test_a_backward_before_its_own_forward_is_refused() -> None:
 
 
 def test_folded_placement_and_pairs() -> None:
-    f, b, w = (lambda c, m, op=op: Operation(op, c, m) for op in Op)
+    f, b, w = (lambda c, m, op=op: Operation(op, c, m) for op in (Op.F, Op.B, Op.W))
     good: list[Entry] = [f(0, 0), f(1, 0), f(0, 1), Pair(f(1, 1), b(1, 0)), w(1, 0), b(0, 0), w(0, 0)]
     good += [b(1, 1), w(1, 1), b(0, 1), w(0, 1)]
     check(Schedule("folded", 1, 2, (0, 0), (tuple(good),)))
