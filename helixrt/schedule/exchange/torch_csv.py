@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule
+from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, operations_of
 
 _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
 _OPS = {letter: op for op, letter in _LETTERS.items()}
@@ -54,7 +54,7 @@ def read(text: str, name: str, placement: Sequence[int] | None = None) -> Schedu
                 continue
             where = f"{name} line {stage + 1} column {column}"
             entry = _entry(cell, where)
-            for operation in (entry.forward, entry.backward) if isinstance(entry, Pair) else (entry,):
+            for operation in operations_of(entry):
                 home = homes.setdefault(operation.chunk, stage)
                 if home != stage:
                     raise ConfigError(where, cell, f"chunk {operation.chunk} stands on line {home + 1} already")
