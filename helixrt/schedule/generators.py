@@ -1,72 +1,104 @@
-"""Schedules by name: functions from (stages, micro-batches) to the IR.
+"""The fixed orders whose backward is one piece: GPipe, 1F1B and interleaved 1F1B.
 
-Linear placement: chunk k on stage k. W stands right after its B, as long as nothing gains from
-moving it.
+In: numbers of stages and micro-batches. Out: a `Schedule`, the same whatever the costs. The whole backward is one
+operation BW, whose gradient leaves at its end; orders that move W are in `zero_bubble` and `v_shaped`. Any number
+of micro-batches from 1 on is served: with too few to fill the pipeline it only stands idle for longer.
+`policies` lists every schedule by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.ir import Op, Operation, Schedule
+from helixrt.schedule import ir
+from helixrt.schedule.costs import uniform
+from helixrt.schedule.ir import Entry, Op, Operation, Schedule
+from helixrt.schedule.stage_order import StageOrder
 
 
-def _linear(name: str, microbatches: int, entries: list[list[Operation]]) -> Schedule:
-    stages = len(entries)
-    return Schedule(name, stages, microbatches, tuple(range(stages)), tuple(tuple(e) for e in entries))
+def check_sizes(stages: int, microbatches: int) -> None:
+    """Raise ConfigError unless there is at least one of each."""
+    if stages < 1:
+        raise ConfigError("stages", stages, "must be at least 1")
+    if microbatches < 1:
+        raise ConfigError("microbatches", microbatches, "must be at least 1")
 
 
-def _backward(chunk: int, microbatch: int) -> list[Operation]:
-    return [Operation(Op.B, chunk, microbatch), Operation(Op.W, chunk, microbatch)]
+def schedule_of(name: str, microbatches: int, placement: tuple[int, ...], orders: Iterable[Iterable[Entry]]) -> Schedule:
+    """The schedule of these orders, one per stage."""
+    entries = tuple(tuple(order) for order in orders)
+    return Schedule(name, len(entries), microbatches, placement, entries)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards. Every stage holds the activations of all micro-batches."""
-    entries: list[list[Operation]] = []
-    for stage in range(stages):
-        order = [Operation(Op.F, stage, m) for m in range(microbatches)]
-        for m in range(microbatches):
-            order += _backward(stage, m)
-        entries.append(order)
-    return _linear("gpipe", microbatches, entries)
+    """All forwards, then all backwards (Huang et al., GPipe). Every stage holds all micro-batches' activations."""
+    check_sizes(stages, microbatches)
+    orders = [[Operation(op, s, m) for op in (Op.F, Op.BW) for m in range(microbatches)] for s in range(stages)]
+    return schedule_of("gpipe", microbatches, ir.linear(stages), orders)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """1F1B: stage i runs stages - i forwards ahead, then one backward for one forward (PipeDream-flush).
 
     Stage i holds the activations of at most stages - i micro-batches.
-    Raises ConfigError for fewer micro-batches than stages: the pipeline would never fill.
     """
-    if microbatches < stages:
-        raise ConfigError("schedule.microbatches", microbatches, f"1f1b needs at least as many as stages (mesh.pp={stages})")
-    entries: list[list[Operation]] = []
+    check_sizes(stages, microbatches)
+    orders = []
     for stage in range(stages):
-        ahead = stages - stage
-        order = [Operation(Op.F, stage, m) for m in range(ahead)]
-        for m in range(microbatches):
-            order += _backward(stage, m)
-            if m + ahead < microbatches:
-                order.append(Operation(Op.F, stage, m + ahead))
-        entries.append(order)
-    return _linear("1f1b", microbatches, entries)
+        order = StageOrder(microbatches)
+        for _ in range(stages - stage):
+            order.add(Op.F, stage)
+        for _ in range(microbatches):
+            order.add(Op.BW, stage)
+            order.add(Op.F, stage)
+        orders.append(order.entries)
+    return schedule_of("1f1b", microbatches, ir.linear(stages), orders)
+
+
+def interleaved(stages: int, microbatches: int, rounds: int = 2) -> Schedule:
+    """Interleaved 1F1B over `rounds` chunks per stage (Narayanan et al. 2021, Megatron-LM), interleaved placement.
+
+    A stage goes through its chunks in turn, `stages` micro-batches at a time. Stage i runs
+    (rounds - 1) * stages + 2 * (stages - 1 - i) forwards ahead, then one forward for one backward. Micro-batches that
+    do not fill the last turn are served by the order for the next multiple of `stages`, its surplus left out.
+    """
+    check_sizes(stages, microbatches)
+    if rounds < 1:
+        raise ConfigError("rounds", rounds, "must be at least 1")
+    total = -(-microbatches // stages) * stages * rounds
+    orders = []
+    for stage in range(stages):
+        order = StageOrder(microbatches)
+        ahead = min((rounds - 1) * stages + 2 * (stages - 1 - stage), total)
+        for step in range(total + ahead):
+            if step < total:
+                order.add(Op.F, step // stages % rounds * stages + stage)
+            if step >= ahead:
+                order.add(Op.BW, (rounds - 1 - (step - ahead) // stages % rounds) * stages + stage)
+        orders.append(order.entries)
+    return schedule_of("interleaved", microbatches, ir.interleaved(stages, rounds), orders)
 
 
 def forward_only(stages: int, microbatches: int) -> Schedule:
     """Forwards alone, for evaluation."""
-    entries = [[Operation(Op.F, stage, m) for m in range(microbatches)] for stage in range(stages)]
-    return _linear("forward_only", microbatches, entries)
-
-
-GENERATORS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+    check_sizes(stages, microbatches)
+    orders = [[Operation(Op.F, stage, m) for m in range(microbatches)] for stage in range(stages)]
+    return schedule_of("forward_only", microbatches, ir.linear(stages), orders)
 
 
 def build(name: str, stages: int, microbatches: int) -> Schedule:
-    """The schedule called `name`. Raises ConfigError for an unknown name or numbers it cannot serve."""
-    if name not in GENERATORS:
-        raise ConfigError("schedule.name", name, f"must be one of {', '.join(sorted(GENERATORS))}")
+    """The schedule of the policy called `name`; one that plans by costs takes them all equal, without delays.
+
+    Raises ConfigError, by the keys of a training run, for an unknown name or numbers below 1.
+    """
+    from helixrt.schedule.policies import POLICIES  # above this module: it lists these generators among others
+
+    if name not in POLICIES:
+        raise ConfigError("schedule.name", name, f"must be one of {', '.join(POLICIES)}")
     if stages < 1:
         raise ConfigError("mesh.pp", stages, "must be at least 1")
     if microbatches < 1:
         raise ConfigError("schedule.microbatches", microbatches, "must be at least 1")
-    return GENERATORS[name](stages, microbatches)
+    placement = POLICIES[name].placement(stages)
+    return POLICIES[name].schedule(uniform(stages).split(placement), microbatches)

@@ -1,4 +1,4 @@
-"""The IR's check against a brute-force oracle, and the generators against their definitions."""
+"""The IR's check against a brute-force oracle."""
 
 from __future__ import annotations
 
@@ -9,49 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from helixrt.errors import ConfigError
 from helixrt.schedule.check import check
-from helixrt.schedule.generators import GENERATORS, build, forward_only
-from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, ScheduleError, needs, operations_of
-
-SIZES = [(stages, microbatches) for stages in (1, 2, 3, 4, 7) for microbatches in (stages, stages + 1, 8, 12)]
-
-
-@pytest.mark.parametrize("name", sorted(GENERATORS))
-@pytest.mark.parametrize("stages,microbatches", SIZES)
-def test_generated_schedules_are_valid(name: str, stages: int, microbatches: int) -> None:
-    schedule = build(name, stages, microbatches)
-    check(schedule)
-    check(forward_only(stages, microbatches))
-    for stage in range(stages):
-        order = list(schedule.operations(stage))
-        for at, operation in enumerate(order):
-            if operation.op is Op.B:
-                assert order[at + 1] == replace(operation, op=Op.W)
-
-
-@pytest.mark.parametrize("stages,microbatches", [(1, 4), (2, 8), (4, 12)])
-def test_activations_in_flight(stages: int, microbatches: int) -> None:
-    def peak(schedule: Schedule, stage: int) -> int:
-        held = most = 0
-        for operation in schedule.operations(stage):
-            held += {Op.F: 1, Op.B: 0, Op.W: -1}[operation.op]
-            most = max(most, held)
-        return most
-
-    for stage in range(stages):
-        assert peak(build("gpipe", stages, microbatches), stage) == microbatches
-        assert peak(build("1f1b", stages, microbatches), stage) == min(stages - stage, microbatches)
-
-
-def test_names_and_numbers_are_checked() -> None:
-    with pytest.raises(ConfigError, match="schedule.microbatches=3: 1f1b needs at least as many"):
-        build("1f1b", 4, 3)
-    build("gpipe", 4, 3)
-    with pytest.raises(ConfigError, match="schedule.name=zigzag"):
-        build("zigzag", 2, 2)
-    with pytest.raises(ConfigError, match="mesh.pp=0"):
-        build("gpipe", 0, 2)
+from helixrt.schedule.generators import build
+from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, ScheduleError, needs, operations_of, provides
 
 
 def with_stage(schedule: Schedule, stage: int, entries: list[Entry]) -> Schedule:
@@ -59,7 +19,7 @@ def with_stage(schedule: Schedule, stage: int, entries: list[Entry]) -> Schedule
 
 
 def test_missing_doubled_and_misplaced_operations_are_named() -> None:
-    schedule = build("1f1b", 2, 4)
+    schedule = build("zb-h1", 2, 4)
     order = list(schedule.entries[1])
     with pytest.raises(ScheduleError, match=r"stage 1 lacks W\(chunk 1, micro-batch 3\)"):
         check(with_stage(schedule, 1, order[:-1]))
@@ -100,7 +60,7 @@ def test_folded_placement_and_pairs() -> None:
 def runs_to_the_end(schedule: Schedule) -> bool:
     """The oracle: is program order plus data dependencies free of circles? (Kahn's algorithm)"""
     units = [(s, i) for s in range(schedule.stages) for i in range(len(schedule.entries[s]))]
-    home = {o: (s, i) for s, i in units for o in operations_of(schedule.entries[s][i])}
+    home = {r: (s, i) for s, i in units for o in operations_of(schedule.entries[s][i]) for r in provides(o)}
     before = {
         (s, i): {(s, i - 1)} - {(s, -1)} | {home[n] for o in operations_of(schedule.entries[s][i]) for n in needs(schedule, o)}
         for s, i in units
@@ -118,7 +78,7 @@ def test_check_agrees_with_the_oracle_on_random_orders() -> None:
     verdicts = set()
     for _ in range(400):
         stages, microbatches = rng.randint(1, 4), rng.randint(1, 5)
-        schedule = build("gpipe", stages, microbatches)
+        schedule = build(rng.choice(["gpipe", "zb-h2", "zbv", "w"]), stages, microbatches)
         entries = []
         for stage in range(stages):
             order = list(schedule.entries[stage])
