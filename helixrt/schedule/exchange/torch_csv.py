@@ -79,7 +79,7 @@ def read(text: str, name: str, placement: Sequence[int] | None = None) -> Schedu
 
 
 def _rows(text: str, name: str) -> list[list[str]]:
-    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
+    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True)
     rows: list[list[str]] = []
     try:
         rows.extend(reader)
