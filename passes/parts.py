@@ -1,0 +1,70 @@
+"""What passes hand to each other: a graph whose every input and output has a name and a meaning.
+
+A `Part` is a torch.fx graph module together with the `Port` of each placeholder and of each output, in order, and
+the stamps of the passes it went through. The parts of a captured model are the joint graph, then F, B and W after
+the split, then woven graphs, whose ports say which strand they belong to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from torch import fx
+
+
+class Role(StrEnum):
+    """What an input or output of a part is. `name` in `Port` says which one."""
+
+    PARAMETER = "parameter"  # in: a parameter by its qualified name
+    BUFFER = "buffer"  # in: a buffer; out: its new value
+    INPUT = "input"  # in: a tensor of the micro-batch, by its position or keyword
+    TARGET = "target"  # in: what the loss compares with
+    TANGENT = "tangent"  # in: gradient of the output of the same name (1 / micro-batches for a loss)
+    SAVED = "saved"  # out of F, in to B or W; out of B, in to W: by the producing node's name
+    OUTPUT = "output"  # out of F: the chunk's output, or the loss in the last chunk
+    INPUT_GRADIENT = "input gradient"  # out of B: gradient of the input of the same name
+    GRADIENT = "gradient"  # out of B or W: gradient of the parameter of the same name
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of a part; `strand` 0 or 1 in woven parts, 0 elsewhere."""
+
+    role: Role
+    name: str
+    strand: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A pass that has been over a part, and how long it took."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A graph with named boundaries. `inputs[i]` is the i-th placeholder, `outputs[i]` the i-th output."""
+
+    module: fx.GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    stamps: tuple[Stamp, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def stamped(self, name: str, seconds: float) -> Part:
+        return replace(self, stamps=(*self.stamps, Stamp(name, seconds)))
+
+
+@dataclass(frozen=True)
+class Split:
+    """F, B and W of one chunk, by dependency. Running F, then B, then W equals the joint graph."""
+
+    forward: Part
+    backward: Part
+    weight: Part
