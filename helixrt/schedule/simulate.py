@@ -31,6 +31,7 @@ from itertools import pairwise
 from helixrt.errors import ConfigError
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs
+from helixrt.schedule.host_memory import HostMemory, Tier, tiers
 from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule
 from helixrt.schedule.memory import held
 from helixrt.schedule.timeline import Bubble, Cause, Message, Span, Timeline
@@ -59,19 +60,21 @@ Comm = Delegated | Direct
 DELEGATED = Delegated()
 
 
-def simulate(schedule: Schedule, costs: Costs, comm: Comm = DELEGATED) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs, comm: Comm = DELEGATED, host: HostMemory | None = None) -> Timeline:
     """When everything happens, why stages stand idle, and what they hold.
 
     Times in ms from the start of the step. The idle time before an entry is a warm-up for the stage's first, else a
     dependency up to the moment at which the entry could have started had every input been sent as soon as it was
     made over an idle link, and head-of-line blocking from then on (direct only: when delegated, waiting for a link
     that carries other messages counts as dependency). After the last entry comes cool-down. Busy and idle time tile
-    [0, makespan] on every stage.
+    [0, makespan] on every stage. With `host`, what exceeds a stage's memory cap is copied to the host and back (see
+    `host_memory`); waiting for a copy counts as dependency, and the timeline's memory is that of both tiers.
+    Without it, caps do not matter here.
 
     Raises ConfigError when the costs are of another placement, ScheduleError when the schedule blocks itself. What else
     `check` proves (that nothing is missing or doubled) is not asked here.
     """
-    run = _run(schedule, costs, comm)
+    run = _run(schedule, costs, comm, host)
     spans = tuple(
         tuple(map(Span, entries, starts, ends))
         for entries, starts, ends in zip(schedule.entries, run.starts, run.ends, strict=True)
@@ -82,9 +85,9 @@ def simulate(schedule: Schedule, costs: Costs, comm: Comm = DELEGATED) -> Timeli
     return Timeline(schedule, costs, spans, tuple(run.messages), bubbles, memory)
 
 
-def makespan_ms(schedule: Schedule, costs: Costs, comm: Comm = DELEGATED) -> float:
+def makespan_ms(schedule: Schedule, costs: Costs, comm: Comm = DELEGATED, host: HostMemory | None = None) -> float:
     """The makespan of `simulate` alone, at a fraction of its work. Raises as `simulate` does."""
-    return _run(schedule, costs, comm).makespan_ms
+    return _run(schedule, costs, comm, host).makespan_ms
 
 
 @dataclass(slots=True)
@@ -142,7 +145,7 @@ def _ways(schedule: Schedule, costs: Costs) -> tuple[list[_Way | None], list[_Wa
     return forward, backward
 
 
-def _run(schedule: Schedule, costs: Costs, comm: Comm) -> _Run:
+def _run(schedule: Schedule, costs: Costs, comm: Comm, host: HostMemory | None) -> _Run:
     if costs.placement != schedule.placement:
         raise ConfigError("costs.placement", costs.placement, f"must be the schedule's, {schedule.placement}")
     stages, n, chunks = schedule.stages, schedule.microbatches, schedule.chunks
@@ -167,6 +170,7 @@ def _run(schedule: Schedule, costs: Costs, comm: Comm) -> _Run:
     free = [0.0] * stages  # when the stage may take up its next entry
     awaited = [-1] * stages  # the slot that a stopped stage waits for
     pair_ms: dict[tuple[int, Op, int], float] = {}
+    memory: list[Tier | None] = tiers(schedule, costs, host) if host is not None else [None] * stages
 
     def send(operation: Operation, way: _Way, end_ms: float, at_ms: float) -> float:
         """Put the output of `operation` on its way, its turn being at `at_ms`; when the stage may go on."""
@@ -196,6 +200,7 @@ def _run(schedule: Schedule, costs: Costs, comm: Comm) -> _Run:
     while ready:
         stage = ready.pop()
         entries, starts, ends, clears = schedule.entries[stage], run.starts[stage], run.ends[stage], run.clear[stage]
+        tier = memory[stage]
         for index in range(len(ends), len(entries)):
             entry = entries[index]
             operations = (entry.forward, entry.backward) if isinstance(entry, Pair) else (entry,)
@@ -213,6 +218,9 @@ def _run(schedule: Schedule, costs: Costs, comm: Comm) -> _Run:
                 break
             start = at = free[stage]
             clear = ends[-1] if ends else 0.0
+            if tier is not None:
+                copied_ms = tier.begin(entry)
+                start, clear = max(start, copied_ms), max(clear, copied_ms)
             for operation in operations:
                 op, chunk = operation.op, operation.chunk
                 if op is Op.W:
@@ -236,6 +244,8 @@ def _run(schedule: Schedule, costs: Costs, comm: Comm) -> _Run:
                 end = start + pair_ms[key]
             else:
                 end = start + durations[entry.op][entry.chunk]
+            if tier is not None:
+                tier.end(entry, end)
             starts.append(start)
             ends.append(end)
             clears.append(start if queues is None else clear)
