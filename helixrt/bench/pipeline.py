@@ -24,12 +24,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Fatal
 from helixrt.record import FlightRecord
-from helixrt.schedule.generators import build
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import PipelineEngine, token_loss
 from helixrt.train.heap import keep_freed_memory
 from helixrt.train.lr import learning_rate
-from helixrt.train.models.build import build_stage, check_model, split_layers
+from helixrt.train.models.build import build_chunk, check_model
+from helixrt.train.schedules import job_schedule
 
 STAGES = 2
 SEED = 11
@@ -93,7 +93,7 @@ def ours(settings: Settings, stage: int) -> Step:
 
 
 def torch_pipelining(settings: Settings, stage: int) -> Step:
-    module = build_stage(settings.model, settings.seq_len, stage, STAGES, seed=SEED)
+    module = build_chunk(settings.model, settings.seq_len, stage, STAGES, seed=SEED)
     group = dist.new_group()
     schedule = Schedule1F1B(
         PipelineStage(module, stage, STAGES, torch.device("cpu"), group=group), settings.microbatches, loss_fn=token_loss
@@ -183,9 +183,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--microbatches", settings.microbatches, f"must divide --batch={settings.batch}")
     if settings.rounds < 2 or settings.block < 1:
         raise ConfigError("--rounds", settings.rounds, "must be at least 2, of blocks (--block) of at least one step")
-    build("1f1b", STAGES, settings.microbatches)
     check_model(settings.model)
-    split_layers(settings.layers, STAGES)
+    schedule = ScheduleConfig("1f1b", settings.microbatches)
+    job_schedule(schedule, stages=STAGES, layers=settings.layers, batch=settings.batch)
     seconds, losses = measure(settings)
     ratios = [theirs / own for own, theirs in zip(seconds["helixrt"], seconds["torch"], strict=True)]
     spreads = {

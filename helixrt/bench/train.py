@@ -47,7 +47,7 @@ from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import token_loss
 from helixrt.train.heap import keep_freed_memory
 from helixrt.train.lr import learning_rate
-from helixrt.train.models.build import build_stage
+from helixrt.train.models.build import build_chunk
 from helixrt.train.rank import Rank
 
 WORLD = 2
@@ -148,7 +148,7 @@ def run_ddp(config: TrainConfig, rank: int, store: str, gate: Gate, block: int, 
     data = config.data
     stream = ReplicaStream(load_corpus(data), rank, WORLD, data.batch, data.seq_len, config.seed)
     watch = Stopwatch(stream.batch_at, 1, gate, block)
-    model = build_stage(config.model, data.seq_len, 0, 1, seed=config.seed)
+    model = build_chunk(config.model, data.seq_len, 0, 1, seed=config.seed)
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     parameters = list(model.parameters())
     groups = [

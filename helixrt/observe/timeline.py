@@ -133,7 +133,7 @@ def _bar(event: Event, origin_s: float, step: int) -> Bar | None:
     if event.kind is Kind.OPERATION:
         op = str(event.detail["op"])
         label = f"{op} chunk {event.detail.get('chunk')} micro-batch {event.detail.get('microbatch')}"
-        return Bar(op, label, begin_s, end_s, other)
+        return Bar("B" if op == "BW" else op, label, begin_s, end_s, other)
     if event.kind not in _DRAWN or event.end_s <= event.begin_s:
         return None
     what = _DRAWN[event.kind]

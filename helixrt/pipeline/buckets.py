@@ -20,7 +20,6 @@ class Slot:
     """Where a parameter's gradient lies: elements [start, start + numel) of bucket `bucket`."""
 
     name: str
-    chunk: int
     bucket: int
     start: int
     shape: torch.Size
@@ -31,19 +30,19 @@ class Slot:
 
 
 def lay_out(
-    parameters: Sequence[tuple[str, int, torch.Tensor]], bucket_bytes: int, alone: Collection[str] = ()
+    parameters: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int, alone: Collection[str] = ()
 ) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
-    """Slots for parameters (name, chunk, tensor), in order, and the elements of each bucket.
+    """Slots for parameters (name, tensor), in order, and the elements of each bucket.
 
     A bucket is full with the parameter that brings it to `bucket_bytes`. Those `alone` get one of their own.
     """
     slots: list[Slot] = []
     sizes: list[int] = []
     full = True
-    for name, chunk, parameter in parameters:
+    for name, parameter in parameters:
         if full or name in alone:
             sizes.append(0)
-        slots.append(Slot(name, chunk, len(sizes) - 1, sizes[-1], parameter.shape))
+        slots.append(Slot(name, len(sizes) - 1, sizes[-1], parameter.shape))
         sizes[-1] += parameter.numel()
         full = sizes[-1] * parameter.element_size() >= bucket_bytes or name in alone
     return tuple(slots), tuple(sizes)
@@ -52,18 +51,29 @@ def lay_out(
 class GradientBuckets:
     """The buckets of the chunks on this rank (all parameters of one dtype).
 
+    `named` are their parameters in the model's order, each once: one that several chunks share (a tied embedding,
+    where the first and the last chunk meet) stands where the first of them has it, and is final when the last
+    backwards of all of them are done.
+
     A step is `begin`, backwards, `last_backward(chunk)` before the last one of each chunk and
     `finish(chunk)` after it, `complete(name)` for each of `withheld`. Buckets are handed out from the last
     to the first, which is nearly the order in which backward finishes them, and the same everywhere.
     """
 
     def __init__(self, chunks: dict[int, nn.Module], bucket_bytes: int, withheld: Collection[str] = ()) -> None:
-        named = [(n, c, p) for c in sorted(chunks) for n, p in chunks[c].named_parameters()]
-        self.slots, sizes = lay_out(named, bucket_bytes, alone=withheld)
-        self.flat = [torch.zeros(size, dtype=named[0][2].dtype) for size in sizes]
+        self.named: list[tuple[str, nn.Parameter]] = []
+        users: dict[nn.Parameter, set[int]] = {}
+        for chunk in sorted(chunks):
+            for name, parameter in chunks[chunk].named_parameters():
+                if parameter not in users:
+                    self.named.append((name, parameter))
+                users.setdefault(parameter, set()).add(chunk)
+        self.slots, sizes = lay_out(self.named, bucket_bytes, alone=withheld)
+        self.flat = [torch.zeros(size, dtype=self.named[0][1].dtype) for size in sizes]
         self.withheld = frozenset(withheld)
         self.grads = [slot.view(self.flat) for slot in self.slots]
-        self._parameters = [parameter for _, _, parameter in named]
+        self._parameters = [parameter for _, parameter in self.named]
+        self._users = [users[parameter] for parameter in self._parameters]
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self.grads[index]
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -92,7 +102,7 @@ class GradientBuckets:
     def finish(self, chunk: int) -> None:
         """The last backward is done: gradients it did not add to are final as well."""
         for index, slot in enumerate(self.slots):
-            if slot.chunk == chunk:
+            if chunk in self._users[index] and self._users[index] <= self._last:
                 if self._parameters[index].grad is None:
                     self._parameters[index].grad = self.grads[index].zero_()
                 if slot.name not in self.withheld:
@@ -107,14 +117,14 @@ class GradientBuckets:
         self._release()
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        chunk, held, grad = self.slots[index].chunk, self.slots[index].name in self.withheld, self.grads[index]
+        users, held, grad = self._users[index], self.slots[index].name in self.withheld, self.grads[index]
 
         def added(parameter: torch.Tensor) -> None:
             first = parameter.grad
             if first is not None and first is not grad:  # one copy costs less than zeroing and adding
                 grad.copy_(first)
                 parameter.grad = grad
-            if chunk in self._last and not held:
+            if users <= self._last and not held:  # chunks run in turns: all but the running one have finished
                 self._mark(index)
                 # On an accelerator backward has threads of its own; `finish` hands out in the right one.
                 if threading.get_ident() == self._thread:

@@ -13,21 +13,21 @@ from helixrt.pipeline.channels import Channel, Lane, RecvHandle, Tag
 
 
 def share_loss(
-    channels: Mapping[int, Channel], stage: int, stages: int, generation: int, step: int
+    channels: Mapping[int, Channel], stage: int, home: int, generation: int, step: int
 ) -> Callable[[float | None], float]:
     """Begin before a pass, so that nobody waits for the loss to be asked for; call the result after it.
 
-    The last stage puts its loss in (others None), every stage gets it back.
+    Stage `home`, which has the last chunk, puts its loss in (others None), every stage gets it back.
     """
-    tag, last = Tag(generation, step, 0, 0, Lane.LOSS), stages - 1
-    expected = channels[last].recv(tag, torch.empty(1, dtype=torch.float64)) if stage != last else None
+    tag = Tag(generation, step, 0, 0, Lane.LOSS)
+    expected = channels[home].recv(tag, torch.empty(1, dtype=torch.float64)) if stage != home else None
 
     def result(loss: float | None) -> float:
         if expected is not None:
             return float(expected.wait().item())
         assert loss is not None
-        for peer in range(last):
-            channels[peer].send(tag, torch.tensor([loss], dtype=torch.float64))
+        for channel in channels.values():
+            channel.send(tag, torch.tensor([loss], dtype=torch.float64))
         return loss
 
     return result

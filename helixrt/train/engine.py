@@ -1,4 +1,4 @@
-"""The pipeline engine: one stage of a replica's model, run by a schedule, updated by AdamW.
+"""The pipeline engine: one stage's chunks of a replica's model, run by a schedule, updated by AdamW.
 
 In: configuration, the stage's place, the replica's process group, a source of batches by position.
 Out: the `Engine` contract of `helixrt.replica.contracts`.
@@ -12,21 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
-from helixrt.errors import ConfigError, Fatal
+from helixrt.errors import Fatal
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES, Channel, GroupChannel
+from helixrt.pipeline.channels import Channel, GroupChannel
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
-from helixrt.pipeline.executor import Executor, Program, compile_program
+from helixrt.pipeline.executor import Executor
+from helixrt.pipeline.program import Program, compile_program
 from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import Engine, Update, WorkResult
-from helixrt.schedule.generators import build, forward_only
+from helixrt.schedule.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.lr import learning_rate
-from helixrt.train.models.build import TIED_PARAMETER, build_stage
+from helixrt.train.models.build import TIED_PARAMETER, build_chunks
 from helixrt.train.optimizer import BucketAdamW
+from helixrt.train.schedules import job_schedule
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -41,14 +44,14 @@ class PipelineEngine(Engine):
 
     All ranks of a replica build it together and call it in the same order. `group` holds the
     replica's pipeline ranks, ordered by stage (Gloo); None when `stages` is 1. `batch_at(position)`
-    and `validation(i)` give int64 tokens [batch, seq_len + 1] and are called on the first and the last
-    stage only; they must be pure functions of their argument. `steps` is the run's number of updates
-    (the learning rate decays towards it). `seed` decides the initial weights, whatever the cut.
-    `module` is this stage's part of the model, `generation` what messages between stages are tagged with.
+    and `validation(i)` give int64 tokens [batch, seq_len + 1] and are called only where the first and the last
+    chunk of the model are; they must be pure functions of their argument. `steps` is the run's number of
+    updates (the learning rate decays towards it). `seed` decides the initial weights, whatever the cut.
+    `modules` are this stage's chunks of the model, by number, as the schedule places them; `generation` is
+    what messages between stages are tagged with.
 
-    Raises ConfigError for micro-batches that do not divide the batch, a schedule that cannot be
-    built, or more stages than layers; `run`, `apply` and `evaluate` raise Retryable when a stage of this
-    replica is lost.
+    Raises ConfigError for a model or a schedule that cannot be built (see `job_schedule`); `run`, `apply` and
+    `evaluate` raise Retryable when a stage of this replica is lost.
     """
 
     def __init__(
@@ -69,15 +72,10 @@ class PipelineEngine(Engine):
         record: FlightRecord,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        microbatches = schedule.microbatches
-        if not 1 <= microbatches <= MAX_MICROBATCHES:
-            raise ConfigError("schedule.microbatches", microbatches, f"must be between 1 and {MAX_MICROBATCHES}")
-        if batch % microbatches:
-            raise ConfigError("schedule.microbatches", microbatches, f"must divide data.batch={batch}")
-        if stages > MAX_CHUNKS:
-            raise ConfigError("mesh.pp", stages, f"must be at most {MAX_CHUNKS}")
         assert (group is None) == (stages == 1), "a group is needed exactly when there is more than one stage"
-        self.module = build_stage(model, seq_len, stage, stages, seed=seed, dtype=dtype)
+        initial = job_schedule(schedule, stages=stages, layers=model.layers, batch=batch)
+        microbatches, self.placement = initial.microbatches, initial.placement
+        self.modules: Mapping[int, nn.Module] = build_chunks(model, seq_len, self.placement, stage, seed=seed, dtype=dtype)
         self.optim, self.batch, self.seq_len, self.steps = optim, batch, seq_len, steps
         self.stage, self.stages, self.record = stage, stages, record
         self.batch_at, self.validation = batch_at, validation
@@ -86,26 +84,35 @@ class PipelineEngine(Engine):
         self._channels: dict[int, Channel] = {}
         if group is not None:
             self._channels = {peer: GroupChannel(group, peer, record) for peer in range(stages) if peer != stage}
-        last = stage == stages - 1
-        split_tie = model.tied and stages > 1 and (stage == 0 or last)
-        self._tied_peer = (stages - 1 if stage == 0 else 0) if split_tie else None
-        self._buckets = GradientBuckets({stage: self.module}, optim.bucket_bytes, (TIED_PARAMETER,) if split_tie else ())
-        self._optimizer = BucketAdamW(list(self.module.named_parameters()), self._buckets.slots, optim)
+        self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
+        ends = self.placement[0], self.placement[-1]
+        split_tie = model.tied and ends[0] != ends[1] and stage in ends
+        self._tied_peer = (ends[1] if stage == ends[0] else ends[0]) if split_tie else None
+        self._buckets = GradientBuckets(dict(self.modules), optim.bucket_bytes, (TIED_PARAMETER,) if split_tie else ())
+        self._optimizer = BucketAdamW(self._buckets.named, self._buckets.slots, optim)
         self._state = self._optimizer.state()
         boundary = torch.empty(batch // microbatches, seq_len, model.dim, dtype=dtype)
-        chunk = StageChunk(self.module, token_loss if last else None)
-        self._executor = Executor({stage: chunk}, self._channels, boundary, record)
-        self._evaluation = compile_program(forward_only(stages, microbatches), stage)
+        chunks = {
+            chunk: StageChunk(module, token_loss if chunk + 1 == initial.chunks else None)
+            for chunk, module in self.modules.items()
+        }
+        self._executor = Executor(chunks, self._channels, boundary, record)
+        self._evaluation = compile_program(forward_only(self.placement, microbatches), stage)
         self._program: Program
-        self.use_schedule(build(schedule.name, stages, microbatches))
+        self.use_schedule(initial)
 
     def use_schedule(self, schedule: Schedule) -> None:
-        """From the next `run` on, work by another schedule of as many stages and micro-batches.
+        """From the next `run` on, work by another schedule of the same placement and as many micro-batches.
 
-        All ranks of the replica do so before the same step. Raises ScheduleError if it cannot be run.
+        All ranks of the replica do so before the same step. Raises ScheduleError if it cannot be run, ValueError
+        for one that is for other chunks or micro-batches.
         """
         if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
             raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
+        if schedule.placement != self.placement:
+            raise ValueError(
+                f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
+            )
         self._program = compile_program(schedule, self.stage)
 
     @property
@@ -131,11 +138,10 @@ class PipelineEngine(Engine):
         finish_tied: Callable[[], None] | None = None,
     ) -> float:
         """One pass (with its backward, if there are buckets) over one batch; the mean loss, on every stage."""
-        shared = share_loss(self._channels, self.stage, self.stages, self.generation, self._passes)
+        shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs: Sequence[torch.Tensor] = ()
         targets: Sequence[torch.Tensor] = ()
-        first, last = self.stage == 0, self.stage == self.stages - 1
-        if first or last:
+        if self._embeds or self._predicts:
             tokens = source(position)
             if tokens.shape != (self.batch, self.seq_len + 1):
                 raise ValueError(f"batch {position} is {tuple(tokens.shape)}, not {(self.batch, self.seq_len + 1)}")
@@ -145,7 +151,7 @@ class PipelineEngine(Engine):
         if buckets is not None and finish_tied is not None:
             finish_tied()
             buckets.complete(TIED_PARAMETER)
-        return shared(math.fsum(loss.item() for loss in losses) / len(losses) if last else None)
+        return shared(math.fsum(loss.item() for loss in losses) / len(losses) if self._predicts else None)
 
     def apply(self, step: int, reduced: Sequence[torch.Tensor]) -> Update:
         self._passes += 1
@@ -160,9 +166,7 @@ class PipelineEngine(Engine):
 
     def _squared_norms(self, reduced: Sequence[torch.Tensor]) -> list[float]:
         """Each stage's squared norm, in the order of stages; of a tied parameter's copies the first counts."""
-        skipped = {
-            slot.bucket for slot in self._buckets.slots if slot.name in self._buckets.withheld and self.stage == self.stages - 1
-        }
+        skipped = {slot.bucket for slot in self._buckets.slots if slot.name in self._buckets.withheld and self._predicts}
         mine = math.fsum(
             torch.linalg.vector_norm(bucket, dtype=torch.float64).item() ** 2
             for index, bucket in enumerate(reduced)

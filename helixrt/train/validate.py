@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from helixrt.errors import ConfigError, MissingExtra
+from helixrt.schedule.policies import policy
 from helixrt.timeouts import derive
 from helixrt.train.chaos import DRIVER, MOMENTS
 from helixrt.train.config import TrainConfig
 
 FAMILIES = ("gpt", "llama")
-SCHEDULES = ("gpipe", "1f1b")
 LAUNCHERS = ("auto", "local", "ray")
 
 
@@ -31,6 +31,7 @@ def validate(config: TrainConfig) -> None:
         raise error
     derive(config.step_timeout_s)
     require_extras(config)
+    _schedule(config)
     _address(config.host, config.port)
     _data(config)
     _output_root(config.output.root)
@@ -86,10 +87,9 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
 
 def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     """Rules about names and about settings that must fit each other."""
-    model, mesh, schedule = config.model, config.mesh, config.schedule
+    model, mesh = config.model, config.mesh
     for key, value, known in (
         ("model.family", model.family, FAMILIES),
-        ("schedule.name", schedule.name, SCHEDULES),
         ("launcher", config.launcher, LAUNCHERS),
     ):
         if value not in known:
@@ -104,12 +104,6 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
             yield ConfigError("model.kv_heads", model.kv_heads, f"must divide model.heads={model.heads}")
         if (model.dim // model.heads) % 2:
             yield ConfigError("model.heads", model.heads, f"must leave an even size per head of model.dim={model.dim}")
-    if mesh.pp > model.layers:
-        yield ConfigError("mesh.pp", mesh.pp, f"more stages than layers: model.layers={model.layers}")
-    if config.data.batch % schedule.microbatches:
-        yield ConfigError("schedule.microbatches", schedule.microbatches, f"must divide data.batch={config.data.batch}")
-    if schedule.name == "1f1b" and schedule.microbatches < mesh.pp:
-        yield ConfigError("schedule.microbatches", schedule.microbatches, f"1f1b needs one per stage: mesh.pp={mesh.pp}")
 
 
 def _kills(config: TrainConfig) -> Iterator[ConfigError]:
@@ -151,6 +145,12 @@ def _address(host: str, port: int) -> None:
             raise ConfigError("port", port, str(reason)) from error
 
 
+def _schedule(config: TrainConfig) -> None:
+    from helixrt.train.schedules import job_schedule
+
+    job_schedule(config.schedule, stages=config.mesh.pp, layers=config.model.layers, batch=config.data.batch)
+
+
 def _output_root(root: str) -> None:
     try:
         Path(root).mkdir(parents=True, exist_ok=True)
@@ -190,3 +190,7 @@ def resume_conflicts(before: TrainConfig, now: TrainConfig) -> Iterator[ConfigEr
     for key, (was, is_) in must_stay.items():
         if was != is_:
             yield ConfigError(key, is_, f"was {was} in the run to resume, and must stay so")
+    placements = [policy(c.schedule.name).placement(c.mesh.pp) for c in (before, now)]
+    if placements[0] != placements[1]:
+        rule = f"was {before.schedule.name} in the run to resume, which has other layers on each stage; not supported yet"
+        yield ConfigError("schedule.name", now.schedule.name, rule)

@@ -38,7 +38,7 @@ def test_a_short_run_writes_its_figures(
     [
         (["--batch", "6", "--microbatches", "4"], "--microbatches=4: must divide --batch=6"),
         (["--microbatches", "1"], "schedule.microbatches=1: 1f1b needs"),
-        (["--layers", "1"], "mesh.pp=2: must be between 1"),
+        (["--layers", "1"], "mesh.pp=2: more stages than layers: model.layers=1"),
         (["--rounds", "1"], "--rounds=1: must be at least 2"),
     ],
 )

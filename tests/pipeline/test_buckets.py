@@ -16,11 +16,11 @@ def test_layout_follows_parameter_order_for_any_sizes() -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(200):
-        tensors = [(str(i), 0, torch.empty(rng.randint(1, 50))) for i in range(rng.randint(1, 20))]
-        alone = {name for name, _, _ in tensors if rng.random() < 0.1}
+        tensors = [(str(i), torch.empty(rng.randint(1, 50))) for i in range(rng.randint(1, 20))]
+        alone = {name for name, _ in tensors if rng.random() < 0.1}
         limit = rng.randint(1, 400)
         slots, sizes = lay_out(tensors, limit, alone)
-        assert [s.name for s in slots] == [n for n, _, _ in tensors]
+        assert [s.name for s in slots] == [n for n, _ in tensors]
         at = [0] * len(sizes)
         for before, slot in zip([None, *slots], slots, strict=False):
             assert before is None or slot.bucket in (before.bucket, before.bucket + 1), f"seed {seed}"
@@ -99,3 +99,22 @@ def test_an_error_in_on_bucket_comes_through() -> None:
     buckets.last_backward(0)
     with pytest.raises(KeyError, match="first cause"):
         model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_parameter_of_two_chunks_is_final_after_both() -> None:
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    last.weight = first.weight
+    buckets = GradientBuckets({0: first, 3: last}, bucket_bytes=1)
+    assert [n for n, _ in buckets.named] == ["weight", "bias", "bias"] and len(buckets.flat) == 3
+    x = torch.tensor([[1.0, 2.0]])
+    both = torch.tensor([[2.0, 4.0], [2.0, 4.0]])
+    for order in ((3, 0), (0, 3)):
+        seen: list[int] = []
+        buckets.begin(seen.append)
+        for chunk in order:
+            assert seen == ([] if chunk == order[0] else [2] if order[0] == 3 else [])
+            buckets.last_backward(chunk)
+            (first if chunk == 0 else last)(x).sum().backward()
+            buckets.finish(chunk)
+        assert seen == [2, 1, 0]
+        assert torch.equal(first.weight.grad, both) and first.weight.grad.data_ptr() == buckets.flat[0].data_ptr()

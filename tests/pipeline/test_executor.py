@@ -1,8 +1,16 @@
-"""The executor runs the schedule it is given, and refuses one that it cannot run."""
+"""The executor runs every valid schedule, and refuses the others: random ones, of any placement and order, whole and
+split backwards, pairs.
+
+Stages are threads. Most runs go over channels in memory that check what the executor claims: a send that it waits for
+in a step has been taken in already. Some go over Gloo.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,104 +18,253 @@ import torch
 from torch import nn
 
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import GroupChannel
-from helixrt.pipeline.executor import Executor, compile_program
+from helixrt.pipeline.channels import Channel, GroupChannel, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.executor import Executor
+from helixrt.pipeline.program import compile_program
 from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord, Kind
-from helixrt.schedule.generators import build
-from helixrt.schedule.ir import Op, Operation, Pair, Schedule, ScheduleError
+from helixrt.schedule.check import check
+from helixrt.schedule.evaluation import forward_only
+from helixrt.schedule.ir import (
+    Entry,
+    Op,
+    Operation,
+    Pair,
+    Schedule,
+    ScheduleError,
+    folded,
+    interleaved,
+    linear,
+    needs,
+    operations_of,
+    provides,
+)
 
-DIM, MICROBATCHES = 6, 3
+DIM, ROWS = 5, 3
+DEADLINE_S = 20.0
 
 
-def f(c: int, m: int) -> Operation:
-    return Operation(Op.F, c, m)
+def random_placement(rng: random.Random) -> tuple[int, ...]:
+    stages = rng.randint(1, 4)
+    scattered = [*range(stages), *(rng.randrange(stages) for _ in range(rng.randint(0, 4)))]
+    rng.shuffle(scattered)
+    return rng.choice([linear(stages), interleaved(stages, rng.randint(2, 3)), folded(stages), tuple(scattered)])
 
 
-def bw(c: int, m: int) -> list[Operation]:
-    return [Operation(Op.B, c, m), Operation(Op.W, c, m)]
+def random_schedule(rng: random.Random, microbatches: int) -> Schedule:
+    """Stages drawn at random do something drawn at random that could begin, until all is done."""
+    placement = random_placement(rng)
+    stages, chunks = max(placement) + 1, len(placement)
+    every = [(c, m) for c in range(chunks) for m in range(microbatches)]
+    left = {Operation(Op.F, c, m) for c, m in every}
+    whole = rng.choice([0.0, 0.5, 1.0])
+    for c, m in every:
+        left |= {Operation(op, c, m) for op in ((Op.BW,) if rng.random() < whole else (Op.B, Op.W))}
+    draft = Schedule("random", stages, microbatches, placement, ((),) * stages)
+    entries: list[list[Entry]] = [[] for _ in range(stages)]
+    done: set[Operation] = set()
+    forwards_first = rng.random()
+    while left:
+        ready = sorted((o for o in left if all(n in done for n in needs(draft, o))), key=str)
+        chosen: Entry = rng.choice(ready)
+        if rng.random() < forwards_first:
+            chosen = rng.choice([o for o in ready if o.op is Op.F] or ready)
+        stage = placement[operations_of(chosen)[0].chunk]
+        here = [o for o in ready if placement[o.chunk] == stage]
+        forwards, backwards = ([o for o in here if o.op in ops] for ops in ((Op.F,), (Op.B, Op.BW)))
+        if forwards and backwards and rng.random() < 0.5:
+            chosen = Pair(rng.choice(forwards), rng.choice(backwards))
+        entries[stage].append(chosen)
+        left -= set(operations_of(chosen))
+        done |= {r for o in operations_of(chosen) for r in provides(o)}
+    schedule = Schedule("random", stages, microbatches, placement, tuple(map(tuple, entries)))
+    check(schedule)
+    return schedule
 
 
-def linear(chunk: int) -> nn.Linear:
-    layer = nn.Linear(DIM, DIM, dtype=torch.float64)
+# Channels in memory
+
+
+@dataclass
+class Delivery:
+    """One message: there, and taken in."""
+
+    there: threading.Event = field(default_factory=threading.Event)
+    taken: threading.Event = field(default_factory=threading.Event)
+    tensor: torch.Tensor | None = None
+
+
+class Mail:
+    """All messages of a step, by sender, receiver and tag."""
+
+    def __init__(self) -> None:
+        self._deliveries: dict[tuple[int, int, Tag], Delivery] = {}
+
+    def __getitem__(self, key: tuple[int, int, Tag]) -> Delivery:
+        return self._deliveries.setdefault(key, Delivery())
+
+
+class StrictSend(SendHandle):
+    def __init__(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+
+    def wait(self) -> None:
+        assert self.delivery.taken.is_set(), "the executor would have waited for a send"
+
+
+class MemoryRecv(RecvHandle):
+    def __init__(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+
+    def wait(self) -> torch.Tensor:
+        assert self.delivery.there.wait(DEADLINE_S), "deadlock"
+        self.delivery.taken.set()
+        assert self.delivery.tensor is not None
+        return self.delivery.tensor
+
+
+class MemoryChannel(Channel):
+    def __init__(self, mail: Mail, stage: int, peer: int) -> None:
+        self.mail, self.stage, self.peer = mail, stage, peer
+
+    def send(self, tag: Tag, tensor: torch.Tensor) -> SendHandle:
+        delivery = self.mail[self.stage, self.peer, tag]
+        assert not delivery.there.is_set(), f"{tag} is sent twice"
+        delivery.tensor = tensor.clone()
+        delivery.there.set()
+        return StrictSend(delivery)
+
+    def recv(self, tag: Tag, like: torch.Tensor) -> RecvHandle:
+        return MemoryRecv(self.mail[self.peer, self.stage, tag])
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# The oracle and the runs
+
+
+def layer(chunk: int) -> nn.Module:
+    made = nn.Linear(DIM, DIM, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(chunk)
     with torch.no_grad():
-        for index, parameter in enumerate(layer.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape).double() * (chunk + 1 + index))
-    return layer
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return nn.Sequential(made, nn.Tanh())
 
 
-def data() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    both = torch.randn(2, MICROBATCHES, 4, DIM, dtype=torch.float64, generator=generator)
+def data(microbatches: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    both = torch.randn(2, microbatches, ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return list(both[0]), list(both[1])
 
 
-def whole(chunks: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-    model = nn.Sequential(*[linear(c) for c in range(chunks)])
-    inputs, targets = data()
-    loss = sum(nn.functional.mse_loss(model(x), t) for x, t in zip(inputs, targets, strict=True)) / MICROBATCHES
-    loss.backward()
-    return loss.detach(), [[p.grad for p in layer.parameters()] for layer in model]
+def whole(chunks: int, microbatches: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    model = nn.Sequential(*map(layer, range(chunks)))
+    losses = [nn.functional.mse_loss(model(x), t) for x, t in zip(*data(microbatches), strict=True)]
+    (sum(losses) / microbatches).backward()
+    return [x.detach() for x in losses], [[p.grad for p in part.parameters()] for part in model]
 
 
-Ran = tuple[list[torch.Tensor], dict[int, list[torch.Tensor]]]  # losses, gradients by chunk
-
-
-def run_on(schedule: Schedule, stage: int, group: Any, record: FlightRecord) -> Ran:
-    mine = [c for c, home in enumerate(schedule.placement) if home == stage]
-    modules: dict[int, nn.Module] = {c: linear(c) for c in mine}
-    chunks = {c: StageChunk(modules[c], nn.functional.mse_loss if c + 1 == schedule.chunks else None) for c in mine}
-    channels = {peer: GroupChannel(group, peer, record) for peer in range(schedule.stages) if peer != stage}
+def run_on(schedule: Schedule, stage: int, channels: Mapping[int, Channel], step: int = 0) -> None:
+    """Run one stage of a step and of an evaluation, and check its losses, its gradients, buckets and order."""
+    modules = {c: layer(c) for c in schedule.held[stage]}
+    chunks = {c: StageChunk(m, nn.functional.mse_loss if c + 1 == schedule.chunks else None) for c, m in modules.items()}
     buckets = GradientBuckets(modules, bucket_bytes=8)
-    order: list[int] = []
-    buckets.begin(order.append)
-    executor = Executor(chunks, channels, torch.empty(4, DIM, dtype=torch.float64), record)
-    inputs, targets = data()
-    losses = executor.run(compile_program(schedule, stage), inputs, targets, buckets, generation=0, step=0)
-    assert order == list(reversed(range(len(buckets.flat))))
-    for channel in channels.values():
-        channel.close()
-    return losses, {c: [p.grad for p in modules[c].parameters()] for c in mine}
+    handed: list[int] = []
+    buckets.begin(handed.append)
+    record = FlightRecord(f"pp{stage}")
+    executor = Executor(chunks, channels, torch.empty(ROWS, DIM, dtype=torch.float64), record)
+    inputs, targets = data(schedule.microbatches)
+    losses, grads = whole(schedule.chunks, schedule.microbatches)
+    losses = losses if schedule.chunks - 1 in modules else []
+    got = executor.run(compile_program(schedule, stage), inputs, targets, buckets, generation=0, step=step)
+    torch.testing.assert_close(got, losses, rtol=1e-12, atol=0)
+    for chunk, module in modules.items():
+        torch.testing.assert_close([p.grad for p in module.parameters()], grads[chunk], rtol=1e-11, atol=1e-12)
+    assert handed == list(reversed(range(len(buckets.flat))))
+    ran = [(e.detail["op"], e.detail["chunk"], e.detail["microbatch"]) for e in record.events() if e.kind is Kind.OPERATION]
+    assert ran == [(o.op.value, o.chunk, o.microbatch) for o in schedule.operations(stage) if o.op is not Op.W]
+    evaluation = compile_program(forward_only(schedule.placement, schedule.microbatches), stage)
+    got = executor.run(evaluation, inputs, targets, None, generation=0, step=step + 1)
+    torch.testing.assert_close(got, losses, rtol=1e-12, atol=0)
 
 
-def folded() -> Schedule:
-    """Two stages, chunks 0 and 3 on the first, 1 and 2 on the second, one micro-batch after the other."""
-    first: list[Any] = []
-    second: list[Any] = []
-    for m in range(MICROBATCHES):
-        first += [f(0, m), f(3, m), *bw(3, m), *bw(0, m)]
-        second += [f(1, m), f(2, m), *bw(2, m), *bw(1, m)]
-    return Schedule("folded", 2, MICROBATCHES, (0, 1, 1, 0), (tuple(first), tuple(second)))
+def in_memory(schedule: Schedule) -> None:
+    mail = Mail()
+    errors: list[BaseException] = []
+
+    def body(stage: int) -> None:
+        try:
+            channels = {p: MemoryChannel(mail, stage, p) for p in range(schedule.stages) if p != stage}
+            run_on(schedule, stage, channels)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(s,)) for s in range(schedule.stages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
-def paired() -> Schedule:
-    """One stage with a pair in it."""
-    order: list[Any] = [f(0, 0), Pair(f(0, 1), bw(0, 0)[0]), bw(0, 0)[1], f(0, 2), *bw(0, 1), *bw(0, 2)]
-    return Schedule("paired", 1, MICROBATCHES, (0,), (tuple(order),))
+def test_random_schedules_give_the_whole_models_gradients(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(40):
+        schedule = random_schedule(rng, rng.randint(1, 5))
+        try:
+            in_memory(schedule)
+        except BaseException as error:
+            error.add_note(f"{schedule.placement}: " + " | ".join(" ".join(map(schedule.label, e)) for e in schedule.entries))
+            raise
 
 
-@pytest.mark.parametrize("schedule", [build("gpipe", 3, 3), build("1f1b", 3, 3), folded(), paired()], ids=lambda s: s.name)
-def test_any_valid_schedule_gives_the_whole_models_gradients_in_its_own_order(run_stages: Any, schedule: Schedule) -> None:
-    records = [FlightRecord(f"pp{s}") for s in range(schedule.stages)]
-    results = run_stages(schedule.stages, lambda stage, group: run_on(schedule, stage, group, records[stage]))
-    loss, grads = whole(schedule.chunks)
-    losses = next(losses for losses, _ in results if losses)
-    torch.testing.assert_close(sum(losses) / MICROBATCHES, loss, rtol=1e-12, atol=0)
-    for _, by_chunk in results:
-        for chunk, got in by_chunk.items():
-            torch.testing.assert_close(got, grads[chunk], rtol=1e-11, atol=1e-11)
-    for stage, record in enumerate(records):
-        ran = [(e.detail["op"], e.detail["chunk"], e.detail["microbatch"]) for e in record.events() if e.kind is Kind.OPERATION]
-        assert ran == [(o.op.value, o.chunk, o.microbatch) for o in schedule.operations(stage) if o.op is not Op.W]
+def test_random_schedules_over_gloo(run_stages: Any, seed: int) -> None:
+    """Many schedules in turn over the same channels: nothing of one is taken for another's."""
+    rng = random.Random(seed)
+    schedules = [s for s in (random_schedule(rng, rng.randint(2, 6)) for _ in range(60)) if s.stages == 3]
+
+    def body(stage: int, group: Any) -> None:
+        channels = {peer: GroupChannel(group, peer, FlightRecord(f"pp{stage}")) for peer in range(3) if peer != stage}
+        for number, schedule in enumerate(schedules):
+            run_on(schedule, stage, channels, step=2 * number)
+        for channel in channels.values():
+            channel.close()
+
+    assert len(schedules) >= 5
+    run_stages(3, body)
+
+
+@pytest.mark.parametrize(
+    "placement", [linear(4), interleaved(3), interleaved(2, 3), folded(4), folded(1), (0, 0, 1, 0)], ids=str
+)
+def test_evaluation_fills_the_pipeline(placement: tuple[int, ...]) -> None:
+    """In units of one forward: no longer than the first micro-batch's way and the busiest stage's work."""
+    schedule = forward_only(placement, 8)
+    check(schedule)
+    ends: dict[Operation, int] = {}
+    free, at = [0] * schedule.stages, [0] * schedule.stages
+    while any(at[s] < len(schedule.entries[s]) for s in range(schedule.stages)):
+        for stage in range(schedule.stages):
+            order = list(schedule.operations(stage))
+            while at[stage] < len(order) and all(n in ends for n in needs(schedule, order[at[stage]])):
+                operation = order[at[stage]]
+                free[stage] = ends[operation] = 1 + max([free[stage], *(ends[n] for n in needs(schedule, operation))])
+                at[stage] += 1
+    assert max(free) <= 8 * max(map(len, schedule.held)) + len(placement) - 1
 
 
 def test_what_cannot_be_run_is_refused_before_anything_runs() -> None:
-    late = [f(0, 0), f(0, 1), *[Operation(Op.B, 0, m) for m in (0, 1)], *[Operation(Op.W, 0, m) for m in (0, 1)]]
-    with pytest.raises(ScheduleError, match=r"W of B\(chunk 0, micro-batch 0\) must stand right after it"):
-        compile_program(Schedule("late", 1, 2, (0,), (tuple(late),)), 0)
-    good = build("gpipe", 2, 2)
+    f, b = ([Operation(op, 0, m) for m in (0, 1)] for op in (Op.F, Op.BW))
+    below = (*f, *b)
+    above = tuple(Operation(o.op, 1, o.microbatch) for o in below)
+    good = Schedule("good", 2, 2, linear(2), (below, above))
+    assert [a.last for a in compile_program(good, 0).actions] == [False, False, False, True]
     with pytest.raises(ScheduleError, match="lacks"):
-        compile_program(replace(good, entries=(good.entries[0], good.entries[1][2:])), 0)
-    blocked = replace(good, entries=((f(0, 0), *bw(0, 0), f(0, 1), *bw(0, 1)), good.entries[1]))
+        compile_program(replace(good, entries=(below, above[:-1])), 0)
     with pytest.raises(ScheduleError, match="blocks itself"):
-        compile_program(blocked, 0)
+        compile_program(replace(good, entries=((f[0], b[0], f[1], b[1]), above)), 0)

@@ -10,7 +10,7 @@ import torch
 
 from helixrt.errors import ConfigError
 from helixrt.train.config import ModelConfig
-from helixrt.train.models.build import TIED_PARAMETER, build_stage, split_layers
+from helixrt.train.models.build import TIED_PARAMETER, build_chunk, split_layers
 from helixrt.train.models.llama import rotary_tables, rotate
 
 SEQ = 12
@@ -24,11 +24,11 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.family}-{c.tied}")
 def test_any_cut_has_the_whole_models_weights_and_output(config: ModelConfig) -> None:
-    whole = build_stage(config, SEQ, 0, 1, seed=7)
+    whole = build_chunk(config, SEQ, 0, 1, seed=7)
     expected = whole(tokens())
     assert expected.shape == (3, SEQ, config.vocab)
     for stages in range(2, config.layers + 1):
-        parts = [build_stage(config, SEQ, stage, stages, seed=7) for stage in range(stages)]
+        parts = [build_chunk(config, SEQ, stage, stages, seed=7) for stage in range(stages)]
         union: dict[str, torch.Tensor] = {}
         for stage, part in enumerate(parts):
             for name, value in part.state_dict().items():
@@ -46,17 +46,17 @@ def test_any_cut_has_the_whole_models_weights_and_output(config: ModelConfig) ->
 def test_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    one, same, other = (build_stage(SMALL, SEQ, 0, 1, seed=s).state_dict() for s in (1, 1, 2))
+    one, same, other = (build_chunk(SMALL, SEQ, 0, 1, seed=s).state_dict() for s in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(one[n], same[n]) for n in one)
     assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
-    double = build_stage(SMALL, SEQ, 0, 1, seed=1, dtype=torch.float64).state_dict()
+    double = build_chunk(SMALL, SEQ, 0, 1, seed=1, dtype=torch.float64).state_dict()
     assert all(torch.equal(one[n].double(), double[n]) for n in one)
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_a_token_never_sees_later_ones(family: str) -> None:
-    model = build_stage(replace(SMALL, family=family), SEQ, 0, 1)
+    model = build_chunk(replace(SMALL, family=family), SEQ, 0, 1)
     changed = tokens()
     changed[:, 7] = (changed[:, 7] + 1) % SMALL.vocab
     before, after = model(tokens()), model(changed)
@@ -67,7 +67,7 @@ def test_a_token_never_sees_later_ones(family: str) -> None:
 def test_llama_block_against_a_plain_one() -> None:
     """Grouped-query attention, rotary positions and SwiGLU, head by head as the papers write them."""
     config = replace(SMALL, family="llama", layers=1)
-    model = build_stage(config, SEQ, 0, 1, dtype=torch.float64)
+    model = build_chunk(config, SEQ, 0, 1, dtype=torch.float64)
     block = model.layers["0"]
     x = torch.randn(2, SEQ, config.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -109,7 +109,7 @@ def test_layers_are_split_evenly() -> None:
             parts = split_layers(layers, stages)
             assert [i for part in parts for i in part] == list(range(layers))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    with pytest.raises(ConfigError, match=r"mesh.pp=5: must be between 1 and the number of layers \(model.layers=4\)"):
+    with pytest.raises(ConfigError, match=r"model.layers=4: must be at least one per chunk of the model, 5"):
         split_layers(4, 5)
 
 
@@ -125,7 +125,7 @@ def test_layers_are_split_evenly() -> None:
 )
 def test_wrong_sizes_are_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_stage(replace(SMALL, **change), SEQ, 0, 1)
+        build_chunk(replace(SMALL, **change), SEQ, 0, 1)
 
 
 def test_configured_sizes() -> None:
@@ -134,6 +134,6 @@ def test_configured_sizes() -> None:
     counts: dict[str, int] = {}
     for path in sorted(folder.glob("*.yaml")):
         config = ModelConfig(**yaml.safe_load(path.read_text()))
-        counts[path.stem] = sum(p.numel() for p in build_stage(config, 128, 0, 1).parameters())
+        counts[path.stem] = sum(p.numel() for p in build_chunk(config, 128, 0, 1).parameters())
         assert config.layers >= 4
     assert 900_000 < counts["gpt-tiny"] < 1_100_000 and 900_000 < counts["llama-tiny"] < 1_100_000

@@ -1,25 +1,28 @@
 """Gradients through the pipeline are the single-process model's, within float64 rounding.
 
-For GPipe and 1F1B, one, two and four stages, several counts of micro-batches, GPT and Llama, tied and
-not. The oracle is the whole model over the whole batch in one plain backward.
+For every policy, one, two and four stages, several counts of micro-batches, GPT and Llama, tied and not: all
+of it with `make test-slow`, a part in which each policy meets each number of stages and of micro-batches on every
+commit. The oracle is the whole model over the whole batch in one plain backward.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from helixrt.record import FlightRecord, Kind
+from helixrt.schedule.generators import build
+from helixrt.schedule.policies import POLICIES
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import PipelineEngine, token_loss
-from helixrt.train.models.build import TIED_PARAMETER, build_stage
+from helixrt.train.models.build import TIED_PARAMETER, build_chunk
 
 BATCH, SEQ = 24, 8
-MODEL = ModelConfig(layers=4, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)
+MODEL = ModelConfig(layers=8, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, clip=0.05, bucket_bytes=4096)
 MODELS = [replace(MODEL, family=family, tied=tied) for family in ("gpt", "llama") for tied in (False, True)]
 
@@ -48,42 +51,76 @@ def make_engine(model: ModelConfig, schedule: ScheduleConfig, stage: int, stages
 
 
 def plain(model: ModelConfig, position: int) -> tuple[float, dict[str, torch.Tensor]]:
-    whole = build_stage(model, SEQ, 0, 1, seed=5, dtype=torch.float64)
+    whole = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64)
     tokens = batch_at(position)
     loss = token_loss(whole(tokens[:, :-1]), tokens[:, 1:])
     loss.backward()
     return loss.item(), {name: p.grad for name, p in whole.named_parameters()}
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_gradients_are_the_single_process_models(run_stages: Any, stages: int) -> None:
-    cases = list(itertools.product(MODELS, ("gpipe", "1f1b"), sorted({stages, 8, 12})))
+@dataclass(frozen=True)
+class Case:
+    """A model trained with a policy over so many micro-batches."""
+
+    policy: str
+    microbatches: int
+    model: ModelConfig
+
+    def __str__(self) -> str:
+        return f"{self.policy}, {self.microbatches} micro-batches, {self.model.family}, tied={self.model.tied}"
+
+
+def pairings(stages: int) -> list[tuple[str, int]]:
+    return list(itertools.product(POLICIES, sorted({stages, 8, 12})))
+
+
+def check_gradients(run_stages: Any, stages: int, cases: list[Case]) -> None:
     expected = {model: plain(model, 3) for model in MODELS}
 
     def body(stage: int, group: Any) -> None:
-        for model, name, microbatches in cases:
-            what = f"{model.family} tied={model.tied} {name} pp={stages} micro-batches={microbatches}"
-            engine = make_engine(model, ScheduleConfig(name, microbatches), stage, stages, group)
+        for case in cases:
+            engine = make_engine(case.model, ScheduleConfig(case.policy, case.microbatches), stage, stages, group)
             order: list[int] = []
             result = engine.run(3, order.append)
-            loss, grads = expected[model]
-            assert abs(result.loss - loss) < 1e-13, what
+            loss, grads = expected[case.model]
+            assert abs(result.loss - loss) < 1e-13, case
             assert result.tokens == BATCH * SEQ
-            assert order == list(reversed(range(len(engine.buckets)))), what
-            for slot, (key, parameter) in zip(engine._buckets.slots, engine.module.named_parameters(), strict=True):
+            assert order == list(reversed(range(len(engine.buckets)))), case
+            for slot, (key, parameter) in zip(engine._buckets.slots, engine._buckets.named, strict=True):
                 got = slot.view(engine.buckets)
                 assert slot.name == key and parameter.grad is not None and parameter.grad.data_ptr() == got.data_ptr()
                 difference = (got - grads[key]).abs().max().item()
-                assert difference <= 1e-10 * grads[key].abs().max().item() + 1e-15, f"{what}: {key} differs by {difference}"
+                assert difference <= 1e-10 * grads[key].abs().max().item() + 1e-15, f"{case}: {key} differs by {difference}"
             engine.close()
 
     run_stages(stages, body)
 
 
-@pytest.mark.parametrize("model", [MODELS[1], MODELS[2]], ids=["gpt-tied", "llama"])
-def test_training_is_the_single_process_models(run_stages: Any, model: ModelConfig) -> None:
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_gradients_are_the_single_process_models(run_stages: Any, stages: int) -> None:
+    """Policies and counts meet with one model each, in turns."""
+    policies = list(POLICIES)
+    turns = [(policies.index(policy) + at) % len(MODELS) for at, (policy, _) in enumerate(pairings(stages))]
+    cases = [Case(*pairing, MODELS[turn]) for pairing, turn in zip(pairings(stages), turns, strict=True)]
+    check_gradients(run_stages, stages, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_of_every_combination(run_stages: Any, policy: str) -> None:
+    for stages in (1, 2, 4):
+        cases = [Case(*pairing, model) for pairing in pairings(stages) for model in MODELS if pairing[0] == policy]
+        check_gradients(run_stages, stages, cases)
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [(MODELS[1], "1f1b"), (MODELS[2], "zbv"), (MODELS[3], "dualpipev"), (MODELS[1], "interleaved")],
+    ids=["gpt-tied-1f1b", "llama-zbv", "llama-tied-dualpipev", "gpt-tied-interleaved"],
+)
+def test_training_is_the_single_process_models(run_stages: Any, model: ModelConfig, policy: str) -> None:
     """Steps with clipping over all stages, against torch's own optimizer and clipping on the whole model."""
-    whole = build_stage(model, SEQ, 0, 1, seed=5, dtype=torch.float64)
+    whole = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64)
     matrices = [p for p in whole.parameters() if p.dim() > 1]
     vectors = [p for p in whole.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -103,7 +140,7 @@ def test_training_is_the_single_process_models(run_stages: Any, model: ModelConf
     validation = token_loss(whole(tokens[:, :-1]), tokens[:, 1:]).item()
 
     def body(stage: int, group: Any) -> tuple[PipelineEngine, list[float], list[float], float]:
-        engine = make_engine(model, ScheduleConfig("1f1b", 4), stage, 2, group)
+        engine = make_engine(model, ScheduleConfig(policy, 4), stage, 2, group)
         got_losses, got_norms = [], []
         for step in range(1, 5):
             got_losses.append(engine.run(step, lambda bucket: None).loss)
@@ -120,12 +157,13 @@ def test_training_is_the_single_process_models(run_stages: Any, model: ModelConf
         torch.testing.assert_close(got_losses, losses, rtol=1e-9, atol=0)
         torch.testing.assert_close(got_norms, norms, rtol=1e-9, atol=0)
         assert abs(got_validation - validation) < 1e-9
-        for name, parameter in engine.module.named_parameters():
+        for name, parameter in engine._buckets.named:
             torch.testing.assert_close(parameter, reference[name], rtol=1e-7, atol=1e-10)
     assert results[0][1:] == results[1][1:]  # every stage has the same loss, norm and validation, bit for bit
     if model.tied:
-        copies = [dict(r[0].module.named_parameters())[TIED_PARAMETER] for r in results]
-        assert torch.equal(*copies)
+        copies = [p for r in results for name, p in r[0]._buckets.named if name == TIED_PARAMETER]
+        assert len(copies) == len({results[0][0].placement[0], results[0][0].placement[-1]})
+        assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
 def make_rate(step: int) -> float:
@@ -158,19 +196,20 @@ def test_every_operation_and_message_is_recorded(run_stages: Any) -> None:
         )
 
 
-def test_a_schedule_is_swapped_between_steps(run_stages: Any) -> None:
-    from helixrt.schedule.generators import build
-
+@pytest.mark.parametrize(("before", "after", "elsewhere"), [("1f1b", "gpipe", "zbv"), ("zbv", "w", "interleaved")])
+def test_a_schedule_is_swapped_between_steps(run_stages: Any, before: str, after: str, elsewhere: str) -> None:
     def body(stage: int, group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        engine = make_engine(MODEL, ScheduleConfig("1f1b", 8), stage, 2, group)
+        engine = make_engine(MODEL, ScheduleConfig(before, 8), stage, 2, group)
         engine.run(0, lambda bucket: None)
-        before = [b.clone() for b in engine.buckets]
-        engine.use_schedule(build("gpipe", 2, 8))
+        kept = [b.clone() for b in engine.buckets]
+        engine.use_schedule(build(after, 2, 8))
         engine.run(0, lambda bucket: None)
         with pytest.raises(ValueError, match="is for 2 stages, 4 micro-batches"):
-            engine.use_schedule(build("gpipe", 2, 4))
+            engine.use_schedule(build(after, 2, 4))
+        with pytest.raises(ValueError, match=f"schedule {elsewhere} has chunks on stages"):
+            engine.use_schedule(build(elsewhere, 2, 8))
         engine.close()
-        return before, [b.clone() for b in engine.buckets]
+        return kept, [b.clone() for b in engine.buckets]
 
-    for before, after in run_stages(2, body):
-        torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-17)
+    for kept, got in run_stages(2, body):
+        torch.testing.assert_close(kept, got, rtol=1e-12, atol=1e-17)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from helixrt.errors import ConfigError, MissingExtra
+from helixrt.schedule.policies import POLICIES
 from helixrt.train import validate as rules
-from helixrt.train.config import KillConfig, TrainConfig
+from helixrt.train.config import KillConfig, ScheduleConfig, TrainConfig
 from helixrt.train.schema import command, load_config
 from helixrt.train.validate import resume_conflicts, validate
 
@@ -104,7 +105,7 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("model.vocab=128", r"^model\.vocab=128: must be at least 256"),
         ("port=70000", r"^port=70000: "),
         ("model.family=bert", r"^model\.family=bert: must be one of gpt, llama"),
-        ("schedule.name=zigzag", r"^schedule\.name=zigzag: must be one of gpipe, 1f1b"),
+        ("schedule.name=zigzag", r"^schedule\.name=zigzag: must be one of gpipe, 1f1b, .*adaptra, helix"),
         ("launcher=slurm", r"^launcher=slurm: must be one of auto, local, ray"),
         ("mesh.tp=2", r"^mesh\.tp=2: must be 1 for now"),
         ("mesh.cp=2", r"^mesh\.cp=2: must be 1 for now"),
@@ -128,6 +129,18 @@ def test_values_that_cannot_work(argument: str, message: str, root: str, text: s
     with pytest.raises(ConfigError, match=message) as caught:
         validate(load_config([text, root, argument]))
     assert "\n" not in str(caught.value)
+
+
+def test_schedule_rules(root: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^mesh\.pp=4: zbv cuts the model into 8 chunks, more than model\.layers=4"):
+        validate(load_config([text, root, "mesh.pp=4", "schedule.name=zbv"]))
+    with pytest.raises(ConfigError, match=r"^schedule\.microbatches=4096: must be between 1 and 2048"):
+        validate(load_config([text, root, "data.batch=4096", "schedule.microbatches=4096"]))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_can_be_chosen(name: str, root: str, text: str) -> None:
+    validate(load_config([text, root, f"schedule.name={name}", "schedule.microbatches=4"]))
 
 
 def test_llama_rules(root: str, text: str) -> None:
@@ -182,6 +195,8 @@ def test_what_must_stay_when_a_run_is_resumed() -> None:
     assert not list(resume_conflicts(before, dataclasses.replace(before, steps=9, resume=True)))
     changed = dataclasses.replace(before, seed=3, data=dataclasses.replace(before.data, batch=8))
     assert [e.key for e in resume_conflicts(before, changed)] == ["seed", "data.batch"]
+    another = [dataclasses.replace(before, schedule=ScheduleConfig(name, 4)) for name in ("helix", "zbv")]
+    assert [[e.key for e in resume_conflicts(before, now)] for now in another] == [[], ["schedule.name"]]
 
 
 @pytest.mark.parametrize("argument", ["stepz=1", "mesh.replicas=0", "data.path=/no/such"])

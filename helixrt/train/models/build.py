@@ -1,14 +1,15 @@
-"""Cuts a model into pipeline stages.
+"""Cuts a model into the chunks of a pipeline.
 
-In: the model's configuration and which stage of how many. Out: a module with that stage's part; its
-parameters have the names they have in the whole model, and values that depend on seed and name
-alone, so that every cut of a model starts from the same weights, bit for bit.
+In: the model's configuration and which chunk of how many. Out: a module with that part; its parameters
+have the names they have in the whole model, and values that depend on seed and name alone, so that
+every cut of a model starts from the same weights, bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,20 +20,20 @@ from helixrt.train.models.gpt import GPT
 from helixrt.train.models.llama import Llama, rotary_tables
 
 FAMILIES: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
-TIED_PARAMETER = "embedding.weight"  # on the first and on the last stage when `ModelConfig.tied`
+TIED_PARAMETER = "embedding.weight"  # in the first and in the last chunk when `ModelConfig.tied`
 RESIDUAL_OUTPUTS = ("attention_out.weight", "ffn_out.weight")
 INIT_STD = 0.02
 
 
-def split_layers(layers: int, stages: int) -> list[range]:
-    """Layers per stage, as even as possible; earlier stages take what is left over.
+def split_layers(layers: int, chunks: int) -> list[range]:
+    """Layers per chunk, as even as possible; earlier chunks take what is left over.
 
-    Raises ConfigError for more stages than layers.
+    Raises ConfigError for more chunks than layers.
     """
-    if not 1 <= stages <= layers:
-        raise ConfigError("mesh.pp", stages, f"must be between 1 and the number of layers (model.layers={layers})")
-    each, over = divmod(layers, stages)
-    starts = [stage * each + min(stage, over) for stage in range(stages + 1)]
+    if not 1 <= chunks <= layers:
+        raise ConfigError("model.layers", layers, f"must be at least one per chunk of the model, {chunks}")
+    each, over = divmod(layers, chunks)
+    starts = [chunk * each + min(chunk, over) for chunk in range(chunks + 1)]
     return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
 
 
@@ -52,17 +53,41 @@ def check_model(config: ModelConfig) -> None:
             raise ConfigError("model.heads", config.heads, f"model.dim={config.dim} per head must be even for rotary positions")
 
 
-def build_stage(
-    config: ModelConfig, seq_len: int, stage: int, stages: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> nn.Module:
-    """The part of the model that `stage` of `stages` computes; (0, 1) is the whole model.
+def build_chunks(
+    config: ModelConfig,
+    seq_len: int,
+    placement: Sequence[int],
+    stage: int,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> dict[int, nn.Module]:
+    """The chunks that a placement (`placement[chunk]` is its stage) has on `stage`, by number.
 
-    Raises ConfigError for a model that cannot be built or more stages than layers.
+    Where the first and the last chunk meet, a tied weight is one parameter of both.
+    """
+    chunks = len(placement)
+    mine = {
+        chunk: build_chunk(config, seq_len, chunk, chunks, seed=seed, dtype=dtype)
+        for chunk, home in enumerate(placement)
+        if home == stage
+    }
+    if config.tied and chunks > 1 and placement[0] == placement[-1] == stage:
+        mine[chunks - 1].embedding = mine[0].embedding
+    return mine
+
+
+def build_chunk(
+    config: ModelConfig, seq_len: int, chunk: int, chunks: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Part `chunk` of the model cut into `chunks`; (0, 1) is the whole model.
+
+    Raises ConfigError for a model that cannot be built or more chunks than layers.
     """
     check_model(config)
-    layers = split_layers(config.layers, stages)[stage]
+    layers = split_layers(config.layers, chunks)[chunk]
     with torch.device("meta"):
-        module = FAMILIES[config.family](config, seq_len, layers, stage == 0, stage == stages - 1)
+        module = FAMILIES[config.family](config, seq_len, layers, chunk == 0, chunk == chunks - 1)
     module.to_empty(device="cpu").to(dtype)
     if isinstance(module, Llama):
         module.cos, module.sin = rotary_tables(seq_len, config.dim // config.heads, dtype)

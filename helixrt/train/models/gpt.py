@@ -1,7 +1,7 @@
 """A GPT: pre-norm blocks, learned positions, GELU (Radford et al., 2019).
 
-In: tokens [batch, seq] int64 on the first stage, hidden states [batch, seq, dim] after it. Out: hidden
-states, or logits [batch, seq, vocab] on the last stage.
+In: tokens [batch, seq] int64 in the first chunk, hidden states [batch, seq, dim] after it. Out: hidden
+states, or logits [batch, seq, vocab] from the last chunk.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""The schedule that a training job runs, from its settings.
+
+In: the settings of schedule, mesh, model and data. Out: the `Schedule` of every replica's pipeline, the same on all
+ranks, or ConfigError. A policy that plans by costs is given equal ones: what the stages really cost is known only
+once they run.
+"""
+
+from __future__ import annotations
+
+from helixrt.errors import ConfigError
+from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
+from helixrt.schedule.generators import build
+from helixrt.schedule.ir import Schedule
+from helixrt.train.config import ScheduleConfig
+
+
+def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int) -> Schedule:
+    """The schedule that `config` names, over `stages` stages, for a model of `layers` and `batch` sequences per step.
+
+    Raises ConfigError for a schedule that is unknown or can not be built, for micro-batches that do not divide the
+    batch, for more chunks than layers, and for numbers that the tags of messages can not tell apart.
+    """
+    microbatches = config.microbatches
+    if stages > layers:
+        raise ConfigError("mesh.pp", stages, f"more stages than layers: model.layers={layers}")
+    if not 1 <= microbatches <= MAX_MICROBATCHES:
+        raise ConfigError("schedule.microbatches", microbatches, f"must be between 1 and {MAX_MICROBATCHES}")
+    if batch % microbatches:
+        raise ConfigError("schedule.microbatches", microbatches, f"must divide data.batch={batch}")
+    if config.name == "1f1b" and microbatches < stages:
+        raise ConfigError("schedule.microbatches", microbatches, f"1f1b needs one per stage: mesh.pp={stages}")
+    schedule = build(config.name, stages, microbatches)
+    if schedule.chunks > layers:
+        rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than model.layers={layers}"
+        raise ConfigError("mesh.pp", stages, rule)
+    if schedule.chunks > MAX_CHUNKS:
+        rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than {MAX_CHUNKS}"
+        raise ConfigError("mesh.pp", stages, rule)
+    return schedule
