@@ -10,14 +10,15 @@ Mended, since the paper leaves it open or a plan would break:
 - Algorithm 2 clips a slack to N - 2 S, which turns warm-ups negative when there are few micro-batches: here the clip
   is at least 2, the slack that Algorithm 2 gives every link, and no stage warms up with more than all micro-batches.
 - The paper drops the memory cap once it adapts, counting on host memory. Here a cap given in the costs always
-  holds: the adapted warm-ups are clipped to what each stage's cap holds, and a forward that does not fit waits
-  for a W. Whoever has host memory plans with the cap that includes it.
+  holds: adapted warm-ups that do not fit it are not taken, and Algorithm 1's stay, the most slack there is room for;
+  and a forward that does not fit waits for a W. Whoever has host memory plans with the cap that includes it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.ir import Schedule
@@ -32,7 +33,7 @@ def slack(schedule: Schedule) -> tuple[int, ...]:
     For schedules of one chunk per stage. Lemma 1: never negative in a schedule that can run.
     """
     counts = schedule.warmup()
-    return tuple(above - below for above, below in zip(counts, counts[1:], strict=False))
+    return tuple(above - below for above, below in pairwise(counts))
 
 
 def tolerates(costs: Costs, slack: Sequence[int]) -> tuple[bool, ...]:
@@ -74,15 +75,16 @@ def adapted_warmups(costs: Costs, microbatches: int) -> tuple[int, ...]:
 def adaptra(costs: Costs, microbatches: int, step_ms: float | None = None) -> Schedule:
     """The schedule that ADAPTRA plans for these costs, never above their memory caps.
 
-    With a cap the warm-ups are Algorithm 1's as long as they tolerate the delays, else Algorithm 2's. Without any
-    they are Algorithm 2's, which asks for no more memory than the delays need. `step_ms` as in `orchestrate`.
+    Without caps the warm-ups are Algorithm 2's, which asks for no more memory than the delays need. With caps they are
+    Algorithm 1's, unless those do not tolerate the delays and Algorithm 2's fit. `step_ms` as in `orchestrate`.
     Raises ConfigError for costs that are not of one chunk per stage, and for a cap below one micro-batch.
     """
     counts = adapted_warmups(costs, microbatches)
     if not all(math.isinf(cap) for cap in costs.memory):
-        initial = initial_warmups(costs.stages, capacity(costs, microbatches)[0])
-        delayed = any(_round_trip_ms(costs, i) for i in range(costs.stages - 1))
-        if not delayed or all(tolerates(costs, [a - b for a, b in zip(initial, initial[1:], strict=False)])):
+        fitting = capacity(costs, microbatches)
+        initial = initial_warmups(costs.stages, fitting[0])
+        enough = all(tolerates(costs, [above - below for above, below in pairwise(initial)]))
+        if enough or any(count > most for count, most in zip(counts, fitting, strict=True)):
             counts = initial
     return orchestrate("adaptra", costs, microbatches, counts, step_ms)
 
