@@ -1,4 +1,4 @@
-"""The `helixrt` command: `doctor` says what works on this machine, `bench NAME` measures.
+"""The `helixrt` command: `doctor` says what works here, `bench NAME` measures, `schedule` plans and draws.
 
 In: command-line arguments. Out: an exit code; 2 and one line on stderr for a wrong setting.
 It starts fast: what a command needs is imported only when that command is given, and the list of
@@ -11,6 +11,7 @@ import argparse
 import ast
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ import helixrt
 from helixrt.errors import ConfigError
 
 USAGE_ERROR = 2
+COMMANDS = {  # each a module of helixrt.commands
+    "schedule": "make, check, time, draw and compare pipeline schedules",
+}
 
 
 def benchmarks() -> dict[str, str]:
@@ -37,8 +41,12 @@ def _load_benchmark(name: str) -> ModuleType:
     return importlib.import_module(f"helixrt.bench.{name}")
 
 
+def _load_command(name: str) -> ModuleType:
+    return importlib.import_module(f"helixrt.commands.{name}")
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser for `argv`: only the benchmark that `argv` names adds its own arguments."""
+    """The parser for `argv`: only the benchmark or command that `argv` names adds its own arguments."""
     parser = argparse.ArgumentParser(prog="helixrt", description=(helixrt.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"helixrt {helixrt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -54,18 +62,36 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             one = names.add_parser(name, help=summary, description=summary)
             if name == chosen:
                 _load_benchmark(name).add_arguments(one)
+
+    for name, summary in COMMANDS.items():
+        one = commands.add_parser(name, help=summary, description=summary)
+        if argv and argv[0] == name:
+            _load_command(name).add_arguments(one)
     return parser
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """`--option -1,2` as `--option=-1,2`: argparse takes such a value for an unknown option, whatever it is meant to be."""
+    merged: list[str] = []
+    for word in argv:
+        if merged and re.fullmatch(r"--[a-z-]+", merged[-1]) and re.match(r"-[0-9.]", word):
+            merged[-1] += f"={word}"
+        else:
+            merged.append(word)
+    return merged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code; argparse exits by itself with 2 on a wrong usage."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = _joined(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(argv).parse_args(argv)
         if args.command == "doctor":
             from helixrt import doctor
 
             return doctor.main(as_json=args.json)
+        if args.command in COMMANDS:
+            return int(_load_command(args.command).run(args))
         return int(_load_benchmark(args.benchmark).run(args))
     except ConfigError as error:
         print(f"helixrt: {error}", file=sys.stderr)

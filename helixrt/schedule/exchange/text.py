@@ -49,7 +49,7 @@ def _heading(timeline: Timeline, lower_bound_ms: float | None, solve_ms: float |
         facts.append(f"proven bound {number(lower_bound_ms)} ms (gap {over:.2%})")
     facts.append(f"idle {timeline.bubble_rate:.1%}")
     if solve_ms is not None:
-        facts.append(f"planned in {number(solve_ms)} ms")
+        facts.append(f"planned in {solve_ms:.1f} ms")
     title = f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} micro-batches"
     lines = [f"\x1b[1m{title}{_RESET}" if color else title, *_wrapped(facts, width)]
     used = {o.op for stage in range(schedule.stages) for o in schedule.operations(stage)}

@@ -1,0 +1,1 @@
+"""The commands of `helixrt` that need more than a few lines: their arguments, and what they print. One file each."""

@@ -1,0 +1,222 @@
+"""The planning problem that command-line options describe.
+
+In: options as text (`add_arguments`, parsed by argparse). Out: a `Problem`: costs to plan under, costs to replay under, the
+number of micro-batches. Everything wrong is a ConfigError that names the option: argparse's own errors take several
+lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from helixrt.errors import ConfigError
+from helixrt.schedule.bounds import check_reachable
+from helixrt.schedule.costs import Costs, Link, uniform, with_delays
+from helixrt.schedule.ir import linear
+from helixrt.schedule.simulate import DELEGATED, Comm, Direct
+
+_DELAY = re.compile(r"([0-9]{1,6})(?:>([0-9]{1,6}))?:(.+)")
+_REQUIRED, _OPTIONAL = ("f", "b", "w"), ("stages", "microbatches", "delay", "wire", "memory", "activation", "kept")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Costs of one chunk per stage: `plan` is what planners see, `run` what the schedule is replayed under."""
+
+    plan: Costs
+    run: Costs
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """What a profile file says; `microbatches` is None where it says nothing of them."""
+
+    costs: Costs
+    microbatches: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a planning problem."""
+    parser.add_argument("--stages", metavar="S", help="pipeline stages")
+    parser.add_argument("--microbatches", metavar="N", help="micro-batches of a step")
+    parser.add_argument("--cost", metavar="F,B,W", help="ms of a stage's forward, backward for inputs, for weights (1,1,1)")
+    parser.add_argument("--profile", metavar="FILE.json", help='costs per stage: {"f": [..], "b": [..], "w": [..], ...}')
+    parser.add_argument("--delay", action="append", default=[], metavar="I:MS", help="latency of a link, planned for")
+    parser.add_argument("--memory", metavar="M", help="cap of every stage, in activations (1 per micro-batch, from F to W)")
+    parser.add_argument("--run-delay", action="append", default=[], metavar="I:MS", help="latency replayed under instead")
+    parser.add_argument("--comm", default="delegated", metavar="MODE", help="delegated (default), direct or direct:DEPTH")
+
+
+def problem(args: argparse.Namespace, stages: int | None = None, microbatches: int | None = None) -> Problem:
+    """The problem in the options; `stages` and `microbatches` are those of an order that is given, if one is.
+
+    Delays of --delay stand over the profile's for planning, those of --run-delay over the profile's for the replay.
+    Raises ConfigError for everything that cannot be, caps that no schedule fits included.
+    """
+    given = {"--stages": _count("--stages", args.stages), "--microbatches": _count("--microbatches", args.microbatches)}
+    if args.profile is not None:
+        if args.cost is not None:
+            raise ConfigError("--cost", args.cost, "goes with --stages, not with --profile, which has the costs of every stage")
+        profile = _profile(args.profile)
+        costs, of_profile = profile.costs, profile.microbatches
+        _agree("--stages", given["--stages"], costs.stages, "the profile's")
+    else:
+        number = given["--stages"] or stages
+        if number is None:
+            raise ConfigError("--stages", "''", "is needed, or a --profile")
+        forward, backward, weight = _costs(args.cost or "1,1,1")
+        costs = uniform(number, forward, backward, weight)
+        of_profile = None
+    if args.memory is not None:
+        cap = _number("--memory", args.memory)
+        costs = replace(costs, memory=(cap,) * costs.stages)
+    _agree("the order's stages", stages, costs.stages, "as many as have costs")
+    _agree("the order's micro-batches", microbatches, given["--microbatches"], "as many as --microbatches")
+    count = given["--microbatches"] or microbatches or of_profile
+    if count is None:
+        raise ConfigError("--microbatches", "''", "is needed")
+    plan = with_delays(costs, dict(_delays("--delay", args.delay, costs.stages)))
+    run = with_delays(costs, dict(_delays("--run-delay", args.run_delay, costs.stages))) if args.run_delay else plan
+    check_reachable(plan)
+    return Problem(plan, run, count)
+
+
+def comm(text: str) -> Comm:
+    """How stages communicate: `delegated`, `direct`, or `direct:DEPTH`."""
+    mode, _, depth = text.partition(":")
+    if mode == "direct":
+        return Direct(_count("--comm direct:DEPTH", depth) or 1) if depth else Direct()
+    if text != "delegated":
+        raise ConfigError("--comm", text, "must be delegated, direct or direct:DEPTH")
+    return DELEGATED
+
+
+def read_text(option: str, path: str) -> str:
+    """The text of a file that an option names. Raises ConfigError when there is none that can be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not text"
+        raise ConfigError(option, path, f"cannot be read: {reason}") from None
+
+
+def _profile(path: str) -> _Profile:
+    """The costs in a JSON file. Times in ms; memory and activation in any one unit; null in memory is no cap."""
+    try:
+        found = json.loads(read_text("--profile", path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("--profile", path, f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError("--profile", path, 'must be an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1]}')
+    if lacking := [key for key in _REQUIRED if key not in found]:
+        raise ConfigError("--profile", path, f"lacks {lacking[0]!r}: the times of every stage")
+    if unknown := sorted(set(found) - {*_REQUIRED, *_OPTIONAL}):
+        raise ConfigError("--profile", path, f"has {unknown[0]!r}; it may have {', '.join((*_REQUIRED, *_OPTIONAL))}")
+    stages = len(found["f"]) if isinstance(found["f"], list) else 0
+    if "stages" in found:
+        stages = _whole(f"{path} stages", found["stages"])
+    lists = {key: _list(path, key, found[key], stages) for key in ("f", "b", "w", "activation", "kept") if key in found}
+    memory = found.get("memory")
+    if isinstance(memory, list):
+        memory = [math.inf if cap is None else cap for cap in memory]
+    delays, wires = (_ways(path, key, found.get(key), stages) for key in ("delay", "wire"))
+    links = {way: Link(delays.get(way, 0.0), wires.get(way, 0.0)) for way in {**delays, **wires}}
+    costs = Costs(
+        placement=linear(stages),
+        forward=lists["f"],
+        backward=lists["b"],
+        weight=lists["w"],
+        links=links,
+        activation=lists.get("activation", ()),
+        kept=lists.get("kept", ()),
+        memory=_list(path, "memory", memory, stages) if memory is not None else (),
+    )
+    count = _whole(f"{path} microbatches", found["microbatches"]) if "microbatches" in found else None
+    return _Profile(costs, count)
+
+
+def _list(path: str, key: str, values: object, stages: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != stages:
+        many = f"{len(values)} values" if isinstance(values, list) else "no list"
+        raise ConfigError(f"{path} {key}", many, f"must be one number per stage, {stages} in all")
+    for stage, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ConfigError(f"{path} {key}[{stage}]", json.dumps(value), "must be a number, at least 0")
+    return tuple(map(float, values))
+
+
+def _ways(path: str, key: str, values: object, stages: int) -> dict[tuple[int, int], float]:
+    """Directed times from [[forward, backward], ...], one pair per link between neighbours."""
+    if values is None:
+        return {}
+    if not isinstance(values, list) or len(values) != stages - 1:
+        many = f"{len(values)} values" if isinstance(values, list) else "no list"
+        raise ConfigError(f"{path} {key}", many, f"must be one [forward, backward] per link, {stages - 1} in all")
+    ways: dict[tuple[int, int], float] = {}
+    for link, both in enumerate(values):
+        if not isinstance(both, list) or len(both) != 2:
+            raise ConfigError(f"{path} {key}[{link}]", json.dumps(both), "must be [forward, backward] in ms")
+        forward, backward = _list(path, f"{key}[{link}]", both, 2)
+        ways[link, link + 1], ways[link + 1, link] = forward, backward
+    return ways
+
+
+def _delays(option: str, values: Iterable[str], stages: int) -> Iterable[tuple[tuple[int, int], float]]:
+    for value in values:
+        found = _DELAY.fullmatch(value)
+        if found is None:
+            raise ConfigError(option, value, "must be I:MS, both ways between stages I and I+1, or I>J:MS, one way")
+        source = int(found[1])
+        target = int(found[2]) if found[2] else source + 1
+        if source == target or max(source, target) >= stages:
+            raise ConfigError(option, value, f"must join two different stages below {stages}")
+        delay_ms = _number(option, found[3], value)
+        if math.isinf(delay_ms):
+            raise ConfigError(option, value, "must be a number of ms")
+        yield (source, target), delay_ms
+        if not found[2]:
+            yield (target, source), delay_ms
+
+
+def _costs(text: str) -> list[float]:
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise ConfigError("--cost", text, "must be three times in ms: forward, backward for inputs, backward for weights")
+    return [_number("--cost", part, text) for part in parts]
+
+
+def _number(option: str, text: str, whole: str | None = None) -> float:
+    """A number, at least 0, that may be infinite; `whole` is the option's text, for the message."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ConfigError(option, whole or text, "must be numbers, at least 0" if whole else "must be a number, at least 0")
+    return value
+
+
+def _count(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
+        raise ConfigError(option, text, "must be a whole number, at least 1")
+    return int(text)
+
+
+def _whole(key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 10**6:
+        raise ConfigError(key, json.dumps(value), "must be a whole number, at least 1")
+    return value
+
+
+def _agree(key: str, value: int | None, expected: int | None, of: str) -> None:
+    if value is not None and expected is not None and value != expected:
+        raise ConfigError(key, value, f"must be {of}, {expected}")
