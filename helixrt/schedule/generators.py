@@ -80,13 +80,6 @@ def interleaved(stages: int, microbatches: int, rounds: int = 2) -> Schedule:
     return schedule_of("interleaved", microbatches, ir.interleaved(stages, rounds), orders)
 
 
-def forward_only(stages: int, microbatches: int) -> Schedule:
-    """Forwards alone, for evaluation."""
-    check_sizes(stages, microbatches)
-    orders = [[Operation(Op.F, stage, m) for m in range(microbatches)] for stage in range(stages)]
-    return schedule_of("forward_only", microbatches, ir.linear(stages), orders)
-
-
 def build(name: str, stages: int, microbatches: int) -> Schedule:
     """The schedule of the policy called `name`; one that plans by costs takes them all equal, without delays.
 

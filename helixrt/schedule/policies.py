@@ -19,10 +19,14 @@ from helixrt.schedule.ir import Schedule, folded, interleaved, linear
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a policy places chunks on that many stages, and the schedule it makes from costs and micro-batches."""
+    """How a policy places chunks on that many stages, and the schedule it makes from costs and micro-batches.
+
+    One that is not `bound` to its placement serves costs of any other as well.
+    """
 
     placement: Callable[[int], tuple[int, ...]]
     schedule: Callable[[Costs, int], Schedule]
+    bound: bool = True
 
 
 def _fixed(generator: Callable[[int, int], Schedule]) -> Callable[[Costs, int], Schedule]:
@@ -47,7 +51,7 @@ POLICIES: dict[str, Policy] = {
     "dualpipev": Policy(folded, _fixed(v_shaped.dualpipev)),
     "w": Policy(folded, _fixed(v_shaped.w)),
     "adaptra": Policy(linear, adaptra),
-    "helix": Policy(linear, _helix),
+    "helix": Policy(linear, _helix, bound=False),
 }
 
 
@@ -59,12 +63,13 @@ def policy(name: str) -> Policy:
 
 
 def costs_for(name: str, costs: Costs) -> Costs:
-    """These costs in the policy's placement: as they are, or one chunk per stage split evenly.
+    """These costs in the policy's placement: as they are, or one chunk per stage split evenly. helix keeps any.
 
     Raises ConfigError for an unknown policy, and for costs of another placement.
     """
-    placement = policy(name).placement(costs.stages)
-    return costs if costs.placement == placement else costs.split(placement)
+    chosen = policy(name)
+    placement = chosen.placement(costs.stages)
+    return costs if costs.placement == placement or not chosen.bound else costs.split(placement)
 
 
 def build(name: str, costs: Costs, microbatches: int) -> Schedule:

@@ -155,4 +155,6 @@ def test_names_and_numbers_are_checked() -> None:
             build(name, uniform(2), 0)
     with pytest.raises(ConfigError, match="^costs.placement="):
         build("zb", costs_for("zbv", uniform(3)), 4)
-    assert costs_for("zbv", costs_for("zbv", uniform(3))) == costs_for("zbv", uniform(3))
+    folded = costs_for("zbv", uniform(3))
+    assert costs_for("w", folded) == folded == costs_for("helix", folded)
+    assert build("helix", folded, 4).placement == folded.placement
