@@ -67,7 +67,7 @@ class Tier:
                     self._uses.setdefault((o.chunk, o.microbatch), []).append(index)
         self._room: list[tuple[float, float]] = [(0.0, self._cap)]  # heap of (from when, how much) free on the device
         self._free = self._cap
-        self._here: dict[_Held, tuple[float, float]] = {}  # on the device: amount, since when no copy or operation needs it
+        self._here: dict[_Held, tuple[float, float]] = {}  # on the device: amount, from when copy or operation leave it
         self._away: dict[_Held, tuple[float, float]] = {}  # on the host: amount, from when it can come back
         self._out_free_ms = self._in_free_ms = 0.0
         self.host_peak = 0.0
@@ -85,7 +85,8 @@ class Tier:
                 self._here[held] = (amount, math.inf)
                 continue
             if held in self._away:
-                start_ms = max(start_ms, self._fetch(held, used))
+                self._fetch(held, used)
+            start_ms = max(start_ms, self._here[held][1])
             more = self._costs.kept[operation.chunk] - self._here[held][0] if operation.op is Op.B else 0.0
             if more > 0.0:
                 start_ms = max(start_ms, self._take(more, used))
@@ -147,13 +148,12 @@ class Tier:
         self.host_peak = max(self.host_peak, sum(amount for amount, _ in self._away.values()))
         self._give(self._out_free_ms, amount)
 
-    def _fetch(self, held: _Held, used: set[_Held]) -> float:
+    def _fetch(self, held: _Held, used: set[_Held]) -> None:
         amount, away_ms = self._away[held]
         begin_ms = max(self._take(amount, used), self._in_free_ms, away_ms)
         del self._away[held]
         self._in_free_ms = begin_ms + amount / self._copy_per_ms
         self._here[held] = (amount, self._in_free_ms)
-        return self._in_free_ms
 
 
 def tiers(schedule: Schedule, costs: Costs, host: HostMemory) -> list[Tier | None]:
