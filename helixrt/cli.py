@@ -23,6 +23,8 @@ from helixrt.errors import ConfigError
 USAGE_ERROR = 2
 COMMANDS = {  # each a module of helixrt.commands
     "schedule": "make, check, time, draw and compare pipeline schedules",
+    "replay": "replay a trace of slow links under several policies",
+    "lab": "networks of namespaces with rated links on this machine",
 }
 
 
@@ -71,10 +73,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """`--option -1,2` as `--option=-1,2`: argparse takes such a value for an unknown option, whatever it is meant to be."""
+    """`--option -1,2` as `--option=-1,2`: argparse takes such a value for an unknown option, whatever it is meant to be.
+
+    What follows `--` is another program's and stays as it is.
+    """
     merged: list[str] = []
     for word in argv:
-        if merged and re.fullmatch(r"--[a-z-]+", merged[-1]) and re.match(r"-[0-9.]", word):
+        if merged and "--" not in merged and re.fullmatch(r"--[a-z-]+", merged[-1]) and re.match(r"-[0-9.]", word):
             merged[-1] += f"={word}"
         else:
             merged.append(word)

@@ -1,8 +1,8 @@
 """The planning problem that command-line options describe.
 
-In: options as text (`add_arguments`, parsed by argparse). Out: a `Problem`: costs to plan under, costs to replay under, the
-number of micro-batches. Everything wrong is a ConfigError that names the option: argparse's own errors take several
-lines.
+In: options as text (`add_costs`, `add_replay`, parsed by argparse). Out: a `Problem`: costs to plan under, costs to
+replay under, the number of micro-batches. Everything wrong is a ConfigError that names the option: argparse's own errors
+take several lines.
 """
 
 from __future__ import annotations
@@ -42,25 +42,32 @@ class _Profile:
     microbatches: int | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe a planning problem."""
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is planned for."""
     parser.add_argument("--stages", metavar="S", help="pipeline stages")
     parser.add_argument("--microbatches", metavar="N", help="micro-batches of a step")
-    parser.add_argument("--cost", metavar="F,B,W", help="ms of a stage's forward, backward for inputs, for weights (1,1,1)")
+    parser.add_argument("--cost", metavar="F,B,W", help="ms of a stage's forward, backward for inputs, for weights")
     parser.add_argument("--profile", metavar="FILE.json", help='costs per stage: {"f": [..], "b": [..], "w": [..], ...}')
     parser.add_argument("--delay", action="append", default=[], metavar="I:MS", help="latency of a link, planned for")
     parser.add_argument("--memory", metavar="M", help="cap of every stage, in activations (1 per micro-batch, from F to W)")
+    parser.set_defaults(run_delay=[])
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a schedule is run."""
     parser.add_argument("--run-delay", action="append", default=[], metavar="I:MS", help="latency replayed under instead")
     parser.add_argument("--comm", default="delegated", metavar="MODE", help="delegated (default), direct or direct:DEPTH")
 
 
-def problem(args: argparse.Namespace, stages: int | None = None, microbatches: int | None = None) -> Problem:
-    """The problem in the options; `stages` and `microbatches` are those of an order that is given, if one is.
+def problem(
+    args: argparse.Namespace, stages: int | None = None, microbatches: int | None = None, of: str = "the order's"
+) -> Problem:
+    """The problem in the options; `stages` and `microbatches` are those that something else has, named by `of`.
 
     Delays of --delay stand over the profile's for planning, those of --run-delay over the profile's for the replay.
     Raises ConfigError for everything that cannot be, caps that no schedule fits included.
     """
-    given = {"--stages": _count("--stages", args.stages), "--microbatches": _count("--microbatches", args.microbatches)}
+    given = {"--stages": whole("--stages", args.stages), "--microbatches": whole("--microbatches", args.microbatches)}
     if args.profile is not None:
         if args.cost is not None:
             raise ConfigError("--cost", args.cost, "goes with --stages, not with --profile, which has the costs of every stage")
@@ -75,10 +82,10 @@ def problem(args: argparse.Namespace, stages: int | None = None, microbatches: i
         costs = uniform(number, forward, backward, weight)
         of_profile = None
     if args.memory is not None:
-        cap = _number("--memory", args.memory)
+        cap = _parsed("--memory", args.memory, args.memory, "must be a number, at least 0")
         costs = replace(costs, memory=(cap,) * costs.stages)
-    _agree("the order's stages", stages, costs.stages, "as many as have costs")
-    _agree("the order's micro-batches", microbatches, given["--microbatches"], "as many as --microbatches")
+    _agree(f"{of} stages", stages, costs.stages, "as many as have costs")
+    _agree(f"{of} micro-batches", microbatches, given["--microbatches"], "as many as --microbatches")
     count = given["--microbatches"] or microbatches or of_profile
     if count is None:
         raise ConfigError("--microbatches", "''", "is needed")
@@ -92,10 +99,20 @@ def comm(text: str) -> Comm:
     """How stages communicate: `delegated`, `direct`, or `direct:DEPTH`."""
     mode, _, depth = text.partition(":")
     if mode == "direct":
-        return Direct(_count("--comm direct:DEPTH", depth) or 1) if depth else Direct()
+        return Direct(whole("--comm direct:DEPTH", depth) or 1) if depth else Direct()
     if text != "delegated":
         raise ConfigError("--comm", text, "must be delegated, direct or direct:DEPTH")
     return DELEGATED
+
+
+def number(option: str, text: str | None) -> float | None:
+    """The number in an option's text, at least 0 and finite; None for none."""
+    if text is None:
+        return None
+    value = _parsed(option, text, text, rule := "must be a number, at least 0")
+    if math.isinf(value):
+        raise ConfigError(option, text, rule)
+    return value
 
 
 def read_text(option: str, path: str) -> str:
@@ -121,7 +138,7 @@ def _profile(path: str) -> _Profile:
         raise ConfigError("--profile", path, f"has {unknown[0]!r}; it may have {', '.join((*_REQUIRED, *_OPTIONAL))}")
     stages = len(found["f"]) if isinstance(found["f"], list) else 0
     if "stages" in found:
-        stages = _whole(f"{path} stages", found["stages"])
+        stages = _json_whole(f"{path} stages", found["stages"])
     lists = {key: _list(path, key, found[key], stages) for key in ("f", "b", "w", "activation", "kept") if key in found}
     memory = found.get("memory")
     if isinstance(memory, list):
@@ -138,7 +155,7 @@ def _profile(path: str) -> _Profile:
         kept=lists.get("kept", ()),
         memory=_list(path, "memory", memory, stages) if memory is not None else (),
     )
-    count = _whole(f"{path} microbatches", found["microbatches"]) if "microbatches" in found else None
+    count = _json_whole(f"{path} microbatches", found["microbatches"]) if "microbatches" in found else None
     return _Profile(costs, count)
 
 
@@ -177,7 +194,7 @@ def _delays(option: str, values: Iterable[str], stages: int) -> Iterable[tuple[t
         target = int(found[2]) if found[2] else source + 1
         if source == target or max(source, target) >= stages:
             raise ConfigError(option, value, f"must join two different stages below {stages}")
-        delay_ms = _number(option, found[3], value)
+        delay_ms = _parsed(option, found[3], value)
         if math.isinf(delay_ms):
             raise ConfigError(option, value, "must be a number of ms")
         yield (source, target), delay_ms
@@ -189,29 +206,30 @@ def _costs(text: str) -> list[float]:
     parts = text.split(",")
     if len(parts) != 3:
         raise ConfigError("--cost", text, "must be three times in ms: forward, backward for inputs, backward for weights")
-    return [_number("--cost", part, text) for part in parts]
+    return [_parsed("--cost", part, text) for part in parts]
 
 
-def _number(option: str, text: str, whole: str | None = None) -> float:
-    """A number, at least 0, that may be infinite; `whole` is the option's text, for the message."""
+def _parsed(option: str, part: str, text: str, rule: str = "must be numbers, at least 0") -> float:
+    """The number in a part of an option's text; it may be infinite."""
     try:
-        value = float(text)
+        value = float(part)
     except ValueError:
         value = -1.0
     if not value >= 0:
-        raise ConfigError(option, whole or text, "must be numbers, at least 0" if whole else "must be a number, at least 0")
+        raise ConfigError(option, text, rule)
     return value
 
 
-def _count(option: str, text: str | None) -> int | None:
+def whole(option: str, text: str | None, least: int = 1) -> int | None:
+    """The whole number in an option's text; None for none."""
     if text is None:
         return None
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
-        raise ConfigError(option, text, "must be a whole number, at least 1")
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+        raise ConfigError(option, text, f"must be a whole number, at least {least}")
     return int(text)
 
 
-def _whole(key: str, value: object) -> int:
+def _json_whole(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 10**6:
         raise ConfigError(key, json.dumps(value), "must be a whole number, at least 1")
     return value

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from helixrt.commands import output
 from helixrt.commands import problem as problems
 from helixrt.commands.problem import Problem
 from helixrt.errors import ConfigError, MissingExtra
@@ -50,7 +48,10 @@ class Replay:
 
 @dataclass(frozen=True)
 class Row:
-    """One policy of a comparison; `note` says why there are no figures, or that the schedule does not fit its cap."""
+    """One policy of a comparison; `note` says why there are no figures, or that the schedule does not fit its cap.
+
+    `lower_bound_ms` holds under the caps, so what does not fit may be below it and has no gap.
+    """
 
     policy: str
     makespan_ms: float | None = None
@@ -67,14 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = EPILOG
     parser.add_argument("action", nargs="?", metavar="compare", help="all policies side by side instead of one schedule")
-    problems.add_arguments(parser)
+    problems.add_costs(parser)
+    problems.add_replay(parser)
     parser.add_argument("--policy", metavar="P", help=f"{', '.join(policies.POLICIES)} (default helix)")
     parser.add_argument("--order", metavar="FILE", help="check and time this order: torch's CSV, or the JSON printed here")
     parser.add_argument("--chunks", metavar="1|2", help="chunks per stage that helix plans with (default 1)")
     parser.add_argument("--exact", action="store_true", help="search on for the proven optimum (extra 'exact')")
     parser.add_argument("--time-limit", metavar="S", help="seconds that --exact may take (default 30)")
-    parser.add_argument("--format", metavar="FORMAT", help=f"{', '.join(FORMATS)} (default: by the output's name, else text)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of to the terminal")
+    output.add_arguments(parser, FORMATS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,19 +86,12 @@ def run(args: argparse.Namespace) -> int:
         written = _compare(args) if args.action else _schedule(args)
     except ScheduleError as error:
         raise ConfigError("--order", args.order, str(error)) from None
-    if args.output is None:
-        sys.stdout.write(written)
-        sys.stdout.flush()
-        return 0
-    try:
-        Path(args.output).write_text(written, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("--output", args.output, f"cannot be written: {error.strerror}") from None
+    output.put(args, written)
     return 0
 
 
 def _schedule(args: argparse.Namespace) -> str:
-    form, comm = _format(args, FORMATS), problems.comm(args.comm)
+    form, comm = output.chosen_format(args, FORMATS), problems.comm(args.comm)
     replay = _of_order(args, comm) if args.order is not None else _of_policy(args, comm)
     timeline = replay.timeline
     if form == "json":
@@ -109,7 +103,7 @@ def _schedule(args: argparse.Namespace) -> str:
     if form == "chrome":
         return chrome.write(timeline)
     solve_ms = None if args.order is not None else replay.solve_ms
-    return text.write(timeline, replay.lower_bound_ms, solve_ms, _width(), _colored(args))
+    return text.write(timeline, replay.lower_bound_ms, solve_ms, output.width(), output.colored(args))
 
 
 def _of_order(args: argparse.Namespace, comm: Comm) -> Replay:
@@ -214,7 +208,7 @@ def _compare(args: argparse.Namespace) -> str:
     for option in ("policy", "order", "chunks", "time_limit"):
         if getattr(args, option) is not None:
             raise ConfigError(f"--{option.replace('_', '-')}", getattr(args, option), "does not go with compare")
-    form, comm, problem = _format(args, ("text", "json")), problems.comm(args.comm), problems.problem(args)
+    form, comm, problem = output.chosen_format(args, ("text", "json")), problems.comm(args.comm), problems.problem(args)
     rows = [_row(policy, policy, problem, comm, 1) for policy in policies.POLICIES]
     rows.append(_row("helix, 2 chunks", "helix", problem, comm, 2))
     if args.exact:
@@ -237,7 +231,7 @@ def _row(name: str, policy: str, problem: Problem, comm: Comm, chunks: int, refi
         policy=name,
         makespan_ms=timeline.makespan_ms,
         lower_bound_ms=replay.lower_bound_ms,
-        gap=as_json.gap(timeline.makespan_ms, replay.lower_bound_ms),
+        gap=as_json.gap(timeline.makespan_ms, replay.lower_bound_ms) if stage is None else None,
         bubble_rate=timeline.bubble_rate,
         peak_memory=timeline.peak_memory,
         fits=stage is None,
@@ -250,35 +244,23 @@ def _table(rows: list[Row]) -> str:
     head = ("policy", "makespan ms", "bound ms", "gap", "idle", "peak memory", "fits", "planned in ms", "")
     body = [head]
     for row in rows:
-        if row.makespan_ms is None:
-            body.append((row.policy, *("-",) * 5, "no", "-", row.note))
-            continue
-        assert row.lower_bound_ms is not None and row.gap is not None and row.bubble_rate is not None
-        assert row.peak_memory is not None and row.solve_ms is not None
-        shown = (number(row.makespan_ms), number(row.lower_bound_ms), f"{row.gap:.2%}", f"{row.bubble_rate:.1%}")
-        fits = "yes" if row.fits else "no"
-        body.append((row.policy, *shown, number(max(row.peak_memory)), fits, f"{row.solve_ms:.1f}", row.note))
-    widths = [max(len(line[column]) for line in body) for column in range(len(head) - 1)]
-    lines = []
-    for line in body:
-        cells = [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True))]
-        lines.append("  ".join([*cells, line[-1]]).rstrip())
-    return "\n".join(lines) + "\n"
+        peak = max(row.peak_memory) if row.peak_memory is not None else None
+        body.append(
+            (
+                row.policy,
+                _shown(row.makespan_ms, number),
+                _shown(row.lower_bound_ms, number),
+                _shown(row.gap, "{:.2%}".format),
+                _shown(row.bubble_rate, "{:.1%}".format),
+                _shown(peak, number),
+                "yes" if row.fits else "no",
+                _shown(row.solve_ms, "{:.1f}".format),
+                row.note,
+            )
+        )
+    figures = output.table([line[:-1] for line in body])
+    return "\n".join(f"{line}  {notes[-1]}".rstrip() for line, notes in zip(figures, body, strict=True)) + "\n"
 
 
-def _format(args: argparse.Namespace, allowed: tuple[str, ...]) -> str:
-    form = args.format
-    if form is None:
-        suffix = Path(args.output).suffix[1:] if args.output is not None else ""
-        form = suffix if suffix in allowed else "text"
-    if form not in allowed:
-        raise ConfigError("--format", form, f"must be one of {', '.join(allowed)}")
-    return str(form)
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((120, 24)).columns
-
-
-def _colored(args: argparse.Namespace) -> bool:
-    return args.output is None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+def _shown(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)

@@ -36,7 +36,7 @@ def write(
     for stage, peak in enumerate(peaks):
         body = _row(timeline, stage, columns, color)
         lines.append(f"{stage:>{left - 1}} {body}{peak:>{right}}")
-    lines += _axis(timeline.makespan_ms, left, columns)
+    lines += axis(timeline.makespan_ms, left, columns)
     lines.append(_idle_sums(timeline))
     return "\n".join(lines) + "\n"
 
@@ -136,12 +136,13 @@ def _paint(text: str, op: Op, paler: float) -> str:
     return f"\x1b[38;2;27;36;48;48;2;{red};{green};{blue}m{text}{_RESET}"
 
 
-def _axis(makespan_ms: float, left: int, columns: int) -> list[str]:
-    step = tick_step(makespan_ms, max(columns // 8, 1))
+def axis(length: float, left: int, columns: int, unit: str = " ms") -> list[str]:
+    """Two lines, marks and figures, of an axis from 0 to `length` over `columns` columns that begin at column `left`."""
+    step = tick_step(length, max(columns // 8, 1))
     marks, labels = [" "] * (left + columns + 12), [" "] * (left + columns + 12)
-    for tick in range(math.floor(makespan_ms / step + 1e-9) + 1 if makespan_ms else 1):
-        at = left + min(round(tick * step / (makespan_ms or 1.0) * columns), columns)
-        text = number(tick * step) + (" ms" if tick == 0 else "")
+    for tick in range(math.floor(length / step + 1e-9) + 1 if length else 1):
+        at = left + min(round(tick * step / (length or 1.0) * columns), columns)
+        text = number(tick * step) + (unit if tick == 0 else "")
         marks[at] = "|"
         labels[at : at + len(text)] = text
     return ["".join(marks).rstrip(), "".join(labels).rstrip()]
