@@ -85,7 +85,7 @@ class _Drawing:
     def __init__(self, timeline: Timeline, memory: bool, width: float) -> None:
         self.timeline, self.schedule = timeline, timeline.schedule
         self.memory = memory and any(held for steps in timeline.memory for _, held in steps)
-        self.right = _RIGHT + (72.0 if self.memory else 0.0)
+        self.right = _RIGHT + (max(len(self.peak(s)) for s in range(self.schedule.stages)) * 6.2 if self.memory else 0.0)
         self.width = width
         self.scale = (width - _LEFT - self.right) / (timeline.makespan_ms or 1.0)
         self.pitch = _ROW + _GAP + (_STRIP + 2.0 if self.memory else 0.0)
@@ -218,7 +218,7 @@ class _Drawing:
 
     def strip(self, stage: int) -> Iterator[str]:
         """Memory over time under the row, against the stage's cap, or the greatest peak where there is none."""
-        y, peak = self.y(stage) + _ROW + 2.0, self.timeline.peak_memory[stage]
+        y = self.y(stage) + _ROW + 2.0
         cap = self.timeline.costs.memory[stage]
         top = cap if math.isfinite(cap) else max(self.timeline.peak_memory)
         floor = y + _STRIP
@@ -227,8 +227,13 @@ class _Drawing:
             path += f"H{self.x(at_ms):.1f}V{floor - _STRIP * min(held / (top or 1.0), 1.0):.1f}"
         path += f"H{self.x(self.timeline.makespan_ms):.1f}V{floor:.1f}Z"
         yield f'<path d="{path}" fill="#d5dbe4" stroke="#8391a3" stroke-width=".7"/>'
-        text = f"peak {number(peak)}" + (f" of {number(cap)}" if math.isfinite(cap) else "")
-        yield _text(self.x(self.timeline.makespan_ms) + 8, floor - 2.5, text, 11, fill=_FAINT)
+        yield _text(self.x(self.timeline.makespan_ms) + 8, floor - 2.5, self.peak(stage), 11, fill=_FAINT)
+
+    def peak(self, stage: int) -> str:
+        """What the stage holds at most, in words."""
+        cap = self.timeline.costs.memory[stage]
+        of = f" of {number(cap)}" if math.isfinite(cap) else ""
+        return f"peak {number(self.timeline.peak_memory[stage])}{of}"
 
     def box(self, start_ms: float, end_ms: float, y: float, height: float, fill: str, hint: str, edge: str = _EDGE) -> str:
         x = self.x(start_ms)
