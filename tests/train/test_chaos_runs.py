@@ -303,6 +303,27 @@ def test_one_of_three_replicas_of_one_stage_comes_back(job: Any, seed: int) -> N
     assert run.log().head.contributors == (0, 1, 2)
 
 
+def losses(root: Path, until: int) -> dict[int, float]:
+    """Replica 0's loss of every step below `until`, of the only run under `root`."""
+    (metrics,) = root.glob("[0-9]*/[0-9]*/metrics.jsonl")
+    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return {e["step"]: e["loss_nats"] for e in entries if e.get("participants") and e["replica"] == 0 and e["step"] < until}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["zbv", "interleaved"])
+def test_another_schedule_trains_the_same_and_survives_the_same(policy: str, job: Any, tmp_path: Path) -> None:
+    """Two chunks per stage or one: up to a kill the losses are those of 1F1B, after it the replica comes back."""
+    run = job(kills((1, 12, "forward")), "model.layers=4", "model.tied=true", f"schedule.name={policy}", patient=True)
+    plain = run.run(f"output.root={tmp_path / 'plain'}", "schedule.name=1f1b", "chaos.kill=[]")
+    assert plain.code == 0, run.why(plain)
+    report = assert_consistent(run, run.run(), lost=[1])
+    assert report["failures"][0]["rejoined_after_s"] is not None
+    expected, got = losses(tmp_path / "plain", 12), losses(run.root, 12)
+    assert expected.keys() == got.keys() == set(range(1, 12))
+    assert got == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
 )

@@ -1,4 +1,4 @@
-"""One suite for every `Engine`: a plain model, the pipeline on one rank, on two, on two with tied weights.
+"""One suite for every `Engine`: a plain model, the pipeline on one rank, on two, with tied weights, with two chunks per stage.
 
 A test gives `on_ranks` a body that gets `make(seed=..., microbatches=...)`; it runs on every rank of a
 replica at once.
@@ -31,24 +31,25 @@ def batch_at(position: int) -> torch.Tensor:
     return (starts + torch.arange(SEQ + 1)) % VOCAB
 
 
-@pytest.fixture(params=["plain", "pipeline-1", "pipeline-2", "pipeline-2-tied"])
+@pytest.fixture(params=["plain", "pipeline-1", "pipeline-2", "pipeline-2-tied", "pipeline-2-tied-folded"])
 def on_ranks(request: pytest.FixtureRequest, run_stages: Any, plain_engine: Any) -> OnRanks:
     kind, *rest = request.param.split("-")
     stages = int(rest[0]) if rest else 1
+    schedules = ("zbv", "w") if "folded" in rest else ("1f1b", "gpipe")
 
     def run(body: Callable[[Make], Any]) -> list[Any]:
         def rank(stage: int, group: Any) -> Any:
             made: list[Engine] = []
 
-            def make(seed: int = 0, microbatches: int = 2, schedule: str = "1f1b") -> Engine:
+            def make(seed: int = 0, microbatches: int = 2, schedule: int = 0) -> Engine:
                 if kind == "plain":
                     made.append(plain_engine(batch_at, vocab=VOCAB, seed=seed))
                 else:
                     made.append(
                         PipelineEngine(
-                            ModelConfig(layers=2, dim=8, heads=2, kv_heads=2, ffn=16, vocab=VOCAB, tied=rest[1:] == ["tied"]),
+                            ModelConfig(layers=4, dim=8, heads=2, kv_heads=2, ffn=16, vocab=VOCAB, tied="tied" in rest),
                             OptimConfig(lr=1e-2, warmup_steps=1, bucket_bytes=1024),
-                            ScheduleConfig(schedule, microbatches),
+                            ScheduleConfig(schedules[schedule], microbatches),
                             batch=BATCH,
                             seq_len=SEQ,
                             steps=100,
@@ -92,7 +93,7 @@ def test_layouts_are_known_before_the_first_step_and_stay(on_ranks: OnRanks) -> 
     def body(make: Make) -> None:
         engine = make(seed=1)
         buckets, state = [(b.shape, b.dtype) for b in engine.buckets], layout_of(engine.state())
-        other = make(seed=2, microbatches=4, schedule="gpipe")  # the layout follows neither seed nor schedule
+        other = make(seed=2, microbatches=4, schedule=1)  # the layout follows neither seed nor schedule
         assert [(b.shape, b.dtype) for b in other.buckets] == buckets
         assert layout_of(other.state()) == state
         engine.run(0, quiet)
