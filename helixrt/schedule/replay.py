@@ -6,7 +6,8 @@ every iteration, so throughput over time and totals. Section 7.5 of the ADAPTRA 
 
 A change of the links is known `detection_lag` iterations later; the iterations in between run the old order over the
 new links. What adapting means is the policy's own: ADAPTRA keeps an order that equation (1) accepts, the first one
-if it can, and otherwise plans with Algorithm 2; helix re-plans by `replan.replan`.
+if it can, and otherwise plans with Algorithm 2; helix starts from an order planned for slack and re-plans by
+`replan.replan`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from helixrt.schedule.host_memory import HostMemory
 from helixrt.schedule.ir import Schedule
 from helixrt.schedule.replan import replan
 from helixrt.schedule.simulate import DELEGATED, Comm, Delegated, Direct, makespan_ms
+from helixrt.schedule.slack import plan_for_slack
 from helixrt.schedule.trace import Trace
 
 ADAPTIVE = ("adaptra", "helix")
@@ -113,7 +115,11 @@ def replay(trace: Trace, costs: Costs, microbatches: int, strategy: Strategy, ef
         raise ConfigError("costs.stages", costs.stages, f"must be the trace's, {trace.stages}")
     own = policies.costs_for(strategy.policy, costs)
     host = strategy.host if isinstance(strategy.comm, Delegated) else None
-    home = current = policies.build(strategy.policy, costs, microbatches)
+    if strategy.adaptive and strategy.policy == "helix":
+        home = plan_for_slack(own, microbatches, effort=effort).schedule
+    else:
+        home = policies.build(strategy.policy, costs, microbatches)
+    current = home
     known: dict[tuple[int, frozenset[tuple[tuple[int, int], float]]], float] = {}
 
     def time_ms(schedule: Schedule, delays: Mapping[tuple[int, int], float]) -> float:

@@ -14,9 +14,11 @@ from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.host_memory import HostMemory, host_peak
 from helixrt.schedule.ir import Op, Operation, Schedule
 from helixrt.schedule.memory import peak_memory
+from helixrt.schedule.planner import plan
 from helixrt.schedule.replan import link_verdicts, replan
 from helixrt.schedule.replay import STRATEGIES, Strategy, replay
 from helixrt.schedule.simulate import DELEGATED, Direct, makespan_ms, simulate
+from helixrt.schedule.slack import plan_for_slack
 from helixrt.schedule.stragglers import straggler_table
 from helixrt.schedule.trace import NicFailure, Straggler, Trace, read, table3
 
@@ -114,6 +116,24 @@ def test_an_order_above_the_cap_is_never_kept() -> None:
     found = replan(zb, replace(costs, memory=(4.0,) * 4))
     assert not found.fits and not found.tolerated and max(found.peak_memory) <= 4
     assert link_verdicts(policies.build("zbv", costs, 8), costs) == ()
+
+
+@pytest.mark.parametrize("cap,tolerated_ms", [(float("inf"), 30), (12, 0)])
+def test_planning_for_slack_costs_nothing_and_stands_more(cap: float, tolerated_ms: float) -> None:
+    costs = uniform(8, 10, 10, 10, memory=cap)
+    plain, slack = plan(costs, 32), plan_for_slack(costs, 32)
+    check(slack.schedule)
+    assert slack.makespan_ms == plain.makespan_ms == makespan_ms(slack.schedule, costs)
+    assert slack.peak_memory == peak_memory(slack.schedule, costs) and max(slack.peak_memory) <= cap
+
+    def slowest(schedule: Schedule, delay_ms: float) -> float:
+        slowed = [with_delays(costs, {(i, i + 1): delay_ms, (i + 1, i): delay_ms}) for i in range(7)]
+        return max(makespan_ms(schedule, one) for one in slowed)
+
+    assert slowest(slack.schedule, 30) < 0.9 * slowest(plain.schedule, 30)
+    assert slowest(slack.schedule, tolerated_ms) == 1030 + tolerated_ms
+    with pytest.raises(ConfigError, match="loss=-1"):
+        plan_for_slack(costs, 32, loss=-1)
 
 
 # Traces
