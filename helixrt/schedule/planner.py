@@ -1,13 +1,12 @@
 """The helix planner: near-optimal orders under memory caps, uneven stages and directed delays.
 
-In: `Costs` of one or two chunks per stage and a number of micro-batches. Out: a `Plan`: the schedule, its exact
+In: `Costs` of one or more chunks per stage and a number of micro-batches. Out: a `Plan`: the schedule, its exact
 makespan, a proven lower bound, and the memory it needs, never above the caps.
 
-It starts, as ADAPTRA does (Section 4.3), from list scheduling, but goes back and forth in time: a list made
-backwards in time (`list_scheduling`) says how late every operation may come, which are the priorities of the next list
-forwards. Then the best priorities are disturbed, again and again, and justified the same way. The search ends as soon as
-the proven bound is met. How much it does is counted in operations, not read from a clock: the same input gives the
-same plan.
+ADAPTRA (Section 4.3) makes one list forwards in time. Here lists are made back and forth in time (`justification`), the
+best is improved along its critical path (`local_search`), and the published schedules of the same placement stand
+beside it (`policies`), so none that fits the caps is faster. All of it ends as soon as the proven bound is met.
+How much is done is counted in operations, not read from a clock: the same input gives the same plan.
 """
 
 from __future__ import annotations
@@ -17,14 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from helixrt.errors import ConfigError
+from helixrt.schedule.bounds import check_reachable, lower_bound
 from helixrt.schedule.costs import Costs
-from helixrt.schedule.ir import Schedule
-from helixrt.schedule.list_scheduling import TOLERANCE, Lanes, Listed, Order, Priority, dispatch
-from helixrt.schedule.simulate import simulate
+from helixrt.schedule.ir import Op, Schedule
+from helixrt.schedule.justification import PATIENCE, Justifier
+from helixrt.schedule.list_scheduling import TOLERANCE, Lanes, Order
+from helixrt.schedule.local_search import improve
+from helixrt.schedule.memory import peak_memory
+from helixrt.schedule.policies import POLICIES
+from helixrt.schedule.simulate import makespan_ms, simulate
 
-PATIENCE = (0.0, 0.5, 0.3, 0.9)
-ROUNDS = 2
-LISTED_OPERATIONS = 120_000
+LISTING_WORK = 1_000_000  # operations timed, or their like, in lists beyond the first sweeps
+SEARCH_WORK = 600_000  # and along the critical path
 
 
 @dataclass(frozen=True)
@@ -51,91 +54,84 @@ def plan(costs: Costs, microbatches: int, *, effort: float = 1.0, clock: Callabl
     begun = clock() if clock else 0.0
     if microbatches < 1:
         raise ConfigError("schedule.microbatches", microbatches, "must be at least 1")
-    _check_caps(costs)
-    bound = _lower_bound(costs, microbatches)
-    order, problem = _search(costs, microbatches, bound, effort)
-    schedule = Schedule("helix", costs.stages, microbatches, costs.placement, problem.entries(order))
-    timeline = simulate(schedule, costs)
+    check_reachable(costs)
+    bound_ms = lower_bound(costs, microbatches)
+    timeline = simulate(_search(costs, microbatches, bound_ms, effort), costs)
     return Plan(
-        schedule=schedule,
+        schedule=timeline.schedule,
         makespan_ms=timeline.makespan_ms,
-        lower_bound_ms=bound,
-        gap=timeline.makespan_ms / bound - 1.0 if bound else 0.0,
+        lower_bound_ms=bound_ms,
+        gap=max(0.0, timeline.makespan_ms / bound_ms - 1.0) if bound_ms else 0.0,
         peak_memory=timeline.peak_memory,
         solve_ms=(clock() - begun) * 1e3 if clock else None,
     )
 
 
-def _check_caps(costs: Costs) -> None:
-    """Every stage must be able to hold one micro-batch in all of its chunks: its last forward comes before any B."""
-    for stage, cap in enumerate(costs.memory):
-        chunks = [c for c, home in enumerate(costs.placement) if home == stage]
-        least = sum(max(costs.activation[c], costs.kept[c]) for c in chunks)
-        if cap * (1 + TOLERANCE) + TOLERANCE < least:
-            rule = f"stage {stage} needs at least {least:g}, one micro-batch's activations in its {len(chunks)} chunk(s)"
-            raise ConfigError("costs.memory", cap, rule)
+@dataclass(frozen=True, slots=True)
+class _Found:
+    schedule: Schedule
+    makespan_ms: float
 
 
-def _lower_bound(costs: Costs, microbatches: int) -> float:
-    """Per chunk: the way of the first micro-batch to it, then all work of its stage."""
-    best, head = 0.0, 0.0
-    seen: set[int] = set()
-    for chunk, stage in enumerate(costs.placement):
-        if stage not in seen:
-            seen.add(stage)
-            own = [c for c, home in enumerate(costs.placement) if home == stage]
-            work = sum(costs.forward[c] + costs.backward[c] + costs.weight[c] for c in own)
-            best = max(best, head + microbatches * work * min(1.0, costs.pair_factor))
-        head += costs.forward[chunk]
-        if chunk + 1 < costs.chunks:
-            head += costs.link(stage, costs.placement[chunk + 1]).delay_ms if costs.placement[chunk + 1] != stage else 0.0
-    return best
+def _search(costs: Costs, microbatches: int, bound_ms: float, effort: float) -> Schedule:
+    draw = random.Random(microbatches)
+    found: list[_Found] = []
 
+    def consider(problem: Lanes, order: Order) -> float:
+        schedule = Schedule("helix", costs.stages, microbatches, costs.placement, problem.entries(order))
+        found.append(_Found(schedule, makespan_ms(schedule, costs)))
+        return found[-1].makespan_ms
 
-def _search(costs: Costs, microbatches: int, bound: float, effort: float) -> tuple[Order, Lanes]:
-    """The best order found and the (forward) problem it belongs to."""
-    ahead, back = Lanes.of(costs, microbatches), Lanes.of(costs, microbatches, mirrored=True)
-    draw = random.Random(0)
-    unit = sum(ahead.duration) / ahead.lanes
-    best: Listed | None = None
-    good: Priority = []
-    listed, sweep = 0, 0
-    while listed == 0 or listed < effort * LISTED_OPERATIONS:
-        patience = PATIENCE[sweep % len(PATIENCE)]
-        if sweep < len(PATIENCE):
-            priority: Priority = _first_priority(ahead)
+    def met() -> bool:
+        return bool(found) and min(one.makespan_ms for one in found) <= bound_ms * (1 + TOLERANCE)
+
+    for fused in _forms(costs):
+        if met():
+            break
+        lists = Justifier(costs, microbatches, consider, draw, fused)
+        lists.run(bound_ms, len(PATIENCE), LISTING_WORK)
+        if not lists.best:
+            continue
+        if consider(lists.problem, lists.best) <= bound_ms * (1 + TOLERANCE):
+            break
+        if lists.problem.pair:
+            lists.run(bound_ms, 1_000_000, LISTING_WORK * effort)
+            consider(lists.problem, lists.best)
         else:
-            priority = [[value + draw.gauss(0.0, unit) for value in lane] for lane in good]
-        sweep += 1
-        for _ in range(ROUNDS):
-            forwards = dispatch(ahead, priority, patience)
-            listed += ahead.operations
-            assert forwards is not None
-            if best is None or forwards.makespan_ms <= best.makespan_ms:
-                best, good = forwards, priority
-            if best.makespan_ms <= bound + TOLERANCE * bound:
-                return best.order, ahead
-            backwards = dispatch(back, _mirror(forwards.ends), patience)
-            listed += ahead.operations
-            assert backwards is not None
-            priority = _mirror(backwards.ends)
-    assert best is not None
-    return best.order, ahead
+            _, order = improve(lists.problem, lists.best, bound_ms, SEARCH_WORK * effort, draw)
+            consider(lists.problem, order)
+    if not met():
+        found += _published(costs, microbatches)
+    return min(found, key=lambda one: one.makespan_ms).schedule
 
 
-def _first_priority(problem: Lanes) -> Priority:
-    """B before F before W, as in ADAPTRA's Algorithm 4, and older micro-batches before newer ones."""
-    chunks = problem.lanes // (2 if problem.fused else 3)
-    rank = (1.0, 0.0, 2.0)
-    step = float(problem.lanes)
-    return [
-        [rank[lane // chunks] * step * problem.microbatches + m * step - lane % chunks for m in range(problem.microbatches)]
-        for lane in range(problem.lanes)
-    ]
+def _forms(costs: Costs) -> tuple[bool, ...]:
+    """Whether to try whole backwards (True), split ones (False), or both.
+
+    Splitting is never slower. But pairs may only be worth it with whole backwards, and where W keeps more than the
+    forward left, only a whole backward may fit a tight cap.
+    """
+    fewest = [0.0] * costs.stages
+    for chunk, stage in enumerate(costs.placement):
+        fewest[stage] += max(costs.activation[chunk], costs.kept[chunk])
+    tight = any(cap < need for cap, need in zip(costs.memory, fewest, strict=True))
+    paired = costs.pair_factor < 1 or any(op is Op.BW for _, op, _ in costs.pair_ms)
+    return (False, True) if tight or paired else (False,)
 
 
-def _mirror(ends: list[list[float]]) -> Priority:
-    """What ends last in one direction of time goes first in the other."""
-    return [[-end for end in reversed(lane)] for lane in ends]
+def _published(costs: Costs, microbatches: int) -> list[_Found]:
+    """The published schedules of this placement that exist for these numbers and fit the caps."""
+    found = []
+    for name, policy in POLICIES.items():
+        if name == "helix" or policy.placement(costs.stages) != costs.placement:
+            continue
+        try:
+            made = policy.schedule(costs, microbatches)
+        except ConfigError:
+            continue
+        if all(peak <= cap * (1 + TOLERANCE) for peak, cap in zip(peak_memory(made, costs), costs.memory, strict=True)):
+            schedule = Schedule("helix", made.stages, made.microbatches, made.placement, made.entries)
+            found.append(_Found(schedule, makespan_ms(schedule, costs)))
+    return found
 
 

@@ -1,0 +1,102 @@
+"""Lists forwards and backwards in time, each made by the ends of the one before.
+
+In: costs and a number of micro-batches. Out: the best order met. A list made backwards in time puts every operation as
+late as it can come, so what ends late there may wait here: those ends are the priorities of the next list forwards, and
+the other way round (Li and Willis, "An iterative scheduling technique for resource-constrained project scheduling",
+EJOR 1992). The first sweeps begin with priorities by kind, as ADAPTRA's Algorithm 4 has them; later ones with the best
+priorities met, every lane shifted and every operation disturbed at random.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from helixrt.schedule.costs import Costs
+from helixrt.schedule.list_scheduling import TOLERANCE, Lanes, Order, Priority, dispatch
+
+PATIENCE = (0.5, 0.9, 0.0, 0.3)  # of the first sweeps; see `dispatch`
+ROUNDS = 2  # lists in each direction per sweep
+SHIFT, NOISE = 1.0, 0.5  # standard deviations in mean operation times: of a lane, of each operation
+LIST_COST = 8  # work counted per operation of a list, in operations timed in a fixed order
+
+
+class Justifier:
+    """Makes lists of one problem. `best_ms` and `best` are the best order so far (infinite and empty before the first).
+
+    `exact_ms(order)` tells an order's makespan. It is asked for lists made backwards where messages take time on the
+    wire: which one goes first on a link is not known backwards.
+    """
+
+    def __init__(
+        self, costs: Costs, microbatches: int, exact_ms: Callable[[Lanes, Order], float], draw: random.Random, fused: bool
+    ) -> None:
+        self.problem = Lanes.of(costs, microbatches, fused=fused)
+        self.best_ms = math.inf
+        self.best: Order = []
+        self._back = Lanes.of(costs, microbatches, mirrored=True, fused=fused)
+        self._exact_ms, self._draw = exact_ms, draw
+        self._good: Priority = ()
+
+    def run(self, bound_ms: float, sweeps: int, work: float) -> float:
+        """Sweep until the bound is met, that many sweeps are made, or the work is done; returns the work left."""
+        for sweep in range(sweeps):
+            early = sweep < len(PATIENCE)
+            patience = PATIENCE[sweep] if early else self._draw.choice(PATIENCE[:2])
+            priority: Priority | None = self._disturbed() if self._good and not early else _by_kind(self.problem)
+            for turn in range(2 * ROUNDS):
+                if priority is None or self.best_ms <= bound_ms * (1 + TOLERANCE) or (work <= 0 and self.best):
+                    break
+                work -= LIST_COST * self.problem.operations
+                priority = self._backwards(priority, patience) if turn % 2 else self._forwards(priority, patience)
+            else:
+                continue
+            if priority is not None:
+                break
+        return work
+
+    def _forwards(self, priority: Priority, patience: float) -> Priority | None:
+        listed = dispatch(self.problem, priority, patience)
+        if listed is None:
+            return None
+        if listed.makespan_ms <= self.best_ms:
+            self.best_ms, self.best, self._good = listed.makespan_ms, listed.order, priority
+        return _mirror(listed.ends)
+
+    def _backwards(self, priority: Priority, patience: float) -> Priority | None:
+        listed = dispatch(self._back, priority, patience)
+        if listed is None:
+            return None
+        ahead = _mirror(listed.ends)
+        if listed.makespan_ms <= self.best_ms:
+            order = [codes[::-1] for codes in listed.order]
+            wired = any(self.problem.wire)
+            makespan_ms = self._exact_ms(self.problem, order) if wired else listed.makespan_ms
+            if makespan_ms <= self.best_ms:
+                self.best_ms, self.best, self._good = makespan_ms, order, ahead
+        return ahead
+
+    def _disturbed(self) -> Priority:
+        unit = sum(self.problem.duration) / self.problem.lanes
+        draw = self._draw.gauss
+        shifts = [draw(0.0, SHIFT * unit) for _ in self._good]
+        return [
+            [value + shift + draw(0.0, NOISE * unit) for value in lane]
+            for shift, lane in zip(shifts, self._good, strict=True)
+        ]
+
+
+def _by_kind(problem: Lanes) -> Priority:
+    """B before F before W, and older micro-batches before newer ones; of one micro-batch, the later chunk."""
+    chunks, count = problem.lanes // (2 if problem.fused else 3), problem.microbatches
+    rank = (1, 0, 2)
+    return [
+        [float((rank[lane // chunks] * count + m) * chunks - lane % chunks) for m in range(count)]
+        for lane in range(problem.lanes)
+    ]
+
+
+def _mirror(ends: list[list[float]]) -> Priority:
+    """What ends last in one direction of time goes first in the other."""
+    return [[-end for end in reversed(lane)] for lane in ends]
