@@ -13,9 +13,7 @@ import importlib.metadata as metadata
 import json
 import os
 import re
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +22,7 @@ from importlib import import_module, util
 from pathlib import Path
 
 import helixrt
+from helixrt.lab.machine import Lack, lacking
 
 PYTHON = (3, 11)
 TOP_FOLDERS = ("passes", "triton_kernels", "ray_cluster", "conf")
@@ -180,16 +179,11 @@ def ports_finding(bind_error: str, taken: Sequence[int], ray_address: str) -> Fi
     return Finding("ports", State.ON, "free ones on 127.0.0.1", needed_for=Need.JOB)
 
 
-def namespaces_finding(root: bool, ip: str | None, error: str) -> Finding:
+def namespaces_finding(lack: Lack | None) -> Finding:
     """Network namespaces with rated links: only the lab and tests marked `netns` use them."""
-    if not root:
-        return Finding("namespaces", State.OFF, "not root", "run as root to test with rated links")
-    if ip is None:
-        return Finding("namespaces", State.OFF, "no `ip` command", "apt-get install iproute2")
-    if error:
-        fix = "give the container CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged)"
-        return Finding("namespaces", State.OFF, f"the kernel refuses one: {error}", fix)
-    return Finding("namespaces", State.ON, f"root, {ip}")
+    if lack is not None:
+        return Finding("namespaces", State.OFF, lack.what, lack.fix)
+    return Finding("namespaces", State.ON, "root, and a kernel with veth, bridge and tbf")
 
 
 def rdma_finding(pyverbs: bool, devices: Sequence[str]) -> Finding:
@@ -330,15 +324,7 @@ def look_at_ports() -> Finding:
 
 
 def look_at_namespaces() -> Finding:
-    root, ip, error = os.geteuid() == 0, shutil.which("ip"), ""
-    unshare = shutil.which("unshare")
-    if root and ip:
-        if unshare is None:
-            error = "no `unshare` command to ask with"
-        else:
-            tried = subprocess.run([unshare, "--net", "--mount", "true"], capture_output=True, text=True, timeout=10)
-            error = tried.stderr.strip() if tried.returncode else ""
-    return namespaces_finding(root, ip, error)
+    return namespaces_finding(lacking())
 
 
 def look_at_rdma() -> Finding:

@@ -14,6 +14,7 @@ import pytest
 
 from helixrt import doctor
 from helixrt.doctor import Finding, Need, Package, State
+from helixrt.lab.machine import Lack
 
 TORCHFT = Package("torchft", (0, 2), "membership", "ft", Need.JOB, ("torchft",), load="torchft.coordination")
 RAY = Package("ray", (2, 40), "jobs", "ray", Need.RAY_JOB)
@@ -108,19 +109,10 @@ def test_a_head_on_its_usual_port_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert doctor.look_at_ports().state is State.ON
 
 
-@pytest.mark.parametrize(
-    ("root", "ip", "error", "says"),
-    [
-        (True, "/usr/sbin/ip", "", "root"),
-        (False, "/usr/sbin/ip", "", "not root"),
-        (True, None, "", "no `ip`"),
-        (True, "/usr/sbin/ip", "Operation not permitted", "refuses one: Operation not permitted"),
-    ],
-)
-def test_namespaces(root: bool, ip: str | None, error: str, says: str) -> None:
-    finding = doctor.namespaces_finding(root, ip, error)
-    assert says in finding.detail
-    assert finding.works == (root and ip is not None and not error) == (not finding.fix)
+def test_namespaces() -> None:
+    assert doctor.namespaces_finding(None).state is State.ON
+    finding = doctor.namespaces_finding(Lack("not root", "run as root"))
+    assert (finding.state, finding.detail, finding.fix) == (State.OFF, "not root", "run as root")
 
 
 def test_rdma_needs_a_device_and_pyverbs() -> None:

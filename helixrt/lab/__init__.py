@@ -1,4 +1,6 @@
-"""Room for networks on one machine: namespaces with rated links, a VM with Soft-RoCE NICs. Empty so far.
+"""Networks on one machine, for tests and benchmarks that need slow, lossy or failing links.
 
-For tests and benchmarks that need slow, lossy or failing links; only `bench`, `cli` and tests import it.
+`net.Network`: hosts that are network namespaces, joined by rails with a rate, which can be slowed, cut and restored
+while programs run on them; `helixrt lab net` is the same from a shell. Needs root and Linux; `machine.lacking` says
+what else. Only `bench`, `cli`, `commands`, `doctor` and tests import this package.
 """
