@@ -20,6 +20,7 @@ from helixrt.schedule.ir import Schedule, folded
 from helixrt.schedule.planner import plan
 from helixrt.schedule.policies import POLICIES, build, costs_for
 from helixrt.schedule.simulate import DELEGATED, Direct, simulate
+from helixrt.schedule.timeline import Timeline
 
 TWO_CHUNKS = "helix, two chunks"
 CHOICES = (*POLICIES, TWO_CHUNKS)
@@ -48,8 +49,8 @@ class Setting:
     direct: bool = False
 
 
-def draw(setting: Setting, width: float | None = None) -> str:
-    """The timeline of a setting as SVG text. Raises ConfigError for a setting that cannot be."""
+def timeline(setting: Setting) -> Timeline:
+    """What the setting's schedule does under its delay. Raises ConfigError for a setting that cannot be."""
     if setting.policy not in CHOICES:
         raise ConfigError("policy", setting.policy, f"must be one of {', '.join(CHOICES)}")
     if setting.stages < 1:
@@ -60,9 +61,17 @@ def draw(setting: Setting, width: float | None = None) -> str:
         here, there = setting.link, setting.link + 1
         met = with_delays(planned, {(here, there): setting.delay_ms, (there, here): setting.delay_ms})
     schedule, costs = _scheduled(setting, met if setting.planned_for_delay else planned, met)
-    timeline = simulate(schedule, costs, Direct() if setting.direct else DELEGATED)
+    return simulate(schedule, costs, Direct() if setting.direct else DELEGATED)
+
+
+def draw(setting: Setting, width: float | None = None) -> str:
+    """The setting's timeline as SVG text, `width` pixels wide. Raises ConfigError for a setting that cannot be."""
+    return _picture(setting, timeline(setting), width)
+
+
+def _picture(setting: Setting, timed: Timeline, width: float | None) -> str:
     title = f"{setting.policy}: {setting.stages} stages, {setting.microbatches} micro-batches"
-    return svg.write(timeline, lower_bound(costs, setting.microbatches), title, width=width)
+    return svg.write(timed, lower_bound(timed.costs, setting.microbatches), title, width=width)
 
 
 def _scheduled(setting: Setting, planned: Costs, met: Costs) -> tuple[Schedule, Costs]:
@@ -76,11 +85,12 @@ def _scheduled(setting: Setting, planned: Costs, met: Costs) -> tuple[Schedule, 
 class Explorer:
     """Controls above a timeline; shown by a notebook when it is the value of a cell.
 
-    `setting` is what is shown; setting it moves the controls. `picture` is the SVG. A setting that cannot be is answered
-    with its one line in place of the picture. Raises MissingExtra without ipywidgets.
+    `setting` is what is shown; setting it moves the controls. `timeline` and `picture`, the SVG, are of that
+    setting; a setting that cannot be is answered with its one line in place of the picture (they are None and empty).
+    Raises MissingExtra without ipywidgets.
     """
 
-    def __init__(self, setting: Setting | None = None) -> None:
+    def __init__(self, setting: Setting | None = None, width: float | None = 1000.0) -> None:
         try:
             import ipywidgets
         except ImportError:
@@ -102,7 +112,9 @@ class Explorer:
                 options=[("delegated sends", False), ("direct sends", True)], style={"button_width": "166px"}
             ),
         }
+        self.timeline: Timeline | None = None
         self.picture = ""
+        self._width = width
         self._shown = ipywidgets.HTML()
         self._moving = False
         self.setting = setting or Setting()
@@ -137,10 +149,10 @@ class Explorer:
 
     def _draw(self) -> None:
         try:
-            self.picture = draw(self._setting)
-            shown = self.picture
+            self.timeline = timeline(self._setting)
+            shown = self.picture = _picture(self._setting, self.timeline, self._width)
         except ConfigError as error:
-            self.picture, shown = "", f"<pre>{escape(str(error))}</pre>"
+            self.timeline, self.picture, shown = None, "", f"<pre>{escape(str(error))}</pre>"
         self._shown.value = f'<div style="overflow-x: auto">{shown}</div>'
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:

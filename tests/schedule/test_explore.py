@@ -49,10 +49,14 @@ def test_moved_controls_redraw() -> None:
     control(explorer, "stages").value = 3
     assert explorer.setting == Setting(policy="zb", planned_for_delay=False, delay_ms=20, stages=3, link=1)
     assert control(explorer, "slow link").value == 1
+    assert explorer.timeline is not None and explorer.timeline.makespan_ms == makespan_ms(explorer.picture)
     assert explorer.picture in explorer.widget.children[-1].value
     explorer.setting = Setting(stages=6, memory=4.0)
     assert control(explorer, "stages").value == 6 and control(explorer, "memory cap").value == 4.0
     assert explorer._repr_mimebundle_()["image/svg+xml"] == explorer.picture
+    explorer.setting = Setting(stages=0)
+    assert "stages=0: must be at least 1" in explorer.widget.children[-1].value
+    assert explorer.timeline is None and "image/svg+xml" not in explorer._repr_mimebundle_()
 
 
 def test_a_setting_that_cannot_be_is_one_line() -> None:
