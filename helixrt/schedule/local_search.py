@@ -160,7 +160,7 @@ class _Timing:
         change, room = take[moved] - self.give[moved], self.cap[stage]
         for place in range(first + 1, last + 1):
             other = listed[place]
-            if other // count == lane or self.local[other] == moved:
+            if other // count == lane or other == reader or self.local[other] == moved:
                 return None
             if reader != none and source[other] != none and read <= head[source[other]]:
                 return None  # there may be a way from the moved operation's reader to the other one
@@ -206,7 +206,7 @@ class _Timing:
             return None
         for place in range(first, last):
             other = listed[place]
-            if other // count == lane or self.local[moved] == other:
+            if other // count == lane or other == sender or self.local[moved] == other:
                 return None
             reader = self.reader[other]
             if sender != none and reader != none and head[reader] <= sent:
