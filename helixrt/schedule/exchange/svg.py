@@ -84,6 +84,7 @@ class _Drawing:
 
     def __init__(self, timeline: Timeline, memory: bool, width: float) -> None:
         self.timeline, self.schedule = timeline, timeline.schedule
+        self.peaks = timeline.peak_memory
         self.memory = memory and any(held for steps in timeline.memory for _, held in steps)
         self.right = _RIGHT + (max(len(self.peak(s)) for s in range(self.schedule.stages)) * 6.2 if self.memory else 0.0)
         self.width = width
@@ -220,7 +221,7 @@ class _Drawing:
         """Memory over time under the row, against the stage's cap, or the greatest peak where there is none."""
         y = self.y(stage) + _ROW + 2.0
         cap = self.timeline.costs.memory[stage]
-        top = cap if math.isfinite(cap) else max(self.timeline.peak_memory)
+        top = cap if math.isfinite(cap) else max(self.peaks)
         floor = y + _STRIP
         path = f"M{self.x(0):.1f} {floor:.1f}"
         for at_ms, held in dict(self.timeline.memory[stage]).items():  # the last of several steps at one time
@@ -233,7 +234,7 @@ class _Drawing:
         """What the stage holds at most, in words."""
         cap = self.timeline.costs.memory[stage]
         of = f" of {number(cap)}" if math.isfinite(cap) else ""
-        return f"peak {number(self.timeline.peak_memory[stage])}{of}"
+        return f"peak {number(self.peaks[stage])}{of}"
 
     def box(self, start_ms: float, end_ms: float, y: float, height: float, fill: str, hint: str, edge: str = _EDGE) -> str:
         x = self.x(start_ms)
