@@ -70,12 +70,12 @@ class Replan:
 
     @property
     def by_equation(self) -> bool:
-        """Whether equation (1) holds on every link."""
+        """Whether equation (1) holds on every link it speaks of."""
         return all(link.tolerated for link in self.links)
 
     @property
     def gain_ms(self) -> float:
-        """How much less time a step takes than if the current schedule stayed."""
+        """How much less time a step takes than if the current schedule stayed; negative only when that does not fit."""
         return self.current_ms - self.makespan_ms
 
     @property
