@@ -63,10 +63,28 @@ def check_reachable(costs: Costs) -> None:
             raise ConfigError(f"memory[{stage}]", cap, f"no schedule fits; the smallest that would do is {least:g}")
 
 
-def lower_bound(costs: Costs, microbatches: int) -> float:
-    """No schedule of `microbatches` micro-batches finishes earlier than this many ms.
+@dataclass(frozen=True)
+class Bounds:
+    """What holds for every schedule; times in ms, of shape [micro-batches], by kind (F, B, W) and chunk.
 
-    The proof is in the module's docstring. Raises ConfigError for no micro-batches and for caps no schedule fits.
+    The m-th operation of its kind and chunk starts no earlier than `heads_ms`, and the step does not end earlier than
+    `tails_ms` after its end, nor before `makespan_ms`. (A whole backward's B ends when W could begin, see `_least`.)
+    """
+
+    makespan_ms: float
+    heads_ms: dict[tuple[Op, int], Times]
+    tails_ms: dict[tuple[Op, int], Times]
+
+
+def lower_bound(costs: Costs, microbatches: int) -> float:
+    """No schedule of `microbatches` micro-batches finishes earlier than this many ms. Raises as `bounds` does."""
+    return bounds(costs, microbatches).makespan_ms
+
+
+def bounds(costs: Costs, microbatches: int) -> Bounds:
+    """Bounds for the step and each of its operations; the proof is in the module's docstring.
+
+    Raises ConfigError for no micro-batches and for caps no schedule fits.
     """
     if microbatches < 1:
         raise ConfigError("microbatches", microbatches, "must be at least 1")
@@ -78,7 +96,13 @@ def lower_bound(costs: Costs, microbatches: int) -> float:
     for i, rows in enumerate(problem.machines):
         machine = _Machine.of(problem, i, microbatches)
         best = max(best, machine.bound(np.stack([heads[r] for r in rows]), np.stack([tails[r] for r in rows])))
-    return best if _dyadic(costs) else best * (1 - SLIP)
+    rounded = 1.0 if _dyadic(costs) else 1.0 - SLIP
+    keys = [(op, c) for c in range(costs.chunks) for op in (Op.F, Op.B, Op.W)]
+    return Bounds(
+        makespan_ms=best * rounded,
+        heads_ms={key: heads[row] * rounded for row, key in enumerate(keys)},
+        tails_ms={key: tails[row] * rounded for row, key in enumerate(keys)},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +154,8 @@ class _Problem:
 def _problem(costs: Costs, count: int) -> _Problem:
     """Chunk c's F, B and W are rows 3c, 3c + 1 and 3c + 2; messages follow where they take time on a wire."""
     chunks = costs.chunks
-    rows, whole = _least(costs)
-    edges = [_Edge(3 * c, 3 * c + 1) for c in range(chunks)]
-    edges += [_Edge(3 * c + 1, 3 * c + 2, 0, -rows[3 * c + 2].ms if c in whole else 0.0) for c in range(chunks)]
+    rows = _least(costs)
+    edges = [_Edge(3 * c + i, 3 * c + i + 1) for c in range(chunks) for i in (0, 1)]
     machines: list[list[int]] = [[] for _ in range(costs.stages)]
     for c, home in enumerate(costs.placement):
         machines[home] += [3 * c, 3 * c + 1, 3 * c + 2]
@@ -165,14 +188,15 @@ def _problem(costs: Costs, count: int) -> _Problem:
     return _Problem(rows, order, edges, machines, shifts)
 
 
-def _least(costs: Costs) -> tuple[list[_Row], set[int]]:
-    """(F, B and W of every chunk, whatever pairs there are; the chunks whose whole backwards gain from a pair).
+def _least(costs: Costs) -> list[_Row]:
+    """F, B and W of every chunk, whatever pairs there are.
 
-    In a whole backward's pair, W is taken for the end of it.
+    A pair is cut into shares, one after the other, of the forward, the backward and, if it is a whole one, W. The
+    forward's is shortened by all that a pair can save, then both others: so B's ends no sooner after the start
+    than B can be had.
     """
     least = [list(times) for times in zip(costs.forward, costs.backward, costs.weight, strict=True)]
     busy = [list(times) for times in least]
-    whole = set()
     pairs = bool(costs.pair_ms) or costs.pair_factor < 1.0
     for ahead, home in enumerate(costs.placement if pairs else ()):
         saved = 0.0
@@ -183,8 +207,6 @@ def _least(costs: Costs) -> tuple[list[_Row], set[int]]:
                 gain = costs.duration_ms(pair.forward) + costs.duration_ms(pair.backward) - ms
                 if gain <= 0:  # then one after the other does all that the pair does, no later
                     continue
-                if op is Op.BW:
-                    whole.add(back)
                 saved = max(saved, gain)
                 least[ahead][0] = min(least[ahead][0], ms)
                 least[back][1] = min(least[back][1], ms)
@@ -196,7 +218,7 @@ def _least(costs: Costs) -> tuple[list[_Row], set[int]]:
     rows = []
     for (f, b, _), (f_share, b_share, w_share), full in zip(least, busy, costs.forward, strict=True):
         rows += [_Row(f, f_share, full - f_share), _Row(b, b_share), _Row(w_share, w_share)]
-    return rows, whole
+    return rows
 
 
 def _precedences(costs: Costs, stage: int, count: int) -> list[_Edge]:

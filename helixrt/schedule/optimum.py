@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.schedule.bounds import check_reachable, lower_bound
+from helixrt.schedule.bounds import Bounds, bounds
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, operations_of, provides
@@ -68,8 +68,7 @@ def optimum(
         raise ConfigError("microbatches", microbatches, "must be at least 1")
     if not time_limit_s > 0:
         raise ConfigError("time_limit_s", time_limit_s, "must be above 0")
-    check_reachable(costs)
-    known = lower_bound(costs, microbatches)
+    known = bounds(costs, microbatches)
     best = hint or _one_by_one(costs, microbatches)
     if (best.placement, best.microbatches) != (costs.placement, microbatches):
         raise ConfigError("hint", best.name, f"must be of placement {costs.placement} and {microbatches} micro-batches")
@@ -79,8 +78,8 @@ def optimum(
     if not _fits(timeline):
         needed = list(timeline.peak_memory)
         raise ConfigError("hint", best.name, f"must fit the memory caps {list(costs.memory)}, needs {needed}")
-    if makespan_ms <= known * (1 + TOLERANCE):
-        return Optimum(best, makespan_ms, min(known, makespan_ms), True)
+    if makespan_ms <= known.makespan_ms * (1 + TOLERANCE):
+        return Optimum(best, makespan_ms, min(known.makespan_ms, makespan_ms), True)
 
     model = _Model(costs, microbatches, makespan_ms, known)
     if hint is not None:  # one micro-batch at a time would only lead the solver astray
@@ -91,7 +90,7 @@ def optimum(
         timeline = simulate(found, costs)
         if timeline.makespan_ms < makespan_ms and _fits(timeline):
             best, makespan_ms = found, timeline.makespan_ms
-    bound_ms = min(max(bound_ms, known), makespan_ms)
+    bound_ms = min(max(bound_ms, known.makespan_ms), makespan_ms)
     return Optimum(best, makespan_ms, bound_ms, makespan_ms <= bound_ms * (1 + model.tolerance))
 
 
@@ -120,7 +119,7 @@ class _Model:
     every order, so the optimum of the rounded problem is a bound for the true one.
     """
 
-    def __init__(self, costs: Costs, microbatches: int, horizon_ms: float, known_ms: float) -> None:
+    def __init__(self, costs: Costs, microbatches: int, horizon_ms: float, known: Bounds) -> None:
         try:
             from ortools.sat.python import cp_model
         except ImportError as error:
@@ -132,9 +131,10 @@ class _Model:
         # Two dozen operations of every micro-batch in a chain would round by less than this.
         self.tolerance = TOLERANCE if exact else 1e-6
         self._horizon = math.ceil(horizon_ms * self._scale * (1 + TOLERANCE)) + 1
-        known = known_ms * float(self._scale)
-        least = math.ceil(known * (1 - TOLERANCE)) if exact else math.floor(known * (1 - TOLERANCE))
-        self._makespan = self._model.new_int_var(min(least, self._horizon), self._horizon, "makespan")
+        self._known = known
+        # Whole ticks: what is at least 2.5 is at least 3. Rounded down starts are at least rounded down bounds.
+        self._whole = math.ceil if exact else math.floor
+        self._makespan = self._model.new_int_var(self._least(known.makespan_ms), self._horizon, "makespan")
         self._start: dict[Operation, Any] = {}
         self._end: dict[Operation, Any] = {}
         self._out_of_order: set[int] = set()  # stages with whole backwards among the ways
@@ -147,6 +147,10 @@ class _Model:
 
     def _ticks(self, value_ms: Fraction) -> int:
         return math.floor(value_ms * self._scale)
+
+    def _least(self, bound_ms: float) -> int:
+        """Ticks of a bound, which can be off by rounding."""
+        return min(self._whole(bound_ms * float(self._scale) * (1 - TOLERANCE)), self._horizon)
 
     def _moment(self) -> Any:
         return self._model.new_int_var(0, self._horizon, "")
@@ -185,6 +189,7 @@ class _Model:
                         model.add_exactly_one([alone, *others])
                         model.add(self._end[operation] == start + ticks).only_enforce_if(alone)
                         intervals.append(model.new_optional_fixed_size_interval_var(start, ticks, alone, ""))
+                    self._within_bounds(row, stage)
                     if op is not Op.W or stage not in self._out_of_order:
                         for earlier, later in zip(row, row[1:], strict=False):
                             model.add(self._start[later] >= self._end[earlier])
@@ -204,6 +209,18 @@ class _Model:
                     model.add(self._start[result] == self._start[lead]).only_enforce_if(taken)
                     model.add(self._end[result] == self._start[lead] + ticks).only_enforce_if(taken)
             model.add_no_overlap(intervals)
+
+    def _within_bounds(self, row: list[Operation], stage: int) -> None:
+        """What is known of the operations beforehand, but for the halves of whole backwards: it spares the solver work."""
+        op, chunk = row[0].op, row[0].chunk
+        whole = stage in self._out_of_order
+        for operation, head_ms, tail_ms in zip(
+            row, self._known.heads_ms[op, chunk], self._known.tails_ms[op, chunk], strict=True
+        ):
+            if op is not Op.W or not whole:
+                self._model.add(self._start[operation] >= self._least(head_ms))
+            if op is Op.F or not whole:
+                self._model.add(self._makespan >= self._end[operation] + self._least(tail_ms))
 
     def _messages(self) -> None:
         """Results arrive a delay after their time on the wire, and each wire carries them in the order they are ready."""

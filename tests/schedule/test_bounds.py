@@ -4,13 +4,14 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixrt.errors import ConfigError
 from helixrt.schedule import optimum as exact
-from helixrt.schedule.bounds import check_reachable, lower_bound, smallest_memory
+from helixrt.schedule.bounds import Bounds, check_reachable, lower_bound, smallest_memory
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.instances import random_instance
 from helixrt.schedule.ir import (
@@ -114,10 +115,15 @@ def test_no_schedule_is_faster(seed: int) -> None:
     assert bound <= makespan_ms(schedule, costs, Direct(depth=2)) * (1 + 1e-9)
 
 
+def nothing_known(costs: Costs, microbatches: int) -> Bounds:
+    zeros = {(op, c): np.zeros(microbatches) for op in (Op.F, Op.B, Op.W) for c in range(costs.chunks)}
+    return Bounds(0.0, zeros, zeros)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_never_above_the_optimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ortools", reason="the true optimum needs OR-tools (extra `exact`)")
-    monkeypatch.setattr(exact, "lower_bound", lambda costs, microbatches: 0.0)  # the solver must not lean on it
+    monkeypatch.setattr(exact, "bounds", nothing_known)  # the solver must not lean on what is tested
     draw = random.Random(seed)
     costs = random_costs(draw, stages=draw.choice((1, 2, 2, 3)), whole=True)
     costs = replace(costs, memory=tuple(m * draw.choice((1.0, 1.5, 2.2, math.inf)) for m in smallest_memory(costs)))
