@@ -12,15 +12,20 @@ import re
 import select
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from helixrt.errors import HelixError
 
 FOLDER = Path("/run/netns")
 NAME = re.compile(r"helix-(?P<pid>\d+)-(?P<started>\d+)-\d+-[a-z]+\d*")
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 CALL_TIMEOUT_S = 60
 END_S = 2.0  # from SIGTERM to SIGKILL
 KILL_S = 10.0  # from SIGKILL until a process must be gone
@@ -42,11 +47,46 @@ class Owner:
         return _started(self.pid) == self.started
 
 
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Signals that would break off the block wait until its end: what it does is done whole, and known to be done.
+
+    Handlers run in the main thread alone; in another there is nothing to hold back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    holding = True
+
+    def later(number: int, frame: FrameType | None) -> None:
+        if holding:
+            came.append(number)
+        else:  # a signal broke off the restoring below
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    held = [number for number, handler in before.items() if handler not in (None, signal.SIG_IGN)]
+    try:
+        for number in held:
+            signal.signal(number, later)
+        yield
+    finally:
+        holding = False
+        for number in held:
+            signal.signal(number, before[number])
+        for one in came:
+            signal.raise_signal(one)
+
+
 def call(argv: Sequence[str]) -> str:
     """Run `ip` or `tc`; gives its output. NetworkError with the command and what it said when it fails."""
-    # In a session of its own, so that Ctrl-C in a terminal does not break off a removal.
+    # In a session of its own and with signals held back: Ctrl-C does not break off a removal, nor leave a program
+    # that makes a namespace when everything was already removed.
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, start_new_session=True)
+        with signals_later():
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, start_new_session=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NetworkError(f"{' '.join(argv)}: {error}") from error
     if done.returncode:

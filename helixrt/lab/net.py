@@ -11,6 +11,7 @@ its port of the switch. Needs root (`machine.lacking` says what else).
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import shutil
@@ -27,12 +28,11 @@ from typing import Any
 
 from helixrt.errors import ConfigError
 from helixrt.lab import machine, namespaces
-from helixrt.lab.namespaces import NetworkError, call
+from helixrt.lab.namespaces import NetworkError, call, signals_later
 from helixrt.lab.shaping import Shape, changes
 
 MOST_HOSTS, MOST_RAILS = 250, 250
 MASTER_PORT = 29500  # free: the namespace is new
-ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 _numbers = itertools.count()
 
@@ -139,6 +139,7 @@ class Network:
         self._owner, number = namespaces.this_process(), next(_numbers)
         self._names = [namespaces.name_of(self._owner, number, f"host{h}") for h in range(self.hosts)]
         self._switch = namespaces.name_of(self._owner, number, "switch")
+        atexit.register(self.close)  # for a signal that comes when the block is left but `close` has hardly begun
         try:
             self._handle_signals()
             self._build()
@@ -173,13 +174,14 @@ class Network:
         """End every process on the hosts and remove the network. Does nothing the second time, or in a forked child."""
         if not self._names or namespaces.this_process() != self._owner:
             return
-        names, self._names = [*self._names, self._switch], []
         try:
-            with _signals_later():
+            with signals_later():
                 try:
-                    namespaces.remove(names)
+                    namespaces.remove([*self._names, self._switch])
                 finally:
                     self._reap()
+                self._names = []
+                atexit.unregister(self.close)
         finally:
             for number in self._handled:
                 if signal.getsignal(number) is _leave:
@@ -194,7 +196,7 @@ class Network:
     def _handle_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in ENDING:
+        for number in namespaces.ENDING:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _leave)
                 self._handled.append(number)
@@ -265,9 +267,9 @@ class Network:
         program = Path(cwd or ".", argv[0]) if os.sep in argv[0] else argv[0]
         if shutil.which(program, path=variables.get("PATH")) is None:
             raise ConfigError("command", argv[0], "is not a program that can be run here")
-        with _on_cpus(cpus):
+        with signals_later(), _on_cpus(cpus):
             process = subprocess.Popen(["ip", "netns", "exec", name, *argv], env=variables, cwd=cwd, **popen)
-        self._processes.append(process)
+            self._processes.append(process)
         return process
 
 
@@ -290,27 +292,3 @@ def _on_cpus(cpus: Collection[int] | None) -> Iterator[None]:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-@contextmanager
-def _signals_later() -> Iterator[None]:
-    """Signals that would break off a removal wait for its end (they reach the main thread alone)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-
-    def later(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    held = [number for number, handler in before.items() if callable(handler)]
-    for number in held:
-        signal.signal(number, later)
-    try:
-        yield
-    finally:
-        for number in held:
-            signal.signal(number, before[number])
-        for one in came:
-            signal.raise_signal(one)

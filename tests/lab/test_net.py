@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -335,6 +336,34 @@ def test_a_signal_to_the_owner_removes_all(number: signal.Signals, owner: tuple[
     process.wait(DEADLINE_S)
     assert process.returncode == (-number if number is signal.SIGINT else 128 + number)
     assert not set(names) & set(namespaces.existing()) and is_gone(sleeper)
+
+
+MAKER = """
+from helixrt.lab.net import Network
+print("begun", flush=True)
+while True:
+    with Network(hosts=3, rails=2, rate_mbit=50.0) as network:
+        network.run(1, ["sleep", "1000"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_whenever_a_signal_comes_and_comes_again_nothing_is_left(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(20):
+        process = subprocess.Popen([sys.executable, "-P", "-c", MAKER], stdout=subprocess.PIPE, text=True)
+        try:
+            assert line_of(process) == "begun\n"
+            time.sleep(draw.random())
+            process.send_signal(draw.choice((signal.SIGTERM, signal.SIGINT)))
+            time.sleep(draw.random() * draw.choice((0.0, 0.003, 0.05)))
+            process.send_signal(draw.choice((signal.SIGTERM, signal.SIGINT)))
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+            process.communicate()
+        assert not [name for name in namespaces.existing() if f"-{process.pid}-" in name]
 
 
 @pytest.mark.netns
