@@ -26,8 +26,10 @@ from helixrt.schedule.memory import peak_memory
 from helixrt.schedule.policies import POLICIES
 from helixrt.schedule.simulate import makespan_ms, simulate
 
-LISTING_WORK = 1_000_000  # operations timed, or their like, in lists beyond the first sweeps
-SEARCH_WORK = 600_000  # and along the critical path
+FIRST_WORK = 4_000_000  # operations timed, or their like, in the first sweeps of lists (counted for large problems only)
+LISTING_WORK = 500_000  # in further sweeps
+SWEEPS = 10_000  # more than any work allows
+SEARCH_WORK = 800_000  # along the critical path, before those and again after
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class _Found:
 
 
 def _search(costs: Costs, microbatches: int, bound_ms: float, effort: float) -> Schedule:
+    """Cheap means first; each begins from the best order of those before, and none is used once the bound is met."""
     draw = random.Random(microbatches)
     found: list[_Found] = []
 
@@ -82,27 +85,38 @@ def _search(costs: Costs, microbatches: int, bound_ms: float, effort: float) -> 
         found.append(_Found(schedule, makespan_ms(schedule, costs)))
         return found[-1].makespan_ms
 
-    def met() -> bool:
-        return bool(found) and min(one.makespan_ms for one in found) <= bound_ms * (1 + TOLERANCE)
-
     for fused in _forms(costs):
-        if met():
-            break
         lists = Justifier(costs, microbatches, consider, draw, fused)
-        lists.run(bound_ms, len(PATIENCE), LISTING_WORK)
-        if not lists.best:
-            continue
-        if consider(lists.problem, lists.best) <= bound_ms * (1 + TOLERANCE):
+        lists.run(bound_ms, len(PATIENCE), FIRST_WORK)
+        if lists.best and consider(lists.problem, lists.best) > bound_ms * (1 + TOLERANCE):
+            _refine(lists, consider, bound_ms, effort, draw)
+        if found and _fastest(found).makespan_ms <= bound_ms * (1 + TOLERANCE):
             break
-        if lists.problem.pair:
-            lists.run(bound_ms, 1_000_000, LISTING_WORK * effort)
-            consider(lists.problem, lists.best)
-        else:
-            _, order = improve(lists.problem, lists.best, bound_ms, SEARCH_WORK * effort, draw)
-            consider(lists.problem, order)
-    if not met():
+    else:
         found += _published(costs, microbatches)
-    return min(found, key=lambda one: one.makespan_ms).schedule
+    return _fastest(found).schedule
+
+
+def _refine(
+    lists: Justifier, consider: Callable[[Lanes, Order], float], bound_ms: float, effort: float, draw: random.Random
+) -> None:
+    """Along the critical path, with more lists, and along the critical path of the best of both."""
+    problem = lists.problem
+    if problem.pair:
+        lists.run(bound_ms, SWEEPS, (LISTING_WORK + SEARCH_WORK) * effort)
+        consider(problem, lists.best)
+        return
+    for searching in (True, False, True):
+        if searching:
+            lists.best_ms, lists.best = improve(problem, lists.best, bound_ms, SEARCH_WORK * effort, draw)
+            if consider(problem, lists.best) <= bound_ms * (1 + TOLERANCE):
+                return
+        else:
+            lists.run(bound_ms, SWEEPS, LISTING_WORK * effort)
+
+
+def _fastest(found: list[_Found]) -> _Found:
+    return min(found, key=lambda one: one.makespan_ms)
 
 
 def _forms(costs: Costs) -> tuple[bool, ...]:
