@@ -7,10 +7,16 @@ the split, then woven graphs, whose ports say which strand they belong to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Role(StrEnum):
@@ -45,13 +51,45 @@ class Stamp:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How a DTensor lies over its mesh; a part's ports carry the local tensors alone."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor whose local tensor is `local`."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What a port carries for a tensor: of a DTensor its local tensor, else the tensor itself."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor
+    found = getattr(tensor, "_local_tensor", None)
+    return tensor if found is None else found
+
+
+@dataclass(frozen=True)
 class Part:
-    """A graph with named boundaries. `inputs[i]` is the i-th placeholder, `outputs[i]` the i-th output."""
+    """A graph with named boundaries. `inputs[i]` is the i-th placeholder, `outputs[i]` the i-th output.
+
+    `layouts` tells, by the parameter's name, how the gradient of a DTensor parameter is laid out (it may be a partial
+    sum where the parameter is whole, as in eager). Outputs named GRADIENT are never views of something else, so the
+    caller may keep them and add to them in place; other outputs may share memory with inputs and with one another.
+    """
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     stamps: tuple[Stamp, ...] = ()
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -59,6 +97,10 @@ class Part:
 
     def stamped(self, name: str, seconds: float) -> Part:
         return replace(self, stamps=(*self.stamps, Stamp(name, seconds)))
+
+    def code(self) -> str:
+        """The graph as readable Python: each result with dtype and shape, and the user's line it comes from."""
+        return self.module.print_readable(print_output=False)
 
 
 @dataclass(frozen=True)

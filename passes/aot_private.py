@@ -1,0 +1,270 @@
+"""The one file that uses torch's private capture interfaces: a module and its arguments become a joint graph.
+
+In: a module, arguments that are tensors or constants in any pytree. Out: the flat ATen graph of its forward and
+backward, as ahead-of-time autograd makes it from what Dynamo captures, with a typed `End` for every placeholder and
+output. Errors of either become `CaptureError`. Written against torch 2.13; names that differ in 2.11 and 2.12 are
+looked for, never assumed. Dynamo runs in front because without it, mask building in `transformers` models branches
+on tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import descriptors as aot
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import tracing
+
+from helixrt.passes.errors import CaptureError
+from helixrt.passes.parts import Layout
+
+TORCH_FOLDER = inspect.getfile(torch).rsplit("/", 1)[0]
+
+
+class Meaning(StrEnum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    ARGUMENT = "argument"  # leaf of the arguments, by index
+    OUTPUT = "output"  # leaf of the output, by index
+    TANGENT = "tangent"  # of an output
+    MUTATION = "mutation"  # new value of an argument or buffer
+    GRADIENT = "gradient"  # of a parameter, buffer or argument
+    OTHER = "other"  # the mesh of a DTensor and the like
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One placeholder or output; `key` is a qualified name or an index."""
+
+    meaning: Meaning
+    key: str | int
+    of: Meaning | None = None
+    aliased: bool = False  # the output is a view that torch would rebuild outside the graph
+
+
+@dataclass(frozen=True)
+class Joint:
+    """`graph`'s placeholders and flat outputs with their meaning; outputs without one are None."""
+
+    graph: fx.Graph
+    root: nn.Module
+    inputs: tuple[End, ...]
+    outputs: tuple[End | None, ...]
+    output_paths: tuple[str, ...]
+    layouts: dict[str, Layout]
+    side_effects: tuple[str, ...]
+
+
+def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Module) -> Joint:
+    """Capture `module(*arguments)` and its backward, in the ambient autocast and training mode.
+
+    `described` is the user's module, for messages. No state of the module and of random generators changes.
+    Raises CaptureError.
+    """
+    where = location_of(described)
+    with quiet_dynamo() as caught, torch.enable_grad():
+        try:
+            captured = dynamo_graph_capture_for_export(module)(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise from_dynamo(error, where) from error
+        except AssertionError as error:
+            if "backend_input" in str(error):
+                raise CaptureError(where, "forward has no tensor operators", "give it something to compute") from error
+            raise
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tracing(captured.meta["tracing_context"]))
+            try:
+                joint = aot_export_joint_with_descriptors(stack, captured, arguments, {})
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise CaptureError(where, first, "see the error above this one for the operator") from error
+    graph = joint.graph_module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    output = graph.output_node()
+    inputs = tuple(input_end(node.meta["desc"]) for node in placeholders)
+    return Joint(
+        graph=graph,
+        root=joint.graph_module,
+        inputs=inputs,
+        outputs=tuple(None if d is None else output_end(d) for d in output.meta["desc"]),
+        output_paths=tuple(paths_of(joint.out_spec)),
+        layouts=gradient_layouts(joint),
+        side_effects=tuple(caught),
+    )
+
+
+@contextlib.contextmanager
+def quiet_dynamo() -> Iterator[list[str]]:
+    """Dynamo's settings for one exact capture; yields where it saw the module change outside tensors.
+
+    Loggers are ignored (transformers logs in forward); the backward is traced without autocast, as
+    `loss.backward()` after an autocast block runs.
+    """
+    found: list[str] = []
+    loggers = frozenset(f for f in vars(logging.Logger).values() if callable(f))  # torch 2.11 sorts sets for its log
+    wanted: dict[str, Any] = {
+        "ignore_logging_functions": loggers,
+        "ignore_logger_methods": loggers,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        "specialize_int": True,
+        "specialize_float": True,
+    }
+    have = torch._dynamo.config
+    settings = {name: value for name, value in wanted.items() if hasattr(have, name)}
+    if "ignore_logging_functions" in settings:
+        del settings["ignore_logger_methods"]  # the older name of the same setting
+    aot_settings = {"functionalize_rng_ops": False}
+    if hasattr(functorch_config, "backward_pass_autocast"):
+        aot_settings["backward_pass_autocast"] = "off"  # type: ignore[assignment]
+    with (
+        torch._dynamo.config.patch(settings),
+        functorch_config.patch(aot_settings),
+        warnings.catch_warnings(record=True) as raised,
+    ):
+        warnings.simplefilter("always")
+        yield found
+    for warning in raised:
+        text = str(warning.message)
+        if "side effects happened" in text:
+            found.extend(source for source in re.findall(r"[\"']([LG]\[.*?)[\"'](?:,|\])", text) if source.startswith("L["))
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def input_end(desc: Any) -> End:
+    if isinstance(desc, aot.SubclassGetAttrAOTInput):
+        return input_end(desc.base) if desc.attr == "_local_tensor" else End(Meaning.OTHER, desc.attr)
+    if isinstance(desc, aot.ParamAOTInput):
+        return End(Meaning.PARAMETER, desc.target)
+    if isinstance(desc, aot.BufferAOTInput):
+        return End(Meaning.BUFFER, desc.target)
+    if isinstance(desc, aot.PlainAOTInput):
+        return End(Meaning.ARGUMENT, desc.idx)
+    if isinstance(desc, aot.TangentAOTInput):
+        base = output_end(desc.output)
+        return End(Meaning.TANGENT, base.key, of=base.meaning)
+    return End(Meaning.OTHER, desc.expr())
+
+
+def output_end(desc: Any) -> End:
+    if isinstance(desc, aot.SubclassGetAttrAOTOutput):
+        return output_end(desc.base) if desc.attr == "_local_tensor" else End(Meaning.OTHER, desc.attr)
+    if isinstance(desc, aot.PlainAOTOutput):
+        return End(Meaning.OUTPUT, desc.idx)
+    if isinstance(desc, aot.InputMutationAOTOutput):
+        base = input_end(desc.mutated_input)
+        return End(Meaning.MUTATION, base.key, of=base.meaning)
+    if isinstance(desc, aot.GradAOTOutput):
+        base = input_end(desc.grad_of)
+        return End(Meaning.GRADIENT, base.key, of=base.meaning)
+    if isinstance(desc, aot.IntermediateBaseAOTOutput):
+        return End(Meaning.OTHER, desc.expr(), aliased=True)
+    return End(Meaning.OTHER, desc.expr())
+
+
+def paths_of(spec: Any) -> Iterator[str]:
+    """The pytree path of each leaf of the output, as `['output'][0]`."""
+    tree = torch.utils._pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    for path, _ in torch.utils._pytree.tree_flatten_with_path(tree)[0]:
+        yield torch.utils._pytree.keystr(path)
+
+
+def gradient_layouts(joint: Any) -> dict[str, Layout]:
+    """Layouts of the gradients of DTensor parameters, by the parameter's name; it need not be the parameter's own."""
+    subclasses = joint._aot_graph_capture.maybe_subclass_meta
+    if subclasses is None or not subclasses.grad_input_metas:
+        return {}
+    layouts = {}
+    for desc, meta in zip(flat_descs(joint), subclasses.grad_input_metas, strict=True):
+        sample = getattr(meta, "original_subclass", None)
+        if isinstance(desc, aot.ParamAOTInput) and sample is not None:
+            placements, shape, stride = tuple(sample.placements), tuple(sample.shape), tuple(sample.stride())
+            layouts[desc.target] = Layout(sample.device_mesh, placements, shape, stride)
+    return layouts
+
+
+def flat_descs(joint: Any) -> list[Any]:
+    """Descriptors of the arguments before DTensors were taken apart, in order."""
+    seen: list[Any] = []
+    for node in joint.graph_module.graph.find_nodes(op="placeholder"):
+        desc = node.meta["desc"]
+        while isinstance(desc, aot.SubclassGetAttrAOTInput | aot.SubclassSizeAOTInput | aot.SubclassStrideAOTInput):
+            desc = desc.base
+        if isinstance(desc, aot.TangentAOTInput):
+            break
+        if not seen or seen[-1] != desc:
+            seen.append(desc)
+    return seen
+
+
+def module_path(node: fx.Node) -> str | None:
+    """The qualified name, below the traced module, of the module a node belongs to; None when torch does not say."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    path = str(next(reversed(stack.values()))[0])
+    path = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return ".".join(piece for piece in path.split(".") if piece and piece != "_modules")
+
+
+def is_backward(node: fx.Node) -> bool | None:
+    """Whether tracing made the node in the backward; None when torch does not say."""
+    tag = node.meta.get("partitioner_tag")
+    return None if tag is None else tag in ("is_backward", "must_be_in_backward")
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+REMEDIES = (
+    ("data-dependent", "compute both sides and choose with torch.where, or move the choice out of forward"),
+    ("dynamic shape operator", "give the result a fixed size (a mask instead of selected rows, a capacity)"),
+    ("item", "keep the value a tensor, or compute it outside forward and pass it in"),
+    ("print", "move the print out of forward"),
+    ("graph_break", "remove the graph break"),
+    ("torch._dynamo.disable", "remove the decorator that excludes this function from capture"),
+    ("skip", "call something torch can trace, or register it with torch.library.custom_op"),
+)
+
+
+def location_of(module: nn.Module) -> str:
+    """FILE:LINE of the module's forward."""
+    try:
+        forward = inspect.unwrap(type(module).forward)
+        return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]}"
+    except (TypeError, OSError):
+        return type(module).__qualname__
+
+
+def from_dynamo(error: Any, fallback: str) -> CaptureError:
+    """What Dynamo says, in one sentence, with the innermost frame that is not torch's."""
+    text = str(getattr(error, "msg", None) or error)
+    stack = getattr(error, "real_stack", None) or traceback.StackSummary()
+    frames = [frame for frame in stack if not frame.filename.startswith(TORCH_FOLDER)]
+    frames = [frame for frame in frames if not frame.filename.endswith("passes/capture.py")] or frames
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else fallback
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    explanation = next((line for line in lines if line.startswith("Explanation:")), "")
+    if explanation:
+        reason = f"{reason.rstrip('.')} ({explanation.removeprefix('Explanation:').strip()})"
+    lowered = text.lower()
+    remedy = next((advice for word, advice in REMEDIES if word.lower() in lowered), "")
+    if not remedy:
+        hints = [line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")]
+        remedy = hints[0] if hints else "rewrite the line with operators torch can trace"
+    return CaptureError(where, reason, remedy)

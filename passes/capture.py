@@ -1,0 +1,281 @@
+"""Capture: a module, its loss and one micro-batch's arguments become one graph of forward and backward.
+
+In: `capture(module, args, kwargs, loss=..., target=...)`, called in the training mode, autocast and process groups
+the graph is to have. Out: a `Part` of functional ATen operators whose ports are named:
+
+- PARAMETER and BUFFER by qualified name (`loss.NAME` for those of a loss that is a module). A tied parameter is one
+  port, under its first name, with one gradient. Parameters that get no gradient have no GRADIENT port.
+- INPUT by position or keyword: `0`, `attention_mask`, `0['x']` inside containers. Numbers, None and other constants
+  are part of the graph and have no port; neither has a tensor nothing uses. TARGET is named `target`.
+- OUTPUT `loss` if there is a loss: `loss(output, target)`, else the output's `.loss` (transformers), else an output
+  without dimensions. Otherwise OUTPUT `output` (`output[0]`, ... in containers), a chunk in the middle of a pipeline.
+  Each differentiable one has a TANGENT of its name.
+- INPUT_GRADIENT for every input that requires grad; BUFFER outputs are new values, for the caller to copy in.
+- Tensors that are DTensors are their local tensors at the ports; see `Part.layouts`.
+
+Operators keep the order of eager execution, random ones and collectives included: run from the same generator state
+the graph draws the same numbers. Collectives are functional, each with one wait. Activation checkpointing is not
+replayed: every activation the backward needs is kept. What Python does besides tensors happens once, at capture.
+
+Follows DHelix, section 4 (operators of a strand); each step that needs private interfaces is in `aot_private`.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from helixrt.passes import nodes
+from helixrt.passes.aot_private import End, Joint, Meaning, is_backward, location_of, module_path, trace_joint
+from helixrt.passes.errors import CaptureError
+from helixrt.passes.nodes import Origin
+from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.verify import verify
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    target: Any = None,
+) -> Part:
+    """The joint forward and backward graph of `module(*args, **kwargs)`; ports as the module's docstring says.
+
+    Arguments are examples of a micro-batch; their shapes and dtypes are the graph's. Inputs of a chunk in the middle
+    that need a gradient must require grad. Raises CaptureError with the user's line, the reason and a remedy.
+    """
+    began = time.perf_counter()
+    kwargs = dict(kwargs or {})
+    call = (tuple(args), kwargs, target)
+    joint = trace_joint(Traced(module, loss), call, module)
+    if any(end is not None and end.aliased for end in joint.outputs):
+        joint = trace_joint(Traced(module, loss, own_outputs=True), call, module)
+    if joint.side_effects:
+        warnings.warn(
+            f"{location_of(module)}: forward changes {', '.join(joint.side_effects)}; a captured graph does not repeat that",
+            stacklevel=2,
+        )
+    part = Flattening(module, loss, joint, call).part()
+    verify(part)
+    return part.stamped("capture", time.perf_counter() - began)
+
+
+class Traced(nn.Module):
+    """What is traced: the module, then its loss, with one argument tree and one output tree."""
+
+    def __init__(self, module: nn.Module, loss: Loss | None, own_outputs: bool = False) -> None:
+        super().__init__()
+        self.module, self.loss, self.own_outputs = module, loss, own_outputs
+        self.training = module.training
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, Any]:
+        output = self.module(*args, **kwargs)
+        if self.loss is not None:
+            return {"loss": self.loss(output, target)}
+        if isinstance(output, torch.Tensor):
+            if output.dim() == 0:
+                return {"loss": output}
+        elif getattr(output, "loss", None) is not None:
+            return {"loss": output.loss}
+        if self.own_outputs:  # outputs that are views of one another get memory of their own
+            output = pytree.tree_map_only(torch.Tensor, torch.clone, output)
+        return {"output": output}
+
+
+class Flattening:
+    """Copies the traced graph to one with flat, named placeholders and outputs, and tidies it on the way."""
+
+    def __init__(self, module: nn.Module, loss: Loss | None, joint: Joint, call: tuple[Any, ...]) -> None:
+        self.joint, self.where = joint, location_of(module)
+        self.arguments = [argument_port(path) for path, _ in pytree.tree_flatten_with_path(call)[0]]
+        self.first_names = first_names(module, loss)
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.inputs: dict[Port, fx.Node] = {}
+        self.waits: dict[fx.Node, fx.Node] = {}
+
+    def part(self) -> Part:
+        placeholders = self.joint.graph.find_nodes(op="placeholder")
+        for node, end in zip(placeholders, self.joint.inputs, strict=True):
+            self.place(node, end)
+        for order, node in enumerate(self.joint.graph.nodes):
+            if node.op not in ("placeholder", "output"):
+                self.copy(node, order)
+        outputs = self.outputs()
+        self.graph.output(tuple(node for _, node in outputs))
+        self.drop_unused()
+        module = fx.GraphModule(self.joint.root, self.graph, class_name="Joint")
+        inputs = tuple(port for port, node in self.inputs.items() if node in set(self.graph.nodes))
+        layouts = {self.parameter_name(name): layout for name, layout in self.joint.layouts.items()}
+        return Part(module, inputs, tuple(port for port, _ in outputs), layouts=layouts)
+
+    # inputs
+
+    def place(self, node: fx.Node, end: End) -> None:
+        if end.meaning is Meaning.OTHER:
+            if node.users and any(user.op != "output" for user in node.users):
+                raise CaptureError(self.where, f"{end.key} enters the graph", "pass it as a tensor, or make it a constant")
+            return
+        port = self.input_port(end)
+        if port not in self.inputs:
+            prefix = "" if port.name.startswith(port.role.name.lower()) else f"{port.role.name.lower()}_"
+            copy = self.graph.placeholder(identifier(prefix + port.name))
+            copy.meta = {key: value for key, value in node.meta.items() if key != "desc"}
+            nodes.set_origin(copy, Origin(backward=port.role is Role.TANGENT, source=copy.name))
+            self.inputs[port] = copy
+        self.copies[node] = self.inputs[port]
+
+    def input_port(self, end: End) -> Port:
+        if end.meaning is Meaning.PARAMETER:
+            return Port(Role.PARAMETER, self.parameter_name(str(end.key)))
+        if end.meaning is Meaning.BUFFER:
+            return Port(Role.BUFFER, local_name(str(end.key)))
+        if end.meaning is Meaning.ARGUMENT:
+            return self.arguments[int(end.key)]
+        if end.of is not Meaning.OUTPUT:
+            raise CaptureError(
+                self.where, f"forward changes {end.key!r} in place in a way that needs its gradient", "clone it first"
+            )
+        return Port(Role.TANGENT, self.output_name(int(end.key)))
+
+    def parameter_name(self, traced: str) -> str:
+        name = local_name(traced)
+        return self.first_names.get(name, name)
+
+    def output_name(self, index: int) -> str:
+        return re.sub(r"^\['(\w+)'\]", r"\1", self.joint.output_paths[index])
+
+    # operators
+
+    def copy(self, node: fx.Node, order: int) -> None:
+        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            self.copies[node] = self.copies[node.args[0]]  # type: ignore[index]
+            return
+        if nodes.is_wait(node):
+            source = self.copies[node.args[0]]  # type: ignore[index]
+            if source in self.waits:
+                self.copies[node] = self.waits[source]
+                return
+        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: self.copies[n])
+        backward, path = self.placed(node)
+        what = verb(node)
+        name = identifier("_".join(filter(None, (path, what, "grad" if backward and "backward" not in what else ""))))
+        copy = self.graph.create_node(node.op, node.target, arguments, keywords, name=name)
+        copy.meta = dict(node.meta)
+        nodes.set_origin(copy, Origin(path, backward, order, copy.name))
+        self.copies[node] = copy
+        if nodes.is_wait(copy):
+            self.waits[nodes.tensor_arguments(copy)[0]] = copy
+
+    def placed(self, node: fx.Node) -> tuple[bool, str]:
+        """Backward or not, and the module's path: torch's word, else what its arguments say."""
+        before = [nodes.origin(self.copies[n]) for n in node.all_input_nodes]
+        backward = any(o.backward for o in before) or bool(is_backward(node))
+        path = module_path(node)
+        if path is None:
+            latest = max((o for o in before if o.module and o.backward), key=lambda o: o.order, default=Origin())
+            return backward, latest.module
+        return backward, local_name(path) if path != "module" else ""
+
+    # outputs
+
+    def outputs(self) -> list[tuple[Port, fx.Node]]:
+        values = pytree.tree_leaves(self.joint.graph.output_node().args[0])
+        found: dict[Port, fx.Node] = {}
+        for value, end in zip(values, self.joint.outputs, strict=True):
+            if end is None or not isinstance(value, fx.Node) or end.meaning is Meaning.OTHER:
+                continue
+            port, node = self.output_port(end), self.copies[value]
+            if port in found:  # torch gave a tied parameter two gradients
+                first = found[port]
+                node = self.graph.call_function(torch.ops.aten.add.Tensor, (first, node))
+                node.meta["val"] = first.meta.get("val")
+                nodes.set_origin(node, Origin("", True, len(self.joint.graph.nodes), node.name))
+            found[port] = node
+        if not any(port.role in (Role.GRADIENT, Role.INPUT_GRADIENT) for port in found):
+            raise CaptureError(self.where, "no output depends on anything that requires grad", "let a parameter require grad")
+        return [(port, self.owned(node, found)) if port.role is Role.GRADIENT else (port, node) for port, node in found.items()]
+
+    def output_port(self, end: End) -> Port:
+        if end.meaning is Meaning.OUTPUT:
+            return Port(Role.OUTPUT, self.output_name(int(end.key)))
+        if end.meaning is Meaning.MUTATION:
+            if end.of is not Meaning.BUFFER:
+                name = self.arguments[int(end.key)].name if isinstance(end.key, int) else local_name(end.key)
+                raise CaptureError(self.where, f"forward changes its {end.of} {name!r} in place", "clone it first")
+            return Port(Role.BUFFER, local_name(str(end.key)))
+        if end.of is Meaning.PARAMETER:
+            return Port(Role.GRADIENT, self.parameter_name(str(end.key)))
+        return Port(Role.INPUT_GRADIENT, self.input_port(End(end.of or Meaning.ARGUMENT, end.key)).name)
+
+    def owned(self, node: fx.Node, outputs: dict[Port, fx.Node]) -> fx.Node:
+        """`node`, or a copy of it where its memory is not a gradient's alone."""
+        chain = [node]
+        while nodes.is_view(chain[-1]):
+            chain.append(nodes.tensor_arguments(chain[-1])[0])
+        shared = any(len(link.users) > 1 for link in chain[1:]) or bool(node.users)
+        stretched = any(link.target is torch.ops.aten.expand.default for link in chain)
+        twice = sum(1 for other in outputs.values() if other in chain) > 1
+        if not (shared or stretched or twice or chain[-1].op != "call_function"):
+            return node
+        copy = self.graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+        copy.meta["val"] = node.meta.get("val")
+        nodes.set_origin(copy, Origin(nodes.origin(node).module, True, len(self.joint.graph.nodes), copy.name))
+        return copy
+
+    def drop_unused(self) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if node.op != "output" and not node.users and not nodes.is_pinned(node):
+                self.graph.erase_node(node)
+
+
+def argument_port(path: Any) -> Port:
+    """The port of a leaf of (args, kwargs, target)."""
+    where, rest = path[0].idx, path[1:]
+    if where == 2:
+        return Port(Role.TARGET, "target" + pytree.keystr(rest))
+    head = rest[0]
+    return Port(Role.INPUT, str(getattr(head, "idx", getattr(head, "key", head))) + pytree.keystr(rest[1:]))
+
+
+def first_names(module: nn.Module, loss: Loss | None) -> dict[str, str]:
+    """Of each parameter's qualified name the first one that names the same parameter."""
+    names: dict[int, str] = {}
+    result = {}
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    if isinstance(loss, nn.Module):
+        parameters += [(f"loss.{name}", parameter) for name, parameter in loss.named_parameters(remove_duplicate=False)]
+    for name, parameter in parameters:
+        result[name] = names.setdefault(id(parameter), name)
+    return result
+
+
+def local_name(traced: str) -> str:
+    return traced.removeprefix("module.")
+
+
+def identifier(name: str) -> str:
+    """`name` as a Python name."""
+    cleaned = re.sub(r"\W+", "_", name).strip("_") or "value"
+    return f"n_{cleaned}" if cleaned[0].isdigit() else cleaned
+
+
+def verb(node: fx.Node) -> str:
+    """What a node is called after: its operator, an item's number, an attribute's name."""
+    if node.target is operator.getitem:
+        return f"item{node.args[1]}"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._opname.strip("_")
+    return str(getattr(node.target, "__name__", node.target)).strip("_")

@@ -1,0 +1,132 @@
+"""What a node of a captured graph does, told from its operator's schema alone: views, casts, collectives, random.
+
+In: nodes of functional ATen graphs. Out: yes or no, or the node a value is derived from.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+NOT_LAUNCHES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node comes from; `origin(node)` reads it, every pass keeps it on the nodes it copies.
+
+    `module` is the qualified name of the module that ran it ("" for the top and the loss; for backward nodes the
+    module of the forward node it is the gradient of), `order` its place in the captured joint graph, `source` its
+    name there.
+    """
+
+    module: str = ""
+    backward: bool = False
+    order: int = -1
+    source: str = ""
+
+
+def origin(node: fx.Node) -> Origin:
+    """Where `node` comes from; nodes that a pass made itself have an empty module and order -1."""
+    found = node.meta.get("origin")
+    return found if isinstance(found, Origin) else Origin(source=node.name)
+
+
+def set_origin(node: fx.Node, where: Origin) -> None:
+    node.meta["origin"] = where
+
+
+def schema(node: fx.Node) -> torch.FunctionSchema | None:
+    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Its result shares memory with its first argument and moves no data; items of such results included."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(tensor_arguments(node)[0])
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    signature = schema(node)
+    if signature is None or not signature.returns or not tensor_arguments(node):
+        return False
+    aliases = [result.alias_info for result in signature.returns]
+    return all(alias is not None and not alias.is_write for alias in aliases) and not mutates(node)
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Copies its argument to another dtype, on the same device."""
+    if node.target is not torch.ops.aten._to_copy.default or set(node.kwargs) - {"dtype", "layout", "device"}:
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.device == after.device
+
+
+def is_derived(node: fx.Node) -> bool:
+    """So cheap that a part may compute it again from its argument instead of keeping the result."""
+    return is_view(node) or is_cast(node)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Launches communication; its result may be used only through a wait."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in COLLECTIVES
+        and target._opname not in NOT_LAUNCHES
+        and not target._opname.startswith("_")
+    )
+
+
+def is_wait(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in COLLECTIVES and target._opname == "wait_tensor"
+
+
+def is_random(node: fx.Node) -> bool:
+    """Draws from a generator: it may be neither dropped nor put before or after another one."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_pinned(node: fx.Node) -> bool:
+    """Has an effect beyond its result, so that it stays even if nothing uses it."""
+    return is_random(node) or is_collective(node) or is_wait(node) or mutates(node)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Writes into one of its arguments."""
+    signature = schema(node)
+    return signature is not None and any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in signature.arguments
+    )
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes
+
+
+def launch_of(wait: fx.Node) -> fx.Node:
+    """The collective a wait is for; the node itself that it takes in when that is none."""
+    source = tensor_arguments(wait)[0]
+    if source.target is operator.getitem:
+        source = tensor_arguments(source)[0]
+    return source
+
+
+def storage_owner(node: fx.Node) -> fx.Node:
+    """The node whose result's memory `node`'s result lies in."""
+    while is_view(node):
+        node = tensor_arguments(node)[0]
+    return node
+
+
+def size_bytes(node: fx.Node) -> int:
+    """Size of the node's result by its fake value; lists of results are summed; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else (value,)
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
