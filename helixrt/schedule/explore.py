@@ -103,7 +103,7 @@ class Explorer:
             "stages": ipywidgets.IntSlider(min=2, max=12, description="stages", **late),
             "microbatches": ipywidgets.IntSlider(min=1, max=48, description="micro-batches", **late),
             "link": ipywidgets.IntSlider(min=0, max=10, description="slow link", **late),
-            "delay_ms": ipywidgets.FloatSlider(min=0, max=60, step=1, description="delay, ms", **late),
+            "delay_ms": ipywidgets.FloatSlider(min=0, max=60, step=1, readout_format=".0f", description="delay, ms", **late),
             "memory": ipywidgets.SelectionSlider(options=caps, description="memory cap", **late),
             "planned_for_delay": ipywidgets.ToggleButtons(
                 options=[("planned for the delay", True), ("hit by the delay", False)], style={"button_width": "166px"}
@@ -150,10 +150,11 @@ class Explorer:
     def _draw(self) -> None:
         try:
             self.timeline = timeline(self._setting)
-            shown = self.picture = _picture(self._setting, self.timeline, self._width)
+            self.picture = _picture(self._setting, self.timeline, self._width)
+            self._shown.value = self.picture.replace("<svg ", '<svg style="max-width: 100%; height: auto" ', 1)
         except ConfigError as error:
-            self.timeline, self.picture, shown = None, "", f"<pre>{escape(str(error))}</pre>"
-        self._shown.value = f'<div style="overflow-x: auto">{shown}</div>'
+            self.timeline, self.picture = None, ""
+            self._shown.value = f"<pre>{escape(str(error))}</pre>"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         """The widget where widgets run, else the picture, else a line of text."""

@@ -50,7 +50,7 @@ def test_moved_controls_redraw() -> None:
     assert explorer.setting == Setting(policy="zb", planned_for_delay=False, delay_ms=20, stages=3, link=1)
     assert control(explorer, "slow link").value == 1
     assert explorer.timeline is not None and explorer.timeline.makespan_ms == makespan_ms(explorer.picture)
-    assert explorer.picture in explorer.widget.children[-1].value
+    assert explorer.picture.partition("<svg ")[2] in explorer.widget.children[-1].value
     explorer.setting = Setting(stages=6, memory=4.0)
     assert control(explorer, "stages").value == 6 and control(explorer, "memory cap").value == 4.0
     assert explorer._repr_mimebundle_()["image/svg+xml"] == explorer.picture
