@@ -23,7 +23,7 @@ LIST_COST = 8  # work counted per operation of a list, in operations timed in a 
 
 
 class Justifier:
-    """Makes lists of one problem. `best_ms` and `best` are the best order so far (infinite and empty before the first).
+    """Makes lists of one problem. `best_ms` and `best` are the best order so far: infinite and empty before the first.
 
     `exact_ms(order)` tells an order's makespan. It is asked for lists made backwards where messages take time on the
     wire: which one goes first on a link is not known backwards.
@@ -33,28 +33,33 @@ class Justifier:
         self, costs: Costs, microbatches: int, exact_ms: Callable[[Lanes, Order], float], draw: random.Random, fused: bool
     ) -> None:
         self.problem = Lanes.of(costs, microbatches, fused=fused)
+        self.cost = 2 * ROUNDS * LIST_COST * self.problem.operations  # work of one sweep
         self.best_ms = math.inf
         self.best: Order = []
         self._back = Lanes.of(costs, microbatches, mirrored=True, fused=fused)
         self._exact_ms, self._draw = exact_ms, draw
         self._good: Priority = ()
+        self._swept = 0
 
-    def run(self, bound_ms: float, sweeps: int, work: float) -> float:
-        """Sweep until the bound is met, that many sweeps are made, or the work is done; returns the work left."""
-        for sweep in range(sweeps):
-            early = sweep < len(PATIENCE)
-            patience = PATIENCE[sweep] if early else self._draw.choice(PATIENCE[:2])
-            priority: Priority | None = self._disturbed() if self._good and not early else _by_kind(self.problem)
+    def run(self, bound_ms: float, work: float) -> None:
+        """Sweep until the bound is met or the work would not do for another sweep; at least once if there is no order yet."""
+        while self.best_ms > bound_ms * (1 + TOLERANCE) and (work >= self.cost or not self._swept):
+            early = self._swept < len(PATIENCE) or not self.best
+            patience = PATIENCE[self._swept % len(PATIENCE)] if early else self._draw.choice(PATIENCE[:2])
+            priority: Priority | None = _by_kind(self.problem) if early else self._disturbed()
             for turn in range(2 * ROUNDS):
-                if priority is None or self.best_ms <= bound_ms * (1 + TOLERANCE) or (work <= 0 and self.best):
+                if priority is None or self.best_ms <= bound_ms * (1 + TOLERANCE):
                     break
-                work -= LIST_COST * self.problem.operations
                 priority = self._backwards(priority, patience) if turn % 2 else self._forwards(priority, patience)
-            else:
-                continue
-            if priority is not None:
-                break
-        return work
+            self._swept += 1
+            work -= self.cost
+
+    def offer(self, makespan_ms: float, order: Order) -> None:
+        """An order of this problem from elsewhere; where messages take time on the wire its makespan may be an estimate."""
+        if any(self.problem.wire):
+            makespan_ms = self._exact_ms(self.problem, order)
+        if makespan_ms < self.best_ms:
+            self.best_ms, self.best = makespan_ms, order
 
     def _forwards(self, priority: Priority, patience: float) -> Priority | None:
         listed = dispatch(self.problem, priority, patience)
@@ -89,7 +94,7 @@ class Justifier:
 
 def _by_kind(problem: Lanes) -> Priority:
     """B before F before W, and older micro-batches before newer ones; of one micro-batch, the later chunk."""
-    chunks, count = problem.lanes // (2 if problem.fused else 3), problem.microbatches
+    chunks, count = problem.chunks, problem.microbatches
     rank = (1, 0, 2)
     return [
         [float((rank[lane // chunks] * count + m) * chunks - lane % chunks) for m in range(count)]

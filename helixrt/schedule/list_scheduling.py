@@ -53,6 +53,10 @@ class Lanes:
     mirrored: bool
 
     @property
+    def chunks(self) -> int:
+        return self.lanes // (2 if self.fused else 3)
+
+    @property
     def operations(self) -> int:
         return self.lanes * self.microbatches
 
@@ -130,7 +134,7 @@ class Lanes:
 
     def entries(self, order: Order) -> tuple[tuple[Entry, ...], ...]:
         """An order of this problem (not mirrored) as the IR's lists."""
-        chunks = self.lanes // (2 if self.fused else 3)
+        chunks = self.chunks
         kinds = (Op.F, Op.BW if self.fused else Op.B, Op.W)
         made = [0] * self.lanes
 
@@ -169,7 +173,7 @@ def dispatch(problem: Lanes, priority: Priority, patience: float) -> Listed | No
     local, take, give, wire, link = problem.local, problem.take, problem.give, problem.wire, problem.link
     readers, pairs, cap = problem.readers, problem.pair, problem.cap
     held = problem.held
-    takers = [[lane for lane in lanes if take[lane]] for lanes in held]
+    takers = [sorted((lane for lane in lanes if take[lane]), key=lambda lane: lane % problem.chunks) for lanes in held]
     done = [0] * problem.lanes
     ends: list[list[float]] = [[] for _ in range(problem.lanes)]
     arrivals: list[list[float]] = [[] for _ in range(problem.lanes)]
@@ -267,19 +271,24 @@ def dispatch(problem: Lanes, priority: Priority, patience: float) -> Listed | No
 def _room(problem: Lanes, takers: Sequence[int], done: Sequence[int], lane: int) -> bool:
     """Whether the stage, having started `lane`, can still hold the oldest unfinished micro-batch of every chunk.
 
-    All older micro-batches can finish; what newer ones hold in other chunks must leave room for it. Micro-batches go in
-    order in every lane, so the oldest unfinished one of the pipeline finds room on every stage, and nothing blocks.
+    `takers` are in the order in which a micro-batch needs them. When it comes to one of them, older micro-batches can
+    have finished; it holds its own share in the chunks before, and newer ones hold what they have taken. Micro-batches
+    go in order in every lane, so the oldest one of the pipeline finds room on every stage, and nothing blocks.
     """
     take = problem.take
-    for k in takers:
+    for position, k in enumerate(takers):
         at = done[k] + (k == lane)
         if at >= problem.microbatches:
             continue
         total = take[k]
-        for other in takers:
+        for other_position, other in enumerate(takers):
+            if other == k:
+                continue
             ahead = done[other] + (other == lane) - at
             if ahead > 0:
                 total += ahead * take[other]
+            elif other_position < position:
+                total += take[other]
         if total > problem.cap[problem.stage[k]]:
             return False
     return True

@@ -11,9 +11,10 @@ How much is done is counted in operations, not read from a clock: the same input
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from helixrt.errors import ConfigError
 from helixrt.schedule.bounds import check_reachable, lower_bound
@@ -26,9 +27,8 @@ from helixrt.schedule.memory import peak_memory
 from helixrt.schedule.policies import POLICIES
 from helixrt.schedule.simulate import makespan_ms, simulate
 
-FIRST_WORK = 4_000_000  # operations timed, or their like, in the first sweeps of lists (counted for large problems only)
-LISTING_WORK = 500_000  # in further sweeps
-SWEEPS = 10_000  # more than any work allows
+FIRST_WORK = 1_200_000  # operations timed, or their like, in the first lists, of which there is at least one sweep
+LISTING_WORK = 500_000  # in further lists
 SEARCH_WORK = 800_000  # along the critical path, before those and again after
 
 
@@ -69,54 +69,43 @@ def plan(costs: Costs, microbatches: int, *, effort: float = 1.0, clock: Callabl
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    schedule: Schedule
-    makespan_ms: float
-
-
 def _search(costs: Costs, microbatches: int, bound_ms: float, effort: float) -> Schedule:
     """Cheap means first; each begins from the best order of those before, and none is used once the bound is met."""
     draw = random.Random(microbatches)
-    found: list[_Found] = []
 
-    def consider(problem: Lanes, order: Order) -> float:
-        schedule = Schedule("helix", costs.stages, microbatches, costs.placement, problem.entries(order))
-        found.append(_Found(schedule, makespan_ms(schedule, costs)))
-        return found[-1].makespan_ms
+    def schedule_of(problem: Lanes, order: Order) -> Schedule:
+        return Schedule("helix", costs.stages, microbatches, costs.placement, problem.entries(order))
 
+    def exact_ms(problem: Lanes, order: Order) -> float:
+        return makespan_ms(schedule_of(problem, order), costs)
+
+    best_ms, best = math.inf, None
     for fused in _forms(costs):
-        lists = Justifier(costs, microbatches, consider, draw, fused)
-        lists.run(bound_ms, len(PATIENCE), FIRST_WORK)
-        if lists.best and consider(lists.problem, lists.best) > bound_ms * (1 + TOLERANCE):
-            _refine(lists, consider, bound_ms, effort, draw)
-        if found and _fastest(found).makespan_ms <= bound_ms * (1 + TOLERANCE):
-            break
-    else:
-        found += _published(costs, microbatches)
-    return _fastest(found).schedule
+        lists = Justifier(costs, microbatches, exact_ms, draw, fused)
+        lists.run(bound_ms, min(FIRST_WORK, lists.cost * len(PATIENCE)))
+        if lists.best and lists.best_ms > bound_ms * (1 + TOLERANCE):
+            _refine(lists, bound_ms, effort, draw)
+        if lists.best_ms < best_ms:
+            best_ms, best = lists.best_ms, schedule_of(lists.problem, lists.best)
+    if best_ms > bound_ms * (1 + TOLERANCE):
+        for schedule in _published(costs, microbatches):
+            published_ms = makespan_ms(schedule, costs)
+            if published_ms < best_ms:
+                best_ms, best = published_ms, replace(schedule, name="helix")
+    assert best is not None, "a cap that can be kept leaves room for some list"
+    return best
 
 
-def _refine(
-    lists: Justifier, consider: Callable[[Lanes, Order], float], bound_ms: float, effort: float, draw: random.Random
-) -> None:
-    """Along the critical path, with more lists, and along the critical path of the best of both."""
-    problem = lists.problem
-    if problem.pair:
-        lists.run(bound_ms, SWEEPS, (LISTING_WORK + SEARCH_WORK) * effort)
-        consider(problem, lists.best)
+def _refine(lists: Justifier, bound_ms: float, effort: float, draw: random.Random) -> None:
+    """Along the critical path, with more lists, and along the critical path again, from the best of both."""
+    if lists.problem.pair:
+        lists.run(bound_ms, (LISTING_WORK + SEARCH_WORK) * effort)
         return
-    for searching in (True, False, True):
-        if searching:
-            lists.best_ms, lists.best = improve(problem, lists.best, bound_ms, SEARCH_WORK * effort, draw)
-            if consider(problem, lists.best) <= bound_ms * (1 + TOLERANCE):
-                return
-        else:
-            lists.run(bound_ms, SWEEPS, LISTING_WORK * effort)
-
-
-def _fastest(found: list[_Found]) -> _Found:
-    return min(found, key=lambda one: one.makespan_ms)
+    for _ in range(2):
+        lists.offer(*improve(lists.problem, lists.best, bound_ms, SEARCH_WORK * effort, draw))
+        if lists.best_ms <= bound_ms * (1 + TOLERANCE):
+            return
+        lists.run(bound_ms, LISTING_WORK * effort)
 
 
 def _forms(costs: Costs) -> tuple[bool, ...]:
@@ -133,9 +122,8 @@ def _forms(costs: Costs) -> tuple[bool, ...]:
     return (False, True) if tight or paired else (False,)
 
 
-def _published(costs: Costs, microbatches: int) -> list[_Found]:
+def _published(costs: Costs, microbatches: int) -> Iterator[Schedule]:
     """The published schedules of this placement that exist for these numbers and fit the caps."""
-    found = []
     for name, policy in POLICIES.items():
         if name == "helix" or policy.placement(costs.stages) != costs.placement:
             continue
@@ -144,8 +132,4 @@ def _published(costs: Costs, microbatches: int) -> list[_Found]:
         except ConfigError:
             continue
         if all(peak <= cap * (1 + TOLERANCE) for peak, cap in zip(peak_memory(made, costs), costs.memory, strict=True)):
-            schedule = Schedule("helix", made.stages, made.microbatches, made.placement, made.entries)
-            found.append(_Found(schedule, makespan_ms(schedule, costs)))
-    return found
-
-
+            yield made
