@@ -233,7 +233,9 @@ def _precedences(costs: Costs, stage: int, count: int) -> list[_Edge]:
 
     def fitting(size: float, beside: float = 0.0) -> int:
         cap = costs.memory[stage]
-        return count if size == 0 or math.isinf(cap) else int((cap * (1 + MEMORY_SLIP) - beside) / size)
+        if size == 0 or math.isinf(cap):
+            return count
+        return max(1, int((cap * (1 + MEMORY_SLIP) - beside) / size))  # one fits, see check_reachable
 
     for i, c in enumerate(held):
         # If the F numbered m + k of chunk c comes before the m-th B of this or a later chunk here, then that B begins

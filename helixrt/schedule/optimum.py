@@ -265,7 +265,7 @@ class _Model:
             size, kept = costs.activation[chunk], costs.kept[chunk]
             if len(held) == 1 and kept in (0.0, size) and (not kept or stage not in self._out_of_order):
                 # All activations weigh the same and go in order: each waits until the one that makes room has gone.
-                room = math.floor(cap / size * (1 + TOLERANCE))
+                room = max(1, math.floor(cap / size * (1 + TOLERANCE)))
                 frees = Op.W if kept else Op.B
                 for m in range(room, self._count):
                     model.add(self._start[Operation(Op.F, chunk, m)] >= self._end[Operation(frees, chunk, m - room)])
