@@ -73,9 +73,11 @@ class _Timing:
         return [[operation // self.count for operation in listed] for listed in self.lists]
 
     def resort(self) -> None:
-        """By time: neighbours in time then stand near each other, which keeps repairs short."""
-        head, duration = self.head, self.duration
-        self.sorted.sort(key=lambda operation: head[operation] - duration[operation])
+        """By their ends: neighbours in time then stand near each other, which keeps repairs short.
+
+        The sort is stable and an end is never before that of what it waits for, so the order stays topological.
+        """
+        self.sorted.sort(key=self.head.__getitem__)
         self._heads(0)
         self._tails(self.none - 1)
 
