@@ -31,7 +31,8 @@ def agree(
     `group` is a c10d process group or backend; `device` is where it takes tensors from. Raises DisagreementError when
     orders differ or a rank does not answer within `deadline_s` of each of at most three exchanges.
     """
-    lines = [line for part in ([parts] if isinstance(parts, Part) else parts) for line in collective_order(part)]
+    name = getattr(group, "group_name", None)
+    lines = [line for part in ([parts] if isinstance(parts, Part) else parts) for line in collective_order(part, name)]
     agree_on(lines, group, deadline_s=deadline_s, device=device)
 
 

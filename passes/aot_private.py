@@ -9,6 +9,7 @@ on tensors.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import logging
@@ -114,7 +115,7 @@ def quiet_dynamo() -> Iterator[list[str]]:
     `loss.backward()` after an autocast block runs.
     """
     found: list[str] = []
-    loggers = frozenset(f for f in vars(logging.Logger).values() if callable(f))  # torch 2.11 sorts sets for its log
+    loggers = {f for f in vars(logging.Logger).values() if callable(f)}
     wanted: dict[str, Any] = {
         "ignore_logging_functions": loggers,
         "ignore_logger_methods": loggers,
@@ -130,8 +131,10 @@ def quiet_dynamo() -> Iterator[list[str]]:
     aot_settings = {"functionalize_rng_ops": False}
     if hasattr(functorch_config, "backward_pass_autocast"):
         aot_settings["backward_pass_autocast"] = "off"  # type: ignore[assignment]
+    metrics = logging.getLogger("torch._dynamo.metrics_context")  # torch 2.11 fails to put `loggers` in its own log
     with (
         torch._dynamo.config.patch(settings),
+        silenced(metrics),
         functorch_config.patch(aot_settings),
         warnings.catch_warnings(record=True) as raised,
     ):
@@ -140,9 +143,19 @@ def quiet_dynamo() -> Iterator[list[str]]:
     for warning in raised:
         text = str(warning.message)
         if "side effects happened" in text:
-            found.extend(source for source in re.findall(r"[\"']([LG]\[.*?)[\"'](?:,|\])", text) if source.startswith("L["))
+            sources = ast.literal_eval(text[text.rindex(": [") + 2 :])
+            found.extend(qualified(source) for source in sources if source.startswith("L["))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+@contextlib.contextmanager
+def silenced(logger: logging.Logger) -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def input_end(desc: Any) -> End:
@@ -216,10 +229,14 @@ def module_path(node: fx.Node) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
-    path = str(next(reversed(stack.values()))[0])
-    path = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return ".".join(piece for piece in path.split(".") if piece and piece != "_modules")
+    return qualified(str(list(stack.values())[-1][0]))
+
+
+def qualified(source: str) -> str:
+    """`L['self']._modules['layers']._modules['0'].name` as a qualified name."""
+    source = re.sub(r"^L\[['\"]\w+['\"]\]\.?", "", source)
+    source = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", source)
+    return ".".join(piece for piece in source.split(".") if piece and piece != "_modules")
 
 
 def is_backward(node: fx.Node) -> bool | None:
@@ -231,9 +248,9 @@ def is_backward(node: fx.Node) -> bool | None:
 # ------------------------------------------------------------------------------------------------ errors
 
 REMEDIES = (
+    (".item()", "keep the value a tensor, or compute it outside forward and pass it in"),
     ("data-dependent", "compute both sides and choose with torch.where, or move the choice out of forward"),
     ("dynamic shape operator", "give the result a fixed size (a mask instead of selected rows, a capacity)"),
-    ("item", "keep the value a tensor, or compute it outside forward and pass it in"),
     ("print", "move the print out of forward"),
     ("graph_break", "remove the graph break"),
     ("torch._dynamo.disable", "remove the decorator that excludes this function from capture"),
@@ -259,6 +276,8 @@ def from_dynamo(error: Any, fallback: str) -> CaptureError:
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else fallback
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
+    if "data-dependent expression" in reason:
+        reason = "a size, loop or branch depends on the value of a tensor"
     explanation = next((line for line in lines if line.startswith("Explanation:")), "")
     if explanation:
         reason = f"{reason.rstrip('.')} ({explanation.removeprefix('Explanation:').strip()})"

@@ -63,8 +63,9 @@ def capture(
     if any(end is not None and end.aliased for end in joint.outputs):
         joint = trace_joint(Traced(module, loss, own_outputs=True), call, module)
     if joint.side_effects:
+        changed = ", ".join(dict.fromkeys(repr(name).replace("'module", "'model") for name in joint.side_effects))
         warnings.warn(
-            f"{location_of(module)}: forward changes {', '.join(joint.side_effects)}; a captured graph does not repeat that",
+            f"{location_of(module)}: forward sets attributes (of {changed}) that are no tensors; a captured graph does not",
             stacklevel=2,
         )
     part = Flattening(module, loss, joint, call).part()
@@ -165,14 +166,16 @@ class Flattening:
             return
         if nodes.is_wait(node):
             source = self.copies[node.args[0]]  # type: ignore[index]
-            if source in self.waits:
-                self.copies[node] = self.waits[source]
+            if source in self.waits or nodes.launched_by(source) is None:  # waited for already, or nothing to wait for
+                self.copies[node] = self.waits.get(source, source)
                 return
         arguments, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: self.copies[n])
         backward, path = self.placed(node)
         what = verb(node)
         name = identifier("_".join(filter(None, (path, what, "grad" if backward and "backward" not in what else ""))))
-        copy = self.graph.create_node(node.op, node.target, arguments, keywords, name=name)
+        # Fake tensors can have other strides than real ones (batch norm's), for which a view may have to copy.
+        target = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+        copy = self.graph.create_node(node.op, target, arguments, keywords, name=name)
         copy.meta = dict(node.meta)
         nodes.set_origin(copy, Origin(path, backward, order, copy.name))
         self.copies[node] = copy

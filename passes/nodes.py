@@ -110,12 +110,10 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def launch_of(wait: fx.Node) -> fx.Node:
-    """The collective a wait is for; the node itself that it takes in when that is none."""
-    source = tensor_arguments(wait)[0]
-    if source.target is operator.getitem:
-        source = tensor_arguments(source)[0]
-    return source
+def launched_by(result: fx.Node) -> fx.Node | None:
+    """The collective that `result` is a result of, or None."""
+    producer = tensor_arguments(result)[0] if result.target is operator.getitem else result
+    return producer if is_collective(producer) else None
 
 
 def storage_owner(node: fx.Node) -> fx.Node:

@@ -98,6 +98,11 @@ class Part:
     def stamped(self, name: str, seconds: float) -> Part:
         return replace(self, stamps=(*self.stamps, Stamp(name, seconds)))
 
+    def run(self, values: Mapping[Port, torch.Tensor]) -> dict[Port, torch.Tensor]:
+        """The outputs, from `values` of at least the inputs; without autograd. For tests and tools: keeps all alive."""
+        with torch.no_grad():
+            return dict(zip(self.outputs, self.module(*(values[port] for port in self.inputs)), strict=True))
+
     def code(self) -> str:
         """The graph as readable Python: each result with dtype and shape, and the user's line it comes from."""
         return self.module.print_readable(print_output=False)

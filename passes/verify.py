@@ -79,8 +79,8 @@ def verify_waits(part: Part) -> None:
                     raise VerifyError(f"{others[0]} uses {result} without a wait; collective {node} may still be running")
                 if len(waits) != 1:
                     raise VerifyError(f"collective {result} has {len(waits)} waits, must have exactly one: {waits}")
-        elif nodes.is_wait(node) and not nodes.is_collective(launch := nodes.launch_of(node)):
-            raise VerifyError(f"{node} waits for {launch} ({launch.target}), which launches nothing in this graph")
+        elif nodes.is_wait(node) and nodes.launched_by(source := nodes.tensor_arguments(node)[0]) is None:
+            raise VerifyError(f"{node} waits for {source} ({source.target}), which launches nothing in this graph")
 
 
 def verify_made_from(parts: Sequence[Part], sources: Sequence[Part]) -> None:
@@ -120,13 +120,22 @@ def verify_split(split: Split, joint: Part) -> None:
         raise VerifyError("random operators do not run in the captured order, so that they would draw other numbers")
 
 
-def collective_order(part: Part) -> tuple[str, ...]:
-    """What ranks must launch alike, in order: operator, group and other constants, dtype and shape of what is sent."""
-    return tuple(
-        f"{node.target} {', '.join(map(sent, (*node.args, *node.kwargs.values())))}"
-        for node in part.graph.nodes
-        if nodes.is_collective(node)
-    )
+def collective_order(part: Part, group_name: str | None = None) -> tuple[str, ...]:
+    """What ranks must launch alike, in order: operator, dtype and shape of what is sent, constants and group.
+
+    Groups have other names on other ranks, so all but `group_name` are numbered as they appear.
+    """
+    others: dict[str, str] = {}
+    lines = []
+    for node in part.graph.nodes:
+        if nodes.is_collective(node):
+            said = []
+            for argument, value in zip(node.target._schema.arguments, (*node.args, *node.kwargs.values()), strict=False):
+                if argument.name == "group_name":
+                    value = "this group" if value == group_name else others.setdefault(str(value), f"group {len(others)}")
+                said.append(sent(value))
+            lines.append(f"{node.target} {', '.join(said)}")
+    return tuple(lines)
 
 
 def order_hash(lines: Iterable[str]) -> bytes:
