@@ -20,7 +20,7 @@ def arguments(*given: str) -> argparse.Namespace:
 
 def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools", reason="the exact optimum needs OR-tools (extra `exact`)")
-    given = ["--instances", "3", "--first-seed", "13", "--exact-limit", "3", "--from-scratch", "1", "--sizes", "3x6"]
+    given = ["--instances", "3", "--first-seed", "13", "--exact-limit", "10", "--from-scratch", "1", "--sizes", "3x6"]
     assert schedule.run(arguments(*given, "--json", str(tmp_path / "figures.json"))) == 0
     written = json.loads((tmp_path / "figures.json").read_text())
     figures = written["random_instances"]
