@@ -22,6 +22,14 @@ class ModelConfig:
     ffn: int = 512
     vocab: int = 256
     tied: bool = False  # output head shares the embedding's weight
+    experts: int = 0  # of each mixture of experts; 0: feed-forward networks throughout
+    moe_every: int = 1  # every how many layers there is a mixture: 2 is layers 1, 3, ... counted from 0
+    capacity: float = 1.25  # choices an expert takes, as a multiple of its even share
+    auxiliary: float = 0.01  # coefficient of the experts' load-balance loss
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether `layer`, counted from 0, has a mixture of experts in place of its feed-forward network."""
+        return self.experts > 0 and (layer + 1) % self.moe_every == 0
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,9 @@ class PipelineEngine(Engine):
         assert (group is None) == (stages == 1), "a group is needed exactly when there is more than one stage"
         initial = job_schedule(schedule, stages=stages, layers=model.layers, batch=batch)
         microbatches, self.placement = initial.microbatches, initial.placement
-        self.modules: Mapping[int, nn.Module] = build_chunks(model, seq_len, self.placement, stage, seed=seed, dtype=dtype)
+        self.modules: Mapping[int, nn.Module] = build_chunks(
+            model, seq_len, self.placement, stage, seed=seed, dtype=dtype, auxiliary_scale=1 / microbatches
+        )
         self.optim, self.batch, self.seq_len, self.steps = optim, batch, seq_len, steps
         self.stage, self.stages, self.record = stage, stages, record
         self.batch_at, self.validation = batch_at, validation

@@ -54,6 +54,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "model.heads": config.model.heads,
         "model.kv_heads": config.model.kv_heads,
         "model.ffn": config.model.ffn,
+        "model.moe_every": config.model.moe_every,
         "optim.bucket_bytes": config.optim.bucket_bytes,
         "checkpoint.keep": config.checkpoint.keep,
         "eval.batches": config.eval.batches,
@@ -65,11 +66,12 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "eval.every": config.eval.every,
         "catchup.max_wait_s": config.catchup.max_wait_s,
         "catchup.replay": config.catchup.replay,
+        "model.auxiliary": config.model.auxiliary,
         "optim.warmup_steps": config.optim.warmup_steps,
         "optim.weight_decay": config.optim.weight_decay,
         "optim.clip": config.optim.clip,
     }
-    positive = {"optim.lr": config.optim.lr, "optim.eps": config.optim.eps}
+    positive = {"optim.lr": config.optim.lr, "optim.eps": config.optim.eps, "model.capacity": config.model.capacity}
     yield from (ConfigError(k, v, "must be at least 1") for k, v in at_least_one.items() if v < 1)
     yield from (ConfigError(k, v, "must not be negative") for k, v in not_negative.items() if not 0 <= v < math.inf)
     yield from (ConfigError(k, v, "must be above 0") for k, v in positive.items() if not 0 < v < math.inf)
@@ -79,6 +81,8 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         yield ConfigError("optim.betas", list(config.optim.betas), "must be two numbers, each from 0 to below 1")
     if not 0 < config.data.validation < 1:
         yield ConfigError("data.validation", config.data.validation, "must be between 0 and 1")
+    if config.model.experts < 0 or config.model.experts == 1:
+        yield ConfigError("model.experts", config.model.experts, "must be at least 2, or 0 for none: each token goes to two")
     if config.model.vocab < 256:
         yield ConfigError("model.vocab", config.model.vocab, "must be at least 256: the symbols are bytes")
     if not 0 <= config.port <= 65535:

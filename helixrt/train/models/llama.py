@@ -1,16 +1,23 @@
 """A Llama-style model: RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., 2023).
 
 In: tokens [batch, seq] int64 in the first chunk, hidden states [batch, seq, dim] after it. Out: hidden
-states, or logits [batch, seq, vocab] from the last chunk.
+states, or logits [batch, seq, vocab] from the last chunk. `seq` is what this rank holds: a context-parallel rank's
+part of the sequence; between chunks a sequence-parallel rank's part of that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from helixrt.train.config import ModelConfig
+from helixrt.train.models.attention import causal_attention, position_rows
+from helixrt.train.models.linears import ColumnLinear, RowLinear, cut_sequence, norm_layout, sequence_length, whole_sequence
+from helixrt.train.models.moe import MixtureOfExperts
+from helixrt.train.models.parallel import ALONE, Layout, ParallelGroups
 
 NORM_EPS = 1e-5
 ROTARY_BASE = 10_000.0
@@ -32,27 +39,32 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class LlamaBlock(nn.Module):
     """Grouped-query attention with rotary positions, and SwiGLU, each normed before and added after."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, groups: ParallelGroups, experts: bool, auxiliary_scale: float) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads
-        self.head_dim = config.dim // config.heads
+        self.groups, self.head_dim = groups, config.dim // config.heads
+        self.heads, self.kv_heads = config.heads // groups.tp_size, config.kv_heads // groups.tp_size
+        shared = config.kv_heads * self.head_dim
         self.attention_norm = nn.RMSNorm(config.dim, eps=NORM_EPS)
-        self.qkv = nn.Linear(config.dim, (config.heads + 2 * config.kv_heads) * self.head_dim, bias=False)
-        self.attention_out = nn.Linear(config.dim, config.dim, bias=False)
+        self.qkv = ColumnLinear(config.dim, (config.dim, shared, shared), groups, bias=False)
+        self.attention_out = RowLinear(config.dim, config.dim, groups, bias=False)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=NORM_EPS)
-        self.ffn_gate_up = nn.Linear(config.dim, 2 * config.ffn, bias=False)
-        self.ffn_out = nn.Linear(config.ffn, config.dim, bias=False)
+        self.moe = MixtureOfExperts(config, groups, auxiliary_scale) if experts else None
+        if not experts:
+            self.ffn_gate_up = ColumnLinear(config.dim, (config.ffn, config.ffn), groups, bias=False)
+            self.ffn_out = RowLinear(config.ffn, config.dim, groups, bias=False)
+
+    def layout(self) -> Mapping[str, Layout]:
+        return norm_layout(self, ("attention_norm", "ffn_norm"), self.groups)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        batch, seq, dim = x.shape
-        heads = self.qkv(self.attention_norm(x)).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        heads = self.qkv(self.attention_norm(x)).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.kv_heads != self.heads:
-            k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, seq, dim))
-        gate, up = self.ffn_gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
+        mixed = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, self.groups.cp)
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        h = self.ffn_norm(x)
+        if self.moe is not None:
+            return x + self.moe(h)
+        gate, up = self.ffn_gate_up(h).chunk(2, dim=-1)
         return x + self.ffn_out(F.silu(gate) * up)
 
 
@@ -62,12 +74,23 @@ class Llama(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: ModelConfig, seq_len: int, layers: range, first: bool, last: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        layers: range,
+        first: bool,
+        last: bool,
+        groups: ParallelGroups = ALONE,
+        auxiliary_scale: float = 1.0,
+    ) -> None:
         super().__init__()
-        self.first, self.last = first, last
+        self.first, self.last, self.groups = first, last, groups
         if first or (last and config.tied):
             self.embedding = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleDict({str(i): LlamaBlock(config) for i in layers})
+        self.layers = nn.ModuleDict(
+            {str(i): LlamaBlock(config, groups, config.has_experts(i), auxiliary_scale) for i in layers}
+        )
         if last:
             self.norm = nn.RMSNorm(config.dim, eps=NORM_EPS)
             self.head = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
@@ -75,12 +98,17 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    def layout(self) -> Mapping[str, Layout]:
+        return norm_layout(self, ("norm",), self.groups)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.first:
-            x = self.embedding(x)
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+            x = cut_sequence(self.embedding(x), self.groups)
+        length = sequence_length(x, self.groups)
+        cos, sin = (position_rows(table, length, self.groups.cp) for table in (self.cos, self.sin))
         for layer in self.layers.values():
             x = layer(x, cos, sin)
         if self.last:
-            x = F.linear(self.norm(x), self.embedding.weight if self.head is None else self.head.weight)
+            x = whole_sequence(self.norm(x), self.groups)
+            x = F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
         return x

@@ -1,0 +1,196 @@
+"""Which ranks share a model, and which part of each parameter is whose.
+
+In: process groups, and a module whose layers declare a `Layout` for what they hold in part. Out: the parts of full
+tensors, full tensors from parts, and gradients made final after the micro-batches of a step.
+
+Tensor parallelism (tp) cuts matrices as Shoeybi et al. (Megatron-LM, 2019), with sequence parallelism as Korthikanti
+et al. (2022): between the matrices each rank holds a slice of the sequence. Context parallelism (cp) cuts the whole
+sequence, expert parallelism (ep) the experts of a mixture; both are data-parallel for everything else. Embeddings and
+the output head are whole on every rank of tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helixrt.errors import ConfigError
+from helixrt.train.config import ModelConfig
+from helixrt.train.models.collective_functions import all_reduce
+
+Axis = Literal["tp", "ep"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as functional collectives know it: by name. `rank` is this rank's place in it."""
+
+    name: str
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None) -> Group | None:
+        """The group, or None where there is nobody to share with. It must stay registered (and alive) meanwhile."""
+        return None if group is None or group.size() == 1 else Group(group.group_name, group.rank(), group.size())
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The groups this rank belongs to; None means alone.
+
+    `sequence` splits the sequence over tp between matrices. `ep` is either the same group as `cp` or one across it,
+    whose ranks have other batches (data parallel).
+    """
+
+    tp: Group | None = None
+    sequence: bool = False
+    cp: Group | None = None
+    ep: Group | None = None
+
+    @property
+    def tp_size(self) -> int:
+        return self.tp.size if self.tp else 1
+
+    @property
+    def ep_size(self) -> int:
+        return self.ep.size if self.ep else 1
+
+
+ALONE = ParallelGroups()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A dimension cut over an axis. With `sections` (full sizes, in order) each section is cut on its own."""
+
+    axis: Axis
+    dim: int
+    sections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter lies on the ranks. `partial`: each rank of tp has only a summand of its gradient.
+
+    `expert`: its gradient already holds the tokens of every rank of ep.
+    """
+
+    shards: tuple[Shard, ...] = ()
+    partial: bool = False
+    expert: bool = False
+
+
+REPLICATED = Layout()
+
+
+@runtime_checkable
+class Laid(Protocol):
+    """A module that says how its own parameters lie, by their names in it; what it leaves out is replicated."""
+
+    def layout(self) -> Mapping[str, Layout]: ...
+
+
+def layouts(module: nn.Module) -> dict[str, Layout]:
+    """The layout of every parameter, by the names of `named_parameters`."""
+    declared = {
+        f"{path}.{name}" if path else name: layout
+        for path, part in module.named_modules()
+        if isinstance(part, Laid)
+        for name, layout in part.layout().items()
+    }
+    return {name: declared.get(name, REPLICATED) for name, _ in module.named_parameters()}
+
+
+def take(full: torch.Tensor, shard: Shard, index: int, count: int) -> torch.Tensor:
+    """Part `index` of `count`. Every section's size must be a multiple of `count`."""
+    sections = full.split(shard.sections or full.shape[shard.dim], dim=shard.dim)
+    return torch.cat([section.chunk(count, dim=shard.dim)[index] for section in sections], dim=shard.dim)
+
+
+def join(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
+    """The full tensor; inverse of `take` for parts in the order of ranks."""
+    size = parts[0].shape[shard.dim]
+    own = [length // len(parts) for length in shard.sections] or [size]
+    by_section = zip(*(part.split(own, dim=shard.dim) for part in parts), strict=True)
+    return torch.cat([piece for section in by_section for piece in section], dim=shard.dim)
+
+
+def own_part(full: torch.Tensor, layout: Layout, groups: ParallelGroups) -> torch.Tensor:
+    """What this rank holds of a full parameter."""
+    for shard in layout.shards:
+        group = groups.tp if shard.axis == "tp" else groups.ep
+        if group is not None:
+            full = take(full, shard, group.rank, group.size)
+    return full
+
+
+def full_shape(shape: torch.Size, layout: Layout, groups: ParallelGroups) -> torch.Size:
+    """The shape of the whole parameter of which a rank's part has `shape`."""
+    sizes = list(shape)
+    for shard in layout.shards:
+        sizes[shard.dim] *= groups.tp_size if shard.axis == "tp" else groups.ep_size
+    return torch.Size(sizes)
+
+
+def check_groups(config: ModelConfig, seq_len: int, groups: ParallelGroups) -> None:
+    """Raise ConfigError for a model that these groups cannot share evenly."""
+    tp, cp = groups.tp_size, groups.cp.size if groups.cp else 1
+    cut_by_tp = {"heads": config.heads, "ffn": config.ffn}
+    if config.family == "llama":
+        cut_by_tp["kv_heads"] = config.kv_heads
+    for key, value in cut_by_tp.items():
+        if value % tp:
+            raise ConfigError(f"model.{key}", value, f"must be a multiple of the {tp} ranks of tensor parallelism")
+    if groups.sequence and groups.tp is None:
+        raise ConfigError("sequence", True, "sequence parallelism needs a group for tensor parallelism")
+    if cp > 1 and seq_len % (2 * cp):
+        raise ConfigError("data.seq_len", seq_len, f"must be a multiple of {2 * cp}: two pieces for each of {cp} context ranks")
+    if groups.sequence and seq_len // cp % tp:
+        raise ConfigError("data.seq_len", seq_len, f"must leave a multiple of {tp} positions for sequence parallelism")
+    if groups.ep and (not config.experts or config.experts % groups.ep.size):
+        raise ConfigError("model.experts", config.experts, f"must be a multiple of the {groups.ep.size} ranks that share them")
+
+
+def reduce_gradients(module: nn.Module, groups: ParallelGroups) -> None:
+    """Make the gradients of a step those of the mean loss over all tokens of cp and ep. In place.
+
+    Call it on every rank after the last micro-batch, when `p.grad` holds gradients of this rank's mean loss. Sums what
+    sequence parallelism and routing leave in parts over tp, averages over cp and ep; an expert's gradient has every
+    token of ep in it and is only divided. One all-reduce per group and dtype.
+    """
+    known = layouts(module)
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:  # other ranks may have one
+                parameter.grad = torch.zeros_like(parameter)
+            gradients[name] = parameter.grad
+    if groups.tp is not None:
+        _sum([g for n, g in gradients.items() if known[n].partial], groups.tp, 1)
+    same = groups.ep is not None and groups.ep == groups.cp
+    shared = [g for n, g in gradients.items() if not known[n].expert]
+    experts = [g for n, g in gradients.items() if known[n].expert]
+    if groups.cp is not None:
+        _sum(shared if same else [*shared, *experts], groups.cp, groups.cp.size)
+    if groups.ep is not None:
+        if not same:
+            _sum(shared, groups.ep, groups.ep.size)
+        for gradient in experts:
+            gradient.div_(groups.ep.size)
+
+
+@torch.no_grad()
+def _sum(gradients: Iterable[torch.Tensor], group: Group, divisor: int) -> None:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for members in by_dtype.values():
+        total = all_reduce(torch.cat([g.flatten() for g in members]), group.name).div_(divisor)
+        for gradient, part in zip(members, total.split([g.numel() for g in members]), strict=True):
+            gradient.copy_(part.view_as(gradient))

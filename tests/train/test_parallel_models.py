@@ -1,0 +1,311 @@
+"""Models shared by tensor-, sequence-, context- and expert-parallel ranks are the model of one rank.
+
+Ranks are threads over real Gloo groups; a functional collective finds its group by a name, so each rank has its own.
+The oracle is the whole model on one rank in float64: same loss, and, put together, the same gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helixrt.errors import ConfigError
+from helixrt.train.config import ModelConfig
+from helixrt.train.engine import token_loss
+from helixrt.train.models.attention import context_part
+from helixrt.train.models.build import build_chunk
+from helixrt.train.models.parallel import ALONE, Group, ParallelGroups, Shard, join, layouts, reduce_gradients, take
+
+BATCH, SEQ = 4, 16
+SMALL = ModelConfig(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)
+GPT, LLAMA = replace(SMALL, family="gpt"), replace(SMALL, family="llama")
+MOE = {"experts": 4, "moe_every": 2, "capacity": 1.0, "auxiliary": 0.5}
+_NAMES = itertools.count()
+
+
+def batch(seed: int = 3) -> torch.Tensor:
+    return torch.randint(0, SMALL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def registered(backend: Any, rank: int, size: int) -> Iterator[Group]:
+    """The Gloo backend as a group that functional collectives find, under a name of this thread's own."""
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    name = f"parallel-models-{next(_NAMES)}"
+    group._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+    try:
+        known = Group.of(group)
+        assert known is not None and known == Group(name, rank, size)
+        yield known
+    finally:
+        torch._C._distributed_c10d._unregister_process_group(name)
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def backward(module: nn.Module, tokens: torch.Tensor, cp: Group | None = None) -> float:
+    loss = token_loss(module(context_part(tokens[:, :-1], 1, cp)), context_part(tokens[:, 1:], 1, cp))
+    loss.backward()
+    return loss.item()
+
+
+def alone(model: ModelConfig, batches: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss over `batches` and its gradients, on one rank."""
+    module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, auxiliary_scale=1 / len(batches))
+    total = 0.0
+    for tokens in batches:
+        loss = token_loss(module(tokens[:, :-1]), tokens[:, 1:]) / len(batches)
+        loss.backward()
+        total += loss.item()
+    return total, gradients(module)
+
+
+def put_together(shares: list[dict[str, torch.Tensor]], module: nn.Module, axis: str) -> dict[str, torch.Tensor]:
+    """Full tensors from those of the ranks of one axis; what the axis does not cut must be the same on all."""
+    whole = {}
+    for name, layout in layouts(module).items():
+        parts = [share[name] for share in shares]
+        cuts = [shard for shard in layout.shards if shard.axis == axis]
+        if not cuts:
+            assert all(torch.allclose(part, parts[0], rtol=1e-12, atol=1e-15) for part in parts), f"{name} differs"
+        whole[name] = join(parts, cuts[0]) if cuts else parts[0]
+    return whole
+
+
+def close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.abs().max() > 0, f"{name} has no gradient, so nothing is compared"
+        difference = (got[name] - value).abs().max().item()
+        assert difference <= 1e-11 * value.abs().max().item() + 1e-16, f"{name} differs by {difference}"
+
+
+@dataclass(frozen=True)
+class Case:
+    model: ModelConfig
+    sequence: bool = False
+
+    def __str__(self) -> str:
+        kind = f"{self.model.family}{'-moe' if self.model.experts else ''}{'-tied' if self.model.tied else ''}"
+        return kind + ("-sequence" if self.sequence else "")
+
+
+MODELS = [*(replace(m, tied=tied) for m in (GPT, LLAMA) for tied in (False, True)), replace(GPT, **MOE), replace(LLAMA, **MOE)]
+CASES = [Case(model, sequence) for model in MODELS for sequence in (False, True)]
+
+Shared = Callable[[Group], tuple[nn.Module, float]]
+
+
+def on_two_ranks(run_stages: Any, work: Shared) -> tuple[list[nn.Module], list[float]]:
+    def body(rank: int, backend: Any) -> tuple[nn.Module, float]:
+        with registered(backend, rank, 2) as group:
+            return work(group)
+
+    modules, losses = zip(*run_stages(2, body), strict=True)
+    return list(modules), list(losses)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tensor_parallel_ranks_are_the_whole_model(run_stages: Any, case: Case) -> None:
+    expected, grads = alone(case.model, [batch()])
+
+    def work(tp: Group) -> tuple[nn.Module, float]:
+        groups = ParallelGroups(tp=tp, sequence=case.sequence)
+        module = build_chunk(case.model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups)
+        loss = backward(module, batch())
+        reduce_gradients(module, groups)
+        return module, loss
+
+    modules, losses = on_two_ranks(run_stages, work)
+    assert losses == pytest.approx([expected] * 2, rel=1e-13)
+    close(put_together([gradients(m) for m in modules], modules[0], "tp"), grads)
+    whole = build_chunk(case.model, SEQ, 0, 1, seed=5, dtype=torch.float64).state_dict()
+    weights = put_together([m.state_dict() for m in modules], modules[0], "tp")
+    assert all(torch.equal(weights[name], whole[name]) for name in weights)
+    assert sum(p.numel() for p in modules[0].parameters()) < sum(value.numel() for value in weights.values())
+
+
+def test_stages_of_a_pipeline_may_be_tensor_parallel(run_stages: Any) -> None:
+    """With sequence parallelism what goes between chunks is a rank's slice of it."""
+    model = replace(LLAMA, **MOE)
+    expected, grads = alone(model, [batch()])
+
+    def work(tp: Group) -> tuple[nn.Module, float]:
+        groups = ParallelGroups(tp=tp, sequence=True)
+        chunks = [build_chunk(model, SEQ, c, 2, seed=5, dtype=torch.float64, groups=groups) for c in range(2)]
+        hidden = chunks[0](batch()[:, :-1])
+        assert hidden.shape == (BATCH, SEQ // 2, model.dim)
+        loss = token_loss(chunks[1](hidden), batch()[:, 1:])
+        loss.backward()
+        for chunk in chunks:
+            reduce_gradients(chunk, groups)
+        return nn.ModuleList(chunks), loss.item()
+
+    modules, losses = on_two_ranks(run_stages, work)
+    assert losses == pytest.approx([expected] * 2, rel=1e-13)
+    got: dict[str, torch.Tensor] = {}
+    for ranks in zip(*modules, strict=True):
+        got |= put_together([gradients(chunk) for chunk in ranks], ranks[0], "tp")
+    close(got, grads)
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA, replace(LLAMA, tied=True)], ids=lambda m: f"{m.family}-{m.tied}")
+def test_context_parallel_ranks_are_the_whole_model(run_stages: Any, model: ModelConfig) -> None:
+    expected, grads = alone(model, [batch()])
+
+    def work(cp: Group) -> tuple[nn.Module, float]:
+        module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=ParallelGroups(cp=cp))
+        loss = backward(module, batch(), cp)
+        reduce_gradients(module, ParallelGroups(cp=cp))
+        return module, loss
+
+    modules, losses = on_two_ranks(run_stages, work)
+    assert sum(losses) / 2 == pytest.approx(expected, rel=1e-13)
+    for module in modules:
+        close(gradients(module), grads)
+
+
+def test_tensor_and_context_parallelism_together(run_stages: Any) -> None:
+    """Four ranks as two by two. The experts take every token, so that capacity is the same for any cut of a sequence."""
+    model = replace(LLAMA, **MOE | {"capacity": 4.0, "auxiliary": 0.0})
+    expected, grads = alone(model, [batch()])
+    stores = {axis: [dist.HashStore() for _ in range(2)] for axis in ("tp", "cp")}
+
+    def body(rank: int, _: Any) -> tuple[nn.Module, float]:
+        row, column = divmod(rank, 2)
+        tp_backend = dist.ProcessGroupGloo(stores["tp"][row], column, 2)
+        cp_backend = dist.ProcessGroupGloo(stores["cp"][column], row, 2)
+        with registered(tp_backend, column, 2) as tp, registered(cp_backend, row, 2) as cp:
+            groups = ParallelGroups(tp=tp, sequence=True, cp=cp)
+            module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups)
+            loss = backward(module, batch(), cp)
+            reduce_gradients(module, groups)
+            return module, loss
+
+    results = run_stages(4, body)
+    assert (results[0][1] + results[2][1]) / 2 == pytest.approx(expected, rel=1e-13)
+    for row in (0, 2):
+        modules = [module for module, _ in results[row : row + 2]]
+        close(put_together([gradients(m) for m in modules], modules[0], "tp"), grads)
+
+
+@pytest.mark.parametrize("model", [replace(m, **MOE, tied=tied) for m, tied in ((GPT, True), (LLAMA, False))], ids=str)
+def test_expert_parallel_ranks_are_one_rank_with_their_batches(run_stages: Any, model: ModelConfig) -> None:
+    """Each rank routes its own batch, as one rank does with one micro-batch after the other; choices are dropped."""
+    batches = [batch(3), batch(4)]
+    expected, grads = alone(model, batches)
+
+    def work(ep: Group) -> tuple[nn.Module, float]:
+        groups = ParallelGroups(ep=ep)
+        module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups)
+        loss = backward(module, batches[ep.rank])
+        reduce_gradients(module, groups)
+        return module, loss
+
+    modules, losses = on_two_ranks(run_stages, work)
+    assert sum(losses) / 2 == pytest.approx(expected, rel=1e-13)
+    assert modules[0].layers["1"].moe.ffn_in.weight.shape[0] == 2
+    close(put_together([gradients(m) for m in modules], modules[0], "ep"), grads)
+
+
+def test_experts_may_be_spread_over_context_parallel_ranks(run_stages: Any) -> None:
+    model = replace(LLAMA, **MOE | {"capacity": 4.0, "auxiliary": 0.0})
+    expected, grads = alone(model, [batch()])
+
+    def work(cp: Group) -> tuple[nn.Module, float]:
+        groups = ParallelGroups(cp=cp, ep=cp)
+        module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups)
+        loss = backward(module, batch(), cp)
+        reduce_gradients(module, groups)
+        return module, loss
+
+    modules, losses = on_two_ranks(run_stages, work)
+    assert sum(losses) / 2 == pytest.approx(expected, rel=1e-13)
+    close(put_together([gradients(m) for m in modules], modules[0], "ep"), grads)
+
+
+@pytest.mark.parametrize(
+    "model,axes,expected",
+    [
+        (GPT, ("tp",), {"all_reduce": 8}),  # two forward and two backward in each of two layers
+        (LLAMA, ("tp", "sequence"), {"all_gather_into_tensor": 10, "reduce_scatter_tensor": 8}),
+        (LLAMA, ("cp",), {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}),
+        (replace(LLAMA, **MOE), ("ep",), {"all_to_all_single": 4}),
+    ],
+    ids=["gpt-tp", "llama-sequence", "llama-cp", "moe-ep"],
+)
+def test_captured_without_a_break(
+    run_stages: Any, model: ModelConfig, axes: tuple[str, ...], expected: dict[str, int]
+) -> None:
+    """Both graphs are whole, hold the collectives that the method has and no other, and give eager's gradients."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    counts: dict[str, int] = {}
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and "_c10d_functional" in str(node.target) and "wait" not in str(node.target):
+                key = node.target._schema.name.split("::")[1]
+                counts[key] = counts.get(key, 0) + 1
+        return make_boxed_func(graph.forward)
+
+    def body(rank: int, backend: Any) -> None:
+        with registered(backend, rank, 2) as group:
+            groups = ParallelGroups(**{axis: True if axis == "sequence" else group for axis in axes})
+            cp = groups.cp
+            eager = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups)
+            module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups)
+            loss = backward(eager, batch(), cp)
+            if rank == 0:
+                compiled = torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
+                assert backward(compiled, batch(), cp) == pytest.approx(loss, rel=1e-13)
+            else:
+                backward(module, batch(), cp)
+            close(gradients(module), gradients(eager))
+
+    run_stages(2, body)
+    assert counts == expected
+
+
+def test_parts_make_the_whole_again() -> None:
+    full = torch.arange(48).view(12, 4)
+    for shard in (Shard("tp", 0), Shard("tp", 1), Shard("tp", 0, (4, 8)), Shard("ep", 0, (4, 4, 4))):
+        for count in (1, 2, 4):
+            assert torch.equal(join([take(full, shard, i, count) for i in range(count)], shard), full)
+    assert take(full, Shard("tp", 0, (4, 8)), 1, 2)[:, 0].tolist() == [8, 12, 32, 36, 40, 44]
+
+
+TWO = Group("two", 0, 2)
+THREE = Group("three", 0, 3)
+
+
+@pytest.mark.parametrize(
+    "model,groups,message",
+    [
+        (GPT, ParallelGroups(tp=THREE), r"^model.heads=4: must be a multiple of the 3 ranks"),
+        (replace(LLAMA, kv_heads=1), ParallelGroups(tp=TWO), r"^model.kv_heads=1: must be a multiple of the 2 ranks"),
+        (GPT, ParallelGroups(sequence=True), r"^sequence=True: .* needs a group"),
+        (GPT, ParallelGroups(cp=THREE), r"^data.seq_len=16: must be a multiple of 6"),
+        (GPT, ParallelGroups(ep=TWO), r"^model.experts=0: must be a multiple of the 2 ranks"),
+        (replace(GPT, experts=4), ParallelGroups(ep=THREE), r"^model.experts=4: must be a multiple of the 3 ranks"),
+        (replace(GPT, experts=1), ALONE, r"^model.experts=1: must be at least 2"),
+        (replace(GPT, experts=2, capacity=0.0), ALONE, r"^model.capacity=0.0: must be above 0"),
+    ],
+)
+def test_models_that_cannot_be_shared_are_named(model: ModelConfig, groups: ParallelGroups, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_chunk(model, SEQ, 0, 1, groups=groups)
