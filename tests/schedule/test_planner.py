@@ -77,8 +77,6 @@ def test_two_chunks_reach_the_bound_and_beat_the_v_schedules() -> None:
             assert_sound(found, equal, 32)
             other_ms = makespan_ms(other, costs)
             assert found.makespan_ms < other_ms or found.makespan_ms == other_ms == found.lower_bound_ms
-            if rival == "zbv":
-                assert found.makespan_ms <= limit_ms
 
 
 @pytest.mark.parametrize("seed", range(40))
