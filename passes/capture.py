@@ -58,7 +58,7 @@ def capture(
     """
     began = time.perf_counter()
     kwargs = dict(kwargs or {})
-    call = (tuple(args), kwargs, target)
+    call = distinct((tuple(args), kwargs, target), module)
     joint = trace_joint(Traced(module, loss), call, module)
     if any(end is not None and end.aliased for end in joint.outputs):
         joint = trace_joint(Traced(module, loss, own_outputs=True), call, module)
@@ -71,6 +71,22 @@ def capture(
     part = Flattening(module, loss, joint, call).part()
     verify(part)
     return part.stamped("capture", time.perf_counter() - began)
+
+
+def distinct(call: Any, module: nn.Module) -> Any:
+    """`call` with a copy of each tensor that is there twice, or is the module's: one tensor would become one port.
+
+    (Labels that are the input ids in the example need not be so in the next micro-batch.)
+    """
+    seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in seen:
+            tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        seen.add(id(tensor))
+        return tensor
+
+    return pytree.tree_map_only(torch.Tensor, apart, call)
 
 
 class Traced(nn.Module):
@@ -118,7 +134,8 @@ class Flattening:
         self.graph.output(tuple(node for _, node in outputs))
         self.drop_unused()
         module = fx.GraphModule(self.joint.root, self.graph, class_name="Joint")
-        inputs = tuple(port for port, node in self.inputs.items() if node in set(self.graph.nodes))
+        kept = set(self.graph.nodes)
+        inputs = tuple(port for port, node in self.inputs.items() if node in kept)
         layouts = {self.parameter_name(name): layout for name, layout in self.joint.layouts.items()}
         return Part(module, inputs, tuple(port for port, _ in outputs), layouts=layouts)
 

@@ -11,8 +11,8 @@ In: a captured joint `Part`. Out: a `Split`. Running F, then B, then W is bitwis
   gradients of a layer norm come out of B. An item stays with its operator, a wait with its collective. Backward
   operators that draw random numbers are all in B, in order.
 
-What is saved: activations only, nothing is recomputed but views and casts. A part that needs a parameter, a buffer or
-an input takes it in by its own port. A view or a cast of such a port, or of a value that is saved anyway, is made
+What is saved: activations only, nothing is recomputed but views and casts. A part that needs a parameter, a buffer, an
+input or a tangent takes it in by its own port, so the caller keeps those until W is done. A view or a cast of such a port, or of a value that is saved anyway, is made
 again; of a value and its cast to a wider dtype the narrower is saved. A buffer that F changes is saved as a copy.
 
 After torch.distributed's split of backward for zero-bubble schedules (Qi et al., 2024) and DHelix, section 4.2, where W
@@ -90,7 +90,8 @@ class Halves:
         self.ports = dict(zip(joint.graph.find_nodes(op="placeholder"), joint.inputs, strict=True))
         self.results = list(zip(joint.outputs, returned(joint), strict=True))
         self.operators = [n for n in joint.graph.nodes if n.op not in ("placeholder", "output")]
-        self.changed = {port.name for port in joint.outputs if port.role is Role.BUFFER}
+        changing = {port.name for port in joint.outputs if port.role is Role.BUFFER}
+        self.changing = {n for n, port in self.ports.items() if port.role is Role.BUFFER and port.name in changing}
         self.home = {node: "F" for node in self.operators if not nodes.origin(node).backward}
         chain = self.chain()
         for node in self.operators:
@@ -145,7 +146,7 @@ class Halves:
                     outputs.append((port, node))
             outputs += [(Port(Role.SAVED, node.name), node) for node in dict.fromkeys(saves)]
             name = {"F": "Forward", "B": "Backward", "W": "Weight"}[home]
-            built.append(builder.part(self.joint, name, outputs, stamps, copied=self.placeholders_changed()))
+            built.append(builder.part(self.joint, name, outputs, stamps, copied=self.changing))
         return built[0], built[1], built[2]
 
     def home_of(self, port: Port, node: fx.Node) -> str:
@@ -153,9 +154,6 @@ class Halves:
         if node in self.home:
             return self.home[node]
         return {Role.GRADIENT: "W", Role.INPUT_GRADIENT: "B"}.get(port.role, "F")
-
-    def placeholders_changed(self) -> set[fx.Node]:
-        return {node for node, port in self.ports.items() if port.role is Role.BUFFER and port.name in self.changed}
 
     # what is saved
 
@@ -195,7 +193,7 @@ class Halves:
             chain.append(nodes.tensor_arguments(chain[-1])[0])
         end = chain[-1]
         if end in self.ports:
-            return end if end in self.placeholders_changed() else None
+            return end if end in self.changing else None
         if end.op == "get_attr":
             return None
         savable = [link for link in chain if isinstance(link.meta.get("val"), torch.Tensor)]

@@ -213,15 +213,16 @@ def test_transformers_models_unmodified(
     from helixrt.passes.split import split
 
     module = tiny_transformers(name).train()
-    part = capture(module, (), {"input_ids": TOKENS, "labels": TOKENS})
+    labels = TOKENS.flip(1)
+    part = capture(module, (), {"input_ids": TOKENS, "labels": TOKENS})  # one tensor here, two in what follows
     loss_dtype = part.graph.find_nodes(op="placeholder")[part.inputs.index(Port(Role.TANGENT, "loss"))].meta["val"].dtype
-    values = values_of(module, {"input_ids": TOKENS, "labels": TOKENS}, loss=torch.ones((), dtype=loss_dtype))
+    values = values_of(module, {"input_ids": TOKENS, "labels": labels}, loss=torch.ones((), dtype=loss_dtype))
     torch.manual_seed(5)
     outputs = part.run(values)
     torch.manual_seed(5)
     bitwise_equal(part, in_three(split(part), values), outputs)
     torch.manual_seed(5)
-    loss = module(input_ids=TOKENS, labels=TOKENS).loss
+    loss = module(input_ids=TOKENS, labels=labels).loss
     loss.backward()
     torch.testing.assert_close(outputs[Port(Role.OUTPUT, "loss")], loss.detach(), rtol=1e-6, atol=0)
     gradients_equal(outputs, module, rtol=1e-5, atol=1e-7)
