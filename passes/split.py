@@ -12,8 +12,9 @@ In: a captured joint `Part`. Out: a `Split`. Running F, then B, then W is bitwis
   operators that draw random numbers are all in B, in order.
 
 What is saved: activations only, nothing is recomputed but views and casts. A part that needs a parameter, a buffer, an
-input or a tangent takes it in by its own port, so the caller keeps those until W is done. A view or a cast of such a port, or of a value that is saved anyway, is made
-again; of a value and its cast to a wider dtype the narrower is saved. A buffer that F changes is saved as a copy.
+input or a tangent takes it in by its own port, so the caller keeps those until W is done. A view or a cast of such a
+port, or of a value that is saved anyway, is made again; of a value and its cast to a wider dtype the narrower is saved.
+A buffer that F changes is saved as a copy.
 
 After torch.distributed's split of backward for zero-bubble schedules (Qi et al., 2024) and DHelix, section 4.2, where W
 is the movable half.
