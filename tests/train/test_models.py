@@ -136,4 +136,5 @@ def test_configured_sizes() -> None:
         config = ModelConfig(**yaml.safe_load(path.read_text()))
         counts[path.stem] = sum(p.numel() for p in build_chunk(config, 128, 0, 1).parameters())
         assert config.layers >= 4
+    assert 1_650_000 < counts["moe-tiny"] < 1_800_000
     assert 900_000 < counts["gpt-tiny"] < 1_100_000 and 900_000 < counts["llama-tiny"] < 1_100_000

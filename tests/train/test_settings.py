@@ -36,7 +36,7 @@ def test_defaults_are_the_dataclasses_and_the_tiny_model() -> None:
 
 
 @pytest.mark.parametrize("experiment", ["tiny", "ci", "solo"])
-@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "gpt-small"])
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "gpt-small", "moe-tiny"])
 def test_experiments_are_valid_with_every_model(experiment: str, model: str, root: str) -> None:
     config = load_config([f"+experiment={experiment}", f"model={model}", root])
     validate(config)
@@ -104,6 +104,8 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("data.validation=1", r"^data\.validation=1\.0: must be between 0 and 1"),
         ("model.vocab=128", r"^model\.vocab=128: must be at least 256"),
         ("port=70000", r"^port=70000: "),
+        ("model.experts=1", r"^model\.experts=1: must be at least 2, or 0 for none"),
+        ("model.capacity=0", r"^model\.capacity=0\.0: must be above 0"),
         ("model.family=bert", r"^model\.family=bert: must be one of gpt, llama"),
         ("schedule.name=zigzag", r"^schedule\.name=zigzag: must be one of gpipe, 1f1b, .*adaptra, helix"),
         ("launcher=slurm", r"^launcher=slurm: must be one of auto, local, ray"),
