@@ -14,7 +14,8 @@ import random
 from collections.abc import Callable
 
 from helixrt.schedule.costs import Costs
-from helixrt.schedule.list_scheduling import TOLERANCE, Lanes, Order, Priority, dispatch
+from helixrt.schedule.lanes import TOLERANCE, Form, Lanes, Order
+from helixrt.schedule.list_scheduling import Priority, dispatch
 
 PATIENCE = (0.5, 0.9, 0.0, 0.3)  # of the first sweeps; see `dispatch`
 ROUNDS = 2  # lists in each direction per sweep
@@ -30,13 +31,13 @@ class Justifier:
     """
 
     def __init__(
-        self, costs: Costs, microbatches: int, exact_ms: Callable[[Lanes, Order], float], draw: random.Random, fused: bool
+        self, costs: Costs, microbatches: int, exact_ms: Callable[[Lanes, Order], float], draw: random.Random, form: Form
     ) -> None:
-        self.problem = Lanes.of(costs, microbatches, fused=fused)
+        self.problem = Lanes.of(costs, microbatches, form=form)
         self.cost = 2 * ROUNDS * LIST_COST * self.problem.operations  # work of one sweep
         self.best_ms = math.inf
         self.best: Order = []
-        self._back = Lanes.of(costs, microbatches, mirrored=True, fused=fused)
+        self._back = Lanes.of(costs, microbatches, mirrored=True, form=form)
         self._exact_ms, self._draw = exact_ms, draw
         self._good: Priority = ()
         self._swept = 0

@@ -21,13 +21,13 @@ from helixrt.schedule.bounds import check_reachable, lower_bound
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.ir import Op, Schedule
 from helixrt.schedule.justification import PATIENCE, Justifier
-from helixrt.schedule.list_scheduling import TOLERANCE, Lanes, Order
+from helixrt.schedule.lanes import TOLERANCE, Form, Lanes, Order
 from helixrt.schedule.local_search import improve
 from helixrt.schedule.memory import peak_memory
 from helixrt.schedule.policies import POLICIES
 from helixrt.schedule.simulate import makespan_ms, simulate
 
-FIRST_WORK = 1_200_000  # operations timed, or their like, in the first lists, of which there is at least one sweep
+FIRST_WORK = 1_000_000  # operations timed, or their like, in the first lists, of which there is at least one sweep
 LISTING_WORK = 500_000  # in further lists
 SEARCH_WORK = 800_000  # along the critical path, before those and again after
 
@@ -80,11 +80,12 @@ def _search(costs: Costs, microbatches: int, bound_ms: float, effort: float) -> 
         return makespan_ms(schedule_of(problem, order), costs)
 
     best_ms, best = math.inf, None
-    for fused in _forms(costs):
-        lists = Justifier(costs, microbatches, exact_ms, draw, fused)
+    forms = _forms(costs)
+    for form in forms:
+        lists = Justifier(costs, microbatches, exact_ms, draw, form)
         lists.run(bound_ms, min(FIRST_WORK, lists.cost * len(PATIENCE)))
         if lists.best and lists.best_ms > bound_ms * (1 + TOLERANCE):
-            _refine(lists, bound_ms, effort, draw)
+            _refine(lists, bound_ms, effort / len(forms), draw)
         if lists.best_ms < best_ms:
             best_ms, best = lists.best_ms, schedule_of(lists.problem, lists.best)
     if best_ms > bound_ms * (1 + TOLERANCE):
@@ -98,28 +99,27 @@ def _search(costs: Costs, microbatches: int, bound_ms: float, effort: float) -> 
 
 def _refine(lists: Justifier, bound_ms: float, effort: float, draw: random.Random) -> None:
     """Along the critical path, with more lists, and along the critical path again, from the best of both."""
-    if lists.problem.pair:
+    if any(lists.problem.pairs):
         lists.run(bound_ms, (LISTING_WORK + SEARCH_WORK) * effort)
         return
-    for _ in range(2):
-        lists.offer(*improve(lists.problem, lists.best, bound_ms, SEARCH_WORK * effort, draw))
-        if lists.best_ms <= bound_ms * (1 + TOLERANCE):
-            return
+    lists.offer(*improve(lists.problem, lists.best, bound_ms, SEARCH_WORK * effort, draw))
+    if lists.best_ms > bound_ms * (1 + TOLERANCE):
         lists.run(bound_ms, LISTING_WORK * effort)
+        lists.offer(*improve(lists.problem, lists.best, bound_ms, SEARCH_WORK * effort, draw))
 
 
-def _forms(costs: Costs) -> tuple[bool, ...]:
-    """Whether to try whole backwards (True), split ones (False), or both.
+def _forms(costs: Costs) -> tuple[Form, ...]:
+    """How backwards are tried. Splitting them is never slower, but for two cases.
 
-    Splitting is never slower. But pairs may only be worth it with whole backwards, and where W keeps more than the
-    forward left, only a whole backward may fit a tight cap.
+    A pair with a whole backward may save more; and where W keeps more than the forward left, a tight cap may have room
+    only for whole ones.
     """
-    fewest = [0.0] * costs.stages
+    split = [0.0] * costs.stages
     for chunk, stage in enumerate(costs.placement):
-        fewest[stage] += max(costs.activation[chunk], costs.kept[chunk])
-    tight = any(cap < need for cap, need in zip(costs.memory, fewest, strict=True))
+        split[stage] += max(costs.activation[chunk], costs.kept[chunk])
+    tight = any(cap < need for cap, need in zip(costs.memory, split, strict=True))
     paired = costs.pair_factor < 1 or any(op is Op.BW for _, op, _ in costs.pair_ms)
-    return (False, True) if tight or paired else (False,)
+    return (Form.SPLIT, *([Form.MIXED] if paired else []), *([Form.WHOLE] if tight else []))
 
 
 def _published(costs: Costs, microbatches: int) -> Iterator[Schedule]:
