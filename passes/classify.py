@@ -1,0 +1,179 @@
+"""Classify: what each node of a part keeps busy, and the part as operators for the pairing search.
+
+In: a part, the groups it communicates in (`groups.locate`), and times (`profile`). Out: a `Kind` for each node, or the
+part's `Operator`s: one for each node but placeholders and the output, in the graph's order, so that `weave` can put
+them back.
+
+- Communication is inside a node when all ranks of its group are on one host, else between nodes.
+- Free are views, items and constants: what moves no data. A reshape that must copy is compute.
+- Movable are weight gradients (backward work on the way to one parameter's gradient alone) and routers (what runs in a
+  module called `router` or `gate`, and its backward), as in DHelix, section 4.2.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from helixrt.passes import nodes
+from helixrt.passes.errors import VerifyError
+from helixrt.passes.groups import Group, group_name
+from helixrt.passes.layers import layers
+from helixrt.passes.operators import COMMUNICATION, Kind, Operator
+from helixrt.passes.parts import Part, Role
+from helixrt.passes.verify import returned
+
+ROUTERS = frozenset({"router", "gate"})
+SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "b1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """How long an operator takes alone; `measured` False for an estimate. See `Operator` for the two times."""
+
+    time_us: float
+    host_us: float = 0.0
+    measured: bool = True
+
+
+def strand(part: Part) -> list[fx.Node]:
+    """The nodes that are operators of a strand, in order."""
+    return [node for node in part.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def classify(part: Part, groups: Mapping[str, Group]) -> dict[fx.Node, Kind]:
+    """The kind of each node of the strand. Raises VerifyError for a collective in a group that is not in `groups`."""
+    return {node: kind_of(node, groups) for node in strand(part)}
+
+
+def kind_of(node: fx.Node, groups: Mapping[str, Group]) -> Kind:
+    """As `classify`, of one node."""
+    if nodes.is_collective(node):
+        name = group_name(node)
+        if name not in groups:
+            raise VerifyError(f"collective {node} runs in group {name!r}; known are {', '.join(groups) or 'none'}")
+        return groups[name].kind
+    if nodes.is_wait(node):
+        return Kind.WAIT
+    if node.op != "call_function" or node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
+        return Kind.FREE
+    if nodes.is_view(node):
+        return Kind.COMPUTE if copies(node) else Kind.FREE
+    return Kind.COMPUTE
+
+
+def copies(view: fx.Node) -> bool:
+    """Whether a node that may be a view must move data after all, by its argument's strides."""
+    if view.target is not torch.ops.aten.reshape.default:
+        return False
+    source = nodes.tensor_arguments(view)[0].meta.get("val")
+    if not isinstance(source, torch.Tensor):
+        return False
+    like = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    return not torch.ops.aten.reshape.default(like, view.args[1])._is_view()
+
+
+def movable(part: Part) -> set[fx.Node]:
+    """Nodes whose place is free within wide bounds: weight gradients, routers, and their views and casts."""
+    chained: set[fx.Node] = set()
+    reached: dict[fx.Node, set[str]] = {node: set() for node in part.graph.nodes}
+    leaving = any(port.role in (Role.INPUT_GRADIENT, Role.SAVED) for port in part.outputs)
+    for port, node in zip(part.outputs, returned(part), strict=True):
+        if port.role is Role.GRADIENT:
+            reached[node].add(port.name)
+        else:
+            chained.add(node)
+    for node in reversed(part.graph.nodes):
+        for before in node.all_input_nodes:
+            reached[before] |= reached[node]
+            if node in chained and node.op != "output":
+                chained.add(before)
+    found = set()
+    for node in strand(part):
+        one = reached[node] and node not in chained and (leaving or len(reached[node]) == 1)
+        if (one and nodes.origin(node).backward) or ROUTERS.intersection(nodes.origin(node).module.split(".")):
+            found.add(node)
+    return found
+
+
+def operators(
+    part: Part, groups: Mapping[str, Group], times: Mapping[str, Time], names: Mapping[str, str] | None = None
+) -> list[Operator]:
+    """The part as a strand. `times` by `signature`, or by what `names` calls it; VerifyError for one that is missing."""
+    listed = strand(part)
+    places = {node: index for index, node in enumerate(listed)}
+    free_to_move = movable(part)
+    numbers = layers([nodes.origin(node).module for node in listed], [str(node.target) for node in listed])
+    made = []
+    for node, layer in zip(listed, numbers, strict=True):
+        kind = kind_of(node, groups)
+        name = signature(node, groups)
+        name = (names or {}).get(name, name)
+        needs = tuple(dict.fromkeys(places[before] for before in node.all_input_nodes if before in places))
+        time = Time(0.0)
+        if timed(kind):
+            if name not in times:
+                raise VerifyError(f"{node}: the profile has no time for {name}; profile the part first")
+            time = times[name]
+        size = sent_bytes(node) if kind in COMMUNICATION else nodes.size_bytes(node)
+        moves = node in free_to_move and kind is Kind.COMPUTE
+        made.append(Operator(node.name, kind, time.time_us, needs, name, time.host_us, moves, size, layer))
+    return made
+
+
+def timed(kind: Kind) -> bool:
+    """Whether an operator of this kind takes time of its own."""
+    return kind is Kind.COMPUTE or kind in COMMUNICATION
+
+
+def signature(node: fx.Node, groups: Mapping[str, Group]) -> str:
+    """What a node's time depends on: operator, shapes, layouts and dtypes in and out, dtypes asked for, and its group.
+
+    Numbers among the arguments are left out: shapes tell what matters of them, and ranks of a group may have others
+    (where a slice begins).
+    """
+    said = [_spelled(argument) for argument in (*node.args, *node.kwargs.values())]
+    said = [text for text in said if text]
+    target = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
+    group = f" over {groups[group_name(node)]}" if nodes.is_collective(node) else ""
+    return f"{target}({', '.join(said)}) -> {_spelled_value(node.meta.get('val'))}{group}"
+
+
+def sent_bytes(collective: fx.Node) -> int:
+    """What a rank puts into a collective, in bytes."""
+    return sum(nodes.size_bytes(node) for node in collective.all_input_nodes)
+
+
+def _spelled(argument: Any) -> str:
+    if isinstance(argument, fx.Node):
+        return _spelled_value(argument.meta.get("val"))
+    if isinstance(argument, list | tuple):
+        inner = [text for text in map(_spelled, argument) if text]
+        return f"[{', '.join(inner)}]" if inner else ""
+    if isinstance(argument, torch.dtype):
+        return SHORT.get(argument, str(argument))
+    return ""
+
+
+def _spelled_value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_spelled_value(each) for each in value)})"
+    if not isinstance(value, torch.Tensor):
+        return "" if value is None else type(value).__name__
+    strided = "" if value.is_contiguous() else f"/{'.'.join(map(str, value.stride()))}"
+    return f"{SHORT.get(value.dtype, str(value.dtype))}[{'.'.join(map(str, value.shape))}]{strided}"
+
+
+def distinct(parts: Iterable[Part], groups: Mapping[str, Group]) -> list[tuple[str, fx.Node, Kind]]:
+    """Every operator that takes time, of all parts in order, with signature and kind; the same may be there often."""
+    return [
+        (signature(node, groups), node, kind) for part in parts for node, kind in classify(part, groups).items() if timed(kind)
+    ]

@@ -1,0 +1,140 @@
+"""Estimate: how long operators would take that were not measured, by a roofline (Williams et al., 2009).
+
+In: nodes, and the `Rates` of this device and its links, measured once with a matrix product, a sum of long vectors and
+an all-reduce. Out: times marked as not measured. Compute takes the longer of its arithmetic and its memory traffic;
+communication a latency and its bytes on the wire, as ring algorithms send them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from helixrt.passes import nodes
+from helixrt.passes.classify import Time, sent_bytes
+from helixrt.passes.measure import Operation, Stopwatch
+from helixrt.passes.samples import argument_bytes
+
+PROBE_BYTES = 1 << 20
+MATRIX = {"cpu": 384, "cuda": 4096}
+VECTOR_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
+TAKEN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Limit(StrEnum):
+    """What an operator's time hangs on, and so how it bears company."""
+
+    ARITHMETIC = "arithmetic"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A group's communication: latency, bytes per microsecond and rank, and which share of the time the processor works."""
+
+    latency_us: float
+    bytes_per_us: float
+    host_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a microsecond. `flops` by dtype (`float32`); `wires` by the group's description."""
+
+    bytes_per_us: float
+    launch_us: float
+    flops: Mapping[str, float] = field(default_factory=dict)
+    wires: Mapping[str, Wire] = field(default_factory=dict)
+
+
+def device_rates(stopwatch: Stopwatch, dtypes: Iterable[torch.dtype]) -> Rates:
+    """Measure this device, for the dtypes a part has; no communication."""
+    device = stopwatch.device
+    size = MATRIX[device.type]
+    flops = {}
+    for dtype in dict.fromkeys(dtype for dtype in dtypes if dtype in TAKEN):
+        square = torch.full((size, size), 0.5, dtype=dtype, device=device)
+        product_us = stopwatch.compute_us(Operation(torch.ops.aten.mm.default, [((square, square), {})]))
+        flops[name_of(dtype)] = 2.0 * size**3 / product_us
+    vector = torch.full((VECTOR_BYTES[device.type] // 4,), 0.5, device=device)
+    summed_us = stopwatch.compute_us(Operation(torch.ops.aten.add.Tensor, [((vector, vector), {})]))
+    small = torch.full((8,), 0.5, device=device)
+    launch_us = stopwatch.compute_us(Operation(torch.ops.aten.add.Tensor, [((small, small), {})]))
+    return Rates(3.0 * vector.numel() * 4 / summed_us, launch_us, flops)
+
+
+def wire(stopwatch: Stopwatch, group: str, size: int, device: torch.device) -> Wire:
+    """Measure the group called `group` of `size` ranks; all of them call it at once."""
+    taken = []
+    for count in (1, PROBE_BYTES // 4):
+        tensor = torch.full((count,), 0.5, device=device)
+        operation = Operation(torch.ops._c10d_functional.all_reduce.default, [((tensor, "sum", group), {})])
+        taken.append(stopwatch.collective_us(operation))
+    (latency, _), (whole, work) = taken
+    rate = ring_bytes("all_reduce", PROBE_BYTES, size) / max(whole - latency, 1.0)
+    return Wire(latency, max(rate, 1e-6), work / whole)
+
+
+def limit(node: fx.Node, rates: Rates) -> Limit:
+    """Which roof is lower for a compute operator."""
+    return Limit.ARITHMETIC if _arithmetic_us(node, rates) > _memory_us(node, rates) else Limit.MEMORY
+
+
+def compute(node: fx.Node, rates: Rates) -> Time:
+    """A compute operator under the roofs."""
+    return Time(max(_arithmetic_us(node, rates), _memory_us(node, rates), rates.launch_us), measured=False)
+
+
+def communication(node: fx.Node, of: Wire, size: int) -> Time:
+    """A collective among `size` ranks."""
+    name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
+    time_us = of.latency_us + ring_bytes(name, sent_bytes(node), size) / of.bytes_per_us
+    return Time(time_us, time_us * of.host_share, measured=False)
+
+
+def ring_bytes(name: str, sent: float, size: int) -> float:
+    """What a rank puts on the wire in a collective it brings `sent` bytes to."""
+    if name.startswith("all_gather"):
+        return sent * (size - 1)
+    share = sent * (size - 1) / max(size, 1)
+    return 2 * share if name.startswith("all_reduce") else share
+
+
+def flops(node: fx.Node) -> float:
+    """Floating-point operations of a node, by torch's formulas (matrix products, convolutions, attention)."""
+    counter = FlopCounterMode(display=False)
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return [shape(each) for each in value] if isinstance(value, list | tuple) else value
+
+    arguments, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: shape(n.meta.get("val")))
+    try:
+        with counter:
+            node.target(*arguments, **keywords)  # type: ignore[operator]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return 0.0  # no meta kernel: counted by its memory traffic
+    return float(counter.get_total_flops())
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _arithmetic_us(node: fx.Node, rates: Rates) -> float:
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    rate = rates.flops.get(name_of(first.dtype)) if isinstance(first, torch.Tensor) else None
+    rate = rate or min(rates.flops.values(), default=0.0)
+    return flops(node) / rate if rate else 0.0
+
+
+def _memory_us(node: fx.Node, rates: Rates) -> float:
+    return (argument_bytes(node) + nodes.size_bytes(node)) / rates.bytes_per_us

@@ -1,0 +1,270 @@
+"""Profile: how long each operator of a part takes, and how well operators hide behind each other.
+
+In: the parts that are to be woven, and the group of ranks that must plan alike; all of them call `profile` at once.
+Out: a `Profile`, the same on every rank: times by signature, the overlap factors of DHelix (section 3.2, equation 1),
+and from both the strands of the pairing search. Only distinct operators are run, on arguments made for them, and only
+those pairs of compute and communication that matter; what was measured before comes from the disk, unless a
+collective takes another time now than it did then. What could not be run is estimated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from helixrt.errors import ConfigError
+from helixrt.passes import classify, estimate, factors, profile_cache
+from helixrt.passes.classify import Time
+from helixrt.passes.errors import DisagreementError
+from helixrt.passes.estimate import Rates
+from helixrt.passes.group_private import group_named
+from helixrt.passes.groups import Group, group_name, locate, transport
+from helixrt.passes.measure import PAIR_ROUNDS, Operation, Stopwatch, Together
+from helixrt.passes.operators import COMMUNICATION, Kind, Operator, Overlap
+from helixrt.passes.parts import Part
+from helixrt.passes.profile_cache import Known, Setting
+from helixrt.passes.ranks import Ranks
+
+BUDGET_S = 120.0
+PARTNERS, LEAST_SHARE = 16, 0.01  # compute operators to pair: how many at most, and the least share of compute's time
+STALE, SLACK_US = 1.5, 300.0  # a collective takes another time than before if it differs by more than both
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+
+
+class Mode(StrEnum):
+    AUTO = "auto"  # what is on disk, and measure the rest
+    MEASURE = "measure"  # measure all
+    ESTIMATE = "estimate"  # measure the device and its links, no operator
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the pairing search needs to know. `names`: this rank's signatures -> the agreed ones, where they differ.
+
+    `pairs` are the measured ones, (compute or other collective, collective); `overlap` covers all. `cached` and
+    `measured` count distinct operators by where their time comes from; `seconds` is what it took.
+    """
+
+    groups: Mapping[str, Group]
+    times: Mapping[str, Time]
+    pairs: Mapping[tuple[str, str], Together]
+    overlap: Overlap
+    names: Mapping[str, str]
+    cached: int
+    measured: int
+    seconds: float
+
+    def operators(self, part: Part) -> list[Operator]:
+        """A profiled part as a strand; one operator for each node but placeholders and output, in order."""
+        return classify.operators(part, self.groups, self.times, self.names)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A distinct operator: the agreed signature, a node of this rank that has it, how often it is there."""
+
+    name: str
+    node: fx.Node
+    kind: Kind
+    count: int
+
+    @property
+    def communicates(self) -> bool:
+        return self.kind in COMMUNICATION
+
+
+def profile(
+    parts: Part | Sequence[Part],
+    group: Any = None,
+    *,
+    mode: Mode | str = Mode.AUTO,
+    cache: Path | None = None,
+    link: str = "",
+    budget_s: float = BUDGET_S,
+    host: str | None = None,
+) -> Profile:
+    """Profile `parts` together with all ranks of `group`.
+
+    Without `group`, that is the one group the parts communicate in, or all ranks where there are several. `cache` is a
+    folder (None: the user's). `link` tells wires apart that look alike. `budget_s` bounds the time for pairs; those
+    that matter most come first. `host` overrides this rank's host, see `groups`. Random number generators are left as
+    they were. Raises ConfigError, DisagreementError when ranks profile different graphs, VerifyError for unknown groups.
+    """
+    began = time.perf_counter()
+    parts = [parts] if isinstance(parts, Part) else list(parts)
+    if mode not in tuple(Mode):
+        raise ConfigError("profile", mode, f"must be one of {', '.join(Mode)}")
+    groups = locate(parts, host=host)
+    ranks = Ranks(group if group is not None else planning_group(groups))
+    device = device_of(parts)
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        run = Run(parts, groups, ranks, Stopwatch(device, ranks), Mode(mode), budget_s)
+        setting, folder = Setting.here(device, ranks.count, link), cache or profile_cache.default_folder()
+        return run.profile(setting, folder, began)
+
+
+def planning_group(groups: Mapping[str, Group]) -> Any:
+    """The ranks that must plan alike, as far as the groups they communicate in tell."""
+    if len(groups) == 1:
+        return group_named(next(iter(groups)))
+    return dist.group.WORLD if groups and dist.is_initialized() else None
+
+
+def device_of(parts: Sequence[Part]) -> torch.device:
+    """Where the parts compute."""
+    for part in parts:
+        for node in part.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and node.op == "call_function":
+                index = value.device.index
+                if value.device.type == "cuda" and index is None:
+                    index = torch.cuda.current_device()
+                return torch.device(value.device.type, index)
+    return torch.device("cpu")
+
+
+class Run:
+    """One profiling, on one of the ranks."""
+
+    def __init__(
+        self, parts: Sequence[Part], groups: Mapping[str, Group], ranks: Ranks, watch: Stopwatch, mode: Mode, budget_s: float
+    ) -> None:
+        self.groups, self.ranks, self.watch, self.mode, self.budget_s = groups, ranks, watch, mode, budget_s
+        listed = classify.distinct(parts, groups)
+        agreed = self.ranks.first_says([name for name, _, _ in listed])
+        if any(int(n) != len(agreed) for n in self.ranks.table([len(listed)])[:, 0]):
+            raise DisagreementError("ranks profile graphs with different numbers of operators; capture the same model on all")
+        self.names = {own: name for (own, _, _), name in zip(listed, agreed, strict=True) if own != name}
+        counts = Counter(agreed)
+        first = {name: (node, kind) for (_, node, kind), name in reversed(list(zip(listed, agreed, strict=True)))}
+        self.items = [Item(name, *first[name], count) for name, count in counts.items()]
+
+    def profile(self, setting: Setting, folder: Path, began: float) -> Profile:
+        found = profile_cache.load(setting, folder) if self.mode is Mode.AUTO and self.ranks.first else Known()
+        known = self.still_true(Known.from_json(self.ranks.first_says(found.to_json())))
+        cached = sum(item.name in known.times for item in self.items)
+        known = self.rates(known)
+        if self.mode is not Mode.ESTIMATE:
+            known = self.alone(known)
+            known = self.in_pairs(known)
+            if self.ranks.first:
+                profile_cache.save(setting, folder, known)
+        known = self.estimated(known)
+        measured = sum(known.times[item.name].measured for item in self.items)
+        names = {item.name for item in self.items}
+        pairs = {key: pair for key, pair in known.pairs.items() if names.issuperset(key)}
+        assert known.rates is not None, "rates are measured before anything else"
+        kinds = {item.name: item.kind for item in self.items}
+        limits = {item.name: estimate.limit(item.node, known.rates) for item in self.items if not item.communicates}
+        hosts = factors.host_us(kinds, known.times, pairs)
+        times = {name: replace(known.times[name], host_us=hosts.get(name, 0.0)) for name in names}
+        overlap = factors.overlap(kinds, limits, times, pairs)
+        seconds = self.ranks.maxima([time.perf_counter() - began])[0]
+        return Profile(self.groups, times, pairs, overlap, self.names, cached, measured - cached, seconds)
+
+    def still_true(self, known: Known) -> Known:
+        """`known`, without communication whose links have become faster or slower."""
+        for group in dict.fromkeys(str(group) for group in self.groups.values()):
+            old = [i for i in self.items if i.communicates and i.name in known.times and i.name.endswith(f" over {group}")]
+            if old:
+                probe = max(old, key=lambda item: (known.times[item.name].time_us, item.name))
+                before = known.times[probe.name].time_us
+                now, _ = self.watch.collective_us(Operation.of(probe.node))
+                if abs(now - before) > SLACK_US and not 1 / STALE < now / before < STALE:
+                    known = known.without(group)
+        return known
+
+    def rates(self, known: Known) -> Known:
+        """With the rates of the device, and of links where operators are not measured."""
+        rates = known.rates
+        dtypes = {value.dtype for i in self.items for value in tensors(i.node.meta.get("val"))} & set(estimate.TAKEN)
+        if rates is None or not {estimate.name_of(dtype) for dtype in dtypes} <= rates.flops.keys():
+            own = estimate.device_rates(self.watch, sorted(dtypes, key=str))
+            numbers = self.ranks.table([own.bytes_per_us, own.launch_us, *own.flops.values()]).mean(axis=0).tolist()
+            flops = dict(zip(own.flops, numbers[2:], strict=True))
+            rates = Rates(numbers[0], numbers[1], flops, rates.wires if rates is not None else {})
+        wires = dict(rates.wires)
+        if self.mode is Mode.ESTIMATE:
+            for name, group in self.groups.items():
+                device = transport(group_named(name))[1]
+                wires[str(group)] = estimate.wire(self.watch, name, group.size, device)
+        return known.joined(Known(rates=replace(rates, wires=wires)))
+
+    def alone(self, known: Known) -> Known:
+        """With times of all operators that were not known; those that fail are left out."""
+        missing = [item for item in self.items if item.name not in known.times]
+        compute = [item for item in missing if not item.communicates]
+        self.ranks.meet()
+        taken = self.ranks.table([self.compute_us(item.node) for item in compute])
+        means = zip(compute, taken.mean(axis=0).tolist(), strict=True)
+        times = {item.name: Time(mean) for item, mean in means if not math.isnan(mean)}
+        for item in missing:
+            if item.communicates:
+                times[item.name] = Time(*self.watch.collective_us(Operation.of(item.node)))
+        return known.joined(Known(times))
+
+    def compute_us(self, node: fx.Node) -> float:
+        try:
+            return self.watch.compute_us(Operation.of(node))
+        except FAILURES:
+            return math.nan
+
+    def in_pairs(self, known: Known) -> Known:
+        """With the pairs that matter, as far as the budget goes; the same on all ranks, since times are."""
+        pairs: dict[tuple[str, str], Together] = {}
+        left_us = self.budget_s * 1e6
+        for first, second in self.partners(known.times):
+            one, other = known.times[first.name].time_us, known.times[second.name].time_us
+            repeats = 1 if first.communicates else max(1, math.ceil(other / one))
+            left_us -= (PAIR_ROUNDS + 1) * 2 * (one * repeats + other)
+            if left_us < 0:
+                break
+            if (first.name, second.name) not in known.pairs:
+                operations = Operation.of(first.node), Operation.of(second.node)
+                pairs[first.name, second.name] = self.watch.together(*operations, repeats)
+        return known.joined(Known(pairs=pairs))
+
+    def partners(self, times: Mapping[str, Time]) -> list[tuple[Item, Item]]:
+        """Pairs worth measuring, those that could hide most first."""
+        known = [item for item in self.items if item.name in times]
+
+        def total(item: Item) -> float:
+            return times[item.name].time_us * item.count
+
+        compute = sorted((i for i in known if not i.communicates), key=lambda i: (-total(i), i.name))
+        least = LEAST_SHARE * sum(map(total, compute))
+        compute = [item for item in compute[:PARTNERS] if total(item) >= least]
+        inside = [item for item in known if item.kind is Kind.INTRA]
+        between = [item for item in known if item.kind is Kind.INTER]
+        found = [(one, other) for one in compute for other in (*inside, *between)]
+        found += [(one, other) for one in inside for other in between]
+        return sorted(found, key=lambda pair: -min(total(pair[0]), total(pair[1])))
+
+    def estimated(self, known: Known) -> Known:
+        """With a time for everything."""
+        rates = known.rates
+        assert rates is not None, "rates are measured before anything else"
+        times = {}
+        for item in self.items:
+            if item.name not in known.times:
+                if item.communicates:
+                    group = self.groups[group_name(item.node)]
+                    times[item.name] = estimate.communication(item.node, rates.wires[str(group)], group.size)
+                else:
+                    times[item.name] = estimate.compute(item.node, rates)
+        return known.joined(Known(times))
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, list | tuple) else (value,)
+    return [each for each in values if isinstance(each, torch.Tensor)]

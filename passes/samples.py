@@ -1,0 +1,113 @@
+"""Samples: arguments an operator of a graph can be run on, made from the shapes the graph knows.
+
+In: a node. Out: its positional and keyword arguments with real tensors of the same shape, strides, dtype and device.
+Floats lie between 0.25 and 0.75, so that logarithms, roots and quotients stay finite and nothing is denormal. Integers
+may be indices, so they are below every size they could index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from helixrt.passes import nodes
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+SEED = 20240229
+MOST_SETS = 16
+
+# Of operators that take indices, which argument says how many things there are to index: a tensor by its dimension, or
+# a number (dimension None).
+INDEXED = {
+    "aten::embedding": (0, 0),
+    "aten::embedding_dense_backward": (2, None),
+    "aten::nll_loss_forward": (0, 1),
+    "aten::nll_loss_backward": (1, 1),
+    "aten::nll_loss2d_forward": (0, 1),
+    "aten::nll_loss2d_backward": (1, 1),
+}
+
+
+def samples(node: fx.Node, cold_bytes: int = 0) -> list[Arguments]:
+    """Sets of arguments for `node.target`, to be used in turn.
+
+    What the part takes in (parameters, saved activations) was last touched long ago, what another operator made lies
+    in the cache. So sets have their own copies of the former, until all together are `cold_bytes`, and share the
+    latter. Raises ValueError when the graph does not say what an argument looks like.
+    """
+    makers = _Makers(index_bound(node), {}, {})
+    far = sum(nodes.size_bytes(n) for n in node.all_input_nodes if nodes.storage_owner(n).op == "placeholder")
+    sets = min(MOST_SETS, max(1, cold_bytes // far)) if far else 1
+    made = []
+    for _ in range(sets):
+        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), makers.real)
+        made.append((tuple(arguments), dict(keywords)))
+    return made
+
+
+def index_bound(node: fx.Node) -> int:
+    """Integers made for this operator are below this, at least 1."""
+    signature = nodes.schema(node)
+    if signature is not None and signature.name in INDEXED:
+        at, dimension = INDEXED[signature.name]
+        argument = node.args[at]
+        return int(argument if dimension is None else argument.meta["val"].shape[dimension])  # type: ignore[union-attr, arg-type]
+    floats = [value for value in _tensors(node) if value.is_floating_point()]
+    return max(1, min((size for value in floats for size in value.shape), default=1))
+
+
+def argument_bytes(node: fx.Node) -> int:
+    """Size of all tensors an operator takes in."""
+    return sum(value.numel() * value.element_size() for value in _tensors(node))
+
+
+def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    for before in node.all_input_nodes:
+        value = before.meta.get("val")
+        yield from (v for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, torch.Tensor))
+
+
+@dataclass
+class _Makers:
+    """Makes tensors: integers below `bound`, one generator for each device, one tensor for each node that is kept."""
+
+    bound: int
+    generators: dict[torch.device, torch.Generator]
+    kept: dict[fx.Node, Any]
+
+    def real(self, node: fx.Node) -> Any:
+        if "val" not in node.meta:
+            raise ValueError(f"{node} has no example value")
+        if nodes.storage_owner(node).op == "placeholder":
+            return self.made(node.meta["val"])
+        if node not in self.kept:
+            self.kept[node] = self.made(node.meta["val"])
+        return self.kept[node]
+
+    def made(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.made, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        flat = torch.empty(extent if value.numel() else 0, dtype=value.dtype, device=value.device)
+        generator = self.generators.get(value.device)
+        if generator is None:
+            generator = self.generators[value.device] = torch.Generator(value.device).manual_seed(SEED)
+        if value.dtype.is_complex:
+            torch.view_as_real(flat).uniform_(0.25, 0.75, generator=generator)
+        elif value.dtype.is_floating_point and value.element_size() > 1:
+            flat.uniform_(0.25, 0.75, generator=generator)
+        elif value.dtype.is_floating_point:
+            flat.copy_(torch.rand(flat.shape, generator=generator, device=value.device) / 2 + 0.25)
+        elif value.dtype is torch.bool:
+            flat.random_(0, 2, generator=generator)
+        else:
+            most = min(self.bound, torch.iinfo(value.dtype).max)
+            flat.copy_(torch.randint(0, most, flat.shape, generator=generator, device=value.device))
+        return flat.as_strided(value.shape, value.stride())
