@@ -1,0 +1,45 @@
+"""Gradients of graphs are added to `p.grad` as autograd adds them.
+
+In: a module's parameters by name, gradients as the graphs make them, one per parameter and backward. Out: `p.grad`:
+taken over where there is none, added to in place where there is one, so that accumulation over micro-batches and calls
+has the sums of a plain loop in the same order. (A tied parameter's two gradients are summed in the graph, as autograd
+sums them before it accumulates.)
+
+A parameter with hooks goes through autograd itself, with every micro-batch, as in a plain loop: gradient hooks see and
+may change each gradient, post-accumulate hooks run after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from helixrt.passes.parts import Layout
+
+
+class ParameterGradients:
+    """`passes.executable.Gradients` of a module's parameters; `layouts` as in the part."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout]) -> None:
+        self.parameters, self.layouts = parameters, layouts
+
+    def give(self, name: str, gradient: torch.Tensor) -> None:
+        """Add one gradient (of the parameter's shape and dtype; for a DTensor, of its local tensor's)."""
+        parameter = self.parameters[name]
+        value = self.layouts[name].wrap(gradient) if name in self.layouts else gradient
+        if hooked(parameter):
+            with torch.enable_grad():
+                torch.autograd.backward((parameter,), (value,))
+        elif parameter.grad is not None:
+            parameter.grad.add_(value)
+        elif name in self.layouts or value.stride() == parameter.stride():
+            parameter.grad = value
+        else:  # autograd, too, lays a new gradient out as its parameter is
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(value)
+
+
+def hooked(parameter: nn.Parameter) -> bool:
+    """Has hooks on its gradient. The two attributes are where torch's public `register_…` methods put them."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

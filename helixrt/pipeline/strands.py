@@ -1,0 +1,87 @@
+"""The graphs of a stage that is trained alone: F, whole backward, and both woven.
+
+In: a captured joint part, how many strands, how to profile. Out: a `Strands` ready to run (`single_stage`), with what
+was decided on the way. All ranks of all groups that the graphs communicate in come here at the same time; before
+anything runs they are shown to launch the same collectives in the same order.
+
+Without communication there is nothing to hide, so nothing is profiled and both strands progress evenly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from helixrt.passes import nodes
+from helixrt.passes.agree import agree
+from helixrt.passes.executable import Executable
+from helixrt.passes.flat import flat
+from helixrt.passes.group_private import group_named
+from helixrt.passes.groups import group_name, transport
+from helixrt.passes.operators import Operator
+from helixrt.passes.pair import Pairing, Rules, pair, retimed
+from helixrt.passes.parts import Part, Split
+from helixrt.passes.profile import Mode, Profile, profile
+from helixrt.passes.split import split, whole_backward
+from helixrt.passes.timing import Place
+from helixrt.passes.weave import alternating, weave
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How two strands are woven: the issue order, and from what; `pairing` is None without communication."""
+
+    order: tuple[Place, ...]
+    pairing: Pairing | None = None
+    profile: Profile | None = None
+    forward: tuple[Operator, ...] = ()
+    backward: tuple[Operator, ...] = ()
+
+
+@dataclass(frozen=True)
+class Strands:
+    """A stage's graphs; `woven` and `plan` are None with a single strand."""
+
+    split: Split
+    forward: Executable
+    backward: Executable
+    woven: Executable | None = None
+    plan: Plan | None = None
+
+
+def build(joint: Part, *, strands: int = 2, mode: Mode | str = Mode.AUTO, rules: Rules | None = None) -> Strands:
+    """The graphs of a captured stage. `strands` is 1 or 2; `mode` and `rules` are for the pairing.
+
+    Raises VerifyError when a pass breaks a graph, DisagreementError when ranks would launch other collectives.
+    """
+    halves = split(joint)
+    backward = whole_backward(halves)
+    parts = [halves.forward, backward]
+    plan = None
+    if strands == 2:
+        agree_among_ranks(parts)  # profiling runs the collectives, and would hang as training would
+        plan = planned(halves.forward, backward, mode, rules)
+        parts.append(weave(halves.forward, backward, plan.order))
+    agree_among_ranks(parts)
+    runnable = [Executable(part) for part in parts]
+    return Strands(halves, runnable[0], runnable[1], runnable[2] if plan else None, plan)
+
+
+def planned(forward: Part, backward: Part, mode: Mode | str = Mode.AUTO, rules: Rules | None = None) -> Plan:
+    """The order to weave in: the fastest found, kept to the memory of one strand."""
+    if not any(nodes.is_collective(node) for part in (forward, backward) for node in part.graph.nodes):
+        return Plan(tuple(flat(forward, backward, alternating(forward, backward))))
+    measured = profile([forward, backward], mode=mode)
+    strands = tuple(measured.operators(forward)), tuple(measured.operators(backward))
+    pairing = pair(*strands, measured.overlap, rules)
+    order = flat(forward, backward, pairing.order)
+    if tuple(order) != pairing.order:
+        pairing = retimed(pairing, *strands, order, measured.overlap)
+    return Plan(pairing.order, pairing, measured, *strands)
+
+
+def agree_among_ranks(parts: list[Part]) -> None:
+    """`agree` in every group that the parts communicate in, in the order they are first used."""
+    names = [group_name(node) for part in parts for node in part.graph.nodes if nodes.is_collective(node)]
+    for name in dict.fromkeys(names):
+        group = group_named(name)
+        agree(parts, group, device=transport(group)[1])

@@ -1,0 +1,70 @@
+"""Executable: a part made to run without keeping anything alive longer than it must.
+
+In: a part. Out: a function that takes its inputs out of a list, which it empties, so that no caller holds a saved
+activation while the graph is done with it; that hands out each gradient the moment it is made, to be added to what is
+there, instead of holding all of them until its end; and frees every other tensor at its last use. This is what keeps
+the peak of two woven strands at that of one (DHelix, sections 4.1 and 6.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.verify import returned
+
+
+class Gradients(Protocol):
+    """Where gradients go. `give` owns the tensor it gets; it is called once per backward for each name."""
+
+    def give(self, name: str, gradient: torch.Tensor) -> None: ...
+
+
+class Executable:
+    """Runs a part. `module` is what runs, `module.code` how it reads."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.module = boxed(part)
+        self.inputs = part.inputs
+        self.outputs = tuple(port for port in part.outputs if port.role is not Role.GRADIENT)
+
+    def __call__(self, take: Callable[[Port], torch.Tensor], gradients: Gradients) -> list[tuple[Port, torch.Tensor]]:
+        """`take` gives the value of each input port, and gives up its own hold of it if it can be had only once.
+
+        Returns the outputs that are no gradients. Runs without autograd.
+        """
+        values = [take(port) for port in reversed(self.inputs)]
+        with torch.no_grad():
+            results = self.module(values, gradients)
+        return list(zip(self.outputs, results, strict=True))
+
+
+def boxed(part: Part) -> fx.GraphModule:
+    """The part as `forward(values, gradients)`: `values` in reversed order of the ports, emptied at once."""
+    graph = fx.Graph()
+    values, gradients = graph.placeholder("values"), graph.placeholder("gradients")
+    copies: dict[fx.Node, fx.Node] = {}
+    given: dict[fx.Node, list[str]] = {}
+    kept = []
+    for port, node in zip(part.outputs, returned(part), strict=True):
+        if port.role is Role.GRADIENT:
+            given.setdefault(node, []).append(port.name)
+        else:
+            kept.append(node)
+    for node in part.graph.nodes:
+        if node.op == "output":
+            graph.output(tuple(copies[result] for result in kept))
+            break
+        if node.op == "placeholder":
+            copies[node] = graph.create_node("call_method", "pop", (values,), name=node.name)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+        for name in given.get(node, ()):
+            graph.call_method("give", (gradients, name, copies[node]))
+    return fx.GraphModule(part.module, graph, class_name=type(part.module).__name__)
