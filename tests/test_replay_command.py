@@ -73,7 +73,15 @@ def test_wrong_arguments_are_one_line(arguments: list[str], line: str, capsys: p
     assert line in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"stages": 2, "iterations": 3, "events": [{"first": 1}]}'])
+ENDLESS = [
+    "[" * 100_000,
+    '{"stages": 2, "iterations": 3, "events": [' + "9" * 5000 + "]}",
+    '{"stages": 2, "iterations": 999999999999, "events": []}',
+    '{"stages": 2, "iterations": 3, "events": [{"first": 0, "last": 1, "links": [[0, 1]], "delay_ms": 1' + "0" * 400 + "}]}",
+]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"stages": 2, "iterations": 3, "events": [{"first": 1}]}', *ENDLESS])
 def test_a_wrong_trace_is_one_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.json"
     file.write_text(content)

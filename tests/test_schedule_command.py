@@ -182,6 +182,13 @@ COUNT = ["--microbatches", "4"]
         (["compare", "--stages", "4", *COUNT, "--format", "svg"], "--format=svg: must be one of text, json"),
         (["--order", "/not/there.csv"], "--order=/not/there.csv: cannot be read"),
         (["--profile", "/not/there.json"], "--profile=/not/there.json: cannot be read"),
+        (["--stages", "2", *COUNT, "--cost", ""], "--cost=: must be three times in ms"),
+        (["--stages", "2", *COUNT, "--cost", "1e300,1,1"], "costs.forward=1e+300: must be at most 1e+15"),
+        (["--stages", "2", *COUNT, "--delay", "0:1e300"], "delay_ms=1e+300: must be a number, 0 to 1e+15"),
+        (["--stages", "2", *COUNT, "--memory", "1e300"], "costs.memory=1e+300: must be at most 1e+15"),
+        (["--stages", "4", *COUNT, "--policy", ""], "policy=: must be one of gpipe, 1f1b"),
+        (["--stages", "4", *COUNT, "--comm", "direct:"], "='': must be a whole number, at least 1"),
+        (["--stages", "1234567", *COUNT], "--stages=1234567: must be a whole number, at least 1 and below 1000000"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +214,7 @@ def test_wrong_arguments_are_one_line(arguments: list[str], line: str, capsys: p
             "memory[0]=2.0: no schedule fits; the smallest",
         ),
         ({**PROFILE, "microbatches": 0}, " microbatches=0: must be a whole number"),
+        ({**PROFILE, "f": [1, 1, 1, 10**400]}, " f[3]=10000000000000000000...: must be at most 1e+15"),
         ({**PROFILE, "speed": 1}, "has 'speed'; it may have f, b, w"),
         ({"f": [1], "b": [1]}, "lacks 'w'"),
         (PROFILE, "--microbatches='': is needed"),
@@ -230,6 +238,17 @@ def test_a_wrong_order_is_one_line(content: str, line: str, tmp_path: Path, caps
     file = tmp_path / "order.csv"
     file.write_text(content)
     assert line in refused(capsys, "--order", str(file), "--cost", "1,1,1")
+
+
+def test_the_bound_of_an_order_without_backward_is_of_forwards_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "order.csv"
+    file.write_text("0F0,0F1,0F2\n1F0,1F1,1F2\n")
+    found = figures(capsys, "--order", str(file), "--cost", "5,7,9")
+    assert (found["makespan_ms"], found["lower_bound_ms"], found["gap"]) == (20, 20, 0)
+    slow = figures(capsys, "--order", str(file), "--cost", "5,7,9", "--delay", "0:100")
+    assert slow["makespan_ms"] == 120 and slow["lower_bound_ms"] <= 120
 
 
 def test_an_order_and_its_costs_must_agree(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,7 @@
 """The planning problem that command-line options describe.
 
 In: options as text (`add_costs`, `add_replay`, parsed by argparse). Out: a `Problem`: costs to plan under, costs to
-replay under, the number of micro-batches. Everything wrong is a ConfigError that names the option: argparse's own errors
-take several lines.
+replay under, the number of micro-batches. Everything wrong is a ConfigError that names the option and what was given.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from helixrt.errors import ConfigError
 from helixrt.schedule.bounds import check_reachable
-from helixrt.schedule.costs import Costs, Link, uniform, with_delays
+from helixrt.schedule.costs import LARGEST, Costs, Link, uniform, with_delays
 from helixrt.schedule.ir import linear
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 
@@ -78,7 +77,7 @@ def problem(
         number = given["--stages"] or stages
         if number is None:
             raise ConfigError("--stages", "''", "is needed, or a --profile")
-        forward, backward, weight = _costs(args.cost or "1,1,1")
+        forward, backward, weight = _costs("1,1,1" if args.cost is None else args.cost)
         costs = uniform(number, forward, backward, weight)
         of_profile = None
     if args.memory is not None:
@@ -97,9 +96,9 @@ def problem(
 
 def comm(text: str) -> Comm:
     """How stages communicate: `delegated`, `direct`, or `direct:DEPTH`."""
-    mode, _, depth = text.partition(":")
+    mode, colon, depth = text.partition(":")
     if mode == "direct":
-        return Direct(whole("--comm direct:DEPTH", depth) or 1) if depth else Direct()
+        return Direct(whole("--comm direct:DEPTH", depth) or 1) if colon else Direct()
     if text != "delegated":
         raise ConfigError("--comm", text, "must be delegated, direct or direct:DEPTH")
     return DELEGATED
@@ -166,7 +165,14 @@ def _list(path: str, key: str, values: object, stages: int) -> tuple[float, ...]
     for stage, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ConfigError(f"{path} {key}[{stage}]", json.dumps(value), "must be a number, at least 0")
+        if LARGEST < value < math.inf:  # asked before it becomes a float: whole numbers in JSON have no end
+            raise ConfigError(f"{path} {key}[{stage}]", _short(value), f"must be at most {LARGEST:g}")
     return tuple(map(float, values))
+
+
+def _short(value: object, most: int = 20) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _ways(path: str, key: str, values: object, stages: int) -> dict[tuple[int, int], float]:
@@ -225,13 +231,13 @@ def whole(option: str, text: str | None, least: int = 1) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-        raise ConfigError(option, text, f"must be a whole number, at least {least}")
+        raise ConfigError(option, text or "''", f"must be a whole number, at least {least} and below 1000000")
     return int(text)
 
 
 def _json_whole(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 10**6:
-        raise ConfigError(key, json.dumps(value), "must be a whole number, at least 1")
+        raise ConfigError(key, _short(json.dumps(value)), "must be a whole number, at least 1 and below 1000000")
     return value
 
 

@@ -120,11 +120,22 @@ def _of_order(args: argparse.Namespace, comm: Comm) -> Replay:
     costs = problem.run if schedule.placement == problem.run.placement else problem.run.split(schedule.placement)
     timeline = simulate(replace(schedule, name=path.stem), costs, comm)
     _must_fit(path.name, timeline)
-    return Replay(path.stem, timeline, lower_bound(costs, schedule.microbatches), 0.0)
+    return Replay(path.stem, timeline, lower_bound(_asked(costs, schedule), schedule.microbatches), 0.0)
+
+
+def _asked(costs: Costs, schedule: Schedule) -> Costs:
+    """The costs of what the order does: one without backward has no gradients to wait for, nor anything to free.
+
+    Links are left out then, as the bound would count gradients on them; it holds, but is not the tightest.
+    """
+    if not schedule.forward_only:
+        return costs
+    nothing = (0.0,) * costs.chunks
+    return replace(costs, backward=nothing, weight=nothing, links={}, memory=(), pair_factor=1.0, pair_ms={})
 
 
 def _of_policy(args: argparse.Namespace, comm: Comm) -> Replay:
-    policy = args.policy or "helix"
+    policy = "helix" if args.policy is None else args.policy
     policies.policy(policy)
     chunks = _chunks(args, policy)
     problem = problems.problem(args)
@@ -142,7 +153,7 @@ Refine = Callable[[Costs, int, Schedule], tuple[Schedule, float]]
 
 def _exact(args: argparse.Namespace) -> Refine:
     """How a plan is searched on: (costs, micro-batches, plan) -> (schedule, proven bound in ms)."""
-    limit = args.time_limit or "30"
+    limit = "30" if args.time_limit is None else args.time_limit
     try:
         limit_s = float(limit)
     except ValueError:

@@ -66,8 +66,8 @@ def adapted_warmups(costs: Costs, microbatches: int) -> tuple[int, ...]:
     most = max(microbatches - 2 * costs.stages, 2)
     counts = [1]
     for i in reversed(range(costs.stages - 1)):
-        below_ms = _turn_ms(costs, i + 1)
-        needed = math.ceil((_turn_ms(costs, i) + _round_trip_ms(costs, i)) / below_ms * (1 - _SLIVER)) if below_ms else most
+        below_ms, to_hide_ms = _turn_ms(costs, i + 1), _turn_ms(costs, i) + _round_trip_ms(costs, i)
+        needed = math.ceil(to_hide_ms / below_ms * (1 - _SLIVER)) if to_hide_ms < most * below_ms else most
         counts.append(min(counts[-1] + min(most, max(needed, 2)), microbatches))
     return tuple(reversed(counts))
 

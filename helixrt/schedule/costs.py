@@ -25,6 +25,7 @@ class Link:
 
 
 FREE = Link()
+LARGEST = 1e15  # of any time in ms and any amount: sums and ratios of such numbers stay exact enough, and finite
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Costs:
     cap, infinite for none. An overlapped pair takes `pair_ms[forward chunk, B or BW, backward chunk]` where given
     (from the strand profile), else `pair_factor` times the sum of its two operations.
 
-    Raises ConfigError for lists of the wrong length, negative or non-finite values, stages without a chunk.
+    Raises ConfigError for lists of the wrong length, values that are negative, no number or above `LARGEST`, and stages
+    without a chunk.
     """
 
     placement: tuple[int, ...]
@@ -65,16 +67,18 @@ class Costs:
             for value in values:
                 if not value >= 0 or (math.isinf(value) and name != "memory"):
                     raise ConfigError(f"costs.{name}", value, "must be a number, at least 0")
+                if LARGEST < value < math.inf:
+                    raise ConfigError(f"costs.{name}", value, f"must be at most {LARGEST:g}")
             object.__setattr__(self, name, values)
         for (a, b), link in self.links.items():
             if not (0 <= a < self.stages and 0 <= b < self.stages) or a == b:
                 raise ConfigError("costs.links", f"{a}>{b}", f"must join two different stages below {self.stages}")
             for key, value in (("delay_ms", link.delay_ms), ("wire_ms", link.wire_ms)):
-                if not 0 <= value < math.inf:
-                    raise ConfigError(f"costs.links.{a}>{b}.{key}", value, "must be a number, at least 0")
+                if not 0 <= value <= LARGEST:
+                    raise ConfigError(f"costs.links.{a}>{b}.{key}", value, f"must be a number, 0 to {LARGEST:g}")
         for value in (self.pair_factor, *self.pair_ms.values()):
-            if not 0 < value < math.inf:
-                raise ConfigError("costs.pair", value, "must be a number above 0")
+            if not 0 < value <= LARGEST:
+                raise ConfigError("costs.pair", value, f"must be a number above 0, at most {LARGEST:g}")
         object.__setattr__(self, "links", dict(self.links))
         object.__setattr__(self, "pair_ms", dict(self.pair_ms))
 

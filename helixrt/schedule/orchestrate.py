@@ -38,8 +38,7 @@ def capacity(costs: Costs, microbatches: int) -> tuple[int, ...]:
         held = max(costs.activation[stage], costs.kept[stage])
         if held > cap * (1 + _SLIVER):
             raise ConfigError(f"memory[{stage}]", cap, f"no forward fits; the smallest that would do is {held:g}")
-        fitting = microbatches if math.isinf(cap) or not held else math.floor(cap / held * (1 + _SLIVER))
-        counts.append(min(fitting, microbatches))
+        counts.append(microbatches if held * microbatches <= cap else math.floor(cap / held * (1 + _SLIVER)))
     return tuple(counts)
 
 

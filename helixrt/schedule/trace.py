@@ -9,13 +9,15 @@ trace of ADAPTRA's large-scale experiment (its Table 3) comes with the package.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from helixrt.errors import ConfigError
+from helixrt.schedule.costs import LARGEST
+
+MOST_ITERATIONS = 1_000_000  # a replay walks through all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class Trace:
         for key, value in (("stages", self.stages), ("iterations", self.iterations)):
             if value < 1:
                 raise ConfigError(f"trace.{key}", value, "must be at least 1")
+        if self.iterations > MOST_ITERATIONS:
+            raise ConfigError("trace.iterations", self.iterations, f"must be at most {MOST_ITERATIONS}")
         for event in self.stragglers:
             if not 0 <= event.first <= event.last < self.iterations:
                 rule = f"must be a range of iterations below {self.iterations}"
                 raise ConfigError("trace.first-last", f"{event.first}-{event.last}", rule)
-            if not 0 <= event.delay_ms < math.inf:
-                raise ConfigError("trace.delay_ms", event.delay_ms, "must be a number, at least 0")
+            if not 0 <= event.delay_ms <= LARGEST:
+                raise ConfigError("trace.delay_ms", event.delay_ms, f"must be a number, at least 0 and at most {LARGEST:g}")
             for a, b in event.links:
                 if a == b or not (0 <= a < self.stages and 0 <= b < self.stages):
                     raise ConfigError("trace.links", [a, b], f"must join two different stages below {self.stages}")
@@ -81,6 +85,8 @@ def read(text: str) -> Trace:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError("trace", f"line {error.lineno}, column {error.colno}", f"is not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # numbers or brackets without end
+        raise ConfigError("trace", "''", f"is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError("trace", type(found).__name__, 'must be an object with "stages", "iterations" and "events"')
     events = found.get("events")
@@ -95,7 +101,7 @@ def read(text: str) -> Trace:
             first, last, delay_ms = _whole(key, event, "first"), _whole(key, event, "last"), event["delay_ms"]
             if isinstance(delay_ms, bool) or not isinstance(delay_ms, int | float):
                 raise ConfigError(f"{key}.delay_ms", delay_ms, "must be a number")
-            stragglers.append(Straggler(first, last, _links(key, event["links"]), float(delay_ms)))
+            stragglers.append(Straggler(first, last, _links(key, event["links"]), delay_ms))
         else:
             raise ConfigError(key, event, "must have first, last, links and delay_ms, or iteration and nic_failure")
     return Trace(_whole("trace", found, "stages"), _whole("trace", found, "iterations"), tuple(stragglers), tuple(failures))

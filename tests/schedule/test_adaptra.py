@@ -13,7 +13,7 @@ from helixrt.schedule.adaptra import adapted_warmups, adaptra, initial_warmups, 
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.instances import random_instance
-from helixrt.schedule.ir import Op, Operation
+from helixrt.schedule.ir import Op, Operation, Schedule, ScheduleError, linear, needs
 from helixrt.schedule.memory import peak_memory
 from helixrt.schedule.orchestrate import orchestrate
 from helixrt.schedule.simulate import simulate
@@ -138,6 +138,45 @@ def test_the_cap_holds_on_random_instances() -> None:
         check(schedule)
         peaks = peak_memory(schedule, costs)
         assert all(held <= cap for held, cap in zip(peaks, costs.memory, strict=True)), f"seed {seed}"
+
+
+def any_valid_order(rng: random.Random) -> Schedule:
+    """One chunk per stage; what comes next is drawn among all that has its inputs, so it need not be any good."""
+    stages, count = rng.randint(2, 5), rng.randint(1, 8)
+    draft = Schedule("any", stages, count, linear(stages), ((),) * stages)
+    left = [Operation(op, s, m) for op in (Op.F, Op.B, Op.W) for s in range(stages) for m in range(count)]
+    eager = {op: rng.random() for op in (Op.F, Op.B, Op.W)}
+    made: set[Operation] = set()
+    entries: list[list[Operation]] = [[] for _ in range(stages)]
+    while left:
+        able = [o for o in left if all(need in made for need in needs(draft, o))]
+        chosen = rng.choices(able, [0.01 + eager[o.op] for o in able])[0]
+        left.remove(chosen)
+        made.add(chosen)
+        entries[chosen.chunk].append(chosen)
+    return replace(draft, entries=tuple(map(tuple, entries)))
+
+
+def test_lemma_1_holds_for_every_order_that_can_run() -> None:
+    """And not for one that can not: a stage that waits for a gradient with fewer forwards behind it than the next asks for."""
+    for seed in range(300):
+        schedule = any_valid_order(random.Random(seed))
+        check(schedule)
+        assert min(slack(schedule)) >= 0, f"seed {seed}"
+    stuck = [[(Op.F, 0), (Op.B, 0), (Op.F, 1), (Op.B, 1)], [(Op.F, 0), (Op.F, 1), (Op.B, 0), (Op.B, 1)]]
+    entries = tuple(tuple(Operation(op, s, m) for op, m in [*row, (Op.W, 0), (Op.W, 1)]) for s, row in enumerate(stuck))
+    schedule = Schedule("stuck", 2, 2, linear(2), entries)
+    assert slack(schedule) == (-1,)
+    with pytest.raises(ScheduleError, match="blocks itself"):
+        check(schedule)
+
+
+def test_numbers_far_apart_are_planned_for() -> None:
+    """Nothing overflows: a tiny activation under a large cap, a turn of no length beside a long delay."""
+    small = replace(uniform(3), activation=(1e-300,) * 3, memory=(1e15,) * 3)
+    check(adaptra(small, 5))
+    short = both_ways(uniform(3, 1e-200, 1e-200, 1e-200), {1: 10.0})
+    assert adapted_warmups(short, 40) == (37, 35, 1)  # the clip, 40 - 2 S, on the slow link; 2 on the other
 
 
 def test_what_can_not_be_planned_is_one_line() -> None:
