@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import helixrt
 from helixrt.errors import ConfigError
@@ -39,6 +40,13 @@ def benchmarks() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the usage, and where the right one is told."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"helixrt: {message}; usage: {self.prog} --help\n")
+
+
 def _load_benchmark(name: str) -> ModuleType:
     return importlib.import_module(f"helixrt.bench.{name}")
 
@@ -49,7 +57,7 @@ def _load_command(name: str) -> ModuleType:
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for `argv`: only the benchmark or command that `argv` names adds its own arguments."""
-    parser = argparse.ArgumentParser(prog="helixrt", description=(helixrt.__doc__ or "").partition("\n")[0])
+    parser = _Parser(prog="helixrt", description=(helixrt.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"helixrt {helixrt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 

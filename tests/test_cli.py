@@ -75,7 +75,8 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(bench_folder: Path, capsys:
 def test_wrong_usage_exits_with_2(bench_folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         cli.main(arguments)
-    assert exited.value.code == 2 and "usage: helixrt" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert exited.value.code == 2 and "usage: helixrt" in said and said.count("\n") == 1
 
 
 def test_every_benchmark_of_the_package_keeps_the_contract() -> None:
