@@ -1,8 +1,8 @@
 """Measure: how long operators take on this device, alone and together.
 
 In: nodes of a graph, or anything callable; all ranks measure at the same time, as they compute at the same time. Out:
-the middle of several runs in microseconds, the slowest rank's for communication. A CPU is timed by its clock, a GPU by
-events on the current stream, and communication runs on the stream its backend has for it.
+the `typical` time of several runs in microseconds, the slowest rank's for communication. A CPU is timed by its clock, a
+GPU by events on the current stream, and communication runs on the stream its backend has for it.
 
 DHelix, section 3.2: the overlap effectiveness factor of a pair. What is shorter is repeated until both take about as
 long, and each round measures both alone and together, so that a machine that gets slower meanwhile does it to all three.
@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ from helixrt.passes.samples import Arguments, samples
 COLD_BYTES = 64 << 20  # of arguments used in turn: more than caches hold
 PER_OPERATOR_US = 20_000.0
 ROUNDS = (5, 25)  # fewest and most, of operators alone
-PAIR_ROUNDS = 5
+PAIR_ROUNDS = 9
 RESOLUTION_US = {"cpu": 20.0, "cuda": 500.0}  # what is shorter is run several times between two looks at the clock
 
 
@@ -64,6 +64,13 @@ class Together:
         return (self.first_us + self.second_us - self.together_us) / min(self.first_us, self.second_us)
 
 
+@runtime_checkable
+class Pending(Protocol):
+    """Something started, that is not a collective."""
+
+    def wait(self) -> None: ...
+
+
 class Stopwatch:
     """Times on one device, on all ranks at once."""
 
@@ -91,7 +98,7 @@ class Stopwatch:
         once = max(self.span_us(operation), 0.1)
         inner = max(1, math.ceil(RESOLUTION_US[self.device.type] / once))
         rounds = min(max(int(PER_OPERATOR_US / (once * inner)), ROUNDS[0]), ROUNDS[1])
-        return middle(self.span_us(repeated(operation, inner)) / inner for _ in range(rounds))
+        return typical(self.span_us(repeated(operation, inner)) / inner for _ in range(rounds))
 
     def collective_us(self, operation: Callable[[], Any]) -> tuple[float, float]:
         """Time of a collective from launch to completion, and of the processor's work for it (0 on a GPU).
@@ -100,18 +107,18 @@ class Stopwatch:
         """
         for _ in range(2):
             finish(operation())
-        once = self.ranks.maxima([middle(self._collective(operation)[0] for _ in range(3))])[0]
+        once = self.ranks.maxima([typical(self._collective(operation)[0] for _ in range(3))])[0]
         rounds = min(max(int(4 * PER_OPERATOR_US / max(once, 1.0)), ROUNDS[0]), ROUNDS[1])
         taken = [self._collective(operation) for _ in range(rounds)]
-        span = middle(t for t, _ in taken)
-        work = 0.0 if self.on_gpu else middle(w for _, w in taken)
+        span = typical(t for t, _ in taken)
+        work = 0.0 if self.on_gpu else typical(w for _, w in taken)
         span, work = self.ranks.maxima([span, work])
         return span, min(work, span)
 
     def together(self, first: Callable[[], Any], second: Callable[[], Any], repeats: int = 1) -> Together:
-        """`second`, a collective, launched and `first` run `repeats` times before it is waited for.
+        """`second` launched, and `first` run `repeats` times before it is waited for.
 
-        `first` may be a collective of another group, too; then it is launched after `second`.
+        Both may be collectives, in different groups; what else `second` does it starts and gives as `Pending`.
         """
         many = repeated(first, repeats)
 
@@ -133,7 +140,7 @@ class Stopwatch:
                 span = self.span_us(run)
                 if warm_up:
                     times.append(span)
-        alone, other, paired = self.ranks.maxima([middle(times) for times in taken])
+        alone, other, paired = self.ranks.maxima([typical(times) for times in taken])
         return Together(alone, other, paired, repeats)
 
     def _collective(self, operation: Callable[[], Any]) -> tuple[float, float]:
@@ -156,15 +163,18 @@ def repeated(operation: Callable[[], Any], times: int) -> Callable[[], Any]:
     return run
 
 
-def middle(values: Iterable[float]) -> float:
-    """The mean of the middle half: as deaf to outliers as a median, and not torn where there are two kinds of runs."""
+def typical(values: Iterable[float]) -> float:
+    """The mean of the faster half: other programs only ever make an operator slower, and the fastest run may be luck."""
     found = sorted(values)
-    cut = len(found) // 4
-    return statistics.fmean(found[cut : len(found) - cut])
+    return statistics.fmean(found[: (len(found) + 1) // 2])
 
 
 def finish(result: Any) -> None:
-    """Wait for what a functional collective gave; anything else is done already."""
-    for tensor in result if isinstance(result, list | tuple) else (result,):
-        if isinstance(tensor, torch.Tensor):
-            torch.ops._c10d_functional.wait_tensor(tensor)
+    """Wait for what was started: collectives, by their results, or something `Pending`; anything else is done already."""
+    if isinstance(result, list | tuple):
+        for each in result:
+            finish(each)
+    elif isinstance(result, torch.Tensor):
+        torch.ops._c10d_functional.wait_tensor(result)
+    elif isinstance(result, Pending):
+        result.wait()

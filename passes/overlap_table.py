@@ -1,0 +1,200 @@
+"""The overlap table of a machine: which operators of transformers hide behind which (DHelix, section 3.2, Figure 4).
+
+In: the ranks of a process group that is ready, and sizes. Out: for a matrix product, attention forward and backward, and
+three collectives, the time of each alone and the overlap effectiveness factor of any two. Collectives run inside hosts
+or between them as the ranks lie; every pair of two collectives has two groups of its own, which do not wait for each
+other. Two compute operators run in two threads of a CPU, or on two streams of a GPU. Of each pair the shorter is repeated
+until both take about as long; a collective's repetitions are launched at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from helixrt.errors import ConfigError
+from helixrt.passes.groups import this_host
+from helixrt.passes.measure import Operation, Stopwatch, Together
+from helixrt.passes.ranks import Ranks
+
+MOST = 64  # repetitions of the shorter of two operators
+
+ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer: tokens of a micro-batch (one sequence), hidden size, attention heads, dtype."""
+
+    tokens: int
+    hidden: int
+    heads: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for key in ("tokens", "hidden", "heads"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"--{key}", getattr(self, key), "must be at least 1")
+        if self.hidden % self.heads:
+            raise ConfigError("--heads", self.heads, f"must divide the hidden size, {self.hidden}")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Operators by name with what they do and their time alone, and each pair of two (not in both orders)."""
+
+    operators: tuple[str, ...]
+    what: tuple[str, ...]
+    alone_us: tuple[float, ...]
+    pairs: dict[tuple[str, str], Together]
+    ranks_per_host: tuple[int, ...]
+
+    def effectiveness(self, one: str, other: str) -> float:
+        """The factor of a pair, in any order."""
+        return self.pairs[(one, other) if (one, other) in self.pairs else (other, one)].effectiveness
+
+
+@dataclass(frozen=True)
+class _Row:
+    """An operator to put into the table: `run` runs or launches it, `start` starts it beside something else."""
+
+    name: str
+    what: str
+    run: Callable[[], Any]
+    start: Callable[[], Any]
+    communicates: bool = False
+
+
+def overlap_table(sizes: Sizes, device: torch.device) -> Table:
+    """Measure all; every rank of the default process group calls it. Raises ConfigError when ranks lie unevenly."""
+    ranks = Ranks(dist.group.WORLD)
+    watch = Stopwatch(device, ranks)
+    hosts = [text.decode() for text in ranks.everyone(this_host().encode())]
+    with ThreadPoolExecutor(1, "beside", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as thread:
+        rows = [*_compute(sizes, device, thread), *_collectives(sizes, device, hosts)]
+        with torch.no_grad():
+            alone = [watch.collective_us(r.run)[0] if r.communicates else watch.compute_us(r.run) for r in rows]
+            alone = ranks.maxima(alone)
+            pairs = {}
+            for at, one in enumerate(rows):
+                for behind, other in enumerate(rows[at:], at):
+                    ratio = alone[behind] / alone[at]
+                    often = min(MOST, round(ratio)) if ratio > 1 and not one.communicates else 1
+                    started = several(other.start, min(MOST, round(1 / ratio)) if ratio < 1 else 1)
+                    pairs[one.name, other.name] = watch.together(one.run, started, often)
+    per_host = tuple(sorted((hosts.count(host) for host in set(hosts)), reverse=True))
+    return Table(tuple(r.name for r in rows), tuple(r.what for r in rows), tuple(alone), pairs, per_host)
+
+
+def several(start: Callable[[], Any], times: int) -> Callable[[], list[Any]]:
+    """Starts it that often at once."""
+    return lambda: [start() for _ in range(times)]
+
+
+def _compute(sizes: Sizes, device: torch.device, thread: ThreadPoolExecutor) -> list[_Row]:
+    tokens, hidden, heads = sizes.tokens, sizes.hidden, sizes.heads
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=sizes.dtype, device=device) / hidden**0.5
+
+    x, weight = random(tokens, hidden), random(hidden, 4 * hidden)
+    query, key, value = (random(1, heads, tokens, hidden // heads).requires_grad_() for _ in range(3))
+    with torch.enable_grad():
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    gradient = random(*output.shape)
+
+    def attention() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
+
+    started = _OnStream(device) if device.type == "cuda" else _InThread(thread)
+    shape = f"{heads} heads of {hidden // heads}, {tokens} tokens, causal"
+    rows = (
+        ("GEMM", f"[{tokens}, {hidden}] x [{hidden}, {4 * hidden}]", lambda: x @ weight),
+        ("FA", f"attention, {shape}", attention),
+        ("FA_BWD", f"attention's backward, {shape}", backward),
+    )
+    return [_Row(name, what, run, started.starting(run)) for name, what, run in rows]
+
+
+def _collectives(sizes: Sizes, device: torch.device, hosts: Sequence[str]) -> list[_Row]:
+    """All-gather inside hosts, all-to-all and all-reduce between them, as far as there are both."""
+    count = dist.get_world_size()
+    places = [[rank for rank in range(count) if hosts[rank] == host] for host in dict.fromkeys(hosts)]
+    if len({len(place) for place in places}) > 1:
+        raise ConfigError("ranks", count, f"must be equally many on every host, not {list(map(len, places))}")
+    local = places if len(places[0]) > 1 else []
+    cross = [list(across) for across in zip(*places, strict=True)] if len(places) > 1 else []
+    message = torch.randn(sizes.tokens, sizes.hidden, dtype=sizes.dtype, device=device)
+    rows = []
+    for name, target, where in (
+        ("all-gather", ops.all_gather_into_tensor.default, local or cross),
+        ("all-to-all", ops.all_to_all_single.default, cross or local),
+        ("all-reduce", ops.all_reduce.default, cross or local),
+    ):
+        size = len(where[0])
+        sent = message[: sizes.tokens // size * size] if name == "all-to-all" else message
+        each = [sent.shape[0] // size] * size
+        extra: tuple[Any, ...] = {"all-gather": (size,), "all-to-all": (each, each), "all-reduce": ("sum",)}[name]
+        runs = [Operation(target, [((sent, *extra, _own(where)), {})]) for _ in range(2)]
+        place = "local" if where is local else "cross"
+        what = f"{sent.numel() * sent.element_size() / 1024:g} KiB of each of {size} ranks, "
+        what += "inside hosts" if where is local else "between hosts"
+        rows.append(_Row(f"{name} {place}", what, runs[0], runs[1], communicates=True))
+    return rows
+
+
+def _own(where: Sequence[Sequence[int]]) -> str:
+    """The name of this rank's one of new groups."""
+    mine = None
+    for members in where:
+        group = dist.new_group(list(members))
+        if dist.get_rank() in members:
+            mine = group
+    assert mine is not None, "every rank is in one of the groups"
+    return str(mine.group_name)
+
+
+class _Joined:
+    """Something a thread does."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+class _InThread:
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self.thread = thread
+
+    def starting(self, run: Callable[[], Any]) -> Callable[[], _Joined]:
+        return lambda: _Joined(self.thread.submit(run))
+
+
+class _OnStream:
+    """Something the second stream does; waiting makes the current stream wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def starting(self, run: Callable[[], Any]) -> Callable[[], _OnStream]:
+        def start() -> _OnStream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                run()
+            return self
+
+        return start
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
