@@ -6,7 +6,8 @@ makespan, a proven lower bound, and the memory it needs, never above the caps.
 ADAPTRA (Section 4.3) makes one list forwards in time. Here lists are made back and forth in time (`justification`), the
 best is improved along its critical path (`local_search`), and the published schedules of the same placement stand
 beside it (`policies`), so none that fits the caps is faster. All of it ends as soon as the proven bound is met.
-How much is done is counted in operations, not read from a clock: the same input gives the same plan.
+How much is done is counted in operations, not read from a clock: the same input gives the same plan. Micro-batches go in
+order in every chunk, for each of F, B and W; the bound holds for any order.
 """
 
 from __future__ import annotations
