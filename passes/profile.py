@@ -95,7 +95,8 @@ def profile(
 ) -> Profile:
     """Profile `parts` together with all ranks of `group`.
 
-    Without `group`, that is the one group the parts communicate in, or all ranks where there are several. `cache` is a
+    Without `group`, that is the one group the parts communicate in, or all ranks of the job where there are several (a
+    pipeline's stages have other graphs: there it must be given). `cache` is a
     folder (None: the user's). `link` tells wires apart that look alike. `budget_s` bounds the time for pairs; those
     that matter most come first. `host` overrides this rank's host, see `groups`. Random number generators are left as
     they were. Raises ConfigError, DisagreementError when ranks profile different graphs, VerifyError for unknown groups.
@@ -114,10 +115,12 @@ def profile(
 
 
 def planning_group(groups: Mapping[str, Group]) -> Any:
-    """The ranks that must plan alike, as far as the groups they communicate in tell."""
+    """The ranks that must plan alike, as far as the groups they communicate in tell. Raises ConfigError when they do not."""
     if len(groups) == 1:
         return group_named(next(iter(groups)))
-    return dist.group.WORLD if groups and dist.is_initialized() else None
+    if groups and not dist.is_initialized():
+        raise ConfigError("group", None, f"must be given: the ranks that share a plan, who talk in {len(groups)} groups")
+    return dist.group.WORLD if groups else None
 
 
 def device_of(parts: Sequence[Part]) -> torch.device:
