@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "HelixError": "helixrt.errors",
     "MissingExtra": "helixrt.errors",
     "Retryable": "helixrt.errors",
+    "compile": "helixrt.compile",
 }
 
 __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604

@@ -8,8 +8,8 @@ the peak of two woven strands at that of one (DHelix, sections 4.1 and 6.5).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -46,9 +46,6 @@ class Executable:
 
 def boxed(part: Part) -> fx.GraphModule:
     """The part as `forward(values, gradients)`: `values` in reversed order of the ports, emptied at once."""
-    graph = fx.Graph()
-    values, gradients = graph.placeholder("values"), graph.placeholder("gradients")
-    copies: dict[fx.Node, fx.Node] = {}
     given: dict[fx.Node, list[str]] = {}
     kept = []
     for port, node in zip(part.outputs, returned(part), strict=True):
@@ -56,9 +53,18 @@ def boxed(part: Part) -> fx.GraphModule:
             given.setdefault(node, []).append(port.name)
         else:
             kept.append(node)
-    for node in part.graph.nodes:
+    return emptying(part.module, tuple(kept), given)
+
+
+def emptying(module: fx.GraphModule, results: Any, given: Mapping[fx.Node, Sequence[str]]) -> fx.GraphModule:
+    """`module` as `forward(values, gradients)`, which takes its inputs from the end of `values`, so that it alone holds
+    them; `results` are what it returns, in any nesting, `given` nodes whose values `gradients` gets, by which names."""
+    graph = fx.Graph()
+    values, gradients = graph.placeholder("values"), graph.placeholder("gradients")
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
         if node.op == "output":
-            graph.output(tuple(copies[result] for result in kept))
+            graph.output(fx.node.map_arg(results, copies.__getitem__))
             break
         if node.op == "placeholder":
             copies[node] = graph.create_node("call_method", "pop", (values,), name=node.name)
@@ -67,4 +73,4 @@ def boxed(part: Part) -> fx.GraphModule:
         copies[node].meta = dict(node.meta)
         for name in given.get(node, ()):
             graph.call_method("give", (gradients, name, copies[node]))
-    return fx.GraphModule(part.module, graph, class_name=type(part.module).__name__)
+    return fx.GraphModule(module, graph, class_name=type(module).__name__)

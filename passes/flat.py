@@ -10,7 +10,7 @@ DHelix, section 3.3: the backward of one micro-batch frees what the forward of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -25,8 +25,8 @@ SLACK = 1.01
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Bytes alive in one strand: `before[i]` and `during[i]` of operator i in its own order; `before` has one more.
+class Usage:
+    """Bytes alive in one strand: `during[i]` while the i-th operator runs, `before[i]` before it; one more at the end.
 
     Parameters, buffers, inputs of the micro-batch and gradients once they are handed out do not count.
     """
@@ -39,28 +39,32 @@ class Profile:
         return max((*self.before, *self.during))
 
 
-def profile(part: Part, order: Sequence[int], owners: dict[str, str] | None = None, sizes: dict[str, int] | None = None) -> Profile:
-    """What is alive as the operators run in `order`.
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a saved value lies: values may share memory, or be a part of one that is larger."""
 
-    `owners` says of a saved value in whose memory it lies, `sizes` how large that is (`lying_in`); by default each has
-    memory of its own.
+    owner: str
+    size_bytes: int
+
+
+def usage(part: Part, order: Sequence[int], saved: Mapping[str, Memory] | None = None) -> Usage:
+    """What is alive as the operators run in `order` (indices in `classify.strand`).
+
+    `saved` is where what a backward takes in lies (`lying_in`); by default each value has memory of its own.
     """
-    owners, sizes = owners or {}, sizes or {}
     listed = strand(part)
     owner: dict[fx.Node, object] = {}
     size: dict[object, int] = {}
-    alive = 0
     for port, node in zip(part.inputs, part.graph.find_nodes(op="placeholder"), strict=True):
         if port.role is Role.SAVED:
-            owner[node] = owners.get(port.name, port.name)
-            fresh = owner[node] not in size
-            size[owner[node]] = sizes.get(port.name, nodes.size_bytes(node))
-            alive += size[owner[node]] if fresh else 0
+            memory = (saved or {}).get(port.name, Memory(port.name, nodes.size_bytes(node)))
+            owner[node], size[memory.owner] = memory.owner, memory.size_bytes
+    alive = sum(size.values())
     for node in listed:
         if makes_memory(node):
             owner[node], size[node] = node, nodes.size_bytes(node)
-        elif node.all_input_nodes and (memory := nodes.tensor_arguments(node)[0]) in owner:
-            owner[node] = owner[memory]
+        elif node.all_input_nodes and (source := nodes.tensor_arguments(node)[0]) in owner:
+            owner[node] = owner[source]
     last: dict[object, int] = {}
     for at, index in enumerate(order):
         for touched in (listed[index], *listed[index].all_input_nodes):
@@ -69,16 +73,16 @@ def profile(part: Part, order: Sequence[int], owners: dict[str, str] | None = No
     for port, node in zip(part.outputs, returned(part), strict=True):
         if port.role is not Role.GRADIENT and node in owner:
             last[owner[node]] = len(order)
-    ends: dict[int, int] = {}
-    for memory, at in last.items():
-        ends[at] = ends.get(at, 0) + size[memory]
+    freed = [0] * (len(order) + 1)
+    for memory_of, at in last.items():
+        freed[at] += size[memory_of]
     before, during = [alive], []
     for at, index in enumerate(order):
         alive += size[listed[index]] if owner.get(listed[index]) is listed[index] else 0
         during.append(alive)
-        alive -= ends.get(at, 0)
+        alive -= freed[at]
         before.append(alive)
-    return Profile(tuple(before), tuple(during))
+    return Usage(tuple(before), tuple(during))
 
 
 def makes_memory(node: fx.Node) -> bool:
@@ -88,24 +92,23 @@ def makes_memory(node: fx.Node) -> bool:
     return not isinstance(node.meta.get("val"), list | tuple)
 
 
-def lying_in(forward: Part) -> tuple[dict[str, str], dict[str, int]]:
-    """Of each value that the forward saves: the node in whose memory it lies, and the size of that."""
-    owners, sizes = {}, {}
+def lying_in(forward: Part) -> dict[str, Memory]:
+    """Where the values that a forward saves lie; 0 bytes for those in memory that the caller has anyway."""
+    found = {}
     for port, node in zip(forward.outputs, returned(forward), strict=True):
         if port.role is Role.SAVED:
             memory = node
             while memory.op == "call_function" and not makes_memory(memory):
                 memory = nodes.tensor_arguments(memory)[0]
-            owners[port.name] = memory.name
-            sizes[port.name] = 0 if memory.op == "placeholder" else nodes.size_bytes(memory)
-    return owners, sizes
+            found[port.name] = Memory(memory.name, 0 if memory.op == "placeholder" else nodes.size_bytes(memory))
+    return found
 
 
 def flat(forward: Part, backward: Part, order: Sequence[Place], slack: float = SLACK) -> list[Place]:
     """`order` with forward operators put off until there is room; see the module's docstring."""
-    lines = [[index for which, index in order if which == strand] for strand in (FORWARD, BACKWARD)]
-    ahead = profile(forward, lines[FORWARD])
-    behind = profile(backward, lines[BACKWARD], *lying_in(forward))
+    lines = [[index for which, index in order if which == wanted] for wanted in (FORWARD, BACKWARD)]
+    ahead = usage(forward, lines[FORWARD])
+    behind = usage(backward, lines[BACKWARD], lying_in(forward))
     limit = slack * max(ahead.peak, behind.peak)
     to_come = list(behind.during) + [0]  # the most the backward will still need, by how far it has come
     for at in reversed(range(len(behind.during))):

@@ -27,17 +27,23 @@ class ParameterGradients:
 
     def give(self, name: str, gradient: torch.Tensor) -> None:
         """Add one gradient (of the parameter's shape and dtype; for a DTensor, of its local tensor's)."""
-        parameter = self.parameters[name]
-        value = self.layouts[name].wrap(gradient) if name in self.layouts else gradient
+        parameter, value = self.parameters[name], self.wrapped(name, gradient)
         if hooked(parameter):
-            with torch.enable_grad():
-                torch.autograd.backward((parameter,), (value,))
+            self.through_autograd(name, gradient)
         elif parameter.grad is not None:
             parameter.grad.add_(value)
         elif name in self.layouts or value.stride() == parameter.stride():
             parameter.grad = value
         else:  # autograd, too, lays a new gradient out as its parameter is
             parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(value)
+
+    def through_autograd(self, name: str, gradient: torch.Tensor) -> None:
+        """As `give`, setting off all that hangs on the parameter's accumulation."""
+        with torch.enable_grad():
+            torch.autograd.backward((self.parameters[name],), (self.wrapped(name, gradient),))
+
+    def wrapped(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return self.layouts[name].wrap(gradient) if name in self.layouts else gradient
 
 
 def hooked(parameter: nn.Parameter) -> bool:

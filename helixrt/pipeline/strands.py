@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from helixrt.passes import nodes
 from helixrt.passes.agree import agree
+from helixrt.passes.early import early
 from helixrt.passes.executable import Executable
 from helixrt.passes.flat import flat
 from helixrt.passes.group_private import group_named
@@ -54,7 +55,7 @@ def build(joint: Part, *, strands: int = 2, mode: Mode | str = Mode.AUTO, rules:
     Raises VerifyError when a pass breaks a graph, DisagreementError when ranks would launch other collectives.
     """
     halves = split(joint)
-    backward = whole_backward(halves)
+    backward = early(whole_backward(halves))
     parts = [halves.forward, backward]
     plan = None
     if strands == 2:

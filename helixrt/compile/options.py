@@ -1,0 +1,67 @@
+"""What a user may choose for `helixrt.compile`, checked when it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from helixrt.errors import ConfigError
+from helixrt.passes.profile import Mode
+
+CODEGENS = ("eager", "inductor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of `helixrt.compile`.
+
+    - `loss(output, target)` gives each micro-batch's mean loss; without it the model returns its loss, alone or as the
+      `.loss` of its output. `microbatches`: into how many the batch is split.
+    - `strands`: 2 runs the backward of one micro-batch woven with the forward of the next, 1 one after the other.
+    - `schedule`: "auto"; one stage needs no other (pipelines take theirs from `helixrt.train`).
+    - `codegen`: what runs the graphs' operators, "eager" or "inductor".
+    - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
+      "estimate". Models that do not communicate need none.
+    - `strict`: raise for a model that cannot be captured; False warns once and trains it by a plain loop.
+    - `chunk_dims`: along which dimension an argument's tensors are split, by position, keyword or "target"; None for
+      arguments that every micro-batch gets whole. Others are split along dim 0.
+    """
+
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    microbatches: int = 1
+    strands: int = 2
+    schedule: str = "auto"
+    codegen: str = "eager"
+    profile: str = "auto"
+    strict: bool = True
+    chunk_dims: Mapping[int | str, int | None] | None = None
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Options:
+        """From keywords. Raises ConfigError."""
+        known = [field.name for field in fields(Options)]
+        for key, value in given.items():
+            if key not in known:
+                raise ConfigError(key, value, f"is no option of helixrt.compile; these are {', '.join(known)}")
+        return Options(**given)
+
+    def __post_init__(self) -> None:
+        if self.loss is not None and not callable(self.loss):
+            raise ConfigError("loss", self.loss, "must be callable as loss(output, target)")
+        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+            raise ConfigError("microbatches", self.microbatches, "must be a whole number, at least 1")
+        for key, value, allowed in (
+            ("strands", self.strands, (1, 2)),
+            ("schedule", self.schedule, ("auto",)),
+            ("codegen", self.codegen, CODEGENS),
+            ("profile", self.profile, tuple(mode.value for mode in Mode)),
+            ("strict", self.strict, (True, False)),
+        ):
+            if value not in allowed:
+                raise ConfigError(key, value, f"must be one of {', '.join(map(str, allowed))}")
+        for name, dim in (self.chunk_dims or {}).items():
+            if not isinstance(name, int | str) or not (dim is None or isinstance(dim, int)):
+                raise ConfigError("chunk_dims", self.chunk_dims, "must map positions and keywords to dimensions or None")

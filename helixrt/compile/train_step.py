@@ -1,0 +1,197 @@
+"""A train step: a batch in, the mean loss out, gradients in `p.grad`.
+
+In: a module and `Options`. The first call with arguments of new shapes (or in another training mode, autocast, dtype or
+device, or with other parameters frozen or tied) captures the module, plans and weaves; such graphs are kept, the last
+used `KEPT` of them. What forward does besides tensors happens once, at capture: after changing a module's Python
+attributes or hooks, call `forget()`.
+
+Out: exactly what a plain loop leaves behind (`plain_loop`): the sum of gradients in the same order, buffers, the state of
+random generators, calls of gradient hooks once per micro-batch. DistributedDataParallel modules may be compiled: ranks
+exchange gradients during the last micro-batch's backward, and not at all under `no_sync()`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from helixrt.compile.explanation import Explanation, explained
+from helixrt.compile.microbatches import Batch
+from helixrt.compile.options import Options
+from helixrt.errors import ConfigError
+from helixrt.passes.capture import capture
+from helixrt.passes.errors import CaptureError
+from helixrt.passes.parts import Part, Port, Role
+from helixrt.pipeline.data_parallel import DataParallel, data_parallel
+from helixrt.pipeline.gradients import ParameterGradients
+from helixrt.pipeline.single_stage import SingleStage
+from helixrt.pipeline.strands import Strands, build
+
+KEPT = 8  # sets of graphs
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Graphs for one kind of call, or why there are none."""
+
+    joint: Part | None
+    strands: Strands | None
+    failure: CaptureError | None
+    seconds: float
+
+
+class TrainStep:
+    """`model.train_step`. Holds the model weakly; copies and pickles go with the model, graphs do not."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._model = weakref.ref(model)
+        self.options = options
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all graphs; the next call captures anew."""
+        self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
+        self.latest: Captured | None = None
+        self.warned = False
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this train_step is gone")
+        return model
+
+    def __call__(self, *inputs: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of all micro-batches; returns the mean loss, without autograd.
+
+        Raises ConfigError for a batch that cannot be split, CaptureError (if strict) saying where and what to change,
+        DisagreementError when ranks would launch different collectives.
+        """
+        options = self.options
+        if target is not None and options.loss is None:
+            raise ConfigError("target", type(target).__name__, "needs a loss: helixrt.compile(..., loss=...)")
+        batch = Batch(inputs, kwargs, target, options.microbatches, options.chunk_dims)
+        parallel = data_parallel(self.model)
+        module = parallel.module
+        loss = options.loss if isinstance(options.loss, nn.Module) else None
+        key = (batch.key(), state_key(module), loss and state_key(loss), ambient_key())
+        found = self.captured.get(key)
+        if found is None:
+            found = self.captured[key] = self.capture(module, batch)
+            while len(self.captured) > KEPT:
+                self.captured.popitem(last=False)
+        self.captured.move_to_end(key)
+        self.latest = found
+        if found.strands is None or found.joint is None:
+            self.warn(found)
+            return self.plain_loop(batch, parallel)
+        stage = SingleStage(found.strands, module, loss)
+        gradients = ParameterGradients(stage.parameters(), found.joint.layouts)
+        last = parallel.begin(gradients)
+        return stage.run(batch.inputs, gradients, last=last, input_gradient=batch.add_gradient).mean()
+
+    def capture(self, module: nn.Module, batch: Batch) -> Captured:
+        """Graphs for calls like this one. Raises CaptureError if strict."""
+        began = time.perf_counter()
+        args, kwargs, target = batch.calls[0]
+        options = self.options
+        try:
+            joint = capture(module, args, kwargs, loss=options.loss, target=target)
+        except CaptureError as error:
+            if options.strict:
+                raise
+            return Captured(None, None, error, time.perf_counter() - began)
+        check_loss(joint, options)
+        woven = options.strands if options.microbatches > 1 else 1
+        strands = build(joint, strands=woven, mode=options.profile)
+        return Captured(joint, strands, None, time.perf_counter() - began)
+
+    def warn(self, found: Captured) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"trained by a plain loop, without strands: {found.failure}", stacklevel=3)
+
+    def plain_loop(self, batch: Batch, parallel: DataParallel) -> torch.Tensor:
+        """What the graphs stand for."""
+        losses = []
+        for index, (args, kwargs, target) in enumerate(batch.calls):
+            with parallel.eager(last=index == batch.count - 1), torch.enable_grad():
+                output = parallel.model(*args, **kwargs)
+                if self.options.loss is not None:
+                    output = self.options.loss(output, target)
+                loss = output if isinstance(output, torch.Tensor) else output.loss
+                (loss / batch.count).backward()
+            losses.append(loss.detach())
+            for port, value in batch.inputs[index].items():
+                if value.grad is not None:
+                    batch.add_gradient(index, port.name, value.grad)
+        return torch.stack(losses).mean()
+
+    def explain(self) -> Explanation:
+        """What the latest call ran: captured, woven or not, operators, pairs, predicted times, memory."""
+        latest = self.latest
+        if latest is None:
+            return Explanation(state="not captured yet: call train_step first")
+        if latest.strands is None:
+            return Explanation(state="fallback", reason=str(latest.failure), seconds=latest.seconds)
+        return explained(latest.strands, latest.seconds, self.options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        options = self.options
+        try:
+            pickle.dumps(options.loss)
+        except Exception:  # a lambda, say; the model must stay picklable
+            options = replace(options, loss=lost_loss)
+        return {"model": self.model, "options": options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model"], state["options"])  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
+        copied = memo.get(id(self.model))
+        if copied is None:  # only this object is copied, not the model
+            return TrainStep(self.model, self.options)
+        return TrainStep(copied, self.options)
+
+
+def lost_loss(output: Any, target: Any) -> torch.Tensor:
+    """Stands for a loss that could not be pickled with its model."""
+    raise ConfigError("loss", "not pickled", "was a lambda or local function; call helixrt.compile(model, loss=...) again")
+
+
+def check_loss(joint: Part, options: Options) -> None:
+    """Raises ConfigError unless the graph's one output is a loss that backward can start from."""
+    outputs = [port for port in joint.outputs if port.role is Role.OUTPUT]
+    if outputs != [Port(Role.OUTPUT, "loss")]:
+        raise ConfigError("loss", None, "must be given, or the model must return a scalar or an output with .loss")
+    values = joint.graph.output_node().args[0]
+    shape = tuple(values[joint.outputs.index(outputs[0])].meta["val"].shape)  # type: ignore[index, union-attr]
+    if shape:
+        raise ConfigError("loss", f"of shape {list(shape)}", "must be a scalar")
+
+
+def state_key(module: nn.Module) -> Hashable:
+    """What of a module's state a graph depends on: modes, parameters' and buffers' names, layouts, ties and freezing."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    first: dict[int, int] = {}
+    tensors = tuple(
+        (name, t.shape, t.dtype, t.device, t.requires_grad, first.setdefault(id(t), place), getattr(t, "placements", None))
+        for place, (name, t) in enumerate(named)
+    )
+    return tuple(part.training for part in module.modules()), tensors
+
+
+def ambient_key() -> Hashable:
+    """What else a graph depends on."""
+    devices = ("cpu", torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else ("cpu",)  # type: ignore[union-attr]
+    autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
+    return autocast, torch.get_default_dtype()

@@ -1,0 +1,68 @@
+"""Train steps of a module that DistributedDataParallel wraps.
+
+In: the module as the user has it. Out: the module whose graphs are run, and when its ranks exchange gradients: during
+the last micro-batch's backward, unless the step runs under `no_sync()`, exactly as a plain loop does that puts
+`no_sync()` around all micro-batches but the last. The exchange is DistributedDataParallel's own: it hangs on autograd's
+accumulation of each parameter, so that micro-batch's gradients go through autograd.
+
+`_pre_forward` and `_post_forward` are torch's private halves of its forward (2.0 to 2.13): they tell the exchange that
+a backward is coming. This is the one file that uses them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from helixrt.errors import ConfigError
+from helixrt.pipeline.gradients import ParameterGradients
+
+
+class Exchanging:
+    """Gradients of the last micro-batch: each goes through autograd, where the exchange waits for it."""
+
+    def __init__(self, model: DistributedDataParallel, gradients: ParameterGradients) -> None:
+        self.model, self.gradients, self.expected = model, gradients, False
+
+    def give(self, name: str, gradient: torch.Tensor) -> None:
+        if not self.expected:  # not before: those of earlier micro-batches may pass through autograd, too
+            self.expected = True
+            with torch.enable_grad():
+                self.model._post_forward(())
+        self.gradients.through_autograd(name, gradient)
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """`model` as the user calls it; `module` is what is captured."""
+
+    model: nn.Module
+    module: nn.Module
+
+    def begin(self, gradients: ParameterGradients) -> Exchanging | None:
+        """Begin a step; gives what takes the last micro-batch's gradients, None when ranks do not exchange any."""
+        if not isinstance(self.model, DistributedDataParallel):
+            return None
+        with torch.enable_grad():
+            self.model._pre_forward()
+        return Exchanging(self.model, gradients) if self.model.require_backward_grad_sync else None
+
+    def eager(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch of a plain loop."""
+        if isinstance(self.model, DistributedDataParallel) and not last:
+            return self.model.no_sync()
+        return nullcontext()
+
+
+def data_parallel(model: nn.Module) -> DataParallel:
+    """Raises ConfigError for settings of DistributedDataParallel that graphs cannot serve."""
+    if not isinstance(model, DistributedDataParallel):
+        return DataParallel(model, model)
+    for setting in ("find_unused_parameters", "static_graph"):
+        if getattr(model, setting):
+            raise ConfigError(setting, True, "is not supported by train_step, whose graphs know which parameters are used")
+    return DataParallel(model, model.module)
