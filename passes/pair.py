@@ -104,10 +104,13 @@ def pair(
     strands = tuple(forward), tuple(backward)
     bound = bound_us(strands, overlap)
     best = baseline("sequential", *strands, overlap, rules)
-    for order in _searched(strands, overlap, rules, bound):
-        timing = simulate(strands, order, overlap)
-        if timing.total_us < best.predicted_us:
-            best = _pairing("helix", strands, order, timing, bound, best.sequential_us)
+    for variant in _variants(strands, rules):
+        if best.predicted_us <= bound * CLOSE:
+            break
+        for order in _searched(strands, overlap, variant, bound):
+            timing = simulate(strands, order, overlap)
+            if timing.total_us < best.predicted_us:
+                best = _pairing("helix", strands, order, timing, bound, best.sequential_us)
     for policy in BASELINES:
         if best.predicted_us > bound * (1.0 + 1e-9) and policy != "sequential":
             other = baseline(policy, *strands, overlap, rules)
@@ -134,6 +137,13 @@ def retimed(
     strands = tuple(forward), tuple(backward)
     timing = simulate(strands, order, overlap)
     return replace(pairing, order=tuple(order), timing=timing, pairs=_pairs(strands, timing))
+
+
+def _variants(strands: tuple[Sequence[Operator], ...], rules: Rules) -> list[Rules]:
+    """The rules, and stricter ones: a search that does not count on both lanes at once sometimes uses them better."""
+    kinds = {operator.kind for strand in strands for operator in strand}
+    both = rules.cross and kinds >= COMMUNICATION
+    return [rules, replace(rules, cross=False, labels=max(rules.labels // 2, 1))] if both else [rules]
 
 
 def _searched(
