@@ -67,7 +67,7 @@ class TrainStep:
     def model(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise ReferenceError("the model of this train_step is gone")
+            raise ReferenceError("the model of this train_step is gone: train_step does not keep it alive, a variable must")
         return model
 
     def __call__(self, *inputs: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -77,6 +77,8 @@ class TrainStep:
         DisagreementError when ranks would launch different collectives.
         """
         options = self.options
+        if options.loss is lost_loss:
+            lost_loss(None, None)
         if target is not None and options.loss is None:
             raise ConfigError("target", type(target).__name__, "needs a loss: helixrt.compile(..., loss=...)")
         batch = Batch(inputs, kwargs, target, options.microbatches, options.chunk_dims)
