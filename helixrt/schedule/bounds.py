@@ -235,7 +235,8 @@ def _precedences(costs: Costs, stage: int, count: int) -> list[_Edge]:
         cap = costs.memory[stage]
         if size == 0 or math.isinf(cap):
             return count
-        return max(1, int((cap * (1 + MEMORY_SLIP) - beside) / size))  # one fits, see check_reachable
+        room = cap * (1 + MEMORY_SLIP) - beside
+        return count if room >= size * count else max(1, int(room / size))  # one fits, see check_reachable
 
     for i, c in enumerate(held):
         # If the F numbered m + k of chunk c comes before the m-th B of this or a later chunk here, then that B begins
