@@ -98,10 +98,8 @@ def lines(explanation: Explanation) -> list[str]:
     for name, counts in explanation.counts.items():
         found.append(f"  {name:9}" + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
     found.append(
-        f"  memory: at most {explanation.single_peak_bytes / MIB:.1f} MiB of activations with one strand, "
-        f"{explanation.woven_peak_bytes / MIB:.1f} MiB with two"
-        if explanation.state == "woven"
-        else f"  memory: at most {explanation.single_peak_bytes / MIB:.1f} MiB of activations"
+        f"  memory: at most {sized(explanation.single_peak_bytes)} of activations"
+        + (f" with one strand, {sized(explanation.woven_peak_bytes)} with two" if explanation.state == "woven" else "")
     )
     plan = explanation.plan
     if plan is None:
@@ -120,6 +118,11 @@ def lines(explanation: Explanation) -> list[str]:
     if len(pairing.pairs) > SHOWN_PAIRS:
         found.append(f"  ... and {len(pairing.pairs) - SHOWN_PAIRS} more: explain().plan.pairing.pairs")
     return found
+
+
+def sized(count: int) -> str:
+    """A number of bytes, readable."""
+    return f"{count / MIB:,.1f} MiB" if count >= MIB else f"{count / 1024:.1f} KiB"
 
 
 def called(plan: Plan, place: Place) -> str:

@@ -49,7 +49,10 @@ class DataParallel:
             return None
         with torch.enable_grad():
             self.model._pre_forward()
-        return Exchanging(self.model, gradients) if self.model.require_backward_grad_sync else None
+            if self.model.require_backward_grad_sync:
+                return Exchanging(self.model, gradients)
+            self.model._post_forward(())
+        return None
 
     def eager(self, *, last: bool) -> AbstractContextManager[None]:
         """Around a micro-batch of a plain loop."""

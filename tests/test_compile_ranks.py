@@ -1,0 +1,248 @@
+"""On two real ranks: tensor-parallel and data-parallel models through helixrt.compile and torch.compile, beside eager."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import queue
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import _functional_collectives as funcol
+from torch.nn.parallel import DistributedDataParallel
+
+import helixrt
+from helixrt.passes.errors import DisagreementError
+from helixrt.passes.parts import local
+
+RANKS, DEADLINE_S, MICROBATCHES = 2, 90, 3
+
+
+class SumForward(torch.autograd.Function):
+    """Megatron's g: sum in forward, nothing in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class SumBackward(torch.autograd.Function):
+    """Megatron's f: nothing in forward, sum in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return funcol.wait_tensor(funcol.all_reduce(gradient.contiguous(), "sum", dist.group.WORLD))
+
+
+class Block(nn.Module):
+    """Two halves of a layer on two ranks; dropout inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.a(SumBackward.apply(self.norm(x))))
+        return x + F.dropout(SumForward.apply(self.b(h)), 0.2)
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(F.gelu(self.a(x)))
+
+
+def by_dtensor() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    module = nn.Sequential(Dense(), Dense()).double()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in module:
+        parallelize_module(block, mesh, {"a": ColwiseParallel(), "b": RowwiseParallel()})
+    return module
+
+
+def data(rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(2, 2 * MICROBATCHES, 4, 8, dtype=torch.float64, generator=generator).unbind(0)
+
+
+def plain_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    losses = []
+    for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        loss = F.mse_loss(model(a), b)
+        (loss / MICROBATCHES).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def assert_gradients(model: nn.Module, other: nn.Module, *, bitwise: bool = False) -> None:
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None, name
+        assert type(one.grad) is type(two.grad)
+        if bitwise:
+            assert torch.equal(local(one.grad), local(two.grad)), name
+        torch.testing.assert_close(local(one.grad), local(two.grad), rtol=1e-10, atol=1e-13)
+
+
+def tensor_parallel(make: Callable[[], nn.Module], profile: str) -> None:
+    """Woven, one strand and eager, over two steps, from equal random states."""
+    torch.manual_seed(0)
+    model = make()
+    x, y = data()
+    single, plain = make(), make()
+    for other in (single, plain):
+        with torch.no_grad():
+            for one, two in zip(other.parameters(), model.parameters(), strict=True):
+                local(one).copy_(local(two))
+    helixrt.compile(model, loss=F.mse_loss, microbatches=MICROBATCHES, profile=profile)
+    helixrt.compile(single, loss=F.mse_loss, microbatches=MICROBATCHES, strands=1)
+    losses = []
+    for train in (*(lambda m=m: m.train_step(x, target=y) for m in (model, single)), lambda: plain_loop(plain, x, y)):
+        torch.manual_seed(7)
+        train()
+        losses.append(train())
+    assert torch.equal(losses[0], losses[1])
+    torch.testing.assert_close(losses[0], losses[2], rtol=1e-12, atol=0)
+    assert_gradients(model, single, bitwise=True)
+    assert_gradients(model, plain)
+
+    explanation = model.explain()
+    assert explanation.state == "woven" and explanation.plan.pairing is not None
+    assert 0 < pairing.bound_us <= pairing.predicted_us * (1 + 1e-9)
+    assert len(pairing.pairs) == sum(count for kind, count in explanation.counts["woven"].items() if "communication" in kind)
+    assert "communication hidden" in str(explanation)
+
+
+def by_torch_compile() -> None:
+    from helixrt.compile.dynamo import backend, recorded
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).double()
+    plain = copy.deepcopy(model)
+    x, y = data()
+    compiled = torch.compile(model, backend=backend)
+    for each in (compiled, plain):
+        torch.manual_seed(7)
+        plain_loop(each, x, y)
+    assert_gradients(model, plain, bitwise=True)
+    assert [graph.collectives for graph in recorded if graph.kind != "inference"][-2:] == [2, 2]
+
+
+def data_parallel() -> None:
+    """A step exchanges gradients once, a step under no_sync not at all; the model has buffers and hooks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(4), Dense()).double()
+    models = [DistributedDataParallel(copy.deepcopy(model)) for _ in range(2)]
+    x, y = data(dist.get_rank())
+    compiled, plain = helixrt.compile(models[0], loss=F.mse_loss, microbatches=MICROBATCHES), models[1]
+    hooked = [parameter for each in models for parameter in each.module[0].parameters()]
+    for parameter in hooked:
+        parameter.register_hook(lambda gradient: 2 * gradient)
+    for _ in range(2):
+        with compiled.no_sync():
+            compiled.train_step(x, target=y)
+        with plain.no_sync():
+            plain_loop(plain, x, y)
+        assert_gradients(compiled, plain)
+        compiled.train_step(x, target=y)
+        with plain.no_sync():
+            losses = [F.mse_loss(plain(a), b) for a, b in list(zip(x.chunk(3), y.chunk(3), strict=True))[:-1]]
+            for loss in losses:
+                (loss / MICROBATCHES).backward()
+        (F.mse_loss(plain(x.chunk(3)[-1]), y.chunk(3)[-1]) / MICROBATCHES).backward()
+        assert_gradients(compiled, plain)
+        for one, other in zip(compiled.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(one, other)
+        compiled.zero_grad(), plain.zero_grad()
+
+
+def other_models() -> None:
+    """Ranks that would launch different collectives raise before the first step; nobody hangs."""
+    torch.manual_seed(0)
+    depth = 1 + dist.get_rank()
+    model = helixrt.compile(
+        nn.Sequential(*(Block() for _ in range(depth))).double(), loss=F.mse_loss, microbatches=MICROBATCHES
+    )
+    x, y = data()
+    with pytest.raises(DisagreementError, match="ranks would hang"):
+        model.train_step(x, target=y)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "by hand": lambda: tensor_parallel(lambda: nn.Sequential(Block(), Block()).double(), "auto"),
+    "DTensor": lambda: tensor_parallel(by_dtensor, "estimate"),
+    "torch.compile": by_torch_compile,
+    "data parallel": data_parallel,
+    "other models": other_models,
+}
+
+
+def rank_main(rank: int, folder: str, answers: Any) -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HELIXRT_CACHE": f"{folder}/cache{rank}"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    try:
+        for name, check in CASES.items():
+            try:
+                check()
+                answers.put((rank, name, ""))
+            except BaseException:
+                answers.put((rank, name, traceback.format_exc()))
+                return  # the other rank may wait in vain; it says so by its deadline
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What both ranks said of each case; one pair of processes for all."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
+    processes = [context.Process(target=rank_main, args=(r, str(folder), said), name=f"rank-{r}") for r in range(RANKS)]
+    for process in processes:
+        process.start()
+    found: dict[str, list[str]] = {name: [] for name in CASES}
+    try:
+        for _ in range(RANKS * len(CASES)):
+            rank, name, problem = said.get(timeout=DEADLINE_S)
+            found[name].append(problem and f"rank {rank}: {problem}")
+            if problem:
+                break
+    except queue.Empty:
+        pass
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name: str, answers: dict[str, list[str]]) -> None:
+    problems = [problem for each in answers.values() for problem in each if problem]
+    assert not problems, problems[0]
+    assert len(answers[name]) == RANKS, "a rank did not answer"
