@@ -129,6 +129,7 @@ def tensor_parallel(make: Callable[[], nn.Module], profile: str) -> None:
 
     explanation = model.explain()
     assert explanation.state == "woven" and explanation.plan.pairing is not None
+    pairing = explanation.plan.pairing
     assert 0 < pairing.bound_us <= pairing.predicted_us * (1 + 1e-9)
     assert len(pairing.pairs) == sum(count for kind, count in explanation.counts["woven"].items() if "communication" in kind)
     assert "communication hidden" in str(explanation)
