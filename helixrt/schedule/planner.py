@@ -32,6 +32,7 @@ FIRST_WORK = 1_000_000  # operations timed, or their like, in the first lists, o
 LISTING_WORK = 500_000  # in further lists
 SEARCH_WORK = 800_000  # along the critical path, before those and again after
 WORK_PER_OPERATION = 10_000  # the most for each operation of the problem in all that: tiny ones are soon searched out
+LARGE = 6_000  # operations; beyond, the search shrinks, since timing published schedules and bounds takes its share
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def _search(costs: Costs, microbatches: int, bound_ms: float, effort: float) -> 
         lists = Justifier(costs, microbatches, exact_ms, draw, form)
         lists.run(bound_ms, min(FIRST_WORK, lists.cost * len(PATIENCE)))
         if lists.best and lists.best_ms > bound_ms * (1 + TOLERANCE):
-            share = min(1.0, WORK_PER_OPERATION * lists.problem.operations / (LISTING_WORK + 2 * SEARCH_WORK))
+            size = lists.problem.operations
+            share = min(1.0, WORK_PER_OPERATION * size / (LISTING_WORK + 2 * SEARCH_WORK), LARGE / size)
             _refine(lists, bound_ms, effort * share / len(forms), draw)
         if lists.best_ms < best_ms:
             best_ms, best = lists.best_ms, schedule_of(lists.problem, lists.best)
