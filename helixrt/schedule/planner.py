@@ -32,7 +32,7 @@ FIRST_WORK = 1_000_000  # operations timed, or their like, in the first lists, o
 LISTING_WORK = 500_000  # in further lists
 SEARCH_WORK = 800_000  # along the critical path, before those and again after
 WORK_PER_OPERATION = 10_000  # the most for each operation of the problem in all that: tiny ones are soon searched out
-LARGE = 6_000  # operations; beyond, the search shrinks, since timing published schedules and bounds takes its share
+LARGE = 8_000  # operations; beyond, the search shrinks, since timing published schedules and bounds takes its share
 
 
 @dataclass(frozen=True)
