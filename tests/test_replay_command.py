@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from helixrt import cli
+from helixrt.schedule.adaptation.replay import STRATEGIES, replay
+from helixrt.schedule.adaptation.trace import read
 from helixrt.schedule.costs import uniform
-from helixrt.schedule.replay import STRATEGIES, replay
-from helixrt.schedule.trace import read
 
 SLOW = {"first": 10, "last": 29, "links": [[1, 2]], "delay_ms": 30}
 TRACE = {"stages": 3, "iterations": 60, "events": [SLOW, {"iteration": 45, "nic_failure": 1}]}

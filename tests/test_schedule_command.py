@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from helixrt import cli
-from helixrt.schedule import policies
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import uniform, with_delays
 from helixrt.schedule.exchange import as_json, torch_csv
+from helixrt.schedule.generators import policies
 from helixrt.schedule.simulate import Direct, simulate
 
 PAPER = ["--stages", "4", "--microbatches", "12", "--cost", "10,10,10"]

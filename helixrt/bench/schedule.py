@@ -1,7 +1,7 @@
 """How near to optimal the helix planner's schedules are, and how fast, beside ADAPTRA's algorithm and CP-SAT.
 
-Random instances (`helixrt.schedule.instances`), one chunk per stage: helix's makespan above the best bound known, its own
-or, where that does not prove it optimal, the one that CP-SAT proves when it starts from helix's schedule (what
+Random instances (`helixrt.schedule.planner.instances`), one chunk per stage: helix's makespan above the best bound known,
+its own or, where that does not prove it optimal, the one that CP-SAT proves when it starts from helix's schedule (what
 `helixrt schedule --exact` does). Beside it ADAPTRA's algorithm as published, under the same caps, and CP-SAT from
 scratch. Every published schedule that fits the caps is compared with helix in the same placement; one that is faster is
 a loss and makes the exit code 1. Then eight stages with one slow link, whose optima are known, and large
@@ -23,12 +23,12 @@ from typing import Any
 from helixrt.bench._figures import write
 from helixrt.errors import ConfigError
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
-from helixrt.schedule.instances import random_instance
+from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Schedule, folded, interleaved, linear
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.optimum import optimum
-from helixrt.schedule.planner import Plan, plan
-from helixrt.schedule.policies import POLICIES
+from helixrt.schedule.planner.instances import random_instance
+from helixrt.schedule.planner.optimum import optimum
+from helixrt.schedule.planner.plan import Plan, plan
 from helixrt.schedule.simulate import makespan_ms
 
 TOLERANCE = 1e-9  # relative; makespans are sums of floats

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.bench._figures import write
+from helixrt.schedule.adaptation.replay import STRATEGIES, Replayed, replay
+from helixrt.schedule.adaptation.stragglers import Cell, straggler_table
+from helixrt.schedule.adaptation.trace import table3
 from helixrt.schedule.costs import uniform
-from helixrt.schedule.replay import STRATEGIES, Replayed, replay
-from helixrt.schedule.stragglers import Cell, straggler_table
-from helixrt.schedule.trace import table3
 
 STAGES, MICROBATCHES, OPERATION_MS = 8, 32, 10.0
 

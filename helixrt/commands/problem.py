@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.bounds import check_reachable
 from helixrt.schedule.costs import LARGEST, Costs, Link, uniform, with_delays
 from helixrt.schedule.ir import linear
+from helixrt.schedule.planner.bounds import check_reachable
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 
 _DELAY = re.compile(r"([0-9]{1,6})(?:>([0-9]{1,6}))?:(.+)")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from helixrt.commands import output
 from helixrt.commands import problem as problems
-from helixrt.schedule import policies
-from helixrt.schedule import trace as traces
+from helixrt.schedule.adaptation import trace as traces
+from helixrt.schedule.adaptation.replay import ADAPTIVE, STRATEGIES, Replayed, Strategy, replay
+from helixrt.schedule.adaptation.trace import Trace
 from helixrt.schedule.exchange.svg import number
 from helixrt.schedule.exchange.text import axis
-from helixrt.schedule.replay import ADAPTIVE, STRATEGIES, Replayed, Strategy, replay
+from helixrt.schedule.generators import policies
 from helixrt.schedule.simulate import DELEGATED, Delegated, Direct
-from helixrt.schedule.trace import Trace
 
 EPILOG = """A policy may say how its stages communicate: zb:delegated, adaptra:direct or 1f1b:direct:3. By itself, adaptra
 and helix are delegated, plan again when links change and survive a NIC failure; all others communicate directly, keep

@@ -17,13 +17,13 @@ from helixrt.commands import output
 from helixrt.commands import problem as problems
 from helixrt.commands.problem import Problem
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.schedule import policies
-from helixrt.schedule.bounds import lower_bound
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.exchange import as_json, chrome, svg, text, torch_csv
 from helixrt.schedule.exchange.svg import number
+from helixrt.schedule.generators import policies
 from helixrt.schedule.ir import Schedule, ScheduleError, folded
+from helixrt.schedule.planner.bounds import lower_bound
 from helixrt.schedule.simulate import Comm, simulate
 from helixrt.schedule.timeline import Timeline
 
@@ -160,7 +160,7 @@ def _exact(args: argparse.Namespace) -> Refine:
         limit_s = 0.0
     if not 0 < limit_s < 1e6:
         raise ConfigError("--time-limit", limit, "must be a number of seconds above 0")
-    from helixrt.schedule.optimum import optimum  # OR-tools behind it takes its time to load
+    from helixrt.schedule.planner.optimum import optimum  # OR-tools behind it takes its time to load
 
     def refine(costs: Costs, microbatches: int, plan: Schedule) -> tuple[Schedule, float]:
         found = optimum(costs, microbatches, time_limit_s=limit_s, hint=plan)
@@ -179,7 +179,7 @@ def _replay(policy: str, problem: Problem, comm: Comm, chunks: int, refine: Refi
     begun = time.perf_counter()
     bound_ms = 0.0
     if policy == "helix":
-        from helixrt.schedule.planner import plan
+        from helixrt.schedule.planner.plan import plan
 
         schedule = plan(planned, problem.microbatches).schedule
         if refine is not None:

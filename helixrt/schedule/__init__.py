@@ -1,5 +1,6 @@
 """Schedules as data: who computes what, in which order. No torch here.
 
-`ir` holds the types and the validity check, `generators` the functions that build schedules by name.
-Everything that runs, simulates, plans or draws a schedule starts from `ir.Schedule`.
+Everything starts from `ir.Schedule`: `check` proves that it can run, `simulate` times it under `costs`, `exchange` writes
+and draws it. `generators` holds the published schedules, `planner` our own and its bounds, `adaptation` what is done
+when links slow down, `explore` the notebooks' sliders.
 """

@@ -13,12 +13,12 @@ from html import escape
 from typing import Any
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.schedule.bounds import lower_bound
 from helixrt.schedule.costs import Costs, uniform, with_delays
 from helixrt.schedule.exchange import svg
+from helixrt.schedule.generators.policies import POLICIES, build, costs_for
 from helixrt.schedule.ir import Schedule, folded
-from helixrt.schedule.planner import plan
-from helixrt.schedule.policies import POLICIES, build, costs_for
+from helixrt.schedule.planner.bounds import lower_bound
+from helixrt.schedule.planner.plan import plan
 from helixrt.schedule.simulate import DELEGATED, Direct, simulate
 from helixrt.schedule.timeline import Timeline
 

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from helixrt.errors import ConfigError
+from helixrt.schedule.adaptation.host_memory import HostMemory, Tier, tiers
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs
-from helixrt.schedule.host_memory import HostMemory, Tier, tiers
 from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule
 from helixrt.schedule.memory import held
 from helixrt.schedule.timeline import Bubble, Cause, Message, Span, Timeline

@@ -51,7 +51,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    name: str = "1f1b"  # one of helixrt.schedule.policies; those with two chunks per stage need layers >= 2 pp
+    name: str = "1f1b"  # one of helixrt.schedule.generators.policies; those with two chunks per stage need layers >= 2 pp
     microbatches: int = 4
 
 

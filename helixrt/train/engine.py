@@ -23,7 +23,7 @@ from helixrt.pipeline.program import Program, compile_program
 from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import Engine, Update, WorkResult
-from helixrt.schedule.evaluation import forward_only
+from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.lr import learning_rate

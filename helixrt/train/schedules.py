@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from helixrt.errors import ConfigError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
-from helixrt.schedule.generators import build
+from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
 from helixrt.train.config import ScheduleConfig
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.schedule.policies import policy
+from helixrt.schedule.generators.policies import policy
 from helixrt.timeouts import derive
 from helixrt.train.chaos import DRIVER, MOMENTS
 from helixrt.train.config import TrainConfig

@@ -24,7 +24,7 @@ from helixrt.pipeline.program import compile_program
 from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.check import check
-from helixrt.schedule.evaluation import forward_only
+from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import (
     Entry,
     Op,

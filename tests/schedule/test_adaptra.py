@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.adaptra import adapted_warmups, adaptra, initial_warmups, slack, tolerates
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
-from helixrt.schedule.instances import random_instance
+from helixrt.schedule.generators.adaptra import adapted_warmups, adaptra, initial_warmups, slack, tolerates
+from helixrt.schedule.generators.orchestrate import orchestrate
 from helixrt.schedule.ir import Op, Operation, Schedule, ScheduleError, linear, needs
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.orchestrate import orchestrate
+from helixrt.schedule.planner.instances import random_instance
 from helixrt.schedule.simulate import simulate
 
 

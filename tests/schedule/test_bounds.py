@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixrt.errors import ConfigError
-from helixrt.schedule import optimum as exact
-from helixrt.schedule.bounds import Bounds, check_reachable, lower_bound, smallest_memory
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
-from helixrt.schedule.instances import random_instance
 from helixrt.schedule.ir import (
     Entry,
     Op,
@@ -28,6 +25,9 @@ from helixrt.schedule.ir import (
     provides,
 )
 from helixrt.schedule.memory import peak_memory
+from helixrt.schedule.planner import optimum as exact
+from helixrt.schedule.planner.bounds import Bounds, check_reachable, lower_bound, smallest_memory
+from helixrt.schedule.planner.instances import random_instance
 from helixrt.schedule.simulate import Direct, makespan_ms
 
 

@@ -18,7 +18,7 @@ from helixrt.errors import ConfigError
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.exchange import as_json, chrome, svg, text, torch_csv
-from helixrt.schedule.generators import gpipe, one_f_one_b
+from helixrt.schedule.generators.classic import gpipe, one_f_one_b
 from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, folded, interleaved, linear, operations_of
 from helixrt.schedule.simulate import Direct, simulate
 from helixrt.schedule.timeline import Timeline

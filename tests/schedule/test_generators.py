@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.adaptra import slack as schedule_slack
-from helixrt.schedule.adaptra import tolerates
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
-from helixrt.schedule.generators import build as build_by_sizes
-from helixrt.schedule.generators import gpipe, interleaved, one_f_one_b
+from helixrt.schedule.generators.adaptra import slack as schedule_slack
+from helixrt.schedule.generators.adaptra import tolerates
+from helixrt.schedule.generators.classic import build as build_by_sizes
+from helixrt.schedule.generators.classic import gpipe, interleaved, one_f_one_b
+from helixrt.schedule.generators.policies import POLICIES, build, costs_for
+from helixrt.schedule.generators.zero_bubble import three_phases
 from helixrt.schedule.ir import Op, Operation, linear
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.policies import POLICIES, build, costs_for
 from helixrt.schedule.simulate import simulate
-from helixrt.schedule.zero_bubble import three_phases
 
 PUBLISHED = [name for name in POLICIES if name != "helix"]
 ONE_CHUNK = [name for name in PUBLISHED if POLICIES[name].placement(2) == linear(2)]

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.schedule.bounds import lower_bound, smallest_memory
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
-from helixrt.schedule.instances import random_instance
 from helixrt.schedule.ir import Op, Operation, Pair, Schedule, ScheduleError, folded, linear, operations_of
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.optimum import optimum
+from helixrt.schedule.planner.bounds import lower_bound, smallest_memory
+from helixrt.schedule.planner.instances import random_instance
+from helixrt.schedule.planner.optimum import optimum
 from helixrt.schedule.simulate import makespan_ms, simulate
 
 pytest.importorskip("ortools", reason="the exact optimum needs OR-tools (extra `exact`)")

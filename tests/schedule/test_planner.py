@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.bounds import lower_bound, smallest_memory
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
-from helixrt.schedule.instances import random_folded_instance, random_instance
+from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Op, Pair, folded, interleaved, linear
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.planner import Plan, plan
-from helixrt.schedule.policies import POLICIES
+from helixrt.schedule.planner.bounds import lower_bound, smallest_memory
+from helixrt.schedule.planner.instances import random_folded_instance, random_instance
+from helixrt.schedule.planner.plan import Plan, plan
 from helixrt.schedule.simulate import makespan_ms, simulate
 
 

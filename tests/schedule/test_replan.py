@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 
 from helixrt.errors import ConfigError
-from helixrt.schedule import policies
+from helixrt.schedule.adaptation.host_memory import HostMemory, host_peak
+from helixrt.schedule.adaptation.replan import link_verdicts, replan
+from helixrt.schedule.adaptation.replay import STRATEGIES, Strategy, replay
+from helixrt.schedule.adaptation.stragglers import straggler_table
+from helixrt.schedule.adaptation.trace import NicFailure, Straggler, Trace, read, table3
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
-from helixrt.schedule.host_memory import HostMemory, host_peak
+from helixrt.schedule.generators import policies
 from helixrt.schedule.ir import Op, Operation, Schedule
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.planner import plan
-from helixrt.schedule.replan import link_verdicts, replan
-from helixrt.schedule.replay import STRATEGIES, Strategy, replay
+from helixrt.schedule.planner.plan import plan
+from helixrt.schedule.planner.slack import plan_for_slack
 from helixrt.schedule.simulate import DELEGATED, Direct, makespan_ms, simulate
-from helixrt.schedule.slack import plan_for_slack
-from helixrt.schedule.stragglers import straggler_table
-from helixrt.schedule.trace import NicFailure, Straggler, Trace, read, table3
 
 BOTH = [(3, 4), (4, 3)]
 

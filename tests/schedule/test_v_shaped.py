@@ -11,11 +11,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import uniform, with_delays
-from helixrt.schedule.generators import interleaved, one_f_one_b
+from helixrt.schedule.generators.classic import interleaved, one_f_one_b
+from helixrt.schedule.generators.v_shaped import dualpipev, w, zbv
 from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, folded
 from helixrt.schedule.memory import peak_memory
 from helixrt.schedule.simulate import simulate
-from helixrt.schedule.v_shaped import dualpipev, w, zbv
 
 KINDS = {"F": Op.F, "I": Op.B, "W": Op.W, "B": Op.BW}
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from helixrt.record import FlightRecord, Kind
-from helixrt.schedule.generators import build
-from helixrt.schedule.policies import POLICIES
+from helixrt.schedule.generators.classic import build
+from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import PipelineEngine, token_loss
 from helixrt.train.models.build import TIED_PARAMETER, build_chunk

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.schedule.policies import POLICIES
+from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train import validate as rules
 from helixrt.train.config import KillConfig, ScheduleConfig, TrainConfig
 from helixrt.train.schema import command, load_config

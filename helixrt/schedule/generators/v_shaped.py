@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from helixrt.schedule.generators import check_sizes, schedule_of
+from helixrt.schedule.generators.classic import check_sizes, schedule_of
+from helixrt.schedule.generators.stage_order import StageOrder
 from helixrt.schedule.ir import Entry, Op, Schedule, folded
-from helixrt.schedule.stage_order import StageOrder
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 

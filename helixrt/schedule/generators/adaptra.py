@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from helixrt.schedule.costs import Costs
+from helixrt.schedule.generators.orchestrate import capacity, orchestrate
 from helixrt.schedule.ir import Schedule
-from helixrt.schedule.orchestrate import capacity, orchestrate
 
 _SLIVER = 1e-9  # relative rounding error of a quotient of times
 

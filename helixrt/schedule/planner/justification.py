@@ -14,8 +14,8 @@ import random
 from collections.abc import Callable
 
 from helixrt.schedule.costs import Costs
-from helixrt.schedule.lanes import TOLERANCE, Form, Lanes, Order
-from helixrt.schedule.list_scheduling import Priority, dispatch
+from helixrt.schedule.planner.lanes import TOLERANCE, Form, Lanes, Order
+from helixrt.schedule.planner.list_scheduling import Priority, dispatch
 
 PATIENCE = (0.5, 0.9, 0.0, 0.3)  # of the first sweeps; see `dispatch`
 ROUNDS = 2  # lists in each direction per sweep

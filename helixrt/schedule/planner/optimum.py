@@ -22,10 +22,10 @@ from fractions import Fraction
 from typing import Any
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.schedule.bounds import Bounds, bounds
 from helixrt.schedule.check import check
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, operations_of, provides
+from helixrt.schedule.planner.bounds import Bounds, bounds
 from helixrt.schedule.simulate import simulate
 from helixrt.schedule.timeline import Timeline
 

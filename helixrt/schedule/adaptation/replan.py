@@ -20,13 +20,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.adaptra import slack, tolerates
-from helixrt.schedule.bounds import lower_bound
+from helixrt.schedule.adaptation.host_memory import HostMemory, host_peak
 from helixrt.schedule.costs import Costs
-from helixrt.schedule.host_memory import HostMemory, host_peak
+from helixrt.schedule.generators.adaptra import slack, tolerates
 from helixrt.schedule.ir import Schedule, linear
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.planner import plan
+from helixrt.schedule.planner.bounds import lower_bound
+from helixrt.schedule.planner.plan import plan
 from helixrt.schedule.simulate import DELEGATED, Comm, Delegated, makespan_ms
 
 LEAST_GAIN = 0.01  # what a switch has to bring, as a share of the step, to be worth its disturbance

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from helixrt.schedule.lanes import TOLERANCE, Lanes, Order, Overlap
+from helixrt.schedule.planner.lanes import TOLERANCE, Lanes, Order, Overlap
 
 Priority = Sequence[Sequence[float]]  # [lane][micro-batch]; the smallest goes first
 

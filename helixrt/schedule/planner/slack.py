@@ -16,7 +16,7 @@ from helixrt.errors import ConfigError
 from helixrt.schedule.costs import Costs, with_delays
 from helixrt.schedule.ir import Schedule
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.planner import Plan, plan
+from helixrt.schedule.planner.plan import Plan, plan
 from helixrt.schedule.simulate import makespan_ms
 
 # In turns, a turn being the longest F and B of a stage: equation (1) measures what slack absorbs in these.

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 
 from helixrt.errors import ConfigError
 from helixrt.schedule.costs import Costs
-from helixrt.schedule.generators import check_sizes, schedule_of
+from helixrt.schedule.generators.classic import check_sizes, schedule_of
 from helixrt.schedule.ir import Op, Operation, Schedule, linear
 
 STEPS_PER_OPERATION = 30  # the paper's t_o / delta from which its figure 19 shows no further gain

@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from helixrt.errors import ConfigError
-from helixrt.schedule import policies
-from helixrt.schedule.adaptra import slack, tolerates
+from helixrt.schedule.adaptation.host_memory import HostMemory
+from helixrt.schedule.adaptation.replan import replan
+from helixrt.schedule.adaptation.trace import Trace
 from helixrt.schedule.costs import Costs, with_delays
-from helixrt.schedule.host_memory import HostMemory
+from helixrt.schedule.generators import policies
+from helixrt.schedule.generators.adaptra import slack, tolerates
 from helixrt.schedule.ir import Schedule
-from helixrt.schedule.replan import replan
+from helixrt.schedule.planner.slack import plan_for_slack
 from helixrt.schedule.simulate import DELEGATED, Comm, Delegated, Direct, makespan_ms
-from helixrt.schedule.slack import plan_for_slack
-from helixrt.schedule.trace import Trace
 
 ADAPTIVE = ("adaptra", "helix")
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from helixrt.errors import ConfigError
-from helixrt.schedule import generators, v_shaped, zero_bubble
-from helixrt.schedule.adaptra import adaptra
 from helixrt.schedule.costs import Costs
+from helixrt.schedule.generators import classic, v_shaped, zero_bubble
+from helixrt.schedule.generators.adaptra import adaptra
 from helixrt.schedule.ir import Schedule, folded, interleaved, linear
 
 
@@ -35,15 +35,15 @@ def _fixed(generator: Callable[[int, int], Schedule]) -> Callable[[Costs, int], 
 
 
 def _helix(costs: Costs, microbatches: int) -> Schedule:
-    from helixrt.schedule.planner import plan  # above this module: the planner starts from the policies listed here
+    from helixrt.schedule.planner.plan import plan  # above this module: the planner starts from the policies listed here
 
     return plan(costs, microbatches).schedule
 
 
 POLICIES: dict[str, Policy] = {
-    "gpipe": Policy(linear, _fixed(generators.gpipe)),
-    "1f1b": Policy(linear, _fixed(generators.one_f_one_b)),
-    "interleaved": Policy(interleaved, _fixed(generators.interleaved)),
+    "gpipe": Policy(linear, _fixed(classic.gpipe)),
+    "1f1b": Policy(linear, _fixed(classic.one_f_one_b)),
+    "interleaved": Policy(interleaved, _fixed(classic.interleaved)),
     "zb-h1": Policy(linear, _fixed(zero_bubble.zb_h1)),
     "zb-h2": Policy(linear, _fixed(zero_bubble.zb_h2)),
     "zb": Policy(linear, zero_bubble.zb),

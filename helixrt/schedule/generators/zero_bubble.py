@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.adaptra import adapted_warmups
 from helixrt.schedule.costs import Costs
-from helixrt.schedule.generators import check_sizes, schedule_of
+from helixrt.schedule.generators.adaptra import adapted_warmups
+from helixrt.schedule.generators.classic import check_sizes, schedule_of
+from helixrt.schedule.generators.orchestrate import orchestrate
+from helixrt.schedule.generators.stage_order import StageOrder
 from helixrt.schedule.ir import Op, Schedule, linear
-from helixrt.schedule.orchestrate import orchestrate
-from helixrt.schedule.stage_order import StageOrder
 
 
 def _handcrafted(

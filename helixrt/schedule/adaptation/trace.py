@@ -109,7 +109,7 @@ def read(text: str) -> Trace:
 
 def table3() -> Trace:
     """ADAPTRA's Table 3: 9 spells of one to three slow links, and a NIC failure, in 1,200 iterations of 8 stages."""
-    return read(resources.files("helixrt.schedule").joinpath("data/table3.json").read_text(encoding="utf-8"))
+    return read(resources.files("helixrt.schedule.adaptation").joinpath("data/table3.json").read_text(encoding="utf-8"))
 
 
 def _whole(key: str, found: Mapping[str, Any], name: str) -> int:

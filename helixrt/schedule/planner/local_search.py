@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 
-from helixrt.schedule.lanes import TOLERANCE, Lanes, Order
+from helixrt.schedule.planner.lanes import TOLERANCE, Lanes, Order
 
 REACH = 6  # operations that one move passes, at most
 TENURE = (8, 16)  # moves for which a passed pair of operations keeps its new order

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from helixrt.errors import ConfigError
 from helixrt.schedule import ir
 from helixrt.schedule.costs import uniform
+from helixrt.schedule.generators.stage_order import StageOrder
 from helixrt.schedule.ir import Entry, Op, Operation, Schedule
-from helixrt.schedule.stage_order import StageOrder
 
 
 def check_sizes(stages: int, microbatches: int) -> None:
@@ -85,7 +85,7 @@ def build(name: str, stages: int, microbatches: int) -> Schedule:
 
     Raises ConfigError, by the keys of a training run, for an unknown name or numbers below 1.
     """
-    from helixrt.schedule.policies import POLICIES  # above this module: it lists these generators among others
+    from helixrt.schedule.generators.policies import POLICIES  # above this module: it lists these generators among others
 
     if name not in POLICIES:
         raise ConfigError("schedule.name", name, f"must be one of {', '.join(POLICIES)}")

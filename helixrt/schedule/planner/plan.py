@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.bounds import check_reachable, lower_bound
 from helixrt.schedule.costs import Costs
+from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Op, Schedule
-from helixrt.schedule.justification import PATIENCE, Justifier
-from helixrt.schedule.lanes import TOLERANCE, Form, Lanes, Order
-from helixrt.schedule.local_search import improve
 from helixrt.schedule.memory import peak_memory
-from helixrt.schedule.policies import POLICIES
+from helixrt.schedule.planner.bounds import check_reachable, lower_bound
+from helixrt.schedule.planner.justification import PATIENCE, Justifier
+from helixrt.schedule.planner.lanes import TOLERANCE, Form, Lanes, Order
+from helixrt.schedule.planner.local_search import improve
 from helixrt.schedule.simulate import makespan_ms, simulate
 
 FIRST_WORK = 1_000_000  # operations timed, or their like, in the first lists, of which there is at least one sweep

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from helixrt.errors import ConfigError
-from helixrt.schedule import policies
+from helixrt.schedule.adaptation.replay import ADAPTIVE
 from helixrt.schedule.costs import Costs, with_delays
+from helixrt.schedule.generators import policies
 from helixrt.schedule.ir import Schedule
-from helixrt.schedule.replay import ADAPTIVE
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct, makespan_ms
 
 POLICIES = ("1f1b", "zb", "adaptra", "helix")

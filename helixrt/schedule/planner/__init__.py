@@ -1,0 +1,1 @@
+"""The helix planner and what it is measured by: `plan` searches, `bounds` proves, `optimum` solves exactly."""
