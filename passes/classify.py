@@ -22,6 +22,7 @@ from torch import fx
 
 from helixrt.passes import nodes
 from helixrt.passes.errors import VerifyError
+from helixrt.passes.fused import Fused
 from helixrt.passes.groups import Group, group_name
 from helixrt.passes.layers import layers
 from helixrt.passes.operators import COMMUNICATION, Kind, Operator
@@ -63,6 +64,8 @@ def kind_of(node: fx.Node, groups: Mapping[str, Group]) -> Kind:
         return groups[name].kind
     if nodes.is_wait(node):
         return Kind.WAIT
+    if isinstance(node.target, Fused):
+        return Kind.COMPUTE
     if node.op != "call_function" or node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
         return Kind.FREE
     if nodes.is_view(node):

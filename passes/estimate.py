@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helixrt.passes import nodes
 from helixrt.passes.classify import Time, sent_bytes
+from helixrt.passes.fused import Fused
 from helixrt.passes.measure import Operation, Stopwatch
 from helixrt.passes.samples import argument_bytes
 
@@ -118,7 +119,8 @@ def flops(node: fx.Node) -> float:
     arguments, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: shape(n.meta.get("val")))
     try:
         with counter:
-            node.target(*arguments, **keywords)  # type: ignore[operator]
+            target = node.target.module if isinstance(node.target, Fused) else node.target
+            target(*arguments, **keywords)  # type: ignore[operator]
     except (RuntimeError, NotImplementedError, TypeError):
         return 0.0  # no meta kernel: counted by its memory traffic
     return float(counter.get_total_flops())

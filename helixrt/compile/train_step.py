@@ -114,7 +114,7 @@ class TrainStep:
             return Captured(None, None, error, time.perf_counter() - began)
         check_loss(joint, options)
         woven = options.strands if options.microbatches > 1 else 1
-        strands = build(joint, strands=woven, mode=options.profile)
+        strands = build(joint, strands=woven, mode=options.profile, codegen=options.codegen)
         return Captured(joint, strands, None, time.perf_counter() - began)
 
     def warn(self, found: Captured) -> None:

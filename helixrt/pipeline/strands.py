@@ -16,8 +16,10 @@ from helixrt.passes.agree import agree
 from helixrt.passes.early import early
 from helixrt.passes.executable import Executable
 from helixrt.passes.flat import flat
+from helixrt.passes.fuse import fuse
 from helixrt.passes.group_private import group_named
 from helixrt.passes.groups import group_name, transport
+from helixrt.passes.inductor_private import compiled
 from helixrt.passes.operators import Operator
 from helixrt.passes.pair import Pairing, Rules, pair, retimed
 from helixrt.passes.parts import Part, Split
@@ -49,19 +51,29 @@ class Strands:
     plan: Plan | None = None
 
 
-def build(joint: Part, *, strands: int = 2, mode: Mode | str = Mode.AUTO, rules: Rules | None = None) -> Strands:
+def build(
+    joint: Part,
+    *,
+    strands: int = 2,
+    mode: Mode | str = Mode.AUTO,
+    rules: Rules | None = None,
+    codegen: str = "eager",
+) -> Strands:
     """The graphs of a captured stage. `strands` is 1 or 2; `mode` and `rules` are for the pairing.
 
-    Raises VerifyError when a pass breaks a graph, DisagreementError when ranks would launch other collectives.
+    Raises VerifyError when a pass breaks a graph, DisagreementError when ranks would launch other collectives,
+    CompileError when `codegen` is "inductor" and that fails.
     """
     halves = split(joint)
-    backward = early(whole_backward(halves))
-    parts = [halves.forward, backward]
+    forward, backward = halves.forward, early(whole_backward(halves))
+    if codegen == "inductor":
+        forward, backward = fuse(forward, compiled), fuse(backward, compiled)
+    parts = [forward, backward]
     plan = None
     if strands == 2:
         agree_among_ranks(parts)  # profiling runs the collectives, and would hang as training would
-        plan = planned(halves.forward, backward, mode, rules)
-        parts.append(weave(halves.forward, backward, plan.order))
+        plan = planned(forward, backward, mode, rules)
+        parts.append(weave(forward, backward, plan.order))
     agree_among_ranks(parts)
     runnable = [Executable(part) for part in parts]
     return Strands(halves, runnable[0], runnable[1], runnable[2] if plan else None, plan)

@@ -1,0 +1,30 @@
+"""The one file that uses torch's inductor directly: a graph without autograd becomes a compiled function.
+
+`torch._inductor.compile` is named private and has been stable from torch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from helixrt.errors import HelixError
+
+
+class CompileError(HelixError):
+    """Inductor could not compile a group of operators (no C++ compiler, an operator it does not know)."""
+
+
+def compiled(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """A function of `module`'s inputs, to a tuple; `examples` are fake tensors. Raises CompileError."""
+    from torch._inductor import compile as compile_graph
+
+    try:
+        with torch.no_grad():
+            return compile_graph(module, list(examples))
+    except Exception as error:  # inductor raises of every kind
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CompileError(f'codegen="inductor" failed: {first}; codegen="eager" needs no compiler') from error
