@@ -8,7 +8,10 @@ the peak of two woven strands at that of one (DHelix, sections 4.1 and 6.5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +19,8 @@ from torch import fx
 
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.verify import returned
+
+TIMED = 16
 
 
 class Gradients(Protocol):
@@ -25,23 +30,45 @@ class Gradients(Protocol):
 
 
 class Executable:
-    """Runs a part. `module` is what runs, `module.code` how it reads."""
+    """Runs a part. `module` is what runs, `module.code` how it reads.
+
+    `took_s` are the seconds of the latest runs, by this processor's clock; a GPU has only been told by then.
+    """
 
     def __init__(self, part: Part) -> None:
         self.part = part
         self.module = boxed(part)
         self.inputs = part.inputs
         self.outputs = tuple(port for port in part.outputs if port.role is not Role.GRADIENT)
+        self.took_s: deque[float] = deque(maxlen=TIMED)
 
     def __call__(self, take: Callable[[Port], torch.Tensor], gradients: Gradients) -> list[tuple[Port, torch.Tensor]]:
         """`take` gives the value of each input port, and gives up its own hold of it if it can be had only once.
 
-        Returns the outputs that are no gradients. Runs without autograd.
+        Returns the outputs that are no gradients. Runs without autograd, and without autocast: casts are in the graph.
         """
         values = [take(port) for port in reversed(self.inputs)]
-        with torch.no_grad():
-            results = self.module(values, gradients)
+        began = time.perf_counter()
+        with torch.no_grad(), without_autocast():
+            results = self.module.forward(values, gradients)
+        self.took_s.append(time.perf_counter() - began)
         return list(zip(self.outputs, results, strict=True))
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Operators run on what they are given, also inside a user's `torch.autocast`."""
+    with ExitStack() as stack:
+        for device in device_types():
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def device_types() -> tuple[str, ...]:
+    """Of this machine: the processor, and the accelerator if there is one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def boxed(part: Part) -> fx.GraphModule:

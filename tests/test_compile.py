@@ -95,7 +95,23 @@ def test_a_step_is_a_plain_loop() -> None:
     assert len(model.train_step.captured) == 3, "other shapes and modes have graphs of their own"
     explanation = model.explain()
     assert explanation.state == "woven" and explanation.counts["woven"]["compute"] > 0
+    assert explanation.measured_ms.keys() == {"forward", "backward", "woven"}
     assert "class Woven" in explanation.code["woven"] and "woven" in str(explanation)
+
+
+def test_autocast_is_the_callers() -> None:
+    model = helixrt.compile(Net().eval(), loss=F.mse_loss, microbatches=2)
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.train_step(X, target=Y)
+        losses = [F.mse_loss(plain(a), b) for a, b in zip(X.chunk(2), Y.chunk(2), strict=True)]
+    sum(each / 2 for each in losses).backward()
+    assert torch.equal(loss, torch.stack(losses).mean().detach())
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-2, atol=1e-3)
+    model.train_step(X, target=Y)
+    assert len(model.train_step.captured) == 2, "without autocast there is another graph"
 
 
 def test_the_model_stays_what_it_was() -> None:

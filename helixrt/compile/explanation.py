@@ -6,6 +6,7 @@ what the report is made of. Times are predictions, in milliseconds, for one back
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from helixrt.passes.flat import lying_in, usage
 from helixrt.passes.groups import Group
 from helixrt.passes.operators import Operator
 from helixrt.passes.parts import Part, Stamp
+from helixrt.passes.profile import device_of
 from helixrt.passes.timing import BACKWARD, FORWARD, Place
 from helixrt.pipeline.strands import Plan, Strands
 
@@ -27,7 +29,8 @@ class Explanation:
     """`state` is "woven", "single strand", "fallback" (see `reason`), or says that there is nothing yet.
 
     `counts` has the operators of each graph by kind. `plan` has the operators with their times, the order, the pairs and
-    the predicted times; its pairing is None for a model that does not communicate. Memory is what the model's tensors
+    the predicted times; its pairing is None for a model that does not communicate. `measured_ms` are medians of each
+    graph's latest runs (on processors; a GPU's graphs are not timed). Memory is what the model's tensors
     need besides parameters, gradients and inputs, at most, of one strand and of two.
     """
 
@@ -37,6 +40,7 @@ class Explanation:
     stamps: tuple[Stamp, ...] = ()
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     plan: Plan | None = None
+    measured_ms: dict[str, float] = field(default_factory=dict)
     single_peak_bytes: int = 0
     woven_peak_bytes: int = 0
     code: dict[str, str] = field(default_factory=dict)
@@ -62,6 +66,7 @@ def explained(strands: Strands, seconds: float, options: Options) -> Explanation
         stamps=parts["woven"].stamps if strands.woven else backward.stamps,
         counts={name: counted(part) for name, part in parts.items()},
         plan=strands.plan,
+        measured_ms=measured(strands),
         single_peak_bytes=single,
         woven_peak_bytes=woven,
         code={name: part.code() for name, part in parts.items()},
@@ -72,6 +77,14 @@ def counted(part: Part) -> dict[str, int]:
     """How many operators there are of each kind; all communication counts as inside the node here."""
     groups = _AnyGroup()
     return dict(Counter(str(kind) for kind in classify(part, groups).values()))
+
+
+def measured(strands: Strands) -> dict[str, float]:
+    """Median time of each graph's latest runs."""
+    graphs = {"forward": strands.forward, "backward": strands.backward, "woven": strands.woven}
+    if device_of([strands.forward.part]).type != "cpu":
+        return {}
+    return {name: 1e3 * statistics.median(graph.took_s) for name, graph in graphs.items() if graph and graph.took_s}
 
 
 def peaks(forward: Part, backward: Part, plan: Plan | None) -> tuple[int, int]:
@@ -101,6 +114,8 @@ def lines(explanation: Explanation) -> list[str]:
         f"  memory: at most {sized(explanation.single_peak_bytes)} of activations"
         + (f" with one strand, {sized(explanation.woven_peak_bytes)} with two" if explanation.state == "woven" else "")
     )
+    if explanation.measured_ms:
+        found.append("  measured: " + ", ".join(f"{name} {took:.2f} ms" for name, took in explanation.measured_ms.items()))
     plan = explanation.plan
     if plan is None:
         return found

@@ -30,6 +30,7 @@ from helixrt.compile.options import Options
 from helixrt.errors import ConfigError
 from helixrt.passes.capture import capture
 from helixrt.passes.errors import CaptureError
+from helixrt.passes.executable import device_types
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.pipeline.data_parallel import DataParallel, data_parallel
 from helixrt.pipeline.gradients import ParameterGradients
@@ -194,6 +195,5 @@ def state_key(module: nn.Module) -> Hashable:
 
 def ambient_key() -> Hashable:
     """What else a graph depends on."""
-    devices = ("cpu", torch.accelerator.current_accelerator().type) if torch.accelerator.is_available() else ("cpu",)  # type: ignore[union-attr]
-    autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
+    autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types())
     return autocast, torch.get_default_dtype()
