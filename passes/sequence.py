@@ -2,7 +2,8 @@
 
 In: a strand's operators, listed in an order that respects what they need. Out: candidate `Line`s of it. In each,
 collectives are launched as soon as what they send is there, waits stand right before the first operator that needs
-their result, and views follow what they look at. Candidates differ in the order of compute operators: as captured,
+their result, and views follow what they look at (those of parameters and inputs come when they are needed: at the front
+they would look like work on every layer). Candidates differ in the order of compute operators: as captured,
 or those first that the longest chain hangs on, which puts other work of the strand behind its own collectives.
 
 DHelix (section 4.2) enumerates the topological orders of one layer. Here the operators whose place matters, weight
@@ -164,7 +165,7 @@ def _placed(operators: Sequence[Operator], compute: Sequence[int]) -> list[int]:
                     heapq.heappush(eager, user)
 
     for index, operator in enumerate(operators):
-        if not operator.needs and operator.kind not in (Kind.COMPUTE, Kind.WAIT) and not placed[index]:
+        if not operator.needs and operator.kind in COMMUNICATION:
             emit(index)
     for index in (*compute, *range(len(operators))):
         if not placed[index]:
