@@ -17,11 +17,13 @@ from torch import fx
 
 from helixrt.passes import nodes
 from helixrt.passes.classify import strand
+from helixrt.passes.layers import layers
 from helixrt.passes.parts import Part, Role
 from helixrt.passes.timing import BACKWARD, FORWARD, Place
 from helixrt.passes.verify import returned
 
 SLACK = 1.01
+LAYERS_AHEAD = 0.8  # of one layer's memory, by which a forward that hides communication may be ahead
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,18 @@ def lying_in(forward: Part) -> dict[str, Memory]:
                 memory = nodes.tensor_arguments(memory)[0]
             found[port.name] = Memory(memory.name, 0 if memory.op == "placeholder" else nodes.size_bytes(memory))
     return found
+
+
+def slack_of(forward: Part) -> float:
+    """What strands that communicate need to pass each other: most of a layer's memory (1.025 with 32 layers).
+
+    A forward that must wait for all of a layer's memory to be free before it takes the first of its own leaves the
+    link idle once a layer. Models without layers get `SLACK`.
+    """
+    listed = strand(forward)
+    numbers = layers([nodes.origin(node).module for node in listed], [str(node.target) for node in listed])
+    count = len(set(numbers) - {None})
+    return max(SLACK, 1.0 + LAYERS_AHEAD / count) if count > 1 else SLACK
 
 
 def flat(forward: Part, backward: Part, order: Sequence[Place], slack: float = SLACK) -> list[Place]:

@@ -17,10 +17,8 @@ from helixrt.errors import ConfigError
 from helixrt.passes import nodes
 from helixrt.passes.early import early
 from helixrt.passes.executable import Executable
-from helixrt.passes.flat import flat
 from helixrt.passes.measure import Operation, finish
-from helixrt.passes.operators import Operator, Overlap
-from helixrt.passes.pair import POLICIES, Pairing, Rules, baseline, pair, retimed
+from helixrt.passes.pair import Pairing, Rules, baseline
 from helixrt.passes.parts import Part, Port, Role, Split
 from helixrt.passes.profile import Profile
 from helixrt.passes.split import split, whole_backward
@@ -28,7 +26,7 @@ from helixrt.passes.verify import returned
 from helixrt.passes.weave import weave
 from helixrt.pipeline.gradients import ParameterGradients
 from helixrt.pipeline.single_stage import Inputs, SingleStage
-from helixrt.pipeline.strands import Plan, Strands, agree_among_ranks
+from helixrt.pipeline.strands import Plan, Strands, agree_among_ranks, flattened, paired
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import Group, ParallelGroups
@@ -163,9 +161,11 @@ class Stage:
         strands = tuple(measured.operators(self.forward)), tuple(measured.operators(self.backward))
         found: dict[str, Way] = {}
         for name, (policy, rules) in wanted.items():
-            pairing = ordered(policy, strands, measured.overlap, rules)
-            order = flat(self.forward, self.backward, pairing.order)
-            pairing = retimed(pairing, *strands, order, measured.overlap)
+            if policy == "helix":
+                pairing = paired(self.forward, self.backward, measured, rules)
+            else:
+                pairing = baseline(policy, *strands, measured.overlap, rules)
+                pairing = flattened(self.forward, self.backward, pairing, measured)
             twin = next((n for n, w in found.items() if w.pairing and w.pairing.order == pairing.order), None)
             if twin is not None:
                 found[name] = Way(found[twin].run, pairing, twin)
@@ -181,13 +181,6 @@ class Stage:
         gradients = ParameterGradients(stage.parameters(), self.joint.layouts)
         inputs: list[Inputs] = [*self.inputs]
         return lambda: stage.run(inputs, gradients)
-
-
-def ordered(
-    policy: str, strands: tuple[tuple[Operator, ...], tuple[Operator, ...]], overlap: Overlap, rules: Rules
-) -> Pairing:
-    assert policy in POLICIES
-    return pair(*strands, overlap, rules) if policy == "helix" else baseline(policy, *strands, overlap, rules)
 
 
 def without_communication(part: Part) -> Part:
