@@ -70,13 +70,29 @@ def test_two_chunks_reach_the_bound_and_beat_the_v_schedules() -> None:
         costs = slow_link(uniform(8), delay_ms).split(folded(8))
         found = plan(costs, 32)
         assert found.makespan_ms == bound_ms
-        for rival in ("zbv", "dualpipev"):
+        for rival in ("zbv", "dualpipev", "w"):
             other = POLICIES[rival].schedule(costs, 32)
             equal = replace(costs, memory=peak_memory(other, costs))
             found = plan(equal, 32, effort=0.3)
             assert_sound(found, equal, 32)
             other_ms = makespan_ms(other, costs)
             assert found.makespan_ms < other_ms or found.makespan_ms == other_ms == found.lower_bound_ms
+
+
+@pytest.mark.parametrize(
+    "stages, microbatches, memory, delay_ms, reached_ms",
+    [(4, 12, 4, 4, 63), (8, 32, 8, 1, 102.5), (8, 32, 8, 2, 107.5), (8, 32, 8, 4, 119.5), (8, 32, 12, 4, 107.5)],
+)
+def test_two_chunks_share_a_tight_cap(
+    stages: int, microbatches: int, memory: float, delay_ms: float, reached_ms: float
+) -> None:
+    """Where the first chunks' forwards would fill the caps if they were let."""
+    middle = stages // 2
+    delays = {(middle - 1, middle): delay_ms, (middle, middle - 1): delay_ms}
+    costs = with_delays(uniform(stages, memory=memory), delays).split(folded(stages))
+    found = plan(costs, microbatches)
+    assert_sound(found, costs, microbatches)
+    assert found.makespan_ms <= reached_ms
 
 
 @pytest.mark.parametrize("seed", range(40))

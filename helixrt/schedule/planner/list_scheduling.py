@@ -26,12 +26,14 @@ class Listed:
     ends: list[list[float]]
 
 
-def dispatch(problem: Lanes, priority: Priority, patience: float) -> Listed | None:
+def dispatch(problem: Lanes, priority: Priority, patience: float, share: Sequence[float] = ()) -> Listed | None:
     """The order that comes about when every stage, whenever it is free, starts the best of what it could start.
 
     `patience` in [0, 1): how far a stage waits for a better operation that will arrive: 0 never idles when it could
     work, 1 - epsilon waits for everything that arrives before the earliest end of what it could run now (Storer, Wu and
-    Vaccari, Management Science 1992). None if the stages block each other over memory, which `_room` keeps them from.
+    Vaccari, Management Science 1992). `share[chunk]` is the most memory that a chunk may hold, with room for one of its
+    micro-batches at least, so that the oldest one always goes on; none given, all share the cap. None if the stages block
+    each other over memory, which `_room` keeps them from.
     """
     lanes, count, stages = problem.lanes, problem.microbatches, problem.stages
     stage, duration, source, latency = problem.stage, problem.duration, problem.source, problem.latency
@@ -53,6 +55,7 @@ def dispatch(problem: Lanes, priority: Priority, patience: float) -> Listed | No
     wired = any(wire)
     busy_until: dict[int, float] = {}
     free, memory = [0.0] * stages, [0.0] * stages
+    chunks, holding = problem.chunks, [0.0] * problem.chunks
     order: Order = [[] for _ in range(stages)]
     decision, choice = [0.0] * stages, [-1] * stages
     overlap: list[Overlap | None] = [None] * stages
@@ -76,6 +79,8 @@ def dispatch(problem: Lanes, priority: Priority, patience: float) -> Listed | No
                     start = idle_from
                 if needed:
                     if memory[s] + needed > cap[s]:
+                        continue
+                    if share and holding[lane % chunks] + needed > share[lane % chunks]:
                         continue
                     if len(takers[s]) > 1 and not _room(problem, takers[s], done, lane):
                         continue
@@ -112,7 +117,9 @@ def dispatch(problem: Lanes, priority: Priority, patience: float) -> Listed | No
             left -= 1
             done[lane] += 1
             ends[lane].append(end)
-            memory[s] += take[lane] - give[lane]
+            change = take[lane] - give[lane]
+            memory[s] += change
+            holding[lane % chunks] += change
             for reader in readers[lane]:
                 if source[reader] == lane:
                     sent = end

@@ -23,7 +23,7 @@ from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Op, Schedule
 from helixrt.schedule.memory import peak_memory
 from helixrt.schedule.planner.bounds import check_reachable, lower_bound
-from helixrt.schedule.planner.justification import PATIENCE, Justifier
+from helixrt.schedule.planner.justification import Justifier
 from helixrt.schedule.planner.lanes import TOLERANCE, Form, Lanes, Order
 from helixrt.schedule.planner.local_search import improve
 from helixrt.schedule.simulate import makespan_ms, simulate
@@ -86,7 +86,7 @@ def _search(costs: Costs, microbatches: int, bound_ms: float, effort: float) -> 
     forms = _forms(costs)
     for form in forms:
         lists = Justifier(costs, microbatches, exact_ms, draw, form)
-        lists.run(bound_ms, min(FIRST_WORK, lists.cost * len(PATIENCE)))
+        lists.run(bound_ms, min(FIRST_WORK, lists.cost * lists.first))
         if lists.best and lists.best_ms > bound_ms * (1 + TOLERANCE):
             size = lists.problem.operations
             share = min(1.0, WORK_PER_OPERATION * size / (LISTING_WORK + 2 * SEARCH_WORK), LARGE / size)
