@@ -295,8 +295,9 @@ def test_a_network_that_cannot_be_finished_is_removed(nothing_left: None, monkey
 
 
 OWNER = """
-import subprocess, sys, time
+import signal, time
 from helixrt.lab.net import Network
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which has it ignored
 with Network(hosts=2, rate_mbit=50.0) as network:
     one = network.run(1, ["sleep", "1000"])
     print(network.namespace(0), network.namespace(1), one.pid, flush=True)
@@ -316,8 +317,16 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], list[str], int]]:
             time.sleep(0.01)
         yield process, names, int(sleeper)
     finally:
-        process.kill()
-        process.communicate()
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill an owner and remove what it leaves. (Its programs may hold its output open: that is not waited for.)"""
+    process.kill()
+    process.wait(DEADLINE_S)
+    assert process.stdout is not None
+    process.stdout.close()
+    namespaces.clean()
 
 
 def is_gone(pid: int) -> bool:
@@ -360,10 +369,10 @@ def test_whenever_a_signal_comes_and_comes_again_nothing_is_left(seed: int) -> N
             time.sleep(draw.random() * draw.choice((0.0, 0.003, 0.05)))
             process.send_signal(draw.choice((signal.SIGTERM, signal.SIGINT)))
             process.wait(DEADLINE_S)
+            left = [name for name in namespaces.existing() if f"-{process.pid}-" in name]
         finally:
-            process.kill()
-            process.communicate()
-        assert not [name for name in namespaces.existing() if f"-{process.pid}-" in name]
+            end(process)
+        assert not left
 
 
 @pytest.mark.netns
