@@ -143,12 +143,12 @@ def measure(settings: Settings) -> tuple[Unlimited, list[Measured]]:
         free = Unlimited(*(slowest(answers, key) for key in ("compute_s", "communication_s", "work_s")))
         sent = max(answer["sent_bytes"] for answer in answers)
         found = []
+        least = free.work_s / free.compute_s
+        if min(settings.shares) <= least:
+            rule = f"must be above {least:.2f}, the processor's share of communication; a larger --dim makes that less"
+            raise ConfigError("--shares", min(settings.shares), rule)
         for share in settings.shares:
             wanted = share * free.compute_s
-            if wanted <= free.communication_s:
-                least = free.communication_s / free.compute_s
-                rule = f"must be above {least:.2f}, what it is on a link without limit; a larger --dim makes that less"
-                raise ConfigError("--shares", share, rule)
             rate = rated(network, ranks, wanted, sent * 8e-6 / wanted)
             found.append(at_rate(ranks, settings, share, rate, folder / "cache"))
         return free, found
@@ -243,7 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt-tp", choices=MODELS)
     parser.add_argument("--layers", type=int, nargs="+", default=[4], help="with --memory: all of these")
     parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens of a sequence on each rank")
+    parser.add_argument("--seq-len", type=int, default=64, help="tokens of a sequence on each rank")
     parser.add_argument("--batch", type=int, default=1, help="sequences per micro-batch")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=12, help="how often every way is measured")

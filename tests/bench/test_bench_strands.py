@@ -1,0 +1,74 @@
+"""`helixrt bench strands`: all ways train alike over a rated link, figures are written, wrong settings start nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from helixrt.bench import strands
+from helixrt.bench._strand_variants import MODELS
+from helixrt.errors import ConfigError
+from helixrt.lab import machine
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    strands.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+@pytest.mark.netns
+def test_a_quick_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranks compare losses and gradients of all ways themselves, and there are no figures when they differ."""
+    path = tmp_path / "out" / "figures.json"
+    assert strands.run(arguments("--quick", "--shares", "1", "--json", str(path))) == 0
+    written = json.loads(path.read_text())
+    at = written["shares"][f"{strands.QUICK['shares'][0]:g}"]
+    assert {"intra_batch", "round_robin", "eq2", "helix", "pairing", "pairing+cross"} == at["ways"].keys()
+    assert {"eager", "single", "compute", "communication"} <= at["processor_s"].keys()
+    assert at["rate_mbit"] > 0 and at["bound_s"] > 0
+    for way in at["ways"].values():
+        assert {"hidden_share", "predicted_s", "prediction_error", "same_as", "policy"} <= way.keys()
+    for spread in written["figures"].values():
+        assert 0 < spread["p20"] <= spread["p50"] <= spread["p80"]
+    assert "helix_over_single" in capsys.readouterr().out
+
+
+@pytest.mark.netns
+def test_memory_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    small = ["--memory", "--layers", "2", "4", "--dim", "64", "--seq-len", "16", "--microbatches", "2"]
+    assert strands.run(arguments(*small, "--json", str(path))) == 0
+    memory = json.loads(path.read_text())["memory"]
+    assert memory.keys() == {"2", "4"}
+    for layers, row in memory.items():
+        assert row["single_bytes"] <= row["woven_bytes"] <= (1 + 1 / int(layers)) * row["single_bytes"]
+
+
+@pytest.mark.parametrize(
+    "given,message",
+    [
+        (["--microbatches", "1"], "--microbatches=1: must be at least 2"),
+        (["--rounds", "1"], "--rounds=1: must be at least 2"),
+        (["--dim", "100"], "--dim=100: must be a multiple of 64"),
+        (["--shares", "0.5", "0"], "--shares=0.0: must be above 0"),
+        (["--layers", "4", "8"], "takes several values with --memory only"),
+    ],
+)
+def test_wrong_settings_start_nothing(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strands, "measure", lambda settings: pytest.fail("started"))
+    with pytest.raises(ConfigError, match=message):
+        strands.run(arguments(*given))
+
+
+def test_a_machine_without_namespaces_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "lacking", lambda: machine.Lack("not root", "run as root to test with rated links"))
+    with pytest.raises(ConfigError, match="bench=strands: not root: run as root"):
+        strands.run(arguments("--quick"))
+
+
+def test_every_model_offered_can_be_made() -> None:
+    assert strands.MODELS == MODELS
