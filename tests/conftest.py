@@ -6,6 +6,7 @@ import importlib.util
 import multiprocessing.spawn
 import os
 import secrets
+import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,6 +24,12 @@ settings.register_profile("helixrt", deadline=None, print_blob=True, derandomize
 settings.load_profile("helixrt")
 
 RunStages = Callable[..., list[Any]]
+
+
+def pytest_configure() -> None:
+    """Started in the background or under nohup, a process has these ignored, and so would all that tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
