@@ -54,13 +54,17 @@ class Rank:
         self.communication = self.stage.communication()
 
     def alone(self, times: int) -> dict[str, float]:
-        """Seconds of a step's compute, and of its communication as the link now is; bytes put into collectives."""
+        """Processor seconds of a step's compute, bytes put into its collectives, and `alone_communication`."""
         compute = self.stage.compute()
         self.step(compute)
-        computed = [self.step(compute) for _ in range(times)]
+        computed = []
+        for _ in range(times):
+            worked = time.process_time()
+            self.step(compute)
+            computed.append(time.process_time() - worked)
         parts = self.stage.forward, self.stage.backward
         sent = sum(sent_bytes(node) for part in parts for node in part.graph.nodes if nodes.is_collective(node))
-        alone = {"compute_s": median(computed), "sent_bytes": float(sent * self.shape.microbatches)}
+        alone = {"compute_s": typical(computed), "sent_bytes": float(sent * self.shape.microbatches)}
         return alone | self.alone_communication(times)
 
     def alone_communication(self, times: int) -> dict[str, float]:

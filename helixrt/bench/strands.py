@@ -7,10 +7,12 @@ interleaving (Wavelet), DHelix's published search (eq2) and helix. All must give
 is no figure. In the same rounds compute is measured alone, with every collective's result there already, and
 communication alone.
 
-With T1 the single strand's time, C compute alone, M communication alone and m its processor time on a link without
-limit, a step of n micro-batches cannot take less than T1 / n + (n - 1) / n max(C + m, M): the first forward and the last
-backward have no partner. The hidden share is (T1 - T) / (T1 - bound). Gradients of ranks that share a model in part
-(sequence, expert and context parallelism) are left as they are: their sum after the step is the same for all.
+With T1 the single strand's time, C compute alone (its processor time: on a core of its own that is its time), M
+communication alone and m its processor time on a link without limit, a step of n micro-batches cannot take less than
+T1 / n + (n - 1) / n max(C + m, M): the first forward and the last backward have no partner. The hidden share is
+(T1 - T) / (T1 - bound). On a machine that does other work too all times but C are longer; the figures say the load.
+Gradients of ranks that share a model in part (sequence, expert and context parallelism) are left as they are: their
+sum after the step is the same for all.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ DEADLINE_S = 600.0  # of one answer of a rank; profiling takes longest
 SHARE_TOLERANCE = 0.05  # of communication to compute
 MOST_TRIES = 5
 ALONE = ("compute", "communication")
+BURST_BYTES = 80 << 10  # lets what TCP sends at once (64 KB) through whole; the kernel would split it, at 5 times the work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,7 @@ def measure(settings: Settings) -> tuple[Unlimited, list[Measured]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
-        network = stack.enter_context(Network(HOSTS))
+        network = stack.enter_context(Network(HOSTS, burst_bytes=BURST_BYTES))
         ranks = Ranks(network, settings, logs, own_cores())
         answers = ranks.ask("alone", times=3)
         free = Unlimited(*(slowest(answers, key) for key in ("compute_s", "communication_s", "work_s")))
@@ -191,7 +194,8 @@ def figures(settings: Settings, free: Unlimited, at: Measured) -> tuple[dict[str
     }
     n = settings.microbatches
     middle = {name: median(taken) for name, taken in at.seconds.items()}
-    perfect = max(middle["compute"] + free.work_s, middle["communication"])
+    compute = median(at.work["compute"])
+    perfect = max(compute + free.work_s, middle["communication"])
     bound = median(single) / n + (n - 1) / n * perfect
     gain = middle["single"] - bound
     ways = {}
@@ -207,7 +211,7 @@ def figures(settings: Settings, free: Unlimited, at: Measured) -> tuple[dict[str
         }
     summary = {
         "rate_mbit": at.rate_mbit,
-        "communication_of_compute": middle["communication"] / middle["compute"],
+        "communication_of_compute": middle["communication"] / compute,
         "unlimited_work_s": free.work_s,
         "bound_s": bound,
         "bound_speedup": middle["single"] / bound,
@@ -230,7 +234,7 @@ def measure_memory(settings: Settings, layers: Sequence[int]) -> dict[str, dict[
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
-        ranks = Ranks(stack.enter_context(Network(HOSTS)), settings, logs, own_cores())
+        ranks = Ranks(stack.enter_context(Network(HOSTS, burst_bytes=BURST_BYTES)), settings, logs, own_cores())
         found: dict[str, dict[str, float]] = {}
         for count in layers:
             answers = ranks.ask("memory", layers=count)
@@ -288,17 +292,20 @@ def run(args: argparse.Namespace) -> int:
     own_cores()
     if args.memory:
         return run_memory(settings, args)
+    loads = [os.getloadavg()[0]]
     free, found = measure(settings)
+    loads.append(os.getloadavg()[0])
     spreads: dict[str, Spread] = {}
     summaries = {}
     print(f"strands, {settings.model}, {settings.layers} layers of {settings.dim}, {settings.microbatches} micro-batches")
+    print(f"load of the machine before {loads[0]:.1f}, after {loads[1]:.1f} (two ranks alone make 2 at most)")
     for at in found:
         here, summary = figures(settings, free, at)
         spreads |= {f"{at.share:g}/{name}": spread for name, spread in here.items()}
         summaries[f"{at.share:g}"] = summary
         show(at, here, summary)
     if args.json is not None:
-        write(args.json, "strands", asdict(settings), spreads, unlimited=asdict(free), shares=summaries)
+        write(args.json, "strands", asdict(settings), spreads, unlimited=asdict(free), shares=summaries, load=loads)
         print(f"  written to {args.json}")
     return 0
 
