@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from helixrt.passes import nodes
 from helixrt.passes.classify import Time, sent_bytes
 from helixrt.passes.fused import Fused
+from helixrt.passes.groups import Group
 from helixrt.passes.measure import Operation, Stopwatch
 from helixrt.passes.samples import argument_bytes
 
@@ -42,6 +43,14 @@ class Wire:
     latency_us: float
     bytes_per_us: float
     host_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Supposed:
+    """A group that is planned for without its ranks: where they would be, and what their wire would do."""
+
+    group: Group
+    wire: Wire
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from helixrt.errors import ConfigError
 from helixrt.passes import classify, estimate, factors, profile_cache
 from helixrt.passes.classify import Time
 from helixrt.passes.errors import DisagreementError
-from helixrt.passes.estimate import Rates
+from helixrt.passes.estimate import Rates, Supposed
 from helixrt.passes.group_private import group_named
 from helixrt.passes.groups import Group, group_name, locate, transport
 from helixrt.passes.measure import PAIR_ROUNDS, Operation, Stopwatch, Together
@@ -92,24 +92,30 @@ def profile(
     link: str = "",
     budget_s: float = BUDGET_S,
     host: str | None = None,
+    supposed: Mapping[str, Supposed] | None = None,
 ) -> Profile:
     """Profile `parts` together with all ranks of `group`.
 
     Without `group`, that is the one group the parts communicate in, or all ranks of the job where there are several (a
     pipeline's stages have other graphs: there it must be given). `cache` is a
     folder (None: the user's). `link` tells wires apart that look alike. `budget_s` bounds the time for pairs; those
-    that matter most come first. `host` overrides this rank's host, see `groups`. Random number generators are left as
-    they were. Raises ConfigError, DisagreementError when ranks profile different graphs, VerifyError for unknown groups.
+    that matter most come first. `host` overrides this rank's host, see `groups`. With `supposed`, the groups by name as
+    somebody says they are, this process plans alone and nothing communicates: communication and pairs are estimated.
+    Random number generators are left as they were. Raises ConfigError, DisagreementError when ranks profile different
+    graphs, VerifyError for unknown groups.
     """
     began = time.perf_counter()
     parts = [parts] if isinstance(parts, Part) else list(parts)
     if mode not in tuple(Mode):
         raise ConfigError("profile", mode, f"must be one of {', '.join(Mode)}")
-    groups = locate(parts, host=host)
-    ranks = Ranks(group if group is not None else planning_group(groups))
+    if supposed is None:
+        groups = locate(parts, host=host)
+        ranks = Ranks(group if group is not None else planning_group(groups))
+    else:
+        groups, ranks = {name: one.group for name, one in supposed.items()}, Ranks()
     device = device_of(parts)
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        run = Run(parts, groups, ranks, Stopwatch(device, ranks), Mode(mode), budget_s)
+        run = Run(parts, groups, ranks, Stopwatch(device, ranks), Mode(mode), budget_s, supposed)
         setting, folder = Setting.here(device, ranks.count, link), cache or profile_cache.default_folder()
         return run.profile(setting, folder, began)
 
@@ -140,9 +146,17 @@ class Run:
     """One profiling, on one of the ranks."""
 
     def __init__(
-        self, parts: Sequence[Part], groups: Mapping[str, Group], ranks: Ranks, watch: Stopwatch, mode: Mode, budget_s: float
+        self,
+        parts: Sequence[Part],
+        groups: Mapping[str, Group],
+        ranks: Ranks,
+        watch: Stopwatch,
+        mode: Mode,
+        budget_s: float,
+        supposed: Mapping[str, Supposed] | None = None,
     ) -> None:
         self.groups, self.ranks, self.watch, self.mode, self.budget_s = groups, ranks, watch, mode, budget_s
+        self.supposed = supposed or {}
         listed = classify.distinct(parts, groups)
         agreed = self.ranks.first_says([name for name, _, _ in listed])
         if any(int(n) != len(agreed) for n in self.ranks.table([len(listed)])[:, 0]):
@@ -197,7 +211,7 @@ class Run:
             flops = dict(zip(own.flops, numbers[2:], strict=True))
             rates = Rates(numbers[0], numbers[1], flops, rates.wires if rates is not None else {})
         wires = dict(rates.wires)
-        if self.mode is Mode.ESTIMATE:
+        if self.mode is Mode.ESTIMATE and not self.supposed:
             for name, group in self.groups.items():
                 device = transport(group_named(name))[1]
                 wires[str(group)] = estimate.wire(self.watch, name, group.size, device)
@@ -212,7 +226,7 @@ class Run:
         means = zip(compute, taken.mean(axis=0).tolist(), strict=True)
         times = {item.name: Time(mean) for item, mean in means if not math.isnan(mean)}
         for item in missing:
-            if item.communicates:
+            if item.communicates and not self.supposed:
                 times[item.name] = Time(*self.watch.collective_us(Operation.of(item.node)))
         return known.joined(Known(times))
 
@@ -261,8 +275,10 @@ class Run:
         for item in self.items:
             if item.name not in known.times:
                 if item.communicates:
-                    group = self.groups[group_name(item.node)]
-                    times[item.name] = estimate.communication(item.node, rates.wires[str(group)], group.size)
+                    name = group_name(item.node)
+                    group, said = self.groups[name], self.supposed.get(name)
+                    wire = rates.wires[str(group)] if said is None else said.wire
+                    times[item.name] = estimate.communication(item.node, wire, group.size)
                 else:
                     times[item.name] = estimate.compute(item.node, rates)
         return known.joined(Known(times))

@@ -9,11 +9,13 @@ Without communication there is nothing to hide, so nothing is profiled and both 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from helixrt.passes import nodes
 from helixrt.passes.agree import agree
 from helixrt.passes.early import early
+from helixrt.passes.estimate import Supposed
 from helixrt.passes.executable import Executable
 from helixrt.passes.flat import flat, slack_of
 from helixrt.passes.fuse import fuse
@@ -60,8 +62,11 @@ def build(
     mode: Mode | str = Mode.AUTO,
     rules: Rules | None = None,
     codegen: str = "eager",
+    supposed: Mapping[str, Supposed] | None = None,
 ) -> Strands:
     """The graphs of a captured stage. `strands` is 1 or 2; `mode` and `rules` are for the pairing.
+
+    With `supposed` (see `profile`) this process plans for ranks that are not there, and nobody is asked to agree.
 
     Raises VerifyError when a pass breaks a graph, DisagreementError when ranks would launch other collectives,
     CompileError when `codegen` is "inductor" and that fails.
@@ -73,19 +78,27 @@ def build(
     parts = [forward, backward]
     plan = None
     if strands == 2:
-        agree_among_ranks(parts)  # profiling runs the collectives, and would hang as training would
-        plan = planned(forward, backward, mode, rules)
+        if supposed is None:
+            agree_among_ranks(parts)  # profiling runs the collectives, and would hang as training would
+        plan = planned(forward, backward, mode, rules, supposed)
         parts.append(weave(forward, backward, plan.order))
-    agree_among_ranks(parts)
+    if supposed is None:
+        agree_among_ranks(parts)
     runnable = [Executable(part) for part in parts]
     return Strands(halves, runnable[0], runnable[1], runnable[2] if plan else None, plan)
 
 
-def planned(forward: Part, backward: Part, mode: Mode | str = Mode.AUTO, rules: Rules | None = None) -> Plan:
+def planned(
+    forward: Part,
+    backward: Part,
+    mode: Mode | str = Mode.AUTO,
+    rules: Rules | None = None,
+    supposed: Mapping[str, Supposed] | None = None,
+) -> Plan:
     """The order to weave in: the fastest found, kept to the memory of one strand."""
     if not any(nodes.is_collective(node) for part in (forward, backward) for node in part.graph.nodes):
         return Plan(tuple(flat(forward, backward, alternating(forward, backward))))
-    measured = profile([forward, backward], mode=mode)
+    measured = profile([forward, backward], mode=mode, supposed=supposed)
     strands = tuple(measured.operators(forward)), tuple(measured.operators(backward))
     pairing = paired(forward, backward, measured, rules)
     return Plan(pairing.order, pairing, measured, *strands)
