@@ -1,8 +1,8 @@
 """Flat: an issue order is changed so that two strands need no more memory than one.
 
-In: the two parts of one split, an order of both. Out: an order in which forward operators wait until the backward has
-released what they need, so that at no moment more is alive than `SLACK` times the most that is alive when the strands
-run one after the other. Of each strand the order stays. The pairing search has a coarser rule, by layers, that leaves
+In: the two parts of one split (or of two chunks on one stage), an order of both. Out: an order in which forward operators
+wait until the backward has released what they need, so that at no moment more is alive than `SLACK` times the most that
+is alive when the backward runs first and the forward then. Of each strand the order stays. The pairing search has a coarser rule, by layers, that leaves
 it room to choose; this one counts bytes, and holds at both ends, where logits and embeddings lie.
 
 DHelix, section 3.3: the backward of one micro-batch frees what the forward of the next one takes.
@@ -118,12 +118,21 @@ def slack_of(forward: Part) -> float:
     return max(SLACK, 1.0 + LAYERS_AHEAD / count) if count > 1 else SLACK
 
 
-def flat(forward: Part, backward: Part, order: Sequence[Place], slack: float = SLACK) -> list[Place]:
-    """`order` with forward operators put off until there is room; see the module's docstring."""
+def flat(
+    forward: Part,
+    backward: Part,
+    order: Sequence[Place],
+    slack: float = SLACK,
+    saved: Mapping[str, Memory] | None = None,
+) -> list[Place]:
+    """`order` with forward operators put off until there is room; see the module's docstring.
+
+    `saved` is where what the backward takes in lies, if its own forward is not `forward`.
+    """
     lines = [[index for which, index in order if which == wanted] for wanted in (FORWARD, BACKWARD)]
     ahead = usage(forward, lines[FORWARD])
-    behind = usage(backward, lines[BACKWARD], lying_in(forward))
-    limit = slack * max(ahead.peak, behind.peak)
+    behind = usage(backward, lines[BACKWARD], lying_in(forward) if saved is None else saved)
+    limit = slack * max(ahead.peak + behind.before[-1], behind.peak)
     to_come = list(behind.during) + [0]  # the most the backward will still need, by how far it has come
     for at in reversed(range(len(behind.during))):
         to_come[at] = max(to_come[at], to_come[at + 1], behind.before[at + 1])

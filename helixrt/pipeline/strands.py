@@ -17,7 +17,7 @@ from helixrt.passes.agree import agree
 from helixrt.passes.early import early
 from helixrt.passes.estimate import Supposed
 from helixrt.passes.executable import Executable
-from helixrt.passes.flat import flat, slack_of
+from helixrt.passes.flat import Memory, flat, slack_of
 from helixrt.passes.fuse import fuse
 from helixrt.passes.group_private import group_named
 from helixrt.passes.groups import group_name, transport
@@ -31,6 +31,8 @@ from helixrt.passes.timing import Place
 from helixrt.passes.weave import alternating, weave
 
 PUBLISHED = "eq2"  # the search of DHelix's paper
+
+Saved = Mapping[str, Memory]
 
 
 @dataclass(frozen=True)
@@ -94,29 +96,35 @@ def planned(
     mode: Mode | str = Mode.AUTO,
     rules: Rules | None = None,
     supposed: Mapping[str, Supposed] | None = None,
+    saved: Saved | None = None,
 ) -> Plan:
-    """The order to weave in: the fastest found, kept to the memory of one strand."""
+    """The order to weave in: the fastest found, kept to the memory of one strand.
+
+    `saved` is where what the backward takes in lies (`flat.lying_in`), if its own forward is not `forward`.
+    """
     if not any(nodes.is_collective(node) for part in (forward, backward) for node in part.graph.nodes):
-        return Plan(tuple(flat(forward, backward, alternating(forward, backward))))
+        return Plan(tuple(flat(forward, backward, alternating(forward, backward), saved=saved)))
     measured = profile([forward, backward], mode=mode, supposed=supposed)
     strands = tuple(measured.operators(forward)), tuple(measured.operators(backward))
-    pairing = paired(forward, backward, measured, rules)
+    pairing = paired(forward, backward, measured, rules, saved)
     return Plan(pairing.order, pairing, measured, *strands)
 
 
-def paired(forward: Part, backward: Part, measured: Profile, rules: Rules | None = None) -> Pairing:
-    """The fastest order found that keeps to the memory rule."""
+def paired(
+    forward: Part, backward: Part, measured: Profile, rules: Rules | None = None, saved: Saved | None = None
+) -> Pairing:
+    """The fastest order found that keeps to the memory rule; `saved` as in `planned`."""
     strands = measured.operators(forward), measured.operators(backward)
-    pairing = flattened(forward, backward, pair(*strands, measured.overlap, rules), measured)
+    pairing = flattened(forward, backward, pair(*strands, measured.overlap, rules), measured, saved)
     if pairing.policy != PUBLISHED:  # putting off what does not fit can cost a tight order more than a loose one
         other = baseline(PUBLISHED, *strands, measured.overlap, rules)
-        pairing = min(pairing, flattened(forward, backward, other, measured), key=lambda found: found.predicted_us)
+        pairing = min(pairing, flattened(forward, backward, other, measured, saved), key=lambda found: found.predicted_us)
     return pairing
 
 
-def flattened(forward: Part, backward: Part, pairing: Pairing, measured: Profile) -> Pairing:
-    """A pairing of the two parts, kept to `flat.slack_of` the memory of one strand."""
-    order = flat(forward, backward, pairing.order, slack_of(forward))
+def flattened(forward: Part, backward: Part, pairing: Pairing, measured: Profile, saved: Saved | None = None) -> Pairing:
+    """A pairing of the two parts, kept to `flat.slack_of` the memory of one strand; `saved` as in `planned`."""
+    order = flat(forward, backward, pairing.order, slack_of(forward), saved)
     if tuple(order) == pairing.order:
         return pairing
     return retimed(pairing, measured.operators(forward), measured.operators(backward), order, measured.overlap)
