@@ -52,6 +52,13 @@ class Supposed:
     group: Group
     wire: Wire
 
+    def __str__(self) -> str:
+        hosts = len(self.group.ranks_per_host)
+        where = f"{hosts} hosts" if hosts > 1 else "one host"
+        rate = f"{self.wire.bytes_per_us * 8:,.6g} Mbit/s and {self.wire.latency_us:g} us"
+        share = f", {self.wire.host_share:.0%} of it work of the processor" if self.wire.host_share else ""
+        return f"{self.group.size} ranks on {where}, {rate}{share}"
+
 
 @dataclass(frozen=True)
 class Rates:

@@ -1,27 +1,35 @@
 """What `explain()` says: whether a model is captured and woven, its operators, and what hides behind what.
 
-In: the graphs of a stage and how they were planned. Out: an `Explanation`; printed, it is a report, and its fields have
-what the report is made of. Times are predictions, in milliseconds, for one backward woven with one forward.
+In: the graphs of a stage and how they were planned. Out: an `Explanation`; printed, it is a report (`explanation_text`);
+`to_dict` is the same as plain data (`explanation_json`), `picture` draws both strands (`picture`), and `save` writes any
+of these to a file. Predicted times are for one backward woven with one forward.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from helixrt.compile.options import Options
+from helixrt.compile.shapes import Picture, png, svg
+from helixrt.errors import ConfigError
+from helixrt.passes import nodes
+from helixrt.passes.baselines import sequential
 from helixrt.passes.classify import classify, strand
+from helixrt.passes.estimate import Supposed
 from helixrt.passes.flat import lying_in, usage
 from helixrt.passes.groups import Group
-from helixrt.passes.operators import Operator
 from helixrt.passes.parts import Part, Stamp
 from helixrt.passes.profile import device_of
-from helixrt.passes.timing import BACKWARD, FORWARD, Place
+from helixrt.passes.timing import BACKWARD, FORWARD, Timing, simulate
 from helixrt.pipeline.strands import Plan, Strands
 
-MIB = 1 << 20
-SHOWN_PAIRS = 20
+FORMS = ("txt", "json", "svg", "png")
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,9 @@ class Explanation:
     `counts` has the operators of each graph by kind. `plan` has the operators with their times, the order, the pairs and
     the predicted times; its pairing is None for a model that does not communicate. `measured_ms` are medians of each
     graph's latest runs (on processors; a GPU's graphs are not timed). Memory is what the model's tensors
-    need besides parameters, gradients and inputs, at most, of one strand and of two.
+    need besides parameters, gradients and inputs, at most, of one strand and of two. `code` is each graph as Python;
+    `modules` tells, of each graph's operators, the module they come from. `supposed` are groups that were planned for
+    without being there, by name (`plan_ahead`); times of communication in them are estimates.
     """
 
     state: str
@@ -44,13 +54,56 @@ class Explanation:
     single_peak_bytes: int = 0
     woven_peak_bytes: int = 0
     code: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, dict[str, str]] = field(default_factory=dict)
+    supposed: dict[str, Supposed] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        from helixrt.compile.explanation_text import lines
+
         return "\n".join(lines(self))
 
+    def timings(self) -> tuple[Timing, Timing] | None:
+        """Predicted: the strands one after the other, and as planned; None where operators have no times."""
+        plan = self.plan
+        if plan is None or plan.profile is None:
+            return None
+        strands, overlap = (plan.forward, plan.backward), plan.profile.overlap
+        before = simulate(strands, sequential(*strands), overlap)
+        return before, plan.pairing.timing if plan.pairing is not None else simulate(strands, plan.order, overlap)
 
-def explained(strands: Strands, seconds: float, options: Options) -> Explanation:
-    """The explanation of graphs that are in use."""
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data; the keys are those of `explanation_json`."""
+        from helixrt.compile.explanation_json import plain
+
+        return plain(self)
+
+    def picture(self, title: str = "two strands") -> Picture:
+        """Both strands in time. Raises ConfigError where there is nothing to draw."""
+        from helixrt.compile.picture import drawn
+
+        return drawn(self, title)
+
+    def save(self, path: Path | str, title: str = "two strands") -> None:
+        """Write a text, JSON or a picture, as the name ends: `FORMS`. Raises ConfigError for other endings."""
+        file = Path(path)
+        form = file.suffix[1:]
+        if form not in FORMS:
+            raise ConfigError("path", path, f"must end in one of {', '.join('.' + each for each in FORMS)}")
+        file.write_bytes(self.written(form, title))
+
+    def written(self, form: str, title: str = "two strands") -> bytes:
+        """The bytes of a file of one of `FORMS`."""
+        if form == "png":
+            return png(self.picture(title))
+        if form == "svg":
+            return svg(self.picture(title)).encode()
+        return ((json.dumps(self.to_dict(), indent=1) if form == "json" else str(self)) + "\n").encode()
+
+
+def explained(
+    strands: Strands, seconds: float, options: Options, supposed: Mapping[str, Supposed] | None = None
+) -> Explanation:
+    """The explanation of graphs that are in use, or planned for groups that are `supposed`."""
     forward, backward = strands.forward.part, strands.backward.part
     parts = {"forward": forward, "backward": backward}
     if strands.woven is not None:
@@ -59,23 +112,25 @@ def explained(strands: Strands, seconds: float, options: Options) -> Explanation
     reason = ""
     if strands.woven is None:
         reason = "microbatches=1: nothing to weave with" if options.strands == 2 else "strands=1"
+    known = strands.plan.profile.groups if strands.plan is not None and strands.plan.profile is not None else _AnyGroup()
     return Explanation(
         state="single strand" if strands.woven is None else "woven",
         reason=reason,
         seconds=seconds,
         stamps=parts["woven"].stamps if strands.woven else backward.stamps,
-        counts={name: counted(part) for name, part in parts.items()},
+        counts={name: counted(part, known) for name, part in parts.items()},
         plan=strands.plan,
         measured_ms=measured(strands),
         single_peak_bytes=single,
         woven_peak_bytes=woven,
         code={name: part.code() for name, part in parts.items()},
+        modules={name: {node.name: nodes.origin(node).module for node in strand(part)} for name, part in parts.items()},
+        supposed=dict(supposed or {}),
     )
 
 
-def counted(part: Part) -> dict[str, int]:
-    """How many operators there are of each kind; all communication counts as inside the node here."""
-    groups = _AnyGroup()
+def counted(part: Part, groups: Mapping[str, Group]) -> dict[str, int]:
+    """How many operators there are of each kind."""
     return dict(Counter(str(kind) for kind in classify(part, groups).values()))
 
 
@@ -101,49 +156,6 @@ def peaks(forward: Part, backward: Part, plan: Plan | None) -> tuple[int, int]:
         most = max(most, both[which].during[at[which]] + both[1 - which].before[at[1 - which]])
         at[which] += 1
     return single, most
-
-
-def lines(explanation: Explanation) -> list[str]:
-    head = explanation.state + (f" ({explanation.reason})" if explanation.reason else "")
-    if not explanation.counts:
-        return [head]
-    found = [f"{head}, ready after {explanation.seconds:.1f} s"]
-    for name, counts in explanation.counts.items():
-        found.append(f"  {name:9}" + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    found.append(
-        f"  memory: at most {sized(explanation.single_peak_bytes)} of activations"
-        + (f" with one strand, {sized(explanation.woven_peak_bytes)} with two" if explanation.state == "woven" else "")
-    )
-    if explanation.measured_ms:
-        found.append("  measured: " + ", ".join(f"{name} {took:.2f} ms" for name, took in explanation.measured_ms.items()))
-    plan = explanation.plan
-    if plan is None:
-        return found
-    pairing = plan.pairing
-    if pairing is None:
-        return [*found, "  no communication: nothing to hide, the strands alternate"]
-    found.append(
-        f"  predicted: {pairing.predicted_us / 1e3:.2f} ms woven ({pairing.policy}), {pairing.sequential_us / 1e3:.2f} ms one "
-        f"after the other, {pairing.bound_us / 1e3:.2f} ms at least; {pairing.hidden_us / 1e3:.2f} of "
-        f"{pairing.communication_us / 1e3:.2f} ms of communication hidden"
-    )
-    for pair in pairing.pairs[:SHOWN_PAIRS]:
-        behind = ", ".join(called(plan, place) for place in (*pair.behind, *pair.beside)) or "nothing"
-        found.append(f"  {called(plan, pair.collective)}: {pair.hidden_us / 1e3:.2f} ms behind {behind}")
-    if len(pairing.pairs) > SHOWN_PAIRS:
-        found.append(f"  ... and {len(pairing.pairs) - SHOWN_PAIRS} more: explain().plan.pairing.pairs")
-    return found
-
-
-def sized(count: int) -> str:
-    """A number of bytes, readable."""
-    return f"{count / MIB:,.1f} MiB" if count >= MIB else f"{count / 1024:.1f} KiB"
-
-
-def called(plan: Plan, place: Place) -> str:
-    """An operator as the report calls it."""
-    operators: tuple[Operator, ...] = plan.backward if place[0] == BACKWARD else plan.forward
-    return f"{'b' if place[0] == BACKWARD else 'f'}.{operators[place[1]].node}"
 
 
 class _AnyGroup(dict[str, Group]):

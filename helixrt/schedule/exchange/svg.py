@@ -18,7 +18,7 @@ from helixrt.schedule.timeline import Cause, Message, Timeline
 
 FILLS = {Op.F: (124, 189, 236), Op.B: (245, 178, 78), Op.W: (140, 212, 168), Op.BW: (228, 160, 196)}
 NAMES = {Op.F: "forward", Op.B: "backward, inputs", Op.W: "backward, weights", Op.BW: "whole backward"}
-_INK, _FAINT, _EDGE = "#1b2430", "#5b6673", "#ffffff"
+INK, FAINT, _EDGE = "#1b2430", "#5b6673", "#ffffff"
 _CAUSES = {
     Cause.WARM_UP: "#eef1f5",
     Cause.DEPENDENCY: "url(#dependency)",
@@ -30,13 +30,13 @@ _CAUSE_NAMES = {
     Cause.DEPENDENCY: "waits for input",
     Cause.BLOCKING: str(Cause.BLOCKING),
 }
-_MESSAGE = {Op.F: "#1f5f99", Op.B: "#a3480a", Op.BW: "#a3480a"}
+MESSAGE = {Op.F: "#1f5f99", Op.B: "#a3480a", Op.BW: "#a3480a"}
 _ROW, _GAP, _STRIP = 30.0, 18.0, 14.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 82.0, 16.0, 78.0, 40.0
-_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
+FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
 _CHARACTER = 0.56  # width of a digit, in font sizes
 
-_PATTERNS = """<defs>
+PATTERNS = """<defs>
 <pattern id="dependency" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="7" height="7" fill="#fbeceb"/><rect width="2" height="7" fill="#e9b3ad"/></pattern>
 <pattern id="blocking" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)">
@@ -103,9 +103,9 @@ class _Drawing:
         width, height = f"{self.width:.0f}", f"{self.height:.0f}"
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-            f'font-family="{_FONT}" fill="{_INK}" role="img">'
+            f'font-family="{FONT}" fill="{INK}" role="img">'
         )
-        yield _PATTERNS
+        yield PATTERNS
         yield f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
         yield from self.heading(lower_bound_ms, title)
         yield from self.axis(lower_bound_ms)
@@ -127,8 +127,8 @@ class _Drawing:
             over = gap(timeline.makespan_ms, lower_bound_ms)
             facts.insert(1, f"proven bound {number(lower_bound_ms)} ms (gap {over:.2%})")
         yield f"<title>{escape(title)}, {escape(', '.join(facts))}</title>"
-        yield _text(_LEFT, 24, title, 16, weight=600)
-        yield _text(_LEFT, 43, " · ".join(facts), 12.5, fill=_FAINT)
+        yield words(_LEFT, 24, title, 16, weight=600)
+        yield words(_LEFT, 43, " · ".join(facts), 12.5, fill=FAINT)
         x = _LEFT
         used = {o.op for stage in range(schedule.stages) for o in schedule.operations(stage)}
         causes = {bubble.cause for bubbles in timeline.bubbles for bubble in bubbles}
@@ -137,7 +137,7 @@ class _Drawing:
         legend += [(_CAUSES[cause], _CAUSE_NAMES[cause]) for cause in Cause if cause in causes]
         for fill, name in legend:
             yield f'<rect x="{x:.1f}" y="53" width="14" height="11" rx="2" fill="{fill}" stroke="#b8c0ca" stroke-width=".6"/>'
-            yield _text(x + 19, 62.5, name, 11.5)
+            yield words(x + 19, 62.5, name, 11.5)
             x += 19 + len(name) * 6.4 + 18
 
     def axis(self, lower_bound_ms: float | None) -> Iterator[str]:
@@ -148,9 +148,9 @@ class _Drawing:
         for tick in range(count + 1):
             x = self.x(tick * step)
             yield f'<path d="M{x:.1f} {top:.1f}V{foot:.1f}" stroke="#e3e7ec" stroke-width="1"/>'
-            yield _text(x, foot + 15, number(tick * step), 11, fill=_FAINT, anchor="middle")
-        yield _text(_LEFT - 10, foot + 15, "ms", 11, fill=_FAINT, anchor="end")
-        ends = [(makespan, _INK, "makespan")]
+            yield words(x, foot + 15, number(tick * step), 11, fill=FAINT, anchor="middle")
+        yield words(_LEFT - 10, foot + 15, "ms", 11, fill=FAINT, anchor="end")
+        ends = [(makespan, INK, "makespan")]
         if lower_bound_ms is not None and lower_bound_ms < makespan * (1 - 1e-9):
             ends.append((lower_bound_ms, "#0b6e4f", "proven bound"))
         for at_ms, colour, what in ends:
@@ -162,7 +162,7 @@ class _Drawing:
 
     def idle(self, stage: int) -> Iterator[str]:
         y = self.y(stage)
-        yield _text(_LEFT - 10, y + _ROW / 2 + 4.5, f"stage {stage}", 12.5, anchor="end", weight=600)
+        yield words(_LEFT - 10, y + _ROW / 2 + 4.5, f"stage {stage}", 12.5, anchor="end", weight=600)
         for bubble in self.timeline.bubbles[stage]:
             waits = f", {self.schedule.label(bubble.waiting)} waits" if bubble.waiting is not None else ""
             hint = f"{bubble.cause.value}{waits}: {bubble.start_ms:g} to {bubble.end_ms:g} ms"
@@ -180,7 +180,7 @@ class _Drawing:
         text = " ".join(f"{arrow}{number(ms)}" for ms, arrow in times if ms)
         if text:
             y = self.y(stage + 1) - _GAP / 2 + 4
-            yield _text(_LEFT - 10, y, f"{text} ms", 10.5, anchor="end", fill=_MESSAGE[Op.B])
+            yield words(_LEFT - 10, y, f"{text} ms", 10.5, anchor="end", fill=MESSAGE[Op.B])
 
     def message(self, message: Message) -> Iterator[str]:
         if message.arrive_ms <= message.ready_ms:
@@ -192,7 +192,7 @@ class _Drawing:
         path = f"M{self.x(message.ready_ms):.1f} {edge:.1f}V{start:.1f}H{self.x(message.begin_ms):.1f}"
         path += f"L{self.x(message.arrive_ms):.1f} {end:.1f}"
         faint = "" if abs(message.target - message.source) == 1 else ' stroke-dasharray="1 4"'
-        colour = _MESSAGE[message.operation.op]
+        colour = MESSAGE[message.operation.op]
         hint = f"{self.schedule.label(message.operation)} from stage {message.source} to {message.target}: "
         hint += f"ready {message.ready_ms:g}, sent {message.begin_ms:g}, there {message.arrive_ms:g} ms"
         yield (
@@ -215,7 +215,7 @@ class _Drawing:
                 size = min(12.0 if len(parts) == 1 else 10.5, room / (len(text) * _CHARACTER))
                 if size >= 5.5:
                     middle = self.x((span.start_ms + span.end_ms) / 2)
-                    yield _text(middle, y + (at + 0.5) * height + size * 0.36, text, size, anchor="middle")
+                    yield words(middle, y + (at + 0.5) * height + size * 0.36, text, size, anchor="middle")
 
     def strip(self, stage: int) -> Iterator[str]:
         """Memory over time under the row, against the stage's cap, or the greatest peak where there is none."""
@@ -228,7 +228,7 @@ class _Drawing:
             path += f"H{self.x(at_ms):.1f}V{floor - _STRIP * min(held / (top or 1.0), 1.0):.1f}"
         path += f"H{self.x(self.timeline.makespan_ms):.1f}V{floor:.1f}Z"
         yield f'<path d="{path}" fill="#d5dbe4" stroke="#8391a3" stroke-width=".7"/>'
-        yield _text(self.x(self.timeline.makespan_ms) + 8, floor - 2.5, self.peak(stage), 11, fill=_FAINT)
+        yield words(self.x(self.timeline.makespan_ms) + 8, floor - 2.5, self.peak(stage), 11, fill=FAINT)
 
     def peak(self, stage: int) -> str:
         """What the stage holds at most, in words."""
@@ -253,7 +253,8 @@ def _fill(op: Op, nth: int, chunks: int) -> str:
     return "#" + "".join(f"{round(value + (255 - value) * paler):02x}" for value in FILLS[op])
 
 
-def _text(x: float, y: float, text: str, size: float, anchor: str = "start", weight: int = 400, fill: str = _INK) -> str:
+def words(x: float, y: float, text: str, size: float, anchor: str = "start", weight: int = 400, fill: str = INK) -> str:
+    """Text as SVG, `y` its base line; `anchor` is start, middle or end."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.1f}" text-anchor="{anchor}" font-weight="{weight}" '
         f'fill="{fill}" pointer-events="none">{escape(text)}</text>'
