@@ -6,6 +6,8 @@ them back.
 
 - Communication is inside a node when all ranks of its group are on one host, else between nodes.
 - Free are views, items and constants: what moves no data. A reshape that must copy is compute.
+- A gradient is added to what is there already as soon as it is made, so that is part of the operator that makes it; a
+  view that is handed out as a gradient is no longer free.
 - Movable are weight gradients (backward work on the way to one parameter's gradient alone) and routers (what runs in a
   module called `router` or `gate`, and its backward), as in DHelix, section 4.2.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,18 +116,26 @@ def operators(
     listed = strand(part)
     places = {node: index for index, node in enumerate(listed)}
     free_to_move = movable(part)
+    added = accumulations(part)
     numbers = layers([nodes.origin(node).module for node in listed], [str(node.target) for node in listed])
     made = []
+
+    def known(timed_node: fx.Node) -> tuple[str, Time]:
+        name = signature(timed_node, groups)
+        name = (names or {}).get(name, name)
+        if name not in times:
+            raise VerifyError(f"{timed_node}: the profile has no time for {name}; profile the part first")
+        return name, times[name]
+
     for node, layer in zip(listed, numbers, strict=True):
         kind = kind_of(node, groups)
-        name = signature(node, groups)
-        name = (names or {}).get(name, name)
         needs = tuple(dict.fromkeys(places[before] for before in node.all_input_nodes if before in places))
-        time = Time(0.0)
-        if timed(kind):
-            if name not in times:
-                raise VerifyError(f"{node}: the profile has no time for {name}; profile the part first")
-            time = times[name]
+        name, time = known(node) if timed(kind) else (signature(node, groups), Time(0.0))
+        if node in added and kind is Kind.COMPUTE:
+            time = replace(time, time_us=time.time_us + known(added[node])[1].time_us)
+        elif node in added and kind is Kind.FREE:
+            kind = Kind.COMPUTE
+            name, time = known(added[node])
         size = sent_bytes(node) if kind in COMMUNICATION else nodes.size_bytes(node)
         moves = node in free_to_move and kind is Kind.COMPUTE
         made.append(Operator(node.name, kind, time.time_us, needs, name, time.host_us, moves, size, layer))
@@ -177,6 +187,22 @@ def _spelled_value(value: Any) -> str:
 
 def distinct(parts: Iterable[Part], groups: Mapping[str, Group]) -> list[tuple[str, fx.Node, Kind]]:
     """Every operator that takes time, of all parts in order, with signature and kind; the same may be there often."""
-    return [
-        (signature(node, groups), node, kind) for part in parts for node, kind in classify(part, groups).items() if timed(kind)
-    ]
+    found = []
+    for part in parts:
+        found += [(signature(node, groups), node, kind) for node, kind in classify(part, groups).items() if timed(kind)]
+        found += [(signature(node, groups), node, Kind.COMPUTE) for node in accumulations(part).values()]
+    return found
+
+
+def accumulations(part: Part) -> dict[fx.Node, fx.Node]:
+    """For each node whose result is handed out as a gradient, a node (of a graph of its own) that adds it to another."""
+    graph = fx.Graph()
+    found: dict[fx.Node, fx.Node] = {}
+    for port, node in zip(part.outputs, returned(part), strict=True):
+        value = node.meta.get("val")
+        if port.role is Role.GRADIENT and node not in found and isinstance(value, torch.Tensor):
+            both = tuple(graph.placeholder(f"{node.name}_{which}") for which in ("sum", "gradient"))
+            found[node] = graph.call_function(torch.ops.aten.add_.Tensor, both)
+            for each in (*both, found[node]):
+                each.meta = {"val": value}
+    return found

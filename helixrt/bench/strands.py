@@ -42,7 +42,9 @@ DEADLINE_S = 600.0  # of one answer of a rank; profiling takes longest
 SHARE_TOLERANCE = 0.05  # of communication to compute
 MOST_TRIES = 5
 ALONE = ("compute", "communication")
-BURST_BYTES = 80 << 10  # lets what TCP sends at once (64 KB) through whole; the kernel would split it, at 5 times the work
+# What an idle link may send at once should be little beside a message, or single strands, whose link is often idle, would
+# have it for nothing; and it must hold what TCP sends at once, which the kernel would split at several times the work.
+SEGMENT_BYTES, BURST_BYTES = 16 << 10, 20 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ def measure(settings: Settings) -> tuple[Unlimited, list[Measured]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
-        network = stack.enter_context(Network(HOSTS, burst_bytes=BURST_BYTES))
+        network = stack.enter_context(Network(HOSTS, burst_bytes=BURST_BYTES, segment_bytes=SEGMENT_BYTES))
         ranks = Ranks(network, settings, logs, own_cores())
         answers = ranks.ask("alone", times=3)
         free = Unlimited(*(slowest(answers, key) for key in ("compute_s", "communication_s", "work_s")))
@@ -234,7 +236,12 @@ def measure_memory(settings: Settings, layers: Sequence[int]) -> dict[str, dict[
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
-        ranks = Ranks(stack.enter_context(Network(HOSTS, burst_bytes=BURST_BYTES)), settings, logs, own_cores())
+        ranks = Ranks(
+            stack.enter_context(Network(HOSTS, burst_bytes=BURST_BYTES, segment_bytes=SEGMENT_BYTES)),
+            settings,
+            logs,
+            own_cores(),
+        )
         found: dict[str, dict[str, float]] = {}
         for count in layers:
             answers = ranks.ask("memory", layers=count)

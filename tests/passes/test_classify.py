@@ -11,7 +11,18 @@ from torch import fx, nn
 
 from helixrt.passes import nodes
 from helixrt.passes.capture import capture
-from helixrt.passes.classify import Time, classify, kind_of, movable, operators, signature, strand, timed
+from helixrt.passes.classify import (
+    Time,
+    accumulations,
+    classify,
+    distinct,
+    kind_of,
+    movable,
+    operators,
+    signature,
+    strand,
+    timed,
+)
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.groups import Group
 from helixrt.passes.layers import layers
@@ -51,7 +62,7 @@ def both(halves: Split) -> tuple[Part, Part]:
 
 def made(part: Part, groups: dict[str, Group] = GROUPS) -> list[Operator]:
     """The part with the same time for everything."""
-    times = {signature(node, groups): Time(1.0) for node, kind in classify(part, groups).items() if timed(kind)}
+    times = {name: Time(1.0) for name, _, _ in distinct([part], groups)}
     return operators(part, groups, times)
 
 
@@ -133,12 +144,14 @@ def test_weight_gradients_of_a_middle_chunk_are_what_w_has() -> None:
 
 def test_operators_are_the_graph(both: tuple[Part, Part]) -> None:
     for part in both:
-        listed, graph = made(part), strand(part)
+        listed, graph, kinds = made(part), strand(part), classify(part, GROUPS)
         assert [operator.node for operator in listed] == [node.name for node in graph]
         for at, (operator, node) in enumerate(zip(listed, graph, strict=True)):
             assert all(need < at for need in operator.needs)
             assert {listed[need].node for need in operator.needs} == {n.name for n in node.all_input_nodes if n in graph}
-            assert operator.time_us == (1.0 if timed(operator.kind) else 0.0)
+            given = node in accumulations(part) and operator.kind is Kind.COMPUTE  # and added to what is there
+            assert operator.time_us == float(timed(kinds[node])) + given
+            assert operator.kind is (Kind.COMPUTE if given else kinds[node])
             assert (operator.bytes > 0) or operator.kind not in COMMUNICATION
             assert not operator.movable or operator.kind is Kind.COMPUTE
 
