@@ -42,6 +42,7 @@ class Rank:
         group = Group.of(dist.group.WORLD)
         assert group is not None, "a shared model needs two ranks"
         self.shape, self.group = shape, group
+        self.on_gpu = shape.device == "cuda"
         self.ways: dict[str, Way] = {}
         self.results: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
         self.build(shape)
@@ -54,24 +55,25 @@ class Rank:
         self.communication = self.stage.communication()
 
     def alone(self, times: int) -> dict[str, float]:
-        """Processor seconds of a step's compute, bytes put into its collectives, and `alone_communication`."""
+        """Seconds of a step's compute (processor time; of a GPU by the clock), bytes put into its collectives, and
+        `alone_communication`."""
         compute = self.stage.compute()
         self.step(compute)
         computed = []
         for _ in range(times):
             worked = time.process_time()
-            self.step(compute)
-            computed.append(time.process_time() - worked)
+            wall = self.step(compute)
+            computed.append(wall if self.on_gpu else time.process_time() - worked)
         parts = self.stage.forward, self.stage.backward
         sent = sum(sent_bytes(node) for part in parts for node in part.graph.nodes if nodes.is_collective(node))
         alone = {"compute_s": typical(computed), "sent_bytes": float(sent * self.shape.microbatches)}
         return alone | self.alone_communication(times)
 
     def alone_communication(self, times: int) -> dict[str, float]:
-        """Seconds of a step's communication as the link now is: wall, and this process's processor time."""
+        """Seconds of a step's communication as the link now is: wall, and this process's processor time (a GPU has none)."""
         self.communicate()
         wall, work = zip(*(self.communicate() for _ in range(times)), strict=True)
-        return {"communication_s": median(wall), "work_s": typical(work)}
+        return {"communication_s": median(wall), "work_s": 0.0 if self.on_gpu else typical(work)}
 
     def plan(self, cache: str) -> dict[str, Any]:
         """Profile at the link's rate and make all ways; every one runs once and must give what the others give."""
@@ -119,13 +121,22 @@ class Rank:
             self.results[name] = mine
 
     def round(self, names: list[str]) -> dict[str, list[float]]:
-        """Run each way once, in this order: seconds, and this process's processor time."""
+        """Run each way once, in this order: seconds, and this process's processor time (with a GPU: seconds)."""
         taken = {}
         for name in names:
             worked = time.process_time()
             wall = self.communicate()[0] if name == "communication" else self.step(self.ways[name])
-            taken[name] = [wall, time.process_time() - worked]
+            taken[name] = [wall, wall if self.on_gpu else time.process_time() - worked]
         return taken
+
+    def trace(self, way: str, path: str) -> dict[str, int]:
+        """A step of one way as a Chrome trace; the first rank writes it."""
+        activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if self.on_gpu else [])]
+        with torch.profiler.profile(activities=activities) as profiler:
+            self.step(self.ways[way])
+        if self.group.rank == 0:
+            profiler.export_chrome_trace(path)
+        return {"events": len(profiler.events())}
 
     def memory(self, layers: int) -> dict[str, int]:
         """Peak bytes of live tensors in a step besides parameters, of one strand and two."""
@@ -145,14 +156,21 @@ class Rank:
     def step(self, way: Way) -> float:
         self.module.zero_grad(set_to_none=False)  # gradients stay where they are, as in a trainer's buckets
         dist.barrier()
+        self.synchronize()
         begin = time.perf_counter()
         way.run()
+        self.synchronize()
         return time.perf_counter() - begin
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def communicate(self) -> tuple[float, float]:
         dist.barrier()
         worked, begin = time.process_time(), time.perf_counter()
         self.communication()
+        self.synchronize()
         return time.perf_counter() - begin, time.process_time() - worked
 
 

@@ -59,6 +59,7 @@ class Shape:
     seq_len: int
     batch: int
     microbatches: int
+    device: str = "cpu"
 
     def config(self) -> ModelConfig:
         """The model's settings. Raises ConfigError for a model that is not known."""
@@ -82,14 +83,14 @@ class Shape:
         groups = self.groups(world)
         whole = self.seq_len * (groups.cp.size if groups.cp else 1)
         scale = 1.0 / self.microbatches
-        return build_chunk(self.config(), whole, 0, 1, seed=SEED, groups=groups, auxiliary_scale=scale)
+        return build_chunk(self.config(), whole, 0, 1, seed=SEED, groups=groups, auxiliary_scale=scale).to(self.device)
 
     def inputs(self, world: Group) -> list[dict[Port, torch.Tensor]]:
         """The micro-batches: the same on ranks that share tokens, others on ranks of ep and cp."""
         own = world.rank if self.model in ("moe-ep", "gpt-cp") else 0
         generator = torch.Generator().manual_seed(SEED + own)
         shape = (2, self.microbatches, self.batch, self.seq_len)
-        tokens, targets = torch.randint(0, self.config().vocab, shape, generator=generator)
+        tokens, targets = torch.randint(0, self.config().vocab, shape, generator=generator).to(self.device)
         return [{TOKENS: x, TARGET: y} for x, y in zip(tokens, targets, strict=True)]
 
 
@@ -195,7 +196,9 @@ def without_communication(part: Part) -> Part:
             key = tuple(value.shape), value.dtype
             if key not in held:
                 held[key] = f"held{len(held)}"
-                root.register_buffer(held[key], torch.full(key[0], 0.01 if key[1].is_floating_point else 0, dtype=key[1]))
+                root.register_buffer(
+                    held[key], torch.full(key[0], 0.01 if key[1].is_floating_point else 0, dtype=key[1], device=value.device)
+                )
             copies[node] = graph.get_attr(held[key])
         elif nodes.is_wait(node):
             copies[node] = copies[nodes.tensor_arguments(node)[0]]

@@ -10,8 +10,9 @@ communication alone.
 With T1 the single strand's time, C compute alone (its processor time: on a core of its own that is its time), M
 communication alone and m its processor time on a link without limit, a step of n micro-batches cannot take less than
 T1 / n + (n - 1) / n max(C + m, M): the first forward and the last backward have no partner. The hidden share is
-(T1 - T) / (T1 - bound). On a machine that does other work too all times but C are longer; the figures say the load.
-Gradients of ranks that share a model in part (sequence, expert and context parallelism) are left as they are: their
+(T1 - T) / (T1 - bound). With `--device cuda` both ranks share one card and its tensors go to the link by way of the host;
+C is then time by the clock, and m nothing. On a machine that does other work too all times but C are longer; the figures
+say the load. Gradients of ranks that share a model in part (sequence, expert and context parallelism) are left as they are: their
 sum after the step is the same for all.
 """
 
@@ -57,6 +58,7 @@ class Settings:
     microbatches: int
     rounds: int
     shares: tuple[float, ...]
+    device: str = "cpu"
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -137,8 +139,8 @@ def rated(network: Network, ranks: Ranks, wanted_s: float, start_mbit: float) ->
     return rate
 
 
-def measure(settings: Settings) -> tuple[Unlimited, list[Measured]]:
-    """All link rates. Raises Fatal when a rank fails or ways do not train alike."""
+def measure(settings: Settings, trace: Path | None = None) -> tuple[Unlimited, list[Measured]]:
+    """All link rates; `trace` is written at the last. Raises Fatal when a rank fails or ways do not train alike."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
@@ -156,6 +158,8 @@ def measure(settings: Settings) -> tuple[Unlimited, list[Measured]]:
             wanted = share * free.compute_s
             rate = rated(network, ranks, wanted, sent * 8e-6 / wanted)
             found.append(at_rate(ranks, settings, share, rate, folder / "cache"))
+        if trace is not None:
+            ranks.ask("trace", way="helix", path=str(trace.absolute()))
         return free, found
 
 
@@ -196,7 +200,7 @@ def figures(settings: Settings, free: Unlimited, at: Measured) -> tuple[dict[str
     }
     n = settings.microbatches
     middle = {name: median(taken) for name, taken in at.seconds.items()}
-    compute = median(at.work["compute"])
+    compute = median(at.work["compute"])  # of a GPU these are seconds by the clock
     perfect = max(compute + free.work_s, middle["communication"])
     bound = median(single) / n + (n - 1) / n * perfect
     gain = middle["single"] - bound
@@ -252,15 +256,17 @@ def measure_memory(settings: Settings, layers: Sequence[int]) -> dict[str, dict[
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt-tp", choices=MODELS)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4], help="with --memory: all of these")
-    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--layers", type=int, nargs="+", default=[2], help="with --memory: all of these")
+    parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--seq-len", type=int, default=64, help="tokens of a sequence on each rank")
     parser.add_argument("--batch", type=int, default=1, help="sequences per micro-batch")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=12, help="how often every way is measured")
+    parser.add_argument("--rounds", type=int, default=6, help="how often every way is measured")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="communication of compute")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one share and two rounds: does it work here?")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: both ranks on one card (gpt-tp alone)")
+    parser.add_argument("--trace", type=Path, default=None, help="write a step of helix as a Chrome trace to this file")
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
 
 
@@ -269,7 +275,7 @@ QUICK = {"layers": 1, "dim": 512, "seq_len": 128, "microbatches": 3, "rounds": 2
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Raises ConfigError for settings that cannot work."""
-    given = {key: getattr(args, key) for key in ("model", "dim", "seq_len", "batch", "microbatches", "rounds")}
+    given = {key: getattr(args, key) for key in ("model", "dim", "seq_len", "batch", "microbatches", "rounds", "device")}
     given |= {"layers": args.layers[0], "shares": tuple(args.shares)}
     if args.quick:
         given |= QUICK
@@ -288,7 +294,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError("--shares", min(settings.shares), "must be above 0")
     if not args.memory and len(args.layers) > 1:
         raise ConfigError("--layers", args.layers, "takes several values with --memory only")
+    if settings.device == "cuda" and settings.model != "gpt-tp":
+        raise ConfigError("--model", settings.model, "must be gpt-tp with --device cuda: Gloo has no other collective there")
+    if settings.device == "cuda" and not gpu_here():
+        raise ConfigError("--device", "cuda", "needs a GPU, and PyTorch sees none here")
     return settings
+
+
+def gpu_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -300,7 +316,7 @@ def run(args: argparse.Namespace) -> int:
     if args.memory:
         return run_memory(settings, args)
     loads = [os.getloadavg()[0]]
-    free, found = measure(settings)
+    free, found = measure(settings, args.trace)
     loads.append(os.getloadavg()[0])
     spreads: dict[str, Spread] = {}
     summaries = {}

@@ -24,7 +24,9 @@ def arguments(*given: str) -> argparse.Namespace:
 def test_a_quick_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks compare losses and gradients of all ways themselves, and there are no figures when they differ."""
     path = tmp_path / "out" / "figures.json"
-    assert strands.run(arguments("--quick", "--shares", "1", "--json", str(path))) == 0
+    trace = tmp_path / "trace.json"
+    assert strands.run(arguments("--quick", "--shares", "1", "--json", str(path), "--trace", str(trace))) == 0
+    assert any("all_reduce" in str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"])
     written = json.loads(path.read_text())
     at = written["shares"][f"{strands.QUICK['shares'][0]:g}"]
     assert {"intra_batch", "round_robin", "eq2", "helix", "pairing", "pairing+cross"} == at["ways"].keys()
@@ -56,12 +58,31 @@ def test_memory_is_counted(tmp_path: Path) -> None:
         (["--dim", "100"], "--dim=100: must be a multiple of 64"),
         (["--shares", "0.5", "0"], "--shares=0.0: must be above 0"),
         (["--layers", "4", "8"], "takes several values with --memory only"),
+        (["--device", "cuda", "--model", "moe-ep"], "--model=moe-ep: must be gpt-tp with --device cuda"),
     ],
 )
 def test_wrong_settings_start_nothing(given: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strands, "measure", lambda settings: pytest.fail("started"))
     with pytest.raises(ConfigError, match=message):
         strands.run(arguments(*given))
+
+
+def test_without_a_gpu_there_are_no_figures_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strands, "gpu_here", lambda: False)
+    monkeypatch.setattr(strands, "measure", lambda settings: pytest.fail("started"))
+    with pytest.raises(ConfigError, match="--device=cuda: needs a GPU"):
+        strands.run(arguments("--device", "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.netns
+def test_two_ranks_share_a_card(tmp_path: Path) -> None:
+    path, trace = tmp_path / "figures.json", tmp_path / "trace.json"
+    assert strands.run(arguments("--quick", "--device", "cuda", "--json", str(path), "--trace", str(trace))) == 0
+    streams = {
+        event["args"]["stream"] for event in json.loads(trace.read_text())["traceEvents"] if "stream" in event.get("args", {})
+    }
+    assert len(streams) > 1, "transfers have a stream of their own"
 
 
 def test_a_machine_without_namespaces_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
