@@ -12,8 +12,8 @@ communication alone and m its processor time on a link without limit, a step of 
 T1 / n + (n - 1) / n max(C + m, M): the first forward and the last backward have no partner. The hidden share is
 (T1 - T) / (T1 - bound). With `--device cuda` both ranks share one card and its tensors go to the link by way of the host;
 C is then time by the clock, and m nothing. On a machine that does other work too all times but C are longer; the figures
-say the load. Gradients of ranks that share a model in part (sequence, expert and context parallelism) are left as they are: their
-sum after the step is the same for all.
+say the load. Gradients of ranks that share a model in part (sequence, expert and context parallelism) are left as they
+are: their sum after the step is the same for all.
 """
 
 from __future__ import annotations
