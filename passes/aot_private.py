@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import logging
 import re
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Layout
 
 TORCH_FOLDER = inspect.getfile(torch).rsplit("/", 1)[0]
+ONE_AT_A_TIME = threading.Lock()  # what capture sets in torch is the process's, not the thread's
 
 
 class Meaning(StrEnum):
@@ -76,7 +78,7 @@ def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Mod
     Raises CaptureError.
     """
     where = location_of(described)
-    with quiet_dynamo() as caught, torch.enable_grad():
+    with ONE_AT_A_TIME, quiet_dynamo() as caught, torch.enable_grad():
         try:
             captured = dynamo_graph_capture_for_export(module)(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -247,10 +249,26 @@ def is_backward(node: fx.Node) -> bool | None:
 
 # ------------------------------------------------------------------------------------------------ errors
 
+
+def check_static(node: fx.Node, fallback: str) -> None:
+    """Raise CaptureError where a number or a size comes out of a tensor's values; it would not be in the graph."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        reason, remedy = "a number is read from a tensor", REMEDIES[0][1]
+    elif isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+        reason, remedy = "a size depends on the value of a tensor", REMEDIES[2][1]
+    else:
+        return
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(name, line) for name, line in lines if not name.startswith(TORCH_FOLDER)]
+    raise CaptureError(f"{own[-1][0]}:{own[-1][1]}" if own else fallback, reason, remedy)
+
+
 REMEDIES = (
     (".item()", "keep the value a tensor, or compute it outside forward and pass it in"),
     ("data-dependent", "compute both sides and choose with torch.where, or move the choice out of forward"),
     ("dynamic shape operator", "give the result a fixed size (a mask instead of selected rows, a capacity)"),
+    ("backwards hooks", "hook tensors instead: output.register_hook in a forward hook"),
     ("print", "move the print out of forward"),
     ("graph_break", "remove the graph break"),
     ("torch._dynamo.disable", "remove the decorator that excludes this function from capture"),

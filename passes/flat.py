@@ -2,8 +2,9 @@
 
 In: the two parts of one split (or of two chunks on one stage), an order of both. Out: an order in which forward operators
 wait until the backward has released what they need, so that at no moment more is alive than `SLACK` times the most that
-is alive when the backward runs first and the forward then. Of each strand the order stays. The pairing search has a coarser rule, by layers, that leaves
-it room to choose; this one counts bytes, and holds at both ends, where logits and embeddings lie.
+is alive when the backward runs first and the forward then. Of each strand the order stays. The pairing search has a
+coarser rule, by layers, that leaves it room to choose; this one counts bytes, and holds at both ends, where logits and
+embeddings lie.
 
 DHelix, section 3.3: the backward of one micro-batch frees what the forward of the next one takes.
 """

@@ -65,6 +65,7 @@ class Loom:
         if port not in self.inputs:
             name = node.name if shared else f"{LETTERS[which]}_{node.name}"
             copy = self.graph.placeholder(name)
+            copy.target = copy.name  # parameters of two chunks may be called alike
             copy.meta = dict(node.meta)
             self.inputs[port] = copy
         self.copies[which][node] = self.inputs[port]

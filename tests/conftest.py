@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing.spawn
 import os
+import queue
 import secrets
 import signal
 import threading
+import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,25 @@ def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
     return run
 
 
+@pytest.fixture
+def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a test, chunks of pipelines that are alike get the same graphs: capture takes longer than all the rest."""
+    from helixrt.pipeline import graph_stage
+
+    capture, lock = graph_stage.capture, threading.Lock()
+    known: dict[Any, Any] = {}
+
+    def once(module: Any, args: Any, *, loss: Any, target: Any) -> Any:
+        state = [(name, tensor.shape, tensor.dtype) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
+        key = (repr(module), tuple(state), args[0].shape, args[0].requires_grad, loss, module.training)
+        with lock:
+            if key not in known:
+                known[key] = capture(module, args, loss=loss, target=target)
+            return known[key]
+
+    monkeypatch.setattr(graph_stage, "capture", once)
+
+
 @pytest.fixture(scope="session")
 def plain_engine() -> Any:
     """The class in tests/plain_engine.py (tests are not a package, so they cannot import it)."""
@@ -150,3 +171,75 @@ def plain_engine() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.PlainEngine
+
+
+RANKS, ANSWER_DEADLINE_S = 2, 90
+
+
+class RankAnswers:
+    """What two ranks said of each case: nothing, or a traceback, after which they were asked no more."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.said: dict[str, list[str]] = {name: [] for name in names}
+
+    def check(self, name: str) -> None:
+        """Fails unless both ranks came through this case."""
+        for other, said in self.said.items():
+            for problem in filter(None, said):
+                pytest.fail(f"case {other!r}: {problem}", pytrace=False)
+        assert len(self.said[name]) == RANKS, "a rank did not answer"
+
+
+def rank_main(rank: int, folder: str, check: Callable[[str], None], names: list[str], answers: Any) -> None:
+    """One of two processes of a Gloo group; see `ask_ranks`."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HELIXRT_CACHE": f"{folder}/cache{rank}"}
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    try:
+        for name in names:
+            try:
+                check(name)
+                answers.put((rank, name, ""))
+            except BaseException:
+                answers.put((rank, name, f"rank {rank}: {traceback.format_exc()}"))
+                return  # the other rank may wait in vain; it says so by its deadline
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ask_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RankAnswers]:
+    """`ask_ranks(check, names)`: two processes that are ranks call `check(name)`, of a test's module, for each name in turn.
+
+    One pair of processes for many cases: to start them takes seconds.
+    """
+
+    def ask(check: Callable[[str], None], names: Iterable[str]) -> RankAnswers:
+        names = list(names)
+        folder = str(tmp_path_factory.mktemp("ranks"))
+        context = multiprocessing.get_context("spawn")
+        answers, said = RankAnswers(names), context.Queue()
+        arguments = [(rank, folder, check, names, said) for rank in range(RANKS)]
+        processes = [context.Process(target=rank_main, args=each, name=f"rank-{each[0]}") for each in arguments]
+        for process in processes:
+            process.start()
+        try:
+            for _ in range(RANKS * len(names)):
+                _, name, problem = said.get(timeout=ANSWER_DEADLINE_S)
+                answers.said[name].append(problem)
+                if problem:
+                    break
+        except queue.Empty:
+            pass
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        return answers
+
+    return ask

@@ -15,7 +15,7 @@ import torch
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, RecvHandle, SendHandle, Tag
 from helixrt.pipeline.program import Action, Program, Transfer
-from helixrt.pipeline.stage import StageChunk
+from helixrt.pipeline.stage import Stage, Task
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.ir import Op
 
@@ -25,18 +25,12 @@ POSTED_AHEAD = 4  # messages a stage expects before it needs them; each costs on
 class Executor:
     """Runs programs of one stage.
 
-    `chunks` are this stage's, by number; `channels` lead to other stages; `boundary` has the shape and
-    dtype of what goes between chunks (one micro-batch's hidden states; contents do not matter).
+    `stage` computes; `channels` lead to other stages; `boundary` has the shape and dtype of what goes between chunks
+    (one micro-batch's hidden states; contents do not matter).
     """
 
-    def __init__(
-        self,
-        chunks: Mapping[int, StageChunk],
-        channels: Mapping[int, Channel],
-        boundary: torch.Tensor,
-        record: FlightRecord,
-    ) -> None:
-        self.chunks, self.channels, self.boundary, self.record = chunks, channels, boundary, record
+    def __init__(self, stage: Stage, channels: Mapping[int, Channel], boundary: torch.Tensor, record: FlightRecord) -> None:
+        self.stage, self.channels, self.boundary, self.record = stage, channels, boundary, record
 
     def run(
         self,
@@ -55,8 +49,7 @@ class Executor:
         """
         for channel in self.channels.values():
             channel.settle()  # what the last pass left: its receivers have gone on to this one, or are about to
-        for chunk in self.chunks.values():
-            chunk.reset()
+        self.stage.reset()
         losses: dict[int, torch.Tensor] = {}
         local: dict[Transfer, torch.Tensor] = {}
         sent: dict[Transfer, SendHandle] = {}
@@ -66,7 +59,6 @@ class Executor:
             for a in program.actions
             if a.takes is not None and a.source is not None and a.source != program.stage
         )
-        scale = torch.tensor(1.0 / program.schedule.microbatches, dtype=self.boundary.dtype)
 
         def tag(transfer: Transfer) -> Tag:
             return Tag(generation, step, transfer.chunk, transfer.microbatch, transfer.lane)
@@ -87,6 +79,15 @@ class Executor:
             expect()
             return tensor
 
+        def task(action: Action) -> Task:
+            op, microbatch, given = action.op, action.microbatch, incoming(action)
+            if op is Op.F:
+                target = targets[microbatch] if action.gives is None else None
+                return Task(op, action.chunk, microbatch, inputs[microbatch] if given is None else given, target)
+            if given is None and op is not Op.W:
+                given = losses[microbatch].new_full((), 1.0 / program.schedule.microbatches)
+            return Task(op, action.chunk, microbatch, given)
+
         def hand_on(action: Action, tensor: torch.Tensor | None) -> None:
             if action.gives is None:
                 return
@@ -98,26 +99,27 @@ class Executor:
 
         expect()
         with torch.set_grad_enabled(buckets is not None):
-            for action in program.actions:
-                chunk, microbatch = self.chunks[action.chunk], action.microbatch
-                tensor = incoming(action)
+            for entry in program.entries:
+                tasks = [task(action) for action in entry]
+                ending = [action.chunk for action in entry if action.last]
                 begin_s = self.record.clock()
-                if action.op is Op.F:
-                    ends = action.gives is None
-                    out = chunk.forward(
-                        microbatch, inputs[microbatch] if tensor is None else tensor, targets[microbatch] if ends else None
-                    )
-                    if ends:
-                        losses[microbatch] = out
-                    hand_on(action, out)
-                else:
+                for chunk in ending:
                     assert buckets is not None
-                    if action.last:
-                        buckets.last_backward(action.chunk)
-                    hand_on(action, chunk.backward(microbatch, scale if tensor is None else tensor))
-                    if action.last:
-                        buckets.finish(action.chunk)
-                self.record.write(
-                    Kind.OPERATION, begin_s=begin_s, op=action.op.value, chunk=action.chunk, microbatch=microbatch
-                )
+                    buckets.last_backward(chunk)
+                results = self.stage.compute(tasks)
+                for action, result in zip(entry, results, strict=True):
+                    if action.op is Op.F and action.gives is None:
+                        assert result is not None
+                        losses[action.microbatch] = result
+                    hand_on(action, result)
+                for chunk in ending:
+                    assert buckets is not None
+                    buckets.finish(chunk)
+                self._note(entry, begin_s)
         return [losses[m] for m in sorted(losses)]
+
+    def _note(self, entry: Sequence[Action], begin_s: float) -> None:
+        woven = {"woven": True} if len(entry) > 1 else {}
+        for action in entry:
+            op, chunk, microbatch = action.op.value, action.chunk, action.microbatch
+            self.record.write(Kind.OPERATION, begin_s=begin_s, op=op, chunk=chunk, microbatch=microbatch, **woven)

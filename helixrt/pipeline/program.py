@@ -3,19 +3,19 @@
 In: a schedule of any placement, and a stage. Out: a `Program`: what is done in order, which tensors come and go
 over which channel, and which sends each arrival proves to be done.
 
-Until backward is split into two graphs, a micro-batch's whole backward runs where its B (or BW) stands: its gradient
-leaves at once, and its W, which stands later, is nothing. A pair runs its forward, then its backward: by the
-schedule neither needs the other, and what the forward gives is wanted first, further down the pipeline. Both only take
-dependencies away, so a schedule without deadlock stays one.
+A pair is one entry of it, as in the schedule: it begins when all that either takes in is there, and what both give
+leaves when it ends. Autograd knows neither pairs nor a W of its own; `whole_backwards` makes of any schedule one
+that it can run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from helixrt.pipeline.channels import Lane
 from helixrt.schedule.check import check
-from helixrt.schedule.ir import Op, Operation, Schedule
+from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, operations_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One operation as this stage runs it: F, or a whole backward (B or BW).
+    """One operation as this stage runs it.
 
     `takes` comes from stage `source` and `gives` goes to `target`, either of which may be this stage itself; None at
-    the ends of the model. `last` marks the last backward of its chunk. Once `takes` is there, `source` has taken in
-    everything in `proves`, which this stage sent to it.
+    the ends of the model, and for W. `last` marks the last W or BW of its chunk, after which its gradients are final.
+    Once `takes` is there, `source` has taken in everything in `proves`, which this stage sent to it.
     """
 
     op: Op
@@ -49,11 +49,37 @@ class Action:
 
 @dataclass(frozen=True)
 class Program:
-    """What one stage does in one step."""
+    """What one stage does in one step: entries of one action, or of two that overlap (forward and backward)."""
 
     schedule: Schedule
     stage: int
-    actions: tuple[Action, ...]
+    entries: tuple[tuple[Action, ...], ...]
+
+    @property
+    def actions(self) -> Iterator[Action]:
+        """All actions in order, pairs taken apart."""
+        return (action for entry in self.entries for action in entry)
+
+
+def needs_graphs(schedule: Schedule) -> bool:
+    """Whether the schedule has what autograd does not do: a W of its own, or a pair."""
+    return any(isinstance(entry, Pair) or entry.op is Op.W for entries in schedule.entries for entry in entries)
+
+
+def whole_backwards(schedule: Schedule) -> Schedule:
+    """The schedule with every backward in one piece where its B stands, and pairs one after the other, forward first.
+
+    By the schedule neither of a pair needs the other, and what the forward gives is wanted first, further down the
+    pipeline. Both only take dependencies away, so a schedule without deadlock stays one.
+    """
+
+    def apart(entries: tuple[Entry, ...]) -> Iterator[Entry]:
+        for entry in entries:
+            for operation in operations_of(entry):
+                if operation.op is not Op.W:
+                    yield replace(operation, op=Op.BW) if operation.op is Op.B else operation
+
+    return replace(schedule, entries=tuple(tuple(apart(entries)) for entries in schedule.entries))
 
 
 def taken(schedule: Schedule, operation: Operation) -> Transfer | None:
@@ -80,43 +106,48 @@ def maker(schedule: Schedule, transfer: Transfer) -> int:
 def compile_program(schedule: Schedule, stage: int) -> Program:
     """This stage's part of a schedule. Raises ScheduleError for one that is not valid."""
     check(schedule)
-    operations = [o for o in schedule.operations(stage) if o.op is not Op.W]
-    last_backward = {o.chunk: o for o in operations if o.op is not Op.F}
+    last = {o.chunk: o for o in schedule.operations(stage) if o.op in (Op.W, Op.BW)}
     arrivals = {peer: _Arrivals(schedule, stage, peer) for peer in range(schedule.stages) if peer != stage}
-    actions: list[Action] = []
-    for operation in operations:
+
+    def action(operation: Operation) -> Action:
         takes, gives = taken(schedule, operation), given(schedule, operation)
         source = maker(schedule, takes) if takes is not None else None
         target = schedule.placement[gives.chunk] if gives is not None else None
         proves: tuple[Transfer, ...] = ()
         if takes is not None and source is not None and source != stage:
             proves = arrivals[source].until(takes)
-        last = operation == last_backward.get(operation.chunk)
-        actions.append(Action(operation.op, operation.chunk, operation.microbatch, takes, source, gives, target, last, proves))
-    return Program(schedule, stage, tuple(actions))
+        op, chunk, microbatch = operation.op, operation.chunk, operation.microbatch
+        return Action(op, chunk, microbatch, takes, source, gives, target, operation == last.get(chunk), proves)
+
+    entries = schedule.entries[stage]
+    return Program(schedule, stage, tuple(tuple(map(action, operations_of(entry))) for entry in entries))
 
 
 class _Arrivals:
     """What a peer is known to have taken in from a stage.
 
-    A peer works in order: when it gives something, it has taken in all that it needed until then, pairs taken apart as
-    the executor does. And what it took in, this stage had sent before what comes back could be made, so each is
-    told after it was sent.
+    A peer works in order: when it gives something, it has taken in all that it needed until then, and all that a pair
+    needs before that gives anything. And what it took in, this stage had sent before what comes back could be made,
+    so each is told after it was sent.
     """
 
     def __init__(self, schedule: Schedule, stage: int, peer: int) -> None:
-        self._steps: list[Transfer | None] = []
+        self._entries: list[list[Transfer]] = []
         self._made_at: dict[Transfer, int] = {}
         self._reached = 0
-        for operation in schedule.operations(peer):
-            takes, gives = taken(schedule, operation), given(schedule, operation)
-            if gives is not None:
-                self._made_at[gives] = len(self._steps)
-            self._steps.append(takes if takes is not None and maker(schedule, takes) == stage else None)
+        for entry in schedule.entries[peer]:
+            own: list[Transfer] = []
+            for operation in operations_of(entry):
+                takes, gives = taken(schedule, operation), given(schedule, operation)
+                if gives is not None:
+                    self._made_at[gives] = len(self._entries)
+                if takes is not None and maker(schedule, takes) == stage:
+                    own.append(takes)
+            self._entries.append(own)
 
     def until(self, made: Transfer) -> tuple[Transfer, ...]:
-        """What the peer took in from this stage up to the operation that made `made`, and that was not told before."""
+        """What the peer took in from this stage up to the entry that made `made`, and that was not told before."""
         end = max(self._reached, self._made_at[made] + 1)
-        new = self._steps[self._reached : end]
+        new = self._entries[self._reached : end]
         self._reached = end
-        return tuple(transfer for transfer in new if transfer is not None)
+        return tuple(transfer for own in new for transfer in own)

@@ -1,22 +1,58 @@
-"""Forward and backward of one micro-batch through one chunk of the model, by autograd.
+"""What computes on a stage: the contract, and the way by autograd.
 
-In: tokens or hidden states, then the gradient of the output. Out: the output (or the loss, in the last
-chunk), then the gradient of the input. Parameter gradients add up in `p.grad`.
+In: operations of a schedule with what comes in for them: tokens or hidden states for F, the gradient of the output for
+a backward. Out: what each makes for the neighbouring chunk. Parameter gradients add up in `p.grad`. Graphs of the
+chunks do the same in `graph_stage`, and more: W apart from B, pairs woven.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from helixrt.schedule.ir import Op
+
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An operation and what it is given.
+
+    `given` is the chunk's input for F; for B and BW the gradient of its output, or a factor of the loss (a scalar, of
+    its dtype) in the last chunk; None for W. `target` is what the loss compares with, in the last chunk's F.
+    """
+
+    op: Op
+    chunk: int
+    microbatch: int
+    given: torch.Tensor | None
+    target: torch.Tensor | None = None
+
+
+class Stage(ABC):
+    """Computes the operations of one stage's chunks. Calls come from one thread, in the order of a schedule."""
+
+    @abstractmethod
+    def compute(self, tasks: Sequence[Task]) -> list[torch.Tensor | None]:
+        """Run an entry of a schedule: one task, or a forward and a backward that overlap. The result of each.
+
+        Of F the chunk's output, or the micro-batch's loss (a scalar) in the last chunk; of B and BW the gradient of
+        the input (None for tokens); of W None. What a backward needs is kept if grad mode is on.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget micro-batches whose backward never came (a step that broke)."""
+
+
 class StageChunk:
-    """One chunk. `loss(output, target)`, a mean, is given to the last chunk only.
+    """One chunk by autograd. `loss(output, target)`, a mean, is given to the last chunk only.
 
     Between F and B of a micro-batch it keeps the input and the graph, not the output itself.
     """
@@ -26,7 +62,7 @@ class StageChunk:
         self._stash: dict[int, tuple[torch.Tensor, GradientEdge]] = {}
 
     def reset(self) -> None:
-        """Forget micro-batches whose backward never came (a step that broke)."""
+        """As `Stage.reset`."""
         self._stash.clear()
 
     def forward(self, microbatch: int, x: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
@@ -50,3 +86,23 @@ class StageChunk:
         x, edge = self._stash.pop(microbatch)
         torch.autograd.backward((edge,), (grad,))
         return x.grad
+
+
+class AutogradStage(Stage):
+    """Runs F and BW, one at a time (`program.whole_backwards` makes such schedules)."""
+
+    def __init__(self, chunks: Mapping[int, StageChunk]) -> None:
+        self.chunks = chunks
+
+    def reset(self) -> None:
+        for chunk in self.chunks.values():
+            chunk.reset()
+
+    def compute(self, tasks: Sequence[Task]) -> list[torch.Tensor | None]:
+        (task,) = tasks
+        assert task.given is not None, f"autograd does not run {task.op} by itself"
+        chunk = self.chunks[task.chunk]
+        if task.op is Op.F:
+            return [chunk.forward(task.microbatch, task.given, task.target)]
+        assert task.op is Op.BW, "autograd runs backwards in one piece"
+        return [chunk.backward(task.microbatch, task.given)]

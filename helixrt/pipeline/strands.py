@@ -110,9 +110,7 @@ def planned(
     return Plan(pairing.order, pairing, measured, *strands)
 
 
-def paired(
-    forward: Part, backward: Part, measured: Profile, rules: Rules | None = None, saved: Saved | None = None
-) -> Pairing:
+def paired(forward: Part, backward: Part, measured: Profile, rules: Rules | None = None, saved: Saved | None = None) -> Pairing:
     """The fastest order found that keeps to the memory rule; `saved` as in `planned`."""
     strands = measured.operators(forward), measured.operators(backward)
     pairing = flattened(forward, backward, pair(*strands, measured.overlap, rules), measured, saved)

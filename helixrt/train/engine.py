@@ -14,13 +14,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from helixrt.errors import Fatal
+from helixrt.errors import ConfigError, Fatal
+from helixrt.passes.errors import CaptureError
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor
-from helixrt.pipeline.program import Program, compile_program
-from helixrt.pipeline.stage import StageChunk
+from helixrt.pipeline.graph_stage import Example, GraphStage
+from helixrt.pipeline.program import Program, compile_program, whole_backwards
+from helixrt.pipeline.stage import AutogradStage, StageChunk
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import Engine, Update, WorkResult
 from helixrt.schedule.generators.evaluation import forward_only
@@ -29,7 +31,7 @@ from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.lr import learning_rate
 from helixrt.train.models.build import TIED_PARAMETER, build_chunks
 from helixrt.train.optimizer import BucketAdamW
-from helixrt.train.schedules import job_schedule
+from helixrt.train.schedules import job_schedule, runs_by_graphs
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -50,7 +52,10 @@ class PipelineEngine(Engine):
     `modules` are this stage's chunks of the model, by number, as the schedule places them; `generation` is
     what messages between stages are tagged with.
 
-    Raises ConfigError for a model or a schedule that cannot be built (see `job_schedule`); `run`, `apply` and
+    A schedule that moves W or has pairs runs by graphs of the chunks, others by autograd (`schedule.graphs` may say
+    otherwise).
+
+    Raises ConfigError for a model or a schedule that cannot be built (see `job_schedule`) or captured; `run`, `apply` and
     `evaluate` raise Retryable when a stage of this replica is lost.
     """
 
@@ -94,11 +99,13 @@ class PipelineEngine(Engine):
         self._optimizer = BucketAdamW(self._buckets.named, self._buckets.slots, optim)
         self._state = self._optimizer.state()
         boundary = torch.empty(batch // microbatches, seq_len, model.dim, dtype=dtype)
-        chunks = {
+        self._chunks = {
             chunk: StageChunk(module, token_loss if chunk + 1 == initial.chunks else None)
             for chunk, module in self.modules.items()
         }
-        self._executor = Executor(chunks, self._channels, boundary, record)
+        self._autograd, self._graphs_when = AutogradStage(self._chunks), schedule.graphs
+        self._graphs: GraphStage | None = None
+        self._executor = Executor(self._autograd, self._channels, boundary, record)
         self._evaluation = compile_program(forward_only(self.placement, microbatches), stage)
         self._program: Program
         self.use_schedule(initial)
@@ -106,8 +113,9 @@ class PipelineEngine(Engine):
     def use_schedule(self, schedule: Schedule) -> None:
         """From the next `run` on, work by another schedule of the same placement and as many micro-batches.
 
-        All ranks of the replica do so before the same step. Raises ScheduleError if it cannot be run, ValueError
-        for one that is for other chunks or micro-batches.
+        All ranks of the replica do so before the same step. Graphs that it needs are made now, once. Raises ScheduleError
+        if it cannot be run, ValueError for one that is for other chunks or micro-batches, ConfigError for chunks that
+        cannot be captured.
         """
         if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
             raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
@@ -115,7 +123,26 @@ class PipelineEngine(Engine):
             raise ValueError(
                 f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
             )
-        self._program = compile_program(schedule, self.stage)
+        if not runs_by_graphs(schedule, self._graphs_when):
+            self._executor.stage, self._program = self._autograd, compile_program(whole_backwards(schedule), self.stage)
+            return
+        program = compile_program(schedule, self.stage)
+        self._graphs = self._graphs or self._captured()
+        self._graphs.prepare(program)
+        self._executor.stage, self._program = self._graphs, program
+
+    def _captured(self) -> GraphStage:
+        boundary = self._executor.boundary
+        tokens = torch.zeros(boundary.shape[:2], dtype=torch.int64)
+        examples = {
+            number: Example(boundary if number else tokens, tokens if chunk.loss is not None else None)
+            for number, chunk in self._chunks.items()
+        }
+        try:
+            return GraphStage(self._chunks, examples)
+        except CaptureError as error:
+            rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
+            raise ConfigError("schedule.graphs", self._graphs_when, rule) from error
 
     @property
     def buckets(self) -> Sequence[torch.Tensor]:

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from helixrt.errors import ConfigError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
+from helixrt.pipeline.program import needs_graphs
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
 from helixrt.train.config import ScheduleConfig
+
+GRAPHS = ("auto", "always", "never")
 
 
 def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int) -> Schedule:
     """The schedule that `config` names, over `stages` stages, for a model of `layers` and `batch` sequences per step.
 
-    Raises ConfigError for a schedule that is unknown or can not be built, for micro-batches that do not divide the
-    batch, for more chunks than layers, and for numbers that the tags of messages can not tell apart.
+    Raises ConfigError for a schedule that is unknown or can not be built, for an unknown way to run it, for
+    micro-batches that do not divide the batch, for more chunks than layers, and for numbers that the tags of messages
+    can not tell apart.
     """
     microbatches = config.microbatches
+    if config.graphs not in GRAPHS:
+        raise ConfigError("schedule.graphs", config.graphs, f"must be one of {', '.join(GRAPHS)}")
     if stages > layers:
         raise ConfigError("mesh.pp", stages, f"more stages than layers: model.layers={layers}")
     if not 1 <= microbatches <= MAX_MICROBATCHES:
@@ -37,3 +43,8 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
         rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than {MAX_CHUNKS}"
         raise ConfigError("mesh.pp", stages, rule)
     return schedule
+
+
+def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
+    """Whether `schedule.graphs`, one of GRAPHS, has the schedule run by graphs; else autograd does, backwards in one piece."""
+    return setting == "always" or (setting == "auto" and needs_graphs(schedule))

@@ -1,5 +1,5 @@
 """The executor runs every valid schedule, and refuses the others: random ones, of any placement and order, whole and
-split backwards, pairs.
+split backwards, pairs; by autograd, and by graphs with W apart and pairs woven.
 
 Stages are threads. Most runs go over channels in memory that check what the executor claims: a send that it waits for
 in a step has been taken in already. Some go over Gloo.
@@ -20,8 +20,9 @@ from torch import nn
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel, RecvHandle, SendHandle, Tag
 from helixrt.pipeline.executor import Executor
-from helixrt.pipeline.program import compile_program
-from helixrt.pipeline.stage import StageChunk
+from helixrt.pipeline.graph_stage import Example, GraphStage
+from helixrt.pipeline.program import compile_program, whole_backwards
+from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.check import check
 from helixrt.schedule.generators.evaluation import forward_only
@@ -168,38 +169,45 @@ def whole(chunks: int, microbatches: int) -> tuple[list[torch.Tensor], list[list
     return [x.detach() for x in losses], [[p.grad for p in part.parameters()] for part in model]
 
 
-def run_on(schedule: Schedule, stage: int, channels: Mapping[int, Channel], step: int = 0) -> None:
+def run_on(schedule: Schedule, stage: int, channels: Mapping[int, Channel], graphs: bool, step: int = 0) -> None:
     """Run one stage of a step and of an evaluation, and check its losses, its gradients, buckets and order."""
     modules = {c: layer(c) for c in schedule.held[stage]}
     chunks = {c: StageChunk(m, nn.functional.mse_loss if c + 1 == schedule.chunks else None) for c, m in modules.items()}
+    schedule = schedule if graphs else whole_backwards(schedule)
+    program = compile_program(schedule, stage)
+    computing: Stage = AutogradStage(chunks)
+    if graphs:
+        x = torch.empty(ROWS, DIM, dtype=torch.float64)
+        computing = GraphStage(chunks, {c: Example(x, x if chunks[c].loss else None) for c in chunks})
+        computing.prepare(program)
     buckets = GradientBuckets(modules, bucket_bytes=8)
     handed: list[int] = []
     buckets.begin(handed.append)
     record = FlightRecord(f"pp{stage}")
-    executor = Executor(chunks, channels, torch.empty(ROWS, DIM, dtype=torch.float64), record)
+    executor = Executor(computing, channels, torch.empty(ROWS, DIM, dtype=torch.float64), record)
     inputs, targets = data(schedule.microbatches)
     losses, grads = whole(schedule.chunks, schedule.microbatches)
     losses = losses if schedule.chunks - 1 in modules else []
-    got = executor.run(compile_program(schedule, stage), inputs, targets, buckets, generation=0, step=step)
+    got = executor.run(program, inputs, targets, buckets, generation=0, step=step)
     torch.testing.assert_close(got, losses, rtol=1e-12, atol=0)
     for chunk, module in modules.items():
         torch.testing.assert_close([p.grad for p in module.parameters()], grads[chunk], rtol=1e-11, atol=1e-12)
     assert handed == list(reversed(range(len(buckets.flat))))
     ran = [(e.detail["op"], e.detail["chunk"], e.detail["microbatch"]) for e in record.events() if e.kind is Kind.OPERATION]
-    assert ran == [(o.op.value, o.chunk, o.microbatch) for o in schedule.operations(stage) if o.op is not Op.W]
+    assert ran == [(o.op.value, o.chunk, o.microbatch) for o in schedule.operations(stage)]
     evaluation = compile_program(forward_only(schedule.placement, schedule.microbatches), stage)
     got = executor.run(evaluation, inputs, targets, None, generation=0, step=step + 1)
     torch.testing.assert_close(got, losses, rtol=1e-12, atol=0)
 
 
-def in_memory(schedule: Schedule) -> None:
+def in_memory(schedule: Schedule, graphs: bool) -> None:
     mail = Mail()
     errors: list[BaseException] = []
 
     def body(stage: int) -> None:
         try:
             channels = {p: MemoryChannel(mail, stage, p) for p in range(schedule.stages) if p != stage}
-            run_on(schedule, stage, channels)
+            run_on(schedule, stage, channels, graphs)
         except BaseException as error:
             errors.append(error)
 
@@ -212,18 +220,19 @@ def in_memory(schedule: Schedule) -> None:
         raise errors[0]
 
 
-def test_random_schedules_give_the_whole_models_gradients(seed: int) -> None:
+@pytest.mark.parametrize("graphs", [False, True], ids=["autograd", "graphs"])
+def test_random_schedules_give_the_whole_models_gradients(seed: int, graphs: bool, captured_once: None) -> None:
     rng = random.Random(seed)
     for _ in range(40):
         schedule = random_schedule(rng, rng.randint(1, 5))
         try:
-            in_memory(schedule)
+            in_memory(schedule, graphs)
         except BaseException as error:
             error.add_note(f"{schedule.placement}: " + " | ".join(" ".join(map(schedule.label, e)) for e in schedule.entries))
             raise
 
 
-def test_random_schedules_over_gloo(run_stages: Any, seed: int) -> None:
+def test_random_schedules_over_gloo(run_stages: Any, seed: int, captured_once: None) -> None:
     """Many schedules in turn over the same channels: nothing of one is taken for another's."""
     rng = random.Random(seed)
     schedules = [s for s in (random_schedule(rng, rng.randint(2, 6)) for _ in range(60)) if s.stages == 3]
@@ -231,7 +240,7 @@ def test_random_schedules_over_gloo(run_stages: Any, seed: int) -> None:
     def body(stage: int, group: Any) -> None:
         channels = {peer: GroupChannel(group, peer, FlightRecord(f"pp{stage}")) for peer in range(3) if peer != stage}
         for number, schedule in enumerate(schedules):
-            run_on(schedule, stage, channels, step=2 * number)
+            run_on(schedule, stage, channels, bool(number % 2), step=2 * number)
         for channel in channels.values():
             channel.close()
 

@@ -1,8 +1,8 @@
 """Gradients through the pipeline are the single-process model's, within float64 rounding.
 
-For every policy, one, two and four stages, several counts of micro-batches, GPT and Llama, tied and not: all
-of it with `make test-slow`, a part in which each policy meets each number of stages and of micro-batches on every
-commit. The oracle is the whole model over the whole batch in one plain backward.
+For every policy, one, two and four stages, several counts of micro-batches, GPT and Llama, tied and not, by autograd
+and by graphs of F, B and W, with pairs woven: all of it with `make test-slow`, a part in which each policy meets each
+number of stages on every commit. The oracle is the whole model over the whole batch in one plain backward.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from helixrt.passes.executable import TIMED
+from helixrt.pipeline.graph_stage import GraphStage
+from helixrt.pipeline.program import needs_graphs, whole_backwards
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.generators.policies import POLICIES
+from helixrt.schedule.ir import Pair, operations_of
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import PipelineEngine, token_loss
 from helixrt.train.models.build import TIED_PARAMETER, build_chunk
@@ -65,9 +69,11 @@ class Case:
     policy: str
     microbatches: int
     model: ModelConfig
+    graphs: str
 
     def __str__(self) -> str:
-        return f"{self.policy}, {self.microbatches} micro-batches, {self.model.family}, tied={self.model.tied}"
+        model = f"{self.model.family}, tied={self.model.tied}"
+        return f"{self.policy}, {self.microbatches} micro-batches, {model}, graphs={self.graphs}"
 
 
 def pairings(stages: int) -> list[tuple[str, int]]:
@@ -75,11 +81,12 @@ def pairings(stages: int) -> list[tuple[str, int]]:
 
 
 def check_gradients(run_stages: Any, stages: int, cases: list[Case]) -> None:
-    expected = {model: plain(model, 3) for model in MODELS}
+    expected = {model: plain(model, 3) for model in {case.model for case in cases}}
 
     def body(stage: int, group: Any) -> None:
         for case in cases:
-            engine = make_engine(case.model, ScheduleConfig(case.policy, case.microbatches), stage, stages, group)
+            schedule = ScheduleConfig(case.policy, case.microbatches, case.graphs)
+            engine = make_engine(case.model, schedule, stage, stages, group)
             order: list[int] = []
             result = engine.run(3, order.append)
             loss, grads = expected[case.model]
@@ -91,26 +98,71 @@ def check_gradients(run_stages: Any, stages: int, cases: list[Case]) -> None:
                 assert slot.name == key and parameter.grad is not None and parameter.grad.data_ptr() == got.data_ptr()
                 difference = (got - grads[key]).abs().max().item()
                 assert difference <= 1e-10 * grads[key].abs().max().item() + 1e-15, f"{case}: {key} differs by {difference}"
+            check_what_ran(engine, case, stages)
             engine.close()
 
     run_stages(stages, body)
 
 
+def check_what_ran(engine: PipelineEngine, case: Case, stages: int) -> None:
+    """Graphs ran what the schedule has, W where it stands and each pair woven; autograd whole backwards in its order."""
+    schedule = build(case.policy, stages, case.microbatches)
+    computing = engine._executor.stage
+    by_graphs = isinstance(computing, GraphStage)
+    assert by_graphs == (case.graphs == "always" or (case.graphs == "auto" and needs_graphs(schedule))), case
+    entries = (schedule if by_graphs else whole_backwards(schedule)).entries[engine.stage]
+    ran = [tuple(e.detail.values()) for e in engine.record.events() if e.kind is Kind.OPERATION]
+    assert ran == [
+        (o.op.value, o.chunk, o.microbatch, *([True] if isinstance(entry, Pair) else []))
+        for entry in entries
+        for o in operations_of(entry)
+    ], case
+    if isinstance(computing, GraphStage):
+        runs = {key: 0 for key in (*computing.single, *computing.woven)}
+        for entry in entries:
+            if isinstance(entry, Pair):
+                runs[entry.forward.chunk, entry.backward.op, entry.backward.chunk] += 1
+            else:
+                runs[entry.chunk, entry.op] += 1
+        graphs = {**computing.single, **computing.woven}
+        assert {key: len(graph.took_s) for key, graph in graphs.items()} == {k: min(n, TIMED) for k, n in runs.items()}, case
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_gradients_are_the_single_process_models(run_stages: Any, stages: int) -> None:
-    """Policies and counts meet with one model each, in turns."""
+    """By autograd; policies and counts meet with one model each, in turns."""
     policies = list(POLICIES)
     turns = [(policies.index(policy) + at) % len(MODELS) for at, (policy, _) in enumerate(pairings(stages))]
-    cases = [Case(*pairing, MODELS[turn]) for pairing, turn in zip(pairings(stages), turns, strict=True)]
+    cases = [Case(*pairing, MODELS[turn], "never") for pairing, turn in zip(pairings(stages), turns, strict=True)]
     check_gradients(run_stages, stages, cases)
+
+
+@pytest.mark.parametrize(
+    ("stages", "model", "graphs"), [(2, MODELS[3], "auto"), (4, MODELS[1], "always")], ids=["2-llama-tied", "4-gpt-tied"]
+)
+def test_graphs_give_the_single_process_models_gradients(
+    run_stages: Any, stages: int, model: ModelConfig, graphs: str, captured_once: None
+) -> None:
+    """Every policy, a layer in each chunk. What neither moves W nor pairs is left to autograd if nothing else is said."""
+    check_gradients(run_stages, stages, [Case(name, 8, replace(model, layers=2 * stages), graphs) for name in POLICIES])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_of_every_combination(run_stages: Any, policy: str) -> None:
     for stages in (1, 2, 4):
-        cases = [Case(*pairing, model) for pairing in pairings(stages) for model in MODELS if pairing[0] == policy]
+        cases = [Case(*pairing, model, "never") for pairing in pairings(stages) for model in MODELS if pairing[0] == policy]
         check_gradients(run_stages, stages, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_graphs_give_every_combinations_gradients(run_stages: Any, policy: str, captured_once: None) -> None:
+    for stages in (1, 2, 4):
+        for model in MODELS:  # a run of stages has a deadline
+            cases = [Case(*pairing, model, "always") for pairing in pairings(stages) if pairing[0] == policy]
+            check_gradients(run_stages, stages, cases)
 
 
 @pytest.mark.parametrize(

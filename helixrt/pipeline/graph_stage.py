@@ -1,0 +1,180 @@
+"""A stage computed by graphs: F, B and W of each of its chunks, and woven ones for pairs.
+
+In: the stage's chunks with an example of what comes in for each; later the operations of a schedule. Out: what the
+operations make; gradients as autograd leaves them, in buckets too. B and W run where the schedule has them, BW is one
+graph, and an overlapped pair is the forward of one chunk woven with the backward of the same or another chunk, made
+once for each two chunks that the schedule pairs. DHelix, sections 4.1 and 5 (folded pipelines); zero-bubble schedules
+(Qi et al., 2024) for W.
+
+All ranks that share the stage's layers (tensor parallelism and the like) come here at the same time: graphs that
+communicate are planned by measuring, and compared before any runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from helixrt.passes.capture import capture
+from helixrt.passes.early import early
+from helixrt.passes.executable import Executable
+from helixrt.passes.flat import Memory, lying_in
+from helixrt.passes.pair import Rules
+from helixrt.passes.parts import Layout, Part, Port, Role
+from helixrt.passes.profile import Mode
+from helixrt.passes.split import split, whole_backward
+from helixrt.passes.weave import weave
+from helixrt.pipeline.gradients import ParameterGradients
+from helixrt.pipeline.held import Strand, Values, lasting_of, parameters_of, run_held
+from helixrt.pipeline.program import Program
+from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk, Task
+from helixrt.pipeline.strands import agree_among_ranks, planned
+from helixrt.schedule.ir import Op
+
+NAMED = frozenset({Role.PARAMETER, Role.BUFFER, Role.GRADIENT})
+
+
+@dataclass(frozen=True)
+class Example:
+    """A micro-batch as it comes into a chunk: shapes and dtypes count, contents do not. `target` for the last chunk."""
+
+    x: torch.Tensor
+    target: torch.Tensor | None = None
+
+
+class ChunkGraphs:
+    """The graphs of one captured chunk by operation, made when they are first asked for. Raises VerifyError.
+
+    `output` names the chunk's output.
+    """
+
+    def __init__(self, joint: Part) -> None:
+        self.halves = split(joint)
+        self._parts = {Op.F: self.halves.forward}
+        self._wanted: dict[Op, Collection[Port]] = {}
+        (self.output,) = (port.name for port in joint.outputs if port.role is Role.OUTPUT)
+        behind_b = frozenset(self.halves.weight.inputs)
+        self._later = {Op.F: behind_b | frozenset(self.halves.backward.inputs), Op.B: behind_b}
+
+    def part(self, op: Op) -> Part:
+        if op not in self._parts:
+            made = {Op.B: self.halves.backward, Op.W: self.halves.weight}
+            self._parts[op] = early(made[op] if op in made else whole_backward(self.halves))
+        return self._parts[op]
+
+    def later(self, op: Op) -> Collection[Port]:
+        """What graphs that follow on `op` in a micro-batch take in, too."""
+        return self._later.get(op, ())
+
+    def wanted(self, op: Op) -> Collection[Port]:
+        """What `op` or graphs that follow on it take in."""
+        if op not in self._wanted:
+            self._wanted[op] = frozenset((*self.part(op).inputs, *self.later(op)))
+        return self._wanted[op]
+
+    def released(self, op: Op) -> Mapping[str, Memory]:
+        """Where what a backward takes in lies; 0 bytes where it stays for W, so that the backward frees nothing."""
+        lies = lying_in(self.halves.forward)
+        kept = {lies[port.name].owner for port in self.later(op) if port.name in lies and port.role is Role.SAVED}
+        return {name: replace(memory, size_bytes=0) if memory.owner in kept else memory for name, memory in lies.items()}
+
+
+def renamed(part: Part, prefix: str) -> Part:
+    """The part with `prefix` before the names of parameters and buffers: those of several chunks may be called alike."""
+
+    def new(port: Port) -> Port:
+        return replace(port, name=prefix + port.name) if port.role in NAMED else port
+
+    layouts = {prefix + name: layout for name, layout in part.layouts.items()}
+    return replace(part, inputs=tuple(map(new, part.inputs)), outputs=tuple(map(new, part.outputs)), layouts=layouts)
+
+
+class GraphStage(Stage):
+    """Runs F, B, W and BW, and pairs of an F with a B or BW.
+
+    `chunks` are this stage's by number, in the training mode that their graphs are to have; `examples` are of what
+    comes in for each. `mode` and `rules` are for pairing strands that communicate. Without grad mode a forward is the
+    module's own. Raises CaptureError for a chunk that cannot be captured.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, StageChunk],
+        examples: Mapping[int, Example],
+        *,
+        mode: Mode | str = Mode.AUTO,
+        rules: Rules | None = None,
+    ) -> None:
+        self.eager, self.mode, self.rules = AutogradStage(chunks), mode, rules
+        self.graphs: dict[int, ChunkGraphs] = {}
+        self.lasting: Values = {}
+        layouts: dict[str, Layout] = {}
+        for number, chunk in chunks.items():
+            prefix = f"{number}."
+            example = examples[number]
+            x = example.x.detach().requires_grad_(number > 0)
+            joint = renamed(capture(chunk.module, (x,), loss=chunk.loss, target=example.target), prefix)
+            self.graphs[number] = ChunkGraphs(joint)
+            self.lasting |= lasting_of(chunk.module, chunk.loss, prefix)
+            layouts.update(joint.layouts)
+        self.gradients = ParameterGradients(parameters_of(self.lasting), layouts)
+        self.single: dict[tuple[int, Op], Executable] = {}  # by chunk
+        self.woven: dict[tuple[int, Op, int], Executable] = {}  # by the forward's chunk, and op and chunk of the backward
+        self._held: dict[tuple[int, int], Values] = {}  # by chunk and micro-batch
+
+    def prepare(self, program: Program) -> None:
+        """Make the graphs that the program needs and that are not there yet; call it before the program runs.
+
+        Raises VerifyError, or DisagreementError when ranks would launch different collectives.
+        """
+        singles = {(a.chunk, a.op) for entry in program.entries for a in entry} - self.single.keys()
+        parts = {(chunk, op): self.graphs[chunk].part(op) for chunk, op in sorted(singles)}
+        agree_among_ranks(list(parts.values()))  # planning runs the collectives, and would hang as training would
+        self.single |= {key: Executable(part) for key, part in parts.items()}
+        pairs = {(e[0].chunk, e[1].op, e[1].chunk) for e in program.entries if len(e) == 2} - self.woven.keys()
+        woven = {key: self._weave(*key) for key in sorted(pairs)}
+        agree_among_ranks(list(woven.values()))
+        self.woven |= {key: Executable(part) for key, part in woven.items()}
+
+    def _weave(self, ahead: int, op: Op, behind: int) -> Part:
+        forward, backward = self.graphs[ahead].part(Op.F), self.graphs[behind].part(op)
+        plan = planned(forward, backward, self.mode, self.rules, saved=self.graphs[behind].released(op))
+        return weave(forward, backward, plan.order)
+
+    def reset(self) -> None:
+        self._held.clear()
+        self.eager.reset()
+
+    def compute(self, tasks: Sequence[Task]) -> list[torch.Tensor | None]:
+        if not torch.is_grad_enabled():
+            return self.eager.compute(tasks)
+        if len(tasks) == 1:
+            graph = self.single[tasks[0].chunk, tasks[0].op]
+        else:
+            forward, backward = tasks
+            graph = self.woven[forward.chunk, backward.op, backward.chunk]
+        strands = [self._strand(task) for task in tasks]
+        results = run_held(graph, strands, self.lasting, self.gradients)
+        return [self._result(task, result) for task, result in zip(tasks, results, strict=True)]
+
+    def _strand(self, task: Task) -> Strand:
+        """What the task's micro-batch holds, with what is given now."""
+        graphs, place = self.graphs[task.chunk], (task.chunk, task.microbatch)
+        later = graphs.later(task.op)
+        if task.op is Op.F:
+            held = self._held[place] = {}
+            given = {Port(Role.INPUT, "0"): task.given, Port(Role.TARGET, "target"): task.target}
+        else:
+            held = self._held[place] if task.op is Op.B else self._held.pop(place)
+            given = {Port(Role.TANGENT, graphs.output): task.given}
+        wanted = graphs.wanted(task.op)
+        held |= {port: value for port, value in given.items() if value is not None and port in wanted}
+        return Strand(held, later)
+
+    def _result(self, task: Task, result: Values) -> torch.Tensor | None:
+        if task.op is Op.F:
+            value = result[Port(Role.OUTPUT, self.graphs[task.chunk].output)]
+            return value.clone() if value.dim() == 0 else value  # as a view a loss would hold what it lies in
+        return result.get(Port(Role.INPUT_GRADIENT, "0"))
