@@ -34,13 +34,25 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from helixrt.passes import nodes
-from helixrt.passes.aot_private import End, Joint, Meaning, is_backward, location_of, module_path, trace_joint
+from helixrt.passes.aot_private import (
+    End,
+    Joint,
+    Meaning,
+    check_static,
+    is_backward,
+    location_of,
+    module_path,
+    trace_joint,
+)
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.nodes import Origin
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.verify import verify
 
 Loss = Callable[[Any, Any], torch.Tensor]
+
+ASSIGNED = "buffers['"  # at the start of the name of what `Traced` gives besides outputs
+BUFFERS = "._buffers"  # at the end of what Dynamo says of a module that assigns a buffer
 
 
 def capture(
@@ -60,14 +72,11 @@ def capture(
     kwargs = dict(kwargs or {})
     call = distinct((tuple(args), kwargs, target), module)
     joint = trace_joint(Traced(module, loss), call, module)
-    if any(end is not None and end.aliased for end in joint.outputs):
-        joint = trace_joint(Traced(module, loss, own_outputs=True), call, module)
-    if joint.side_effects:
-        changed = ", ".join(dict.fromkeys(repr(name).replace("'module", "'model") for name in joint.side_effects))
-        warnings.warn(
-            f"{location_of(module)}: forward sets attributes (of {changed}) that are no tensors; a captured graph does not",
-            stacklevel=2,
-        )
+    aliased = any(end is not None and end.aliased for end in joint.outputs)
+    owners = tuple(name.removesuffix(BUFFERS) for name in joint.side_effects if name.endswith(BUFFERS))
+    if aliased or owners:
+        joint = trace_joint(Traced(module, loss, own_outputs=aliased, assigned=owners), call, module)
+    check_side_effects([name for name in joint.side_effects if not name.endswith(BUFFERS)], joint, Traced(module, loss))
     part = Flattening(module, loss, joint, call).part()
     verify(part)
     return part.stamped("capture", time.perf_counter() - began)
@@ -89,15 +98,43 @@ def distinct(call: Any, module: nn.Module) -> Any:
     return pytree.tree_map_only(torch.Tensor, apart, call)
 
 
-class Traced(nn.Module):
-    """What is traced: the module, then its loss, with one argument tree and one output tree."""
+def check_side_effects(names: list[str], joint: Joint, traced: Traced) -> None:
+    """Warn of Python objects that forward changes. Raises CaptureError when one is a tensor that it reads, too."""
+    where = location_of(traced.module)
+    constants = [getattr(joint.root, str(node.target), None) for node in joint.graph.find_nodes(op="get_attr")]
+    for name in names:
+        owner = dict(traced.named_modules()).get(name)
+        for attribute, value in vars(owner).items() if owner is not None else ():
+            if any(value is constant for constant in constants if constant is not None):
+                what = f"forward may change the tensor {local_name(f'{name}.{attribute}')!r}, which is no buffer"
+                raise CaptureError(where, what, "make it one: register_buffer")
+    if names:
+        changed = ", ".join(dict.fromkeys(repr(name).replace("'module", "'model") for name in names))
+        warnings.warn(f"{where}: forward changes Python objects ({changed}); a captured graph does not", stacklevel=3)
 
-    def __init__(self, module: nn.Module, loss: Loss | None, own_outputs: bool = False) -> None:
+
+class Traced(nn.Module):
+    """What is traced: the module, then its loss, with one argument tree and one output tree.
+
+    `assigned` names modules that assign new tensors to their buffers; those come out, too.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss: Loss | None, own_outputs: bool = False, assigned: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
         self.module, self.loss, self.own_outputs = module, loss, own_outputs
         self.training = module.training
+        self.assigned = [(path, name) for path in assigned for name in self.get_submodule(path)._buffers]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, Any]:
+        result = self.called(args, kwargs, target)
+        if self.assigned:
+            values = {f"{path}.{name}": getattr(self.get_submodule(path), name) for path, name in self.assigned}
+            result["buffers"] = {name: value.detach().clone() for name, value in values.items() if value is not None}
+        return result
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, Any]:
         output = self.module(*args, **kwargs)
         if self.loss is not None:
             return {"loss": self.loss(output, target)}
@@ -118,6 +155,7 @@ class Flattening:
         self.joint, self.where = joint, location_of(module)
         self.arguments = [argument_port(path) for path, _ in pytree.tree_flatten_with_path(call)[0]]
         self.first_names = first_names(module, loss)
+        self.buffers = all_buffers(module, loss)
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.inputs: dict[Port, fx.Node] = {}
@@ -164,7 +202,7 @@ class Flattening:
             return self.arguments[int(end.key)]
         if end.of is not Meaning.OUTPUT:
             raise CaptureError(
-                self.where, f"forward changes {end.key!r} in place in a way that needs its gradient", "clone it first"
+                self.where, f"forward changes {local_name(str(end.key))!r} in place, for autograd to see", "clone it first"
             )
         return Port(Role.TANGENT, self.output_name(int(end.key)))
 
@@ -178,6 +216,7 @@ class Flattening:
     # operators
 
     def copy(self, node: fx.Node, order: int) -> None:
+        check_static(node, self.where)
         if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             self.copies[node] = self.copies[node.args[0]]  # type: ignore[index]
             return
@@ -218,6 +257,8 @@ class Flattening:
             if end is None or not isinstance(value, fx.Node) or end.meaning is Meaning.OTHER:
                 continue
             port, node = self.output_port(end), self.copies[value]
+            if port.role is Role.BUFFER and (port in found or not self.changes(port, node)):
+                continue
             if port in found:  # torch gave a tied parameter two gradients
                 first = found[port]
                 node = self.graph.call_function(torch.ops.aten.add.Tensor, (first, node))
@@ -228,7 +269,17 @@ class Flattening:
             raise CaptureError(self.where, "no output depends on anything that requires grad", "let a parameter require grad")
         return [(port, self.owned(node, found)) if port.role is Role.GRADIENT else (port, node) for port, node in found.items()]
 
+    def changes(self, port: Port, node: fx.Node) -> bool:
+        """Whether this is a new value for a buffer. Raises CaptureError when it does not fit in."""
+        before, after = self.buffers[port.name], node.meta["val"]
+        if before is None or before.shape != after.shape or before.dtype != after.dtype:
+            what = f"forward replaces the buffer {port.name!r} by a tensor of another shape or dtype"
+            raise CaptureError(self.where, what, "create the buffer as it will be")
+        return not (node.target is torch.ops.aten.clone.default and node.args[0] is self.inputs.get(port))
+
     def output_port(self, end: End) -> Port:
+        if end.meaning is Meaning.OUTPUT and (assigned := self.output_name(int(end.key))).startswith(ASSIGNED):
+            return Port(Role.BUFFER, local_name(assigned.removeprefix(ASSIGNED).removesuffix("']")))
         if end.meaning is Meaning.OUTPUT:
             return Port(Role.OUTPUT, self.output_name(int(end.key)))
         if end.meaning is Meaning.MUTATION:
@@ -280,6 +331,15 @@ def first_names(module: nn.Module, loss: Loss | None) -> dict[str, str]:
     for name, parameter in parameters:
         result[name] = names.setdefault(id(parameter), name)
     return result
+
+
+def all_buffers(module: nn.Module, loss: Loss | None) -> dict[str, torch.Tensor | None]:
+    """Buffers by qualified name, those that are None included."""
+    found = {}
+    for prefix, owner in (("", module), ("loss.", loss)):
+        for path, part in owner.named_modules() if isinstance(owner, nn.Module) else ():
+            found |= {f"{prefix}{path}.{name}" if path else f"{prefix}{name}": value for name, value in part._buffers.items()}
+    return found
 
 
 def local_name(traced: str) -> str:

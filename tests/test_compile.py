@@ -256,37 +256,3 @@ def test_what_cannot_be_captured_says_where_or_falls_back() -> None:
     assert_same_state(model, plain)
     torch.testing.assert_close(x.grad, z.grad)
     assert model.explain().state == "fallback" and "cannot be captured" in model.explain().reason
-
-
-# ------------------------------------------------------------------------------------------------ transformers
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
-def test_transformers_models_in_one_line(family: str) -> None:
-    """Unmodified, `use_cache` as it comes, dropout on."""
-    transformers = pytest.importorskip("transformers")
-    transformers.logging.set_verbosity_error()
-    small = {"vocab_size": 33, "bos_token_id": None, "eos_token_id": None}
-    if family == "gpt2":
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, n_positions=6, **small))
-    else:
-        small |= {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-        small |= {"num_key_value_heads": 1, "max_position_embeddings": 6}
-        if family == "llama":
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(attention_dropout=0.1, **small))
-        else:
-            config = transformers.MixtralConfig(num_local_experts=4, experts_implementation="batched_mm", **small)
-            model = transformers.MixtralForCausalLM(config)
-    model = model.double().train()
-    plain = copy.deepcopy(model)
-    helixrt.compile(model, microbatches=2)
-    tokens = torch.randint(0, 33, (4, 6))
-    torch.manual_seed(3)
-    loss = model.train_step(input_ids=tokens, labels=tokens)
-    torch.manual_seed(3)
-    losses = [plain(input_ids=half, labels=half).loss for half in tokens.chunk(2)]
-    sum(each / 2 for each in losses).backward()
-    torch.testing.assert_close(loss, torch.stack(losses).mean().detach(), rtol=1e-12, atol=0)
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
-    assert model.explain().state == "woven"

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
-import queue
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +18,7 @@ import helixrt
 from helixrt.passes.errors import DisagreementError
 from helixrt.passes.parts import local
 
-RANKS, DEADLINE_S, MICROBATCHES = 2, 90, 3
+RANKS, MICROBATCHES = 2, 3
 
 
 class SumForward(torch.autograd.Function):
@@ -199,51 +194,15 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def rank_main(rank: int, folder: str, answers: Any) -> None:
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HELIXRT_CACHE": f"{folder}/cache{rank}"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    try:
-        for name, check in CASES.items():
-            try:
-                check()
-                answers.put((rank, name, ""))
-            except BaseException:
-                answers.put((rank, name, traceback.format_exc()))
-                return  # the other rank may wait in vain; it says so by its deadline
-    finally:
-        dist.destroy_process_group()
+def check(name: str) -> None:
+    CASES[name]()
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What both ranks said of each case; one pair of processes for all."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    said = context.Queue()
-    processes = [context.Process(target=rank_main, args=(r, str(folder), said), name=f"rank-{r}") for r in range(RANKS)]
-    for process in processes:
-        process.start()
-    found: dict[str, list[str]] = {name: [] for name in CASES}
-    try:
-        for _ in range(RANKS * len(CASES)):
-            rank, name, problem = said.get(timeout=DEADLINE_S)
-            found[name].append(problem and f"rank {rank}: {problem}")
-            if problem:
-                break
-    except queue.Empty:
-        pass
-    finally:
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-    return found
+def answers(ask_ranks: Any) -> Any:
+    return ask_ranks(check, CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name: str, answers: dict[str, list[str]]) -> None:
-    problems = [problem for each in answers.values() for problem in each if problem]
-    assert not problems, problems[0]
-    assert len(answers[name]) == RANKS, "a rank did not answer"
+def test_two_ranks(name: str, answers: Any) -> None:
+    answers.check(name)

@@ -1,9 +1,9 @@
 """A train step: a batch in, the mean loss out, gradients in `p.grad`.
 
 In: a module and `Options`. The first call with arguments of new shapes (or in another training mode, autocast, dtype or
-device, or with other parameters frozen or tied) captures the module, plans and weaves; such graphs are kept, the last
-used `KEPT` of them. What forward does besides tensors happens once, at capture: after changing a module's Python
-attributes or hooks, call `forget()`.
+device, or with other parameters frozen or tied, or after a number, string, tensor or hook of a module was changed)
+captures the module, plans and weaves; such graphs are kept, the last used `KEPT` of them. What forward does besides
+tensors happens once, at capture: after changing lists, configurations and other objects it reads, call `forget()`.
 
 Out: exactly what a plain loop leaves behind (`plain_loop`): the sum of gradients in the same order, buffers, the state of
 random generators, calls of gradient hooks once per micro-batch. DistributedDataParallel modules may be compiled: ranks
@@ -17,7 +17,8 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,16 +29,19 @@ from helixrt.compile.explanation import Explanation, explained
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.errors import ConfigError
+from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.executable import device_types
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.pipeline.data_parallel import DataParallel, data_parallel
-from helixrt.pipeline.gradients import ParameterGradients
+from helixrt.pipeline.gradients import ParameterGradients, hooked
 from helixrt.pipeline.single_stage import SingleStage
 from helixrt.pipeline.strands import Strands, build
 
 KEPT = 8  # sets of graphs
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # torch's, 2.0 to 2.13
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Captured:
     strands: Strands | None
     failure: CaptureError | None
     seconds: float
+    reason: str = ""  # why there is a single strand, if two were asked for
 
 
 class TrainStep:
@@ -62,7 +67,7 @@ class TrainStep:
         """Drop all graphs; the next call captures anew."""
         self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
         self.latest: Captured | None = None
-        self.warned = False
+        self.warned: set[str] = set()
 
     @property
     def model(self) -> nn.Module:
@@ -78,6 +83,8 @@ class TrainStep:
         DisagreementError when ranks would launch different collectives.
         """
         options = self.options
+        if torch.is_inference_mode_enabled():
+            raise ConfigError("inference_mode", True, "there are no gradients in it; call train_step outside")
         if options.loss is lost_loss:
             lost_loss(None, None)
         if target is not None and options.loss is None:
@@ -92,15 +99,20 @@ class TrainStep:
             found = self.captured[key] = self.capture(module, batch)
             while len(self.captured) > KEPT:
                 self.captured.popitem(last=False)
+                self.warn(
+                    f"captured more than {KEPT} kinds of calls, and each takes time; pass what changes from step to step as a "
+                    "tensor, not as a number or an attribute of a module, and keep the number of shapes small"
+                )
         self.captured.move_to_end(key)
         self.latest = found
         if found.strands is None or found.joint is None:
-            self.warn(found)
+            self.warn(f"trained by a plain loop, without strands: {found.failure}")
             return self.plain_loop(batch, parallel)
         stage = SingleStage(found.strands, module, loss)
         gradients = ParameterGradients(stage.parameters(), found.joint.layouts)
         last = parallel.begin(gradients)
-        return stage.run(batch.inputs, gradients, last=last, input_gradient=batch.add_gradient).mean()
+        with parameters_stay(stage.parameters()):
+            return stage.run(batch.inputs, gradients, last=last, input_gradient=batch.add_gradient).mean()
 
     def capture(self, module: nn.Module, batch: Batch) -> Captured:
         """Graphs for calls like this one. Raises CaptureError if strict."""
@@ -114,14 +126,17 @@ class TrainStep:
                 raise
             return Captured(None, None, error, time.perf_counter() - began)
         check_loss(joint, options)
-        woven = options.strands if options.microbatches > 1 else 1
+        woven, reason = options.strands if options.microbatches > 1 else 1, ""
+        if woven == 2 and any(nodes.is_random(node) and nodes.origin(node).backward for node in joint.graph.nodes):
+            woven, reason = 1, "the backward draws random numbers, which must come before those of the next forward"
         strands = build(joint, strands=woven, mode=options.profile, codegen=options.codegen)
-        return Captured(joint, strands, None, time.perf_counter() - began)
+        return Captured(joint, strands, None, time.perf_counter() - began, reason)
 
-    def warn(self, found: Captured) -> None:
-        if not self.warned:
-            self.warned = True
-            warnings.warn(f"trained by a plain loop, without strands: {found.failure}", stacklevel=3)
+    def warn(self, message: str) -> None:
+        """Once for each beginning of a message."""
+        if message[:20] not in self.warned:
+            self.warned.add(message[:20])
+            warnings.warn(message, stacklevel=3)
 
     def plain_loop(self, batch: Batch, parallel: DataParallel) -> torch.Tensor:
         """What the graphs stand for."""
@@ -146,7 +161,8 @@ class TrainStep:
             return Explanation(state="not captured yet: call train_step first")
         if latest.strands is None:
             return Explanation(state="fallback", reason=str(latest.failure), seconds=latest.seconds)
-        return explained(latest.strands, latest.seconds, self.options)
+        explanation = explained(latest.strands, latest.seconds, self.options)
+        return replace(explanation, reason=latest.reason) if latest.reason else explanation
 
     def __getstate__(self) -> dict[str, Any]:
         options = self.options
@@ -183,14 +199,34 @@ def check_loss(joint: Part, options: Options) -> None:
 
 
 def state_key(module: nn.Module) -> Hashable:
-    """What of a module's state a graph depends on: modes, parameters' and buffers' names, layouts, ties and freezing."""
+    """What of a module's state a graph depends on: parameters' and buffers' names, layouts, ties, freezing; attributes."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     first: dict[int, int] = {}
     tensors = tuple(
         (name, t.shape, t.dtype, t.device, t.requires_grad, first.setdefault(id(t), place), getattr(t, "placements", None))
         for place, (name, t) in enumerate(named)
     )
-    return tuple(part.training for part in module.modules()), tensors
+    return tensors, tuple(tuple(attributes_key(part)) for part in module.modules())
+
+
+def attributes_key(module: nn.Module) -> Iterator[Hashable]:
+    """What of a module's own Python state a graph depends on: its constants, tensors that are no buffers, hooks."""
+    for name, value in vars(module).items():
+        if isinstance(value, CONSTANTS):
+            yield name, type(value), value
+        elif isinstance(value, torch.Tensor):
+            yield name, id(value)  # a graph that reads it keeps it alive
+    yield from (tuple(getattr(module, hooks)) for hooks in HOOKS)
+
+
+@contextmanager
+def parameters_stay(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Raises ConfigError when hooks changed a parameter inside: later micro-batches may have begun before."""
+    versions = [(name, p, p._version) for name, p in parameters.items()] if any(map(hooked, parameters.values())) else []
+    yield
+    for name, parameter, version in versions:
+        if parameter._version != version:
+            raise ConfigError(name, "changed by a gradient hook", "must stay until train_step is done; update it then")
 
 
 def ambient_key() -> Hashable:

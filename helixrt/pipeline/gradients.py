@@ -28,7 +28,7 @@ class ParameterGradients:
     def give(self, name: str, gradient: torch.Tensor) -> None:
         """Add one gradient (of the parameter's shape and dtype; for a DTensor, of its local tensor's)."""
         parameter, value = self.parameters[name], self.wrapped(name, gradient)
-        if hooked(parameter):
+        if hooked(parameter) or is_sparse(value) or is_sparse(parameter.grad):
             self.through_autograd(name, gradient)
         elif parameter.grad is not None:
             parameter.grad.add_(value)
@@ -44,6 +44,10 @@ class ParameterGradients:
 
     def wrapped(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         return self.layouts[name].wrap(gradient) if name in self.layouts else gradient
+
+
+def is_sparse(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.layout is not torch.strided
 
 
 def hooked(parameter: nn.Parameter) -> bool:

@@ -274,7 +274,7 @@ def test_what_cannot_be_captured_names_the_line_and_the_remedy(how: str, text: s
 
 
 def test_state_outside_tensors_is_told() -> None:
-    with pytest.warns(UserWarning, match="sets attributes .of 'model'"):
+    with pytest.warns(UserWarning, match="changes Python objects .'model'"):
         capture(Stubborn("count"), (torch.randn(2, 3),))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
-import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +19,6 @@ from helixrt.passes.split import split, whole_backward
 from helixrt.passes.verify import collective_order, verify
 
 RANKS = 2
-DEADLINE_S = 60
 
 
 class Block(nn.Module):
@@ -165,54 +159,11 @@ def replayed(values: dict[Port, torch.Tensor], *parts: Part) -> dict[Port, torch
     return known
 
 
-def rank_main(rank: int, folder: str, answers: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    try:
-        for name in MODELS:
-            try:
-                check(name)
-                answers.put((rank, name, ""))
-            except Exception:
-                answers.put((rank, name, traceback.format_exc()))
-                return  # the other rank may wait in vain; it says so by its deadline
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What both ranks said of each model; one pair of processes for all."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    said = context.Queue()
-    processes = [
-        context.Process(target=rank_main, args=(rank, str(folder), said), name=f"rank-{rank}") for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    found: dict[str, list[str]] = {name: [] for name in MODELS}
-    try:
-        for _ in range(RANKS * len(MODELS)):
-            rank, name, problem = said.get(timeout=DEADLINE_S)
-            found[name].append(problem and f"rank {rank}: {problem}")
-            if problem:
-                break
-    except queue.Empty:
-        pass
-    finally:
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-    return found
+def answers(ask_ranks: Any) -> Any:
+    return ask_ranks(check, MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_give_eager_gradients(name: str, answers: dict[str, list[str]]) -> None:
-    problems = [problem for problem in answers[name] if problem]
-    assert not problems, problems[0]
-    assert len(answers[name]) == RANKS, "a rank did not answer"
+def test_two_ranks_give_eager_gradients(name: str, answers: Any) -> None:
+    answers.check(name)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helixrt.bench._live_storage import LiveStorage
 from helixrt.passes.capture import capture
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.pipeline.gradients import ParameterGradients
@@ -56,66 +52,6 @@ def train(module: nn.Module, joint: Part, strands: Strands, microbatches: int, s
     return losses
 
 
-def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    module.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("family", "tied", "dropout"), [("gpt", True, True), ("gpt", False, False), ("llama", True, False), ("llama", False, True)]
-)
-def test_two_strands_one_strand_and_a_plain_loop(family: str, tied: bool, dropout: bool) -> None:
-    module = model(family, tied, dropout)
-    joint = captured(module)
-    two, one = build(joint, strands=2), build(joint, strands=1)
-    for microbatches in (1, 2, 3, 4):
-        results = []
-        for strands in (two, one):
-            torch.manual_seed(7)
-            losses = train(module, joint, strands, microbatches, steps=3)  # gradients accumulate over three steps
-            results.append((losses, gradients(module), torch.get_rng_state()))
-        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][2], results[1][2])
-        assert results[0][1].keys() == results[1][1].keys()
-        assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
-        torch.manual_seed(7)
-        for _ in range(3):
-            plain = []
-            for x, y in batch(microbatches):
-                loss = cross_entropy(module(x), y)
-                (loss / microbatches).backward()
-                plain.append(loss.detach())
-        assert torch.equal(results[0][2], torch.get_rng_state())
-        torch.testing.assert_close(results[0][0], torch.stack(plain), rtol=1e-12, atol=0)
-        expected = gradients(module)
-        assert expected.keys() == results[0][1].keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(results[0][1][name], value, rtol=1e-10, atol=1e-13)
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensor storages that operators make, as long as they live."""
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.sizes:
-                storage = tensor.untyped_storage()
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.forget, storage._cdata)
-        return result
-
-    def forget(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-
-
 @pytest.mark.parametrize("layers", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_two_strands_need_the_memory_of_one(layers: int) -> None:
     """Activations and gradients, by counting storages; 1.03 is the most the issue allows."""
@@ -125,17 +61,17 @@ def test_two_strands_need_the_memory_of_one(layers: int) -> None:
     for count in (1, 2):
         strands = build(joint, strands=count)
         module.zero_grad()
-        with Live([*module.parameters(), *module.buffers()]) as live:
+        with LiveStorage([*module.parameters(), *module.buffers()]) as live:
             train(module, joint, strands, 3, steps=1, seq=32)
         gradients_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-        assert live.now == gradients_bytes, "after a step nothing but gradients is alive"
-        peaks.append(live.peak)
+        assert live.now_bytes == gradients_bytes, "after a step nothing but gradients is alive"
+        peaks.append(live.peak_bytes)
     assert peaks[1] <= 1.03 * peaks[0], peaks
-    with Live([*module.parameters(), *module.buffers()]) as live:
+    with LiveStorage([*module.parameters(), *module.buffers()]) as live:
         module.zero_grad()
         for x, y in batch(3, 32):
             cross_entropy(module(x), y).backward()
-    assert peaks[0] <= 1.03 * live.peak, "one strand needs what eager autograd needs"
+    assert peaks[0] <= 1.03 * live.peak_bytes, "one strand needs what eager autograd needs"
 
 
 class Normed(nn.Module):
