@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
     STEP_BEGIN = "step_begin"  # position
     STEP_END = "step_end"  # loss, tokens, stall_s
-    OPERATION = "operation"  # op (F/B/W/BW), chunk, microbatch; has a duration
+    OPERATION = "operation"  # op (F/B/W/BW), chunk, microbatch; woven, if it ran as one with its pair; has a duration
     SEND = "send"  # tag, bytes; duration from queued to done
     RECV = "recv"  # tag, bytes; duration from posted to arrived
     QUORUM_JOIN = "quorum_join"  # lineage

@@ -35,6 +35,7 @@ class Bar:
     begin_s: float
     end_s: float
     other_step: bool = False  # belongs to the step before or after
+    woven: bool = False  # F or B of a pair that ran as one, in the same time
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def _bar(event: Event, origin_s: float, step: int) -> Bar | None:
     if event.kind is Kind.OPERATION:
         op = str(event.detail["op"])
         label = f"{op} chunk {event.detail.get('chunk')} micro-batch {event.detail.get('microbatch')}"
-        return Bar("B" if op == "BW" else op, label, begin_s, end_s, other)
+        woven = bool(event.detail.get("woven"))
+        return Bar("B" if op == "BW" else op, label + ", woven" * woven, begin_s, end_s, other, woven)
     if event.kind not in _DRAWN or event.end_s <= event.begin_s:
         return None
     what = _DRAWN[event.kind]

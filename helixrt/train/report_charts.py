@@ -221,6 +221,9 @@ def _bar(bar: Bar, x: _Axis, y: float) -> str:
     width = max(1.0, end - begin)
     compute = bar.what in COMPUTE
     top, height = (y + _COMPUTE_TOP, _COMPUTE_HEIGHT) if compute else (y + _BELOW[bar.what], 6)
+    if bar.woven:  # both of a pair at once: the forward above the backward
+        height = _COMPUTE_HEIGHT // 2
+        top += height if bar.what != "F" else 0
     kind = f"op-{bar.what} other-step" if bar.other_step else f"op-{bar.what}"
     rect = (
         f'<rect class="{kind}" x="{begin:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2"'
@@ -228,10 +231,11 @@ def _bar(bar: Bar, x: _Axis, y: float) -> str:
     )
     if not compute or bar.other_step or width < 17:
         return rect
-    name = f"{bar.what}{bar.label.split()[-1]}" if bar.what in "FBW" else bar.what
+    name = f"{bar.what}{bar.label.split(', ')[0].split()[-1]}" if bar.what in "FBW" else bar.what
     if 7 * len(name) > width:
         return rect
-    return rect + f'<text class="op-text" x="{begin + width / 2:.1f}" y="{y + 25}" text-anchor="middle">{escape(name)}</text>'
+    middle = f'x="{begin + width / 2:.1f}" y="{top + height / 2 + 4:g}" text-anchor="middle"'
+    return rect + f'<text class="op-text" {middle}>{escape(name)}</text>'
 
 
 def _message(message: Message, x: _Axis, sender: float, receiver: float) -> str:

@@ -115,7 +115,8 @@ def _seconds(value: float | None) -> str:
 
 def _what_it_shows() -> str:
     return (
-        "Above: what each rank computed (F forward, B backward; the number is the micro-batch)."
+        "Above: what each rank computed (F forward, B backward, W its part for weights where that"
+        " runs by itself; the number is the micro-batch), a forward over the backward it is woven with."
         " Below: exchanges with other replicas, time spent waiting for a message or a quorum. Lines: activations and"
         " gradients, from sent to taken. Triangles: quorum and commit; red ones: failures. Pale: the step before or after."
     )

@@ -55,6 +55,22 @@ def test_messages_go_from_sent_to_taken() -> None:
     assert backward == Message("B", 3, "r0.pp1", "r0.pp0", about(0.075), about(0.080), 64)
 
 
+def test_both_of_a_woven_pair_are_drawn() -> None:
+    """In the same time, told from what ran by itself; W has bars of its own."""
+    pair = [
+        event(Kind.OPERATION, "r0.pp0", 40, 60, op="F", chunk=0, microbatch=1, woven=True),
+        event(Kind.OPERATION, "r0.pp0", 40, 60.002, op="BW", chunk=3, microbatch=0, woven=True),
+    ]
+    drawn = timeline([*STEP, *pair, operation("r0.pp0", "W", 62, 70)], 7)
+    assert drawn is not None
+    woven = [bar for bar in drawn.lanes[0].bars if bar.woven]
+    assert [(bar.what, bar.label) for bar in woven] == [
+        ("F", "F chunk 0 micro-batch 1, woven"),
+        ("B", "BW chunk 3 micro-batch 0, woven"),
+    ]
+    assert [bar.what for bar in drawn.lanes[0].bars if not bar.woven and bar.what in "FBW"] == ["F", "W", "B"]
+
+
 def test_a_message_of_another_replica_or_of_an_earlier_life_is_not_taken_for_it() -> None:
     other = event(Kind.SEND, "r1.pp0", 32, 40, tag=ACTIVATION, bytes=1)
     earlier = event(Kind.SEND, "r0.pp0", -500, -400, tag=ACTIVATION, bytes=1)
