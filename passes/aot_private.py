@@ -93,6 +93,9 @@ def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Mod
                 joint = aot_export_joint_with_descriptors(stack, captured, arguments, {})
             except (RuntimeError, NotImplementedError, AssertionError) as error:
                 first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                if "mutating a non-functional tensor" in first or "entirely functional graph" in first:
+                    first = "forward changes a tensor in place that is neither argument nor buffer"
+                    raise CaptureError(where, first, "make it a buffer: register_buffer") from error
                 raise CaptureError(where, first, "see the error above this one for the operator") from error
     graph = joint.graph_module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -290,7 +293,7 @@ def from_dynamo(error: Any, fallback: str) -> CaptureError:
     text = str(getattr(error, "msg", None) or error)
     stack = getattr(error, "real_stack", None) or traceback.StackSummary()
     frames = [frame for frame in stack if not frame.filename.startswith(TORCH_FOLDER)]
-    frames = [frame for frame in frames if not frame.filename.endswith("passes/capture.py")] or frames
+    frames = [frame for frame in frames if not frame.filename.endswith("passes/capture.py")]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else fallback
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__

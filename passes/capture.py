@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -52,6 +53,7 @@ from helixrt.passes.verify import verify
 Loss = Callable[[Any, Any], torch.Tensor]
 
 ASSIGNED = "buffers['"  # at the start of the name of what `Traced` gives besides outputs
+HIDDEN = ".__dict__"  # what it puts before that if the buffer was None
 BUFFERS = "._buffers"  # at the end of what Dynamo says of a module that assigns a buffer
 
 
@@ -70,16 +72,26 @@ def capture(
     """
     began = time.perf_counter()
     kwargs = dict(kwargs or {})
+    check_gathered(module)
     call = distinct((tuple(args), kwargs, target), module)
     joint = trace_joint(Traced(module, loss), call, module)
     aliased = any(end is not None and end.aliased for end in joint.outputs)
-    owners = tuple(name.removesuffix(BUFFERS) for name in joint.side_effects if name.endswith(BUFFERS))
+    owners = tuple(name.split(HIDDEN)[0].removesuffix(BUFFERS) for name in joint.side_effects if name.endswith(BUFFERS))
     if aliased or owners:
         joint = trace_joint(Traced(module, loss, own_outputs=aliased, assigned=owners), call, module)
     check_side_effects([name for name in joint.side_effects if not name.endswith(BUFFERS)], joint, Traced(module, loss))
     part = Flattening(module, loss, joint, call).part()
     verify(part)
     return part.stamped("capture", time.perf_counter() - began)
+
+
+def check_gathered(module: nn.Module) -> None:
+    """Raise CaptureError for a module that torch's FSDP, of either kind, gathers the parameters of in hooks."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported, no module is one of its
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+    if any(isinstance(part, kinds) for part in module.modules()):
+        reason, remedy = "fully sharded parameters are gathered in hooks, outside of any graph", "use DistributedDataParallel"
+        raise CaptureError(location_of(module), reason, f"{remedy}, tensor or expert parallelism")
 
 
 def distinct(call: Any, module: nn.Module) -> Any:
@@ -106,8 +118,8 @@ def check_side_effects(names: list[str], joint: Joint, traced: Traced) -> None:
         owner = dict(traced.named_modules()).get(name)
         for attribute, value in vars(owner).items() if owner is not None else ():
             if any(value is constant for constant in constants if constant is not None):
-                what = f"forward may change the tensor {local_name(f'{name}.{attribute}')!r}, which is no buffer"
-                raise CaptureError(where, what, "make it one: register_buffer")
+                what = f"forward may change the tensor {local_name(f'{name}.{attribute}')!r}, which it reads"
+                raise CaptureError(where, what, "make it a buffer: register_buffer")
     if names:
         changed = ", ".join(dict.fromkeys(repr(name).replace("'module", "'model") for name in names))
         warnings.warn(f"{where}: forward changes Python objects ({changed}); a captured graph does not", stacklevel=3)

@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.nn.parallel import DistributedDataParallel
 
 import helixrt
-from helixrt.passes.errors import DisagreementError
+from helixrt.passes.errors import CaptureError, DisagreementError
 from helixrt.passes.parts import local
 
 RANKS, MICROBATCHES = 2, 3
@@ -185,11 +185,32 @@ def other_models() -> None:
         model.train_step(x, target=y)
 
 
+def fully_sharded() -> None:
+    """Is refused in a line; a plain loop takes its place if that is asked for."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    models = [nn.Sequential(Dense(), Dense()).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x, y = data(dist.get_rank())
+    for model in models:
+        for module in (*model, model):
+            fully_shard(module)
+    with pytest.raises(CaptureError, match="fully sharded parameters are gathered in hooks"):
+        helixrt.compile(models[0], loss=F.mse_loss, microbatches=MICROBATCHES).train_step(x, target=y)
+    helixrt.compile(models[0], loss=F.mse_loss, microbatches=MICROBATCHES, strict=False)
+    with pytest.warns(UserWarning, match="trained by a plain loop"):
+        loss = models[0].train_step(x, target=y)
+    assert torch.equal(loss, plain_loop(models[1], x, y))
+    assert_gradients(*models, bitwise=True)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "by hand": lambda: tensor_parallel(lambda: nn.Sequential(Block(), Block()).double(), "auto"),
     "DTensor": lambda: tensor_parallel(by_dtensor, "estimate"),
     "torch.compile": by_torch_compile,
     "data parallel": data_parallel,
+    "fully sharded": fully_sharded,
     "other models": other_models,
 }
 

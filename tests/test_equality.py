@@ -204,7 +204,6 @@ BY_DEFAULT = {
         Case("llama", "sp", dropout=False, tied=False),
         Case("moe", "ep", tied=False),
         Case("gpt", "cp", dropout=False),
-        Case("gpt", "tp", codegen="backend"),
     )
 }
 
