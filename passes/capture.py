@@ -131,9 +131,7 @@ class Traced(nn.Module):
     `assigned` names modules that assign new tensors to their buffers; those come out, too.
     """
 
-    def __init__(
-        self, module: nn.Module, loss: Loss | None, own_outputs: bool = False, assigned: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, loss: Loss | None, own_outputs: bool = False, assigned: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.module, self.loss, self.own_outputs = module, loss, own_outputs
         self.training = module.training
@@ -347,7 +345,7 @@ def first_names(module: nn.Module, loss: Loss | None) -> dict[str, str]:
 
 def all_buffers(module: nn.Module, loss: Loss | None) -> dict[str, torch.Tensor | None]:
     """Buffers by qualified name, those that are None included."""
-    found = {}
+    found: dict[str, torch.Tensor | None] = {}
     for prefix, owner in (("", module), ("loss.", loss)):
         for path, part in owner.named_modules() if isinstance(owner, nn.Module) else ():
             found |= {f"{prefix}{path}.{name}" if path else f"{prefix}{name}": value for name, value in part._buffers.items()}
