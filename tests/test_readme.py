@@ -40,14 +40,19 @@ def folders(under: Path) -> set[str]:
     }
 
 
-def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
-    (code,) = blocks("python")
-    assert len(code.split("\n\n")) == 2 and len(code.strip().splitlines()) <= 11, "about ten lines"
-    printed = re.search(r"It prints:\n\n```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert printed
+def examples() -> list[tuple[str, str]]:
+    """Each program, and what the README says it prints."""
+    found = re.findall(r"^```python\n(.*?)^```\n+It prints:\n\n```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert len(found) == len(blocks("python")) == 2
+    return found
+
+
+@pytest.mark.parametrize(("code", "printed"), examples(), ids=["strands", "library"])
+def test_an_example_prints_what_the_readme_says(code: str, printed: str, tmp_path: Path) -> None:
+    assert len(code.strip().splitlines()) <= 11, "about ten lines"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == printed[1]
+    assert done.stdout == printed
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if not c.startswith("make ")])
@@ -81,7 +86,8 @@ def test_every_link_and_picture_is_there() -> None:
     assert "benchmarks/results/report.png" in links
     for link in links:
         assert link.startswith("https://") or (ROOT / link).exists(), link
-    assert (ROOT / "benchmarks/results/report.png").stat().st_size < 300_000
+    for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", README):
+        assert (ROOT / picture).stat().st_size < 300_000, picture
 
 
 def test_versions_are_those_of_the_package() -> None:

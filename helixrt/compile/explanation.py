@@ -77,11 +77,11 @@ class Explanation:
 
         return plain(self)
 
-    def picture(self, title: str = "two strands") -> Picture:
-        """Both strands in time. Raises ConfigError where there is nothing to draw."""
+    def picture(self, title: str = "two strands", wide: float | None = None) -> Picture:
+        """Both strands in time, `wide` pixels wide if that is given. Raises ConfigError where there is nothing to draw."""
         from helixrt.compile.picture import drawn
 
-        return drawn(self, title)
+        return drawn(self, title, wide)
 
     def save(self, path: Path | str, title: str = "two strands") -> None:
         """Write a text, JSON or a picture, as the name ends: `FORMS`. Raises ConfigError for other endings."""

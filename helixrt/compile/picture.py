@@ -23,10 +23,11 @@ from helixrt.schedule.ir import Op
 if TYPE_CHECKING:
     from helixrt.compile.explanation import Explanation
 
-LEFT, RIGHT, TOP, FOOT = 178.0, 24.0, 92.0, 30.0
+LEFT, RIGHT, TOP, FOOT = 186.0, 24.0, 80.0, 30.0
+EDGE, LINE = 20.0, 18.0  # where headings begin; their pitch
 ROW, TOUCHING, APART, BETWEEN = 26.0, 3.0, 8.0, 74.0  # rows; gaps of strands, of lanes, of the two halves
 NARROWEST, WIDEST = 1100.0, 1800.0
-ROOM = 5.0  # pixels that a typical operator should have
+ROOM = 20.0  # pixels for an operator that is longer than three quarters of them
 LETTER = 0.56  # width of a character, in font sizes
 LARGEST, SMALLEST = 11.5, 7.0
 LIGHT = "#ffffff"
@@ -53,18 +54,18 @@ class Half:
     top: float
 
 
-def drawn(explanation: Explanation, title: str) -> Picture:
-    """The picture. Raises ConfigError where operators have no times."""
+def drawn(explanation: Explanation, title: str, wide: float | None = None) -> Picture:
+    """The picture, `wide` pixels wide (by default as its operators need). ConfigError where operators have no times."""
     timings, plan = explanation.timings(), explanation.plan
     if timings is None or plan is None:
         raise ConfigError("picture", explanation.state, "needs two strands whose operators were profiled")
-    return Drawing(plan, explanation, timings).picture(title)
+    return Drawing(plan, explanation, timings, wide).picture(title)
 
 
 class Drawing:
     """Positions: x from time, y from strand and lane."""
 
-    def __init__(self, plan: Plan, explanation: Explanation, timings: tuple[Timing, Timing]) -> None:
+    def __init__(self, plan: Plan, explanation: Explanation, timings: tuple[Timing, Timing], wide: float | None = None) -> None:
         self.plan, self.explanation = plan, explanation
         self.strands = {FORWARD: plan.forward, BACKWARD: plan.backward}
         used = {operator.kind for listed in self.strands.values() for operator in listed}
@@ -73,13 +74,16 @@ class Drawing:
         spans = [span for span in timings[0].processor if span.kind is Kind.COMPUTE]
         lengths = sorted((span.length_us for span in spans), reverse=True)
         typical = lengths[len(lengths) // 4] if lengths else 0.0
-        wanted = self.total_us / typical * ROOM * 4 if typical else 0.0
-        self.wide = min(max(wanted + LEFT + RIGHT, NARROWEST), WIDEST)
+        wanted = self.total_us / typical * ROOM if typical else 0.0
+        self.wide = wide or min(max(wanted + LEFT + RIGHT, NARROWEST), WIDEST)
         self.scale = (self.wide - LEFT - RIGHT) / self.total_us
         self.tall = 2 * ROW + TOUCHING + len(self.lanes) * (ROW + APART)
+        self.timings = timings
+        self.told = self.lines(self.facts(), 12.5)
+        self.top = TOP + (len(self.told) - 1) * LINE
         names = ("one after the other", "woven")
         self.halves = [
-            Half(name, timing, TOP + 24.0 + at * (self.tall + BETWEEN))
+            Half(name, timing, self.top + 40.0 + at * (self.tall + BETWEEN))
             for at, (name, timing) in enumerate(zip(names, timings, strict=True))
         ]
         self.high = self.halves[-1].top + self.tall + FOOT
@@ -87,7 +91,7 @@ class Drawing:
     def picture(self, title: str) -> Picture:
         shapes = [*self.heading(title), *self.legend()]
         for half in self.halves:
-            shapes += [*self.axis(half), *self.rows(half), *self.spans(half)]
+            shapes += [*self.rows(half), *self.axis(half), *self.spans(half)]
         return Picture(self.wide, self.high, f"{title}: {'; '.join(self.facts())}", tuple(shapes))
 
     def x(self, at_us: float) -> float:
@@ -101,13 +105,23 @@ class Drawing:
         return half.top + 2 * ROW + TOUCHING + APART + self.lanes.index(kind) * (ROW + APART)
 
     def heading(self, title: str) -> Iterator[Shape]:
-        yield Words(LEFT, 26, title, 16, bold=True)
-        yield Words(LEFT, 46, " · ".join(self.facts()), 12.5, colour=FAINT)
+        yield Words(EDGE, 26, title, 16, bold=True)
+        for at, line in enumerate(self.told):
+            yield Words(EDGE, 46 + at * LINE, line, 12.5, colour=FAINT)
+
+    def lines(self, parts: list[str], size: float) -> list[str]:
+        """Parts put together on as few lines as they need."""
+        found = [parts[0]]
+        for part in parts[1:]:
+            longer = f"{found[-1]} · {part}"
+            fits = len(longer) * size * LETTER <= self.wide - 2 * EDGE
+            found[-1:] = [longer] if fits else [found[-1], part]
+        return found
 
     def facts(self) -> list[str]:
         pairing = self.plan.pairing
         if pairing is None:
-            return [f"{millis(self.halves[1].timing.total_us)} of compute", "no communication, nothing to hide"]
+            return [f"{millis(self.timings[1].total_us)} of compute", "no communication, nothing to hide"]
         hidden = pairing.hidden_us / pairing.communication_us if pairing.communication_us else 1.0
         found = [
             f"predicted {millis(pairing.predicted_us)} woven, {millis(pairing.sequential_us)} one after the other, "
@@ -127,11 +141,11 @@ class Drawing:
         if self.lanes:
             listed += [(TALK[BACKWARD], "messages of the backward"), (TALK[FORWARD], "messages of the forward")]
             listed += [("", "processor stands still")]
-        x = LEFT
+        x, y = EDGE, self.top - 8.0
         for fill, name in listed:
-            yield Box(x, 60, 14, 11, fill, hatched=not fill, edge="#b8c0ca")
-            yield Words(x + 19, 69.5, name)
-            x += 19 + len(name) * 6.4 + 18
+            yield Box(x, y - 10.0, 14, 11, fill, hatched=not fill, edge="#b8c0ca")
+            yield Words(x + 19, y, name)
+            x += 19 + len(name) * 6.3 + 16
 
     def axis(self, half: Half) -> Iterator[Shape]:
         """The half's name, its ticks in ms, and the end."""
