@@ -30,10 +30,12 @@ from helixrt.pipeline.gradients import ParameterGradients
 from helixrt.pipeline.held import Strand, Values, lasting_of, parameters_of, run_held
 from helixrt.pipeline.program import Program
 from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk, Task
-from helixrt.pipeline.strands import agree_among_ranks, planned
+from helixrt.pipeline.strands import Plan, agree_among_ranks, planned
 from helixrt.schedule.ir import Op
 
 NAMED = frozenset({Role.PARAMETER, Role.BUFFER, Role.GRADIENT})
+
+Key = tuple[int, Op, int]  # of a woven graph: the forward's chunk, the backward's operation and chunk
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class GraphStage(Stage):
             layouts.update(joint.layouts)
         self.gradients = ParameterGradients(parameters_of(self.lasting), layouts)
         self.single: dict[tuple[int, Op], Executable] = {}  # by chunk
-        self.woven: dict[tuple[int, Op, int], Executable] = {}  # by the forward's chunk, and op and chunk of the backward
+        self.woven: dict[Key, Executable] = {}
+        self.plans: dict[Key, Plan] = {}  # of the woven ones
         self._held: dict[tuple[int, int], Values] = {}  # by chunk and micro-batch
 
     def prepare(self, program: Program) -> None:
@@ -134,14 +137,14 @@ class GraphStage(Stage):
         agree_among_ranks(list(parts.values()))  # planning runs the collectives, and would hang as training would
         self.single |= {key: Executable(part) for key, part in parts.items()}
         pairs = {(e[0].chunk, e[1].op, e[1].chunk) for e in program.entries if len(e) == 2} - self.woven.keys()
-        woven = {key: self._weave(*key) for key in sorted(pairs)}
+        woven = {}
+        for ahead, op, behind in sorted(pairs):
+            forward, backward = self.graphs[ahead].part(Op.F), self.graphs[behind].part(op)
+            plan = planned(forward, backward, self.mode, self.rules, saved=self.graphs[behind].released(op))
+            self.plans[ahead, op, behind] = plan
+            woven[ahead, op, behind] = weave(forward, backward, plan.order)
         agree_among_ranks(list(woven.values()))
         self.woven |= {key: Executable(part) for key, part in woven.items()}
-
-    def _weave(self, ahead: int, op: Op, behind: int) -> Part:
-        forward, backward = self.graphs[ahead].part(Op.F), self.graphs[behind].part(op)
-        plan = planned(forward, backward, self.mode, self.rules, saved=self.graphs[behind].released(op))
-        return weave(forward, backward, plan.order)
 
     def reset(self) -> None:
         self._held.clear()

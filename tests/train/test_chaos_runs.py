@@ -311,9 +311,10 @@ def losses(root: Path, until: int) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["zbv", "interleaved"])
+@pytest.mark.parametrize("policy", ["zbv", "interleaved", "w", "helix"])
 def test_another_schedule_trains_the_same_and_survives_the_same(policy: str, job: Any, tmp_path: Path) -> None:
-    """Two chunks per stage or one: up to a kill the losses are those of 1F1B, after it the replica comes back."""
+    """Two chunks per stage or one, by graphs (all but interleaved) or autograd: up to a kill the losses are those of 1F1B,
+    after it the replica comes back."""
     run = job(kills((1, 12, "forward")), "model.layers=4", "model.tied=true", f"schedule.name={policy}", patient=True)
     plain = run.run(f"output.root={tmp_path / 'plain'}", "schedule.name=1f1b", "chaos.kill=[]")
     assert plain.code == 0, run.why(plain)

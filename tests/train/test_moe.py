@@ -140,7 +140,10 @@ def test_auxiliary_gradient_is_that_of_the_loss_written_out() -> None:
 
 @pytest.mark.parametrize("policy", ["1f1b", "zb-h1", "w"])
 def test_pipeline_gives_the_gradients_of_a_plain_loop_over_micro_batches(run_stages: Any, policy: str) -> None:
-    """Experts drop choices micro-batch by micro-batch, and their own loss gets its gradient in the middle of the model."""
+    """Experts drop choices micro-batch by micro-batch, and their own loss gets its gradient in the middle of the model.
+
+    By autograd, and by graphs with W apart or with pairs.
+    """
     tokens = torch.randint(0, MODEL.vocab, (8, SEQ + 1), generator=torch.Generator().manual_seed(9))
     whole = build_chunk(replace(MODEL, family="llama"), SEQ, 0, 1, seed=5, dtype=torch.float64, auxiliary_scale=1 / 4)
     total = 0.0

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from helixrt.errors import ConfigError
 from helixrt.passes.executable import TIMED
 from helixrt.pipeline.graph_stage import GraphStage
 from helixrt.pipeline.program import needs_graphs, whole_backwards
@@ -21,6 +22,7 @@ from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Pair, operations_of
+from helixrt.train import engine as engine_module
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import PipelineEngine, token_loss
 from helixrt.train.models.build import TIED_PARAMETER, build_chunk
@@ -248,8 +250,12 @@ def test_every_operation_and_message_is_recorded(run_stages: Any) -> None:
         )
 
 
-@pytest.mark.parametrize(("before", "after", "elsewhere"), [("1f1b", "gpipe", "zbv"), ("zbv", "w", "interleaved")])
-def test_a_schedule_is_swapped_between_steps(run_stages: Any, before: str, after: str, elsewhere: str) -> None:
+@pytest.mark.parametrize(("before", "after", "elsewhere"), [("1f1b", "zb-h1", "zbv"), ("zbv", "w", "interleaved")])
+def test_a_schedule_is_swapped_between_steps(
+    run_stages: Any, before: str, after: str, elsewhere: str, captured_once: None
+) -> None:
+    """Also between autograd and graphs."""
+
     def body(stage: int, group: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         engine = make_engine(MODEL, ScheduleConfig(before, 8), stage, 2, group)
         engine.run(0, lambda bucket: None)
@@ -265,3 +271,21 @@ def test_a_schedule_is_swapped_between_steps(run_stages: Any, before: str, after
 
     for kept, got in run_stages(2, body):
         torch.testing.assert_close(kept, got, rtol=1e-12, atol=1e-17)
+
+
+def test_chunks_that_cannot_be_captured_are_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where autograd is to run it, the same model trains."""
+    chunks = engine_module.build_chunks
+
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        modules = chunks(*args, **kwargs)
+        for module in modules.values():
+            module.register_forward_hook(lambda m, args, out: out * 2 if out.sum().item() > 1e9 else out)
+        return modules
+
+    monkeypatch.setattr(engine_module, "build_chunks", asking)
+    with pytest.raises(ConfigError, match=r"^schedule.graphs=auto: .*never runs whole backwards by autograd$") as caught:
+        make_engine(MODEL, ScheduleConfig("zb-h1", 4), 0, 1, None)
+    assert "\n" not in str(caught.value) and "change: " in str(caught.value)
+    engine = make_engine(MODEL, ScheduleConfig("zb-h1", 4, "never"), 0, 1, None)
+    assert engine.run(3, lambda bucket: None).loss == pytest.approx(plain(MODEL, 3)[0], rel=1e-12)

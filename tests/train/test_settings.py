@@ -108,6 +108,7 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("model.capacity=0", r"^model\.capacity=0\.0: must be above 0"),
         ("model.family=bert", r"^model\.family=bert: must be one of gpt, llama"),
         ("schedule.name=zigzag", r"^schedule\.name=zigzag: must be one of gpipe, 1f1b, .*adaptra, helix"),
+        ("schedule.graphs=sometimes", r"^schedule\.graphs=sometimes: must be one of auto, always, never"),
         ("launcher=slurm", r"^launcher=slurm: must be one of auto, local, ray"),
         ("mesh.tp=2", r"^mesh\.tp=2: must be 1 for now"),
         ("mesh.cp=2", r"^mesh\.cp=2: must be 1 for now"),
