@@ -125,7 +125,9 @@ def test_the_plan_in_json_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ranks_of_one_host_talk_inside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures(capsys, "moe-tiny", "--layers", "2", "--seq-len", "16", "--tp", "2", "--ep", "2", "--per-host", "2")
+    found = figures(
+        capsys, "moe-tiny", "--layers", "2", "--seq-len", "8", "--batch", "1", "--tp", "2", "--ep", "2", "--per-host", "2"
+    )
     kinds = {(one["signature"].partition("(")[0], one["class"]) for one in found["strands"]["forward"] if one["class"] in TALK}
     assert kinds == {("all_reduce", str(Kind.INTRA)), ("all_to_all_single", str(Kind.INTER))}
     assert found["graphs"]["forward"][str(Kind.INTRA)] == 4, "attention and network or experts, of two layers"

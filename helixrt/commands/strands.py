@@ -22,8 +22,8 @@ import torch.distributed as dist
 from helixrt.commands import output, subject
 from helixrt.commands.problem import number, whole
 from helixrt.commands.subject import Sizes, Subject
-from helixrt.compile.ahead import Links, fake_world, plan_ahead, with_times
-from helixrt.compile.explanation import Explanation, explained
+from helixrt.compile.ahead import Links, fake_world, plan_ahead
+from helixrt.compile.explanation import Explanation
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import CODEGENS, Options
 from helixrt.compile.train_step import TrainStep
@@ -107,8 +107,7 @@ def _measured(made: Subject, options: Options) -> Explanation:
     step = TrainStep(made.module, replace(options, loss=made.loss))
     for _ in range(STEPS):
         step(*made.args, target=made.target, **made.kwargs)
-    assert step.latest is not None and step.latest.strands is not None, "strict: captured, or an error"
-    return explained(with_times(step.latest.strands, options.profile), step.latest.seconds, options)
+    return step.explain(times=True)
 
 
 def _planned(made: Subject, options: Options, links: Links) -> Explanation:

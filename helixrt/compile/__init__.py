@@ -21,11 +21,12 @@ from typing import Any, cast
 
 from torch import nn
 
+from helixrt.compile.explanation import Explanation
 from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
 from helixrt.errors import ConfigError
 
-__all__ = ["Options", "TrainStep", "compile"]
+__all__ = ["Explanation", "Options", "TrainStep", "compile"]
 
 
 def compile(model_or_class: Any = None, **options: Any) -> Any:
@@ -73,9 +74,9 @@ class TrainStepOfEach:
         return step
 
 
-def explain(self: nn.Module) -> Any:
+def explain(self: nn.Module, *, times: bool = False) -> Explanation:
     """What was captured and how the strands are woven; see `TrainStep.explain`."""
-    return cast(TrainStep, self.train_step).explain()
+    return cast(TrainStep, self.train_step).explain(times=times)
 
 
 class CallableModule(ModuleType):

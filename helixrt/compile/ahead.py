@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from helixrt.compile.explanation import Explanation, explained
+from helixrt.compile.explanation import Explanation, explained, with_times
 from helixrt.compile.fake_world_private import fake_world
 from helixrt.compile.options import Options
 from helixrt.errors import ConfigError
@@ -26,8 +26,8 @@ from helixrt.passes.group_private import group_named
 from helixrt.passes.groups import Group, group_name
 from helixrt.passes.pair import Rules
 from helixrt.passes.parts import Part
-from helixrt.passes.profile import Mode, profile
-from helixrt.pipeline.strands import Strands, build
+from helixrt.passes.profile import Mode
+from helixrt.pipeline.strands import build
 
 __all__ = ["Links", "fake_world", "plan_ahead"]
 
@@ -88,7 +88,7 @@ def plan_ahead(
     joint = capture(module, args, kwargs, loss=loss, target=target)
     supposed = {name: (links or Links()).supposed(ranks) for name, ranks in ranks_of(joint).items()}
     strands = build(joint, mode=mode, rules=rules, codegen=codegen, supposed=supposed)
-    strands = with_times(strands, mode, supposed)
+    strands = with_times(strands, mode)
     options = Options(microbatches=2, codegen=codegen)
     return explained(strands, time.perf_counter() - began, options, supposed)
 
@@ -97,14 +97,3 @@ def ranks_of(part: Part) -> dict[str, list[int]]:
     """The ranks of each group that the part communicates in."""
     names = dict.fromkeys(group_name(node) for node in part.graph.nodes if nodes.is_collective(node))
     return {name: dist.get_process_group_ranks(group_named(name)) for name in names}
-
-
-def with_times(strands: Strands, mode: Mode | str = Mode.AUTO, supposed: Mapping[str, Supposed] | None = None) -> Strands:
-    """Strands that were planned without times, since nothing communicates, with times of their operators."""
-    plan = strands.plan
-    if plan is None or plan.profile is not None:
-        return strands
-    parts = strands.forward.part, strands.backward.part
-    measured = profile(parts, mode=mode, supposed=supposed)
-    forward, backward = (tuple(measured.operators(part)) for part in parts)
-    return replace(strands, plan=replace(plan, profile=measured, forward=forward, backward=backward))

@@ -11,7 +11,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from helixrt.passes.estimate import Supposed
 from helixrt.passes.flat import lying_in, usage
 from helixrt.passes.groups import Group
 from helixrt.passes.parts import Part, Stamp
-from helixrt.passes.profile import device_of
+from helixrt.passes.profile import Mode, device_of, profile
 from helixrt.passes.timing import BACKWARD, FORWARD, Timing, simulate
 from helixrt.pipeline.strands import Plan, Strands
 
@@ -112,13 +112,12 @@ def explained(
     reason = ""
     if strands.woven is None:
         reason = "microbatches=1: nothing to weave with" if options.strands == 2 else "strands=1"
-    known = strands.plan.profile.groups if strands.plan is not None and strands.plan.profile is not None else _AnyGroup()
     return Explanation(
         state="single strand" if strands.woven is None else "woven",
         reason=reason,
         seconds=seconds,
         stamps=parts["woven"].stamps if strands.woven else backward.stamps,
-        counts={name: counted(part, known) for name, part in parts.items()},
+        counts=counted(parts, strands.plan),
         plan=strands.plan,
         measured_ms=measured(strands),
         single_peak_bytes=single,
@@ -129,9 +128,25 @@ def explained(
     )
 
 
-def counted(part: Part, groups: Mapping[str, Group]) -> dict[str, int]:
-    """How many operators there are of each kind."""
-    return dict(Counter(str(kind) for kind in classify(part, groups).values()))
+def with_times(strands: Strands, mode: Mode | str = Mode.AUTO) -> Strands:
+    """Strands that are woven without a profile, since nothing communicates, with times of their operators."""
+    plan = strands.plan
+    if plan is None or plan.profile is not None:
+        return strands
+    parts = strands.forward.part, strands.backward.part
+    measured = profile(parts, mode=mode, supposed={})
+    forward, backward = (tuple(measured.operators(part)) for part in parts)
+    return replace(strands, plan=replace(plan, profile=measured, forward=forward, backward=backward))
+
+
+def counted(parts: Mapping[str, Part], plan: Plan | None) -> dict[str, dict[str, int]]:
+    """How many operators there are of each kind in each graph; as the plan sees them, where it does."""
+    listed = {name: [str(kind) for kind in classify(part, _AnyGroup()).values()] for name, part in parts.items()}
+    if plan is not None and plan.profile is not None:
+        for name, operators in (("forward", plan.forward), ("backward", plan.backward)):
+            listed[name] = [str(operator.kind) for operator in operators]
+        listed["woven"] = listed["forward"] + listed["backward"]
+    return {name: dict(Counter(kinds)) for name, kinds in listed.items()}
 
 
 def measured(strands: Strands) -> dict[str, float]:

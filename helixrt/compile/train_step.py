@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from helixrt.compile.explanation import Explanation, explained
+from helixrt.compile.explanation import Explanation, explained, with_times
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.errors import ConfigError
@@ -154,14 +154,19 @@ class TrainStep:
                     batch.add_gradient(index, port.name, value.grad)
         return torch.stack(losses).mean()
 
-    def explain(self) -> Explanation:
-        """What the latest call ran: captured, woven or not, operators, pairs, predicted times, memory."""
+    def explain(self, *, times: bool = False) -> Explanation:
+        """What the latest call ran: captured, woven or not, operators, pairs, predicted and measured times, memory.
+
+        A model that does not communicate is woven without a profile. With `times` its operators are measured now, so that
+        there are times to tell and a picture to draw.
+        """
         latest = self.latest
         if latest is None:
             return Explanation(state="not captured yet: call train_step first")
         if latest.strands is None:
             return Explanation(state="fallback", reason=str(latest.failure), seconds=latest.seconds)
-        explanation = explained(latest.strands, latest.seconds, self.options)
+        strands = with_times(latest.strands, self.options.profile) if times else latest.strands
+        explanation = explained(strands, latest.seconds, self.options)
         return replace(explanation, reason=latest.reason) if latest.reason else explanation
 
     def __getstate__(self) -> dict[str, Any]:
