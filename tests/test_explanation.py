@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,10 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import helixrt
+from helixrt.commands.subject import Sizes, of_project
 from helixrt.compile.ahead import Links, fake_world, plan_ahead
 from helixrt.compile.explanation import FORMS
+from helixrt.compile.shapes import Words
 from helixrt.errors import ConfigError
-from helixrt.passes.operators import Kind
+from helixrt.passes.operators import COMMUNICATION, Kind
+from helixrt.passes.pair import Rules
 
 KEYS = {
     "format",
@@ -102,6 +106,21 @@ def test_a_world_ends_when_its_block_fails() -> None:
     with pytest.raises(ZeroDivisionError), fake_world(2):
         raise ZeroDivisionError
     assert not dist.is_initialized()
+
+
+def test_ranks_of_one_host_talk_inside_it() -> None:
+    """Tensor parallelism inside two hosts, experts between them: two all-reduces a layer, two all-to-alls to experts."""
+    with fake_world(4):
+        made = of_project("moe-tiny", Sizes(layers=2, seq_len=8, batch=1, tp=2, ep=2), 1, torch.device("cpu"))
+        links, few = Links(per_host=2), Rules(labels=300)
+        found = plan_ahead(made.module, made.args, loss=made.loss, target=made.target, links=links, mode="estimate", rules=few)
+    talk = [operator for operator in found.plan.forward if operator.kind in COMMUNICATION]
+    kinds = Counter((operator.signature.partition("(")[0], operator.kind) for operator in talk)
+    assert kinds == {("all_reduce", Kind.INTRA): 4, ("all_to_all_single", Kind.INTER): 2}
+    assert {str(one).partition(",")[0] for one in found.supposed.values()} == {"2 ranks on one host", "2 ranks on 2 hosts"}
+    assert {f"network {where}" for where in ("inside the node", "between nodes")} <= {
+        shape.text for shape in found.picture().shapes if isinstance(shape, Words)
+    }
 
 
 def test_slower_links_take_longer_and_what_was_said_is_what_is_told() -> None:

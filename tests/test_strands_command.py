@@ -124,15 +124,6 @@ def test_the_plan_in_json_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
         assert max(span[4] for lane in timeline.values() for span in lane) == pytest.approx(plan[total])
 
 
-def test_ranks_of_one_host_talk_inside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures(
-        capsys, "moe-tiny", "--layers", "2", "--seq-len", "8", "--batch", "1", "--tp", "2", "--ep", "2", "--per-host", "2"
-    )
-    kinds = {(one["signature"].partition("(")[0], one["class"]) for one in found["strands"]["forward"] if one["class"] in TALK}
-    assert kinds == {("all_reduce", str(Kind.INTRA)), ("all_to_all_single", str(Kind.INTER))}
-    assert found["graphs"]["forward"][str(Kind.INTRA)] == 4, "attention and network or experts, of two layers"
-
-
 def test_text_says_what_was_supposed_and_what_hides_behind_what(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *SHARED)
     assert text.startswith("gpt-tiny, 1 layers, 1 x 16 tokens, tp 2\nwoven")
