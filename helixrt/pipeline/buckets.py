@@ -73,6 +73,7 @@ class GradientBuckets:
         self.withheld = frozenset(withheld)
         self.grads = [slot.view(self.flat) for slot in self.slots]
         self._parameters = [parameter for _, parameter in self.named]
+        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._users = [users[parameter] for parameter in self._parameters]
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self.grads[index]
@@ -116,21 +117,33 @@ class GradientBuckets:
                 self._mark(index)
         self._release()
 
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient (that requires none) without autograd. Other hooks on the parameter are not called."""
+        index = self._index[parameter]
+        if parameter.grad is None:
+            parameter.grad = self.grads[index].copy_(gradient)
+        else:
+            parameter.grad.add_(gradient)
+        self._added(index)
+
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        users, held, grad = self._users[index], self.slots[index].name in self.withheld, self.grads[index]
+        grad = self.grads[index]
 
         def added(parameter: torch.Tensor) -> None:
             first = parameter.grad
             if first is not None and first is not grad:  # one copy costs less than zeroing and adding
                 grad.copy_(first)
                 parameter.grad = grad
-            if users <= self._last and not held:  # chunks run in turns: all but the running one have finished
-                self._mark(index)
-                # On an accelerator backward has threads of its own; `finish` hands out in the right one.
-                if threading.get_ident() == self._thread:
-                    self._release()
+            self._added(index)
 
         return added
+
+    def _added(self, index: int) -> None:
+        if self._users[index] <= self._last and self.slots[index].name not in self.withheld:
+            self._mark(index)  # chunks run in turns: all but the running one have finished
+            # On an accelerator backward has threads of its own; `finish` hands out in the right one.
+            if threading.get_ident() == self._thread:
+                self._release()
 
     def _mark(self, index: int) -> None:
         if index not in self._final:

@@ -106,7 +106,7 @@ class Executor:
                 for chunk in ending:
                     assert buckets is not None
                     buckets.last_backward(chunk)
-                results = self.stage.compute(tasks)
+                results = self.stage.compute(tasks, buckets)
                 for action, result in zip(entry, results, strict=True):
                     if action.op is Op.F and action.gives is None:
                         assert result is not None

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from helixrt.passes.parts import Layout
+from helixrt.pipeline.buckets import GradientBuckets
 
 
 class ParameterGradients:
@@ -46,10 +47,30 @@ class ParameterGradients:
         return self.layouts[name].wrap(gradient) if name in self.layouts else gradient
 
 
+class BucketGradients(ParameterGradients):
+    """Gradients go straight into buckets, which are all that hangs on most parameters; where more does, through autograd."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], buckets: GradientBuckets) -> None:
+        super().__init__(parameters, layouts)
+        self.buckets = buckets
+
+    def give(self, name: str, gradient: torch.Tensor) -> None:
+        parameter = self.parameters[name]
+        if name in self.layouts or is_sparse(gradient) or hooks(parameter) > 1:
+            self.through_autograd(name, gradient)
+        else:
+            self.buckets.add(parameter, gradient)
+
+
 def is_sparse(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.layout is not torch.strided
 
 
 def hooked(parameter: nn.Parameter) -> bool:
-    """Has hooks on its gradient. The two attributes are where torch's public `register_…` methods put them."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    """Has hooks on its gradient."""
+    return hooks(parameter) > 0
+
+
+def hooks(parameter: nn.Parameter) -> int:
+    """How many hooks. The two attributes are where torch's public `register_…` methods put them."""
+    return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())

@@ -26,7 +26,8 @@ from helixrt.passes.parts import Layout, Part, Port, Role
 from helixrt.passes.profile import Mode
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.weave import weave
-from helixrt.pipeline.gradients import ParameterGradients
+from helixrt.pipeline.buckets import GradientBuckets
+from helixrt.pipeline.gradients import BucketGradients
 from helixrt.pipeline.held import Strand, Values, lasting_of, parameters_of, run_held
 from helixrt.pipeline.program import Program
 from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk, Task
@@ -97,7 +98,7 @@ class GraphStage(Stage):
     """Runs F, B, W and BW, and pairs of an F with a B or BW.
 
     `chunks` are this stage's by number, in the training mode that their graphs are to have; `examples` are of what
-    comes in for each. `mode` and `rules` are for pairing strands that communicate. Without grad mode a forward is the
+    comes in for each. `mode` and `rules` are for pairing strands that communicate. A forward without a backward is the
     module's own. Raises CaptureError for a chunk that cannot be captured.
     """
 
@@ -121,7 +122,7 @@ class GraphStage(Stage):
             self.graphs[number] = ChunkGraphs(joint)
             self.lasting |= lasting_of(chunk.module, chunk.loss, prefix)
             layouts.update(joint.layouts)
-        self.gradients = ParameterGradients(parameters_of(self.lasting), layouts)
+        self.parameters, self.layouts = parameters_of(self.lasting), layouts
         self.single: dict[tuple[int, Op], Executable] = {}  # by chunk
         self.woven: dict[Key, Executable] = {}
         self.plans: dict[Key, Plan] = {}  # of the woven ones
@@ -150,16 +151,16 @@ class GraphStage(Stage):
         self._held.clear()
         self.eager.reset()
 
-    def compute(self, tasks: Sequence[Task]) -> list[torch.Tensor | None]:
-        if not torch.is_grad_enabled():
-            return self.eager.compute(tasks)
+    def compute(self, tasks: Sequence[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+        if buckets is None:
+            return self.eager.compute(tasks, None)
         if len(tasks) == 1:
             graph = self.single[tasks[0].chunk, tasks[0].op]
         else:
             forward, backward = tasks
             graph = self.woven[forward.chunk, backward.op, backward.chunk]
         strands = [self._strand(task) for task in tasks]
-        results = run_held(graph, strands, self.lasting, self.gradients)
+        results = run_held(graph, strands, self.lasting, BucketGradients(self.parameters, self.layouts, buckets))
         return [self._result(task, result) for task, result in zip(tasks, results, strict=True)]
 
     def _strand(self, task: Task) -> Strand:

@@ -1,8 +1,8 @@
 """What computes on a stage: the contract, and the way by autograd.
 
 In: operations of a schedule with what comes in for them: tokens or hidden states for F, the gradient of the output for
-a backward. Out: what each makes for the neighbouring chunk. Parameter gradients add up in `p.grad`. Graphs of the
-chunks do the same in `graph_stage`, and more: W apart from B, pairs woven.
+a backward. Out: what each makes for the neighbouring chunk. Parameter gradients add up in `p.grad`, in the buckets.
+Graphs of the chunks do the same in `graph_stage`, and more: W apart from B, pairs woven.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.schedule.ir import Op
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -39,11 +40,12 @@ class Stage(ABC):
     """Computes the operations of one stage's chunks. Calls come from one thread, in the order of a schedule."""
 
     @abstractmethod
-    def compute(self, tasks: Sequence[Task]) -> list[torch.Tensor | None]:
+    def compute(self, tasks: Sequence[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         """Run an entry of a schedule: one task, or a forward and a backward that overlap. The result of each.
 
         Of F the chunk's output, or the micro-batch's loss (a scalar) in the last chunk; of B and BW the gradient of
-        the input (None for tokens); of W None. What a backward needs is kept if grad mode is on.
+        the input (None for tokens); of W None. `buckets` hold the parameters' gradients. Without, nothing is kept for
+        a backward; grad mode is on with them, off without.
         """
 
     @abstractmethod
@@ -98,8 +100,8 @@ class AutogradStage(Stage):
         for chunk in self.chunks.values():
             chunk.reset()
 
-    def compute(self, tasks: Sequence[Task]) -> list[torch.Tensor | None]:
-        (task,) = tasks
+    def compute(self, tasks: Sequence[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+        (task,) = tasks  # gradients come to the buckets through their hooks
         assert task.given is not None, f"autograd does not run {task.op} by itself"
         chunk = self.chunks[task.chunk]
         if task.op is Op.F:

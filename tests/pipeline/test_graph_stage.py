@@ -96,17 +96,17 @@ def test_activations_are_free_after_the_last_that_needs_them() -> None:
     module = build_chunk(config, 32, 1, 3)
     stage = GraphStage({1: StageChunk(module)}, {1: Example(torch.empty(2, 32, 32))})
     stage.prepare(compile_program(build("zb-h1", 3, 4), 1))
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    buckets = GradientBuckets({1: module}, 1 << 20)
+    buckets.begin(lambda bucket: None)
 
     def run(op: Op, microbatch: int) -> int:
         """What is alive when it is done, and its result gone."""
         given = None if op is Op.W else torch.randn(2, 32, 32)
-        stage.compute([Task(op, 1, microbatch, given)])
+        stage.compute([Task(op, 1, microbatch, given)], buckets)
         del given
         return live.now_bytes
 
-    with LiveStorage([*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]) as live:
+    with LiveStorage([*module.parameters(), *buckets.flat]) as live:
         before = live.now_bytes
         one = run(Op.F, 0)
         assert one > before
@@ -120,8 +120,38 @@ def test_activations_are_free_after_the_last_that_needs_them() -> None:
         run(Op.F, 2)
         stage.reset()
         assert live.now_bytes == before, "a step that broke leaves nothing"
-    expected = {name: parameter.grad for name, parameter in module.named_parameters()}
-    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in expected.values())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+
+
+@pytest.mark.parametrize("policy", ["gpipe", "zb-h1"])
+def test_buckets_leave_while_the_last_graph_runs_and_hooks_are_called(policy: str) -> None:
+    module = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+    hooked: nn.Parameter = module[1].weight
+    calls: list[float] = []
+    hooked.register_post_accumulate_grad_hook(lambda p: calls.append(float(p.grad.abs().sum())))
+    hooked.register_hook(lambda gradient: 3 * gradient)
+    stage = GraphStage({0: StageChunk(module, F.mse_loss)}, {0: Example(torch.empty(ROWS, DIM), torch.empty(ROWS, DIM))})
+    program = compile_program(build(policy, 1, MICROBATCHES), 0)
+    stage.prepare(program)
+    buckets = GradientBuckets({0: module}, 1)
+    finished: list[int] = []
+    finish = buckets.finish
+    seen: list[int] = []
+    buckets.finish = lambda chunk: (finished.extend(seen), finish(chunk))[1]  # type: ignore[method-assign]
+    x, y = torch.randn(2, MICROBATCHES, ROWS, DIM).unbind()
+    buckets.begin(seen.append)
+    executor = Executor(stage, {}, x[0], FlightRecord("pp0"))
+    losses = executor.run(program, list(x), list(y), buckets, generation=0, step=0)
+    assert seen == list(reversed(range(8))) and len(finished) >= 4, "most left before the end"
+    assert len(calls) == MICROBATCHES
+    plain = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+    plain.load_state_dict(module.state_dict())
+    expected = torch.stack([F.mse_loss(plain(a), b) for a, b in zip(x, y, strict=True)])
+    expected.mean().backward()
+    torch.testing.assert_close(torch.stack(losses), expected.detach())
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad * (3 if one is hooked else 1))
 
 
 # ------------------------------------------------------------------------------------------------ ranks
