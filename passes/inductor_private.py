@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helixrt.errors import HelixError
 
@@ -22,9 +23,13 @@ def compiled(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., A
     """A function of `module`'s inputs, to a tuple; `examples` are fake tensors. Raises CompileError."""
     from torch._inductor import compile as compile_graph
 
+    # Of a mode of their own: that of the capture knows numbers inside tensors without dimensions, which inductor would ask
+    # Dynamo to capture anew.
+    with FakeTensorMode():
+        fresh = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
     try:
         with torch.no_grad():
-            return compile_graph(module, list(examples))
+            return compile_graph(module, fresh)
     except Exception as error:  # inductor raises of every kind
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CompileError(f'codegen="inductor" failed: {first}; codegen="eager" needs no compiler') from error

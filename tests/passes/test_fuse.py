@@ -118,9 +118,10 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.register_buffer("factor", torch.tensor(2.0))  # without dimensions, inductor could take it for a number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(F.dropout(F.gelu(self.a(x)).sin() * 2, 0.3))
+        return self.b(F.dropout(F.gelu(self.a(x)).sin() * self.factor, 0.3))
 
 
 def compare(module: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: Callable[..., torch.Tensor]) -> None:
@@ -140,9 +141,3 @@ def compare(module: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: Callable[
 
 def test_inductor_gives_eagers_numbers() -> None:
     compare(Small().double(), *(torch.randn(4, n, dtype=torch.float64) for n in (4, 3)), F.mse_loss)  # type: ignore[call-arg]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_inductor_gives_eagers_numbers_for_transformers(family: str) -> None:
-    compare(model(family), *tokens(4), cross_entropy)
