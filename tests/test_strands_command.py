@@ -126,7 +126,7 @@ def test_the_plan_in_json_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_text_says_what_was_supposed_and_what_hides_behind_what(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *SHARED)
-    assert text.startswith("gpt-tiny, 1 layers, 1 x 16 tokens, tp 2\nwoven")
+    assert text.startswith("gpt-tiny, 1 layer, 1 x 16 tokens, tp 2\nwoven")
     assert "supposed: 2 ranks on 2 hosts, 80 Mbit/s and 30 us; an estimate, only compute is measured" in text
     for line in ("backward strand: ", "forward strand: ", "  f.layers_0_ffn_out_all_reduce: ", "  predicted: "):
         assert f"\n{line}" in text, line

@@ -89,7 +89,8 @@ def of_project(name: str, sizes: Sizes, microbatches: int, device: torch.device)
     tokens, targets = torch.randint(0, config.vocab, shape, generator=generator).to(device)
     shared = "".join(f", {axis} {getattr(sizes, axis)}" for axis in reversed(AXES) if getattr(sizes, axis) > 1)
     shared += " with sequence parallelism" if sizes.sequence else ""
-    title = f"{name}, {config.layers} layers, {sizes.batch} x {sizes.seq_len} tokens{shared}"
+    layers = f"{config.layers} layer" + "s" * (config.layers > 1)
+    title = f"{name}, {layers}, {sizes.batch} x {sizes.seq_len} tokens{shared}"
     return Subject(title, module.to(device), (tokens,), loss=token_loss, target=targets)
 
 
