@@ -26,7 +26,7 @@ def compiled(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., A
     # Of a mode of their own: that of the capture knows numbers inside tensors without dimensions, which inductor would ask
     # Dynamo to capture anew.
     with FakeTensorMode():
-        fresh = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
+        fresh: list[Any] = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
     try:
         with torch.no_grad():
             return compile_graph(module, fresh)
