@@ -340,9 +340,16 @@ def run_memory(settings: Settings, args: argparse.Namespace) -> int:
         single, woven = row["single_bytes"] / 2**20, row["woven_bytes"] / 2**20
         print(f"  {layers:>3} layers: one strand {single:.1f}, two {woven:.1f}, ratio {row['ratio']:.4f}")
     if args.json is not None:
-        write(args.json, "strands-memory", asdict(settings), {}, memory=found)
+        alike = {key: value for key, value in settings.shape.items() if key not in ("model", "layers")}
+        write(args.json, "strands-memory", alike, {}, memory={**other_models(args.json, alike), settings.model: found})
         print(f"  written to {args.json}")
     return 0
+
+
+def other_models(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The memory of other models that the file has from runs with the same settings."""
+    written = json.loads(path.read_text()) if path.exists() else {}
+    return dict(written["memory"]) if written.get("settings") == settings else {}
 
 
 def show(at: Measured, spreads: dict[str, Spread], summary: dict[str, Any]) -> None:

@@ -44,10 +44,13 @@ def test_memory_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     small = ["--memory", "--layers", "2", "4", "--dim", "64", "--seq-len", "16", "--microbatches", "2"]
     assert strands.run(arguments(*small, "--json", str(path))) == 0
+    assert strands.run(arguments(*small, "--model", "gpt-cp", "--json", str(path))) == 0
     memory = json.loads(path.read_text())["memory"]
-    assert memory.keys() == {"2", "4"}
-    for layers, row in memory.items():
-        assert 0 < row["woven_bytes"] <= (1 + 1 / int(layers)) * row["single_bytes"]
+    assert memory.keys() == {"gpt-tp", "gpt-cp"}
+    for rows in memory.values():
+        assert rows.keys() == {"2", "4"}
+        for layers, row in rows.items():
+            assert 0 < row["woven_bytes"] <= (1 + 1 / int(layers)) * row["single_bytes"]
 
 
 @pytest.mark.parametrize(
