@@ -149,8 +149,9 @@ def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a test, chunks of pipelines that are alike get the same graphs: capture takes longer than all the rest."""
     from helixrt.pipeline import graph_stage
 
-    capture, lock = graph_stage.capture, threading.Lock()
+    capture, split, lock = graph_stage.capture, graph_stage.ChunkGraphs, threading.Lock()
     known: dict[Any, Any] = {}
+    halves: dict[Any, Any] = {}
 
     def once(module: Any, args: Any, *, loss: Any, target: Any) -> Any:
         state = [(name, tensor.shape, tensor.dtype) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
@@ -160,7 +161,15 @@ def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 known[key] = capture(module, args, loss=loss, target=target)
             return known[key]
 
+    def split_once(joint: Any) -> Any:
+        key = (joint.module, joint.inputs)  # the ports say which chunk it is
+        with lock:
+            if key not in halves:
+                halves[key] = split(joint)
+            return halves[key]
+
     monkeypatch.setattr(graph_stage, "capture", once)
+    monkeypatch.setattr(graph_stage, "ChunkGraphs", split_once)
 
 
 @pytest.fixture(scope="session")

@@ -92,10 +92,11 @@ class Executor:
             if action.gives is None:
                 return
             assert tensor is not None and action.target is not None
+            tensor = tensor.contiguous()  # also for a chunk on this stage: all get what a message would bring
             if action.target == program.stage:
                 local[action.gives] = tensor
             else:
-                sent[action.gives] = self.channels[action.target].send(tag(action.gives), tensor.contiguous())
+                sent[action.gives] = self.channels[action.target].send(tag(action.gives), tensor)
 
         expect()
         with torch.set_grad_enabled(buckets is not None):

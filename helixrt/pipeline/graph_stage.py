@@ -12,7 +12,7 @@ communicate are planned by measuring, and compared before any runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -151,7 +151,7 @@ class GraphStage(Stage):
         self._held.clear()
         self.eager.reset()
 
-    def compute(self, tasks: Sequence[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+    def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         if buckets is None:
             return self.eager.compute(tasks, None)
         if len(tasks) == 1:
@@ -160,8 +160,10 @@ class GraphStage(Stage):
             forward, backward = tasks
             graph = self.woven[forward.chunk, backward.op, backward.chunk]
         strands = [self._strand(task) for task in tasks]
+        outputs = [self.graphs[task.chunk].output for task in tasks]
+        tasks.clear()
         results = run_held(graph, strands, self.lasting, BucketGradients(self.parameters, self.layouts, buckets))
-        return [self._result(task, result) for task, result in zip(tasks, results, strict=True)]
+        return [made(output, result) for output, result in zip(outputs, results, strict=True)]
 
     def _strand(self, task: Task) -> Strand:
         """What the task's micro-batch holds, with what is given now."""
@@ -177,8 +179,10 @@ class GraphStage(Stage):
         held |= {port: value for port, value in given.items() if value is not None and port in wanted}
         return Strand(held, later)
 
-    def _result(self, task: Task, result: Values) -> torch.Tensor | None:
-        if task.op is Op.F:
-            value = result[Port(Role.OUTPUT, self.graphs[task.chunk].output)]
-            return value.clone() if value.dim() == 0 else value  # as a view a loss would hold what it lies in
-        return result.get(Port(Role.INPUT_GRADIENT, "0"))
+
+def made(output: str, result: Values) -> torch.Tensor | None:
+    """What an operation makes for the neighbouring chunk, of what its graph gave."""
+    value = result.get(Port(Role.OUTPUT, output))
+    if value is not None and value.dim() == 0:
+        return value.clone()  # as a view a loss would hold what it lies in
+    return result.get(Port(Role.INPUT_GRADIENT, "0"), value)

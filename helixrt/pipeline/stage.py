@@ -8,7 +8,7 @@ Graphs of the chunks do the same in `graph_stage`, and more: W apart from B, pai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +40,10 @@ class Stage(ABC):
     """Computes the operations of one stage's chunks. Calls come from one thread, in the order of a schedule."""
 
     @abstractmethod
-    def compute(self, tasks: Sequence[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+    def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         """Run an entry of a schedule: one task, or a forward and a backward that overlap. The result of each.
+
+        May empty `tasks`, so that nobody else holds what is given.
 
         Of F the chunk's output, or the micro-batch's loss (a scalar) in the last chunk; of B and BW the gradient of
         the input (None for tokens); of W None. `buckets` hold the parameters' gradients. Without, nothing is kept for
@@ -100,7 +102,7 @@ class AutogradStage(Stage):
         for chunk in self.chunks.values():
             chunk.reset()
 
-    def compute(self, tasks: Sequence[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+    def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         (task,) = tasks  # gradients come to the buckets through their hooks
         assert task.given is not None, f"autograd does not run {task.op} by itself"
         chunk = self.chunks[task.chunk]
