@@ -100,6 +100,34 @@ def test_a_split_that_forgets(joint: Part) -> None:
         verify_split(Split(halves.forward, halves.weight, halves.backward), joint)
 
 
+def test_a_split_that_loses_a_result(joint: Part) -> None:
+    halves = split(joint)
+
+    def without_last(graph: Graph, named: dict[str, Node]) -> None:
+        output = graph.output_node()
+        output.args = (output.args[0][:-1],)
+
+    lost = replace(edited(halves.weight, without_last), outputs=halves.weight.outputs[:-1])
+    with pytest.raises(VerifyError, match="comes out 0 times of F, B and W together"):
+        verify_split(replace(halves, weight=lost), joint)
+
+
+def test_random_operators_in_another_order() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.rand_like(x) * torch.rand_like(x) + super().forward(x)).sum()
+
+    joint = capture(Twice(4, 4), (torch.randn(2, 4),))
+    halves = split(joint)
+
+    def swap(graph: Graph, named: dict[str, Node]) -> None:
+        first, second = (node for node in graph.nodes if nodes.is_random(node))
+        first.prepend(second)
+
+    with pytest.raises(VerifyError, match="do not run in the captured order"):
+        verify_split(replace(halves, forward=edited(halves.forward, swap)), joint)
+
+
 # ------------------------------------------------------------------------------------------------ collectives
 
 
