@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helixrt.bench._live_storage import LiveStorage
+from helixrt.passes.pair import Rules
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import GroupChannel
 from helixrt.pipeline.executor import Executor
@@ -216,7 +217,7 @@ def train_shared_stages(policy: str) -> None:
             given = torch.zeros(2, SEQ, dtype=torch.int64)
             boundary = torch.empty(2, SEQ // 2, SHARED.dim, dtype=torch.float64)
             comes_in = {n: Example(boundary if n else given, given if n == last else None) for n in chunks}
-            stage = GraphStage(chunks, comes_in, mode="estimate")
+            stage = GraphStage(chunks, comes_in, mode="estimate", rules=Rules(labels=500))
             program = compile_program(schedule, number)
             stage.prepare(program)
             backend = dist.ProcessGroupGloo(neighbours, number, STAGES, timedelta(seconds=30))
