@@ -29,7 +29,16 @@ def compiled(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., A
         fresh: list[Any] = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
     try:
         with torch.no_grad():
-            return compile_graph(module, fresh)
+            function = compile_graph(module, fresh)
     except Exception as error:  # inductor raises of every kind
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CompileError(f'codegen="inductor" failed: {first}; codegen="eager" needs no compiler') from error
+    strides = [example.stride() for example in examples]
+    return lambda *values: function(*map(laid_out, values, strides))
+
+
+def laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """`value` in the layout it was compiled for: that of a fake tensor, which real operators do not always keep to."""
+    if value.stride() == stride:
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)

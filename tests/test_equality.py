@@ -8,8 +8,7 @@ generation; some of each run by default with 1 to 3 micro-batches, all of them i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import helixrt
-from helixrt.compile import TrainStep
 from helixrt.pipeline.strands import build
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
@@ -147,49 +145,40 @@ def check(case: Case, counts: tuple[int, ...]) -> None:
         return
     loss = None if case.model.startswith("hf-") else token_loss
     helixrt.compile(model, loss=loss, codegen=case.codegen, profile="estimate", microbatches=counts[0])
-    for count in counts:
-        check_count(model, plain, case, count)
-
-
-def check_count(model: nn.Module, plain: nn.Module, case: Case, count: int) -> None:
-    inputs, target = batch(case, count)
     step = model.train_step
-    step.options = replace(step.options, microbatches=count)
-    run = partial(step, **inputs, target=target)
-    woven = trained(model, run)
-    explanation = model.explain()
-    assert (explanation.state, explanation.reason) == ("woven", "") and len(model.train_step.captured) == 1
-    assert explanation.plan is not None and (explanation.plan.pairing is None) == (case.shared == "alone")
-    with single_strand(step):
+    for count in counts:
+        inputs, target = batch(case, count)
+        step.options = replace(step.options, microbatches=count)
+        run = partial(step, **inputs, target=target)
+        woven = trained(model, run)
+        explanation = model.explain()
+        assert (explanation.state, explanation.reason) == ("woven", "")
+        assert explanation.plan is not None and (explanation.plan.pairing is None) == (case.shared == "alone")
+        if count == counts[0]:  # what was captured, as graphs that are built for one strand
+            ((key, both),) = step.captured.items()
+            one = replace(both, strands=build(both.joint, strands=1, codegen=case.codegen))
+        step.captured[key] = one
         assert_alike(woven, trained(model, run), bitwise=True)
-    assert_alike(woven, trained(plain, partial(plain_loop, plain, case, count)), bitwise=False)
-
-
-@contextmanager
-def single_strand(step: TrainStep) -> Iterator[None]:
-    """What was captured runs as graphs that are built for one strand."""
-    ((key, found),) = step.captured.items()
-    step.captured[key] = replace(found, strands=build(found.joint, strands=1, codegen=step.options.codegen))
-    yield
-    step.captured[key] = found
+        step.captured[key] = both
+        assert_alike(woven, trained(plain, partial(plain_loop, plain, case, count)), bitwise=False)
+    assert len(step.captured) == 1
 
 
 # ------------------------------------------------------------------------------------------------ cases
 
 
-def product(models: tuple[str, ...], shared: tuple[str, ...], codegens: tuple[str, ...] = ("eager",)) -> list[Case]:
-    kinds = itertools.product(models, shared, (True, False), (True, False), codegens)
-    return [Case(*kind) for kind in kinds if kind[1] != "ep" or kind[0] == "moe"]
-
-
-OWN, FAMILIES = ("gpt", "llama", "moe"), ("hf-gpt2", "hf-llama", "hf-mixtral")
+OWN, FAMILIES, SHARED = ("gpt", "llama", "moe"), ("hf-gpt2", "hf-llama", "hf-mixtral"), ("tp", "sp", "cp", "ep")
+EVERY_MODEL = [
+    *((model, "alone") for model in (*OWN, *FAMILIES)),
+    *((model, shared) for model in OWN for shared in SHARED if shared != "ep" or model == "moe"),
+]
+INDUCTOR = [*((model, "alone") for model in (*OWN, *FAMILIES)), ("gpt", "tp"), ("llama", "sp"), ("moe", "ep")]
 EVERY = {
     str(case): case
     for case in (
-        *product((*OWN, *FAMILIES), ("alone",), ("eager", "backend")),
-        *product(OWN, ("tp", "sp", "cp", "ep"), ("eager", "backend")),
-        *(Case(model, codegen="inductor") for model in (*OWN, *FAMILIES)),
-        *(Case(model, shared, codegen="inductor") for model, shared in (("gpt", "tp"), ("llama", "sp"), ("moe", "ep"))),
+        *(Case(*model, *kind) for model in EVERY_MODEL for kind in itertools.product((True, False), (True, False))),
+        *(Case(*model, codegen="backend") for model in EVERY_MODEL),
+        *(Case(*model, codegen="inductor") for model in INDUCTOR),
     )
 }
 BY_DEFAULT = {

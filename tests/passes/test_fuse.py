@@ -17,6 +17,7 @@ from helixrt.passes.classify import kind_of, movable, strand
 from helixrt.passes.early import early
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.fuse import fuse, groups
+from helixrt.passes.inductor_private import compiled
 from helixrt.passes.fused import Fused
 from helixrt.passes.operators import Kind
 from helixrt.passes.parts import Part, Port, Role
@@ -141,3 +142,13 @@ def compare(module: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: Callable[
 
 def test_inductor_gives_eagers_numbers() -> None:
     compare(Small().double(), *(torch.randn(4, n, dtype=torch.float64) for n in (4, 3)), F.mse_loss)  # type: ignore[call-arg]
+
+
+def test_a_compiled_function_takes_other_layouts_than_it_was_compiled_for() -> None:
+    """Real operators do not always lay a result out as fake ones say."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, 3.0)),))
+    function = compiled(torch.fx.GraphModule(nn.Module(), graph), [torch.empty(3, 4)])
+    value = torch.randn(4, 3).t()
+    assert torch.equal(function(value)[0], 3 * value) and torch.equal(function(3 * value)[0], 9 * value)
