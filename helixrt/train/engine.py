@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor
-from helixrt.pipeline.graph_stage import Example, GraphStage
 from helixrt.pipeline.program import Program, compile_program, whole_backwards
 from helixrt.pipeline.stage import AutogradStage, StageChunk
 from helixrt.record import FlightRecord
@@ -32,6 +32,9 @@ from helixrt.train.lr import learning_rate
 from helixrt.train.models.build import TIED_PARAMETER, build_chunks
 from helixrt.train.optimizer import BucketAdamW
 from helixrt.train.schedules import job_schedule, runs_by_graphs
+
+if TYPE_CHECKING:
+    from helixrt.pipeline.graph_stage import GraphStage
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -132,6 +135,8 @@ class PipelineEngine(Engine):
         self._executor.stage, self._program = self._graphs, program
 
     def _captured(self) -> GraphStage:
+        from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
+
         boundary = self._executor.boundary
         tokens = torch.zeros(boundary.shape[:2], dtype=torch.int64)
         examples = {

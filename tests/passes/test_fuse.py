@@ -17,8 +17,8 @@ from helixrt.passes.classify import kind_of, movable, strand
 from helixrt.passes.early import early
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.fuse import fuse, groups
-from helixrt.passes.inductor_private import compiled
 from helixrt.passes.fused import Fused
+from helixrt.passes.inductor_private import compiled
 from helixrt.passes.operators import Kind
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.split import split, whole_backward
@@ -151,4 +151,5 @@ def test_a_compiled_function_takes_other_layouts_than_it_was_compiled_for() -> N
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, 3.0)),))
     function = compiled(torch.fx.GraphModule(nn.Module(), graph), [torch.empty(3, 4)])
     value = torch.randn(4, 3).t()
-    assert torch.equal(function(value)[0], 3 * value) and torch.equal(function(3 * value)[0], 9 * value)
+    assert torch.equal(function(value)[0], 3 * value)
+    assert torch.equal(function(value.contiguous())[0], 3 * value)
