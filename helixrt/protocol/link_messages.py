@@ -1,0 +1,319 @@
+"""What a link hears and what it answers: events and actions, all frozen.
+
+In: nothing. Out: the vocabulary that `link.Link` shares with whoever moves the bytes: the TCP driver,
+the verbs driver and simulated worlds. A link is the pair of one rank with one peer in one generation; a
+message is named (op, index), each name used once per direction and generation; rails are numbered from 0
+alike at both ends. Times are the caller's monotonic seconds.
+
+What a driver does, in short: tell every event as it happens, oldest first; carry out the actions in the
+order given; wake the link with `Tick` at `Link.deadline`. It reads all that can be read before a `Tick`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from helixrt.errors import Cause
+from helixrt.protocol.frames import Frame
+
+
+class Failure(Enum):
+    """Why a rail failed; decides who may try again, and where (DESIGN.md, "Link")."""
+
+    PATH = "path"  # the way between the two ends: what it carried goes elsewhere, the rail is tried again after a rest
+    DEVICE = "device"  # our own device: the same, after a longer rest, and all rails on that device should be told
+    CASCADE = "cascade"  # a consequence (flushed work): the cause that came first stands
+    PROGRAM = "program"  # a use that can never work: not tried again anywhere, the link is lost
+    PEER_GONE = "peer gone"  # nobody listens at the peer's end: with no rail left, the link is lost at once
+
+
+class Landing(Enum):
+    """Where the payload of a DATA frame goes."""
+
+    PLACE = "place"  # the memory posted for (op, index)
+    HOLD = "hold"  # memory of the driver, kept under (op, index) until `Deliver` or `Free`
+    DROP = "drop"  # nowhere: read it and throw it away
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """The caller gave `length` bytes to send. `deadline`: `Failed` comes at that time if it is not done."""
+
+    op: int
+    index: int
+    length: int
+    repeatable: bool = True  # False: once handed to a rail it is never sent again
+    deadline: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """The caller gave memory for the peer's message."""
+
+    op: int
+    index: int
+    length: int
+    deadline: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class RailUp:
+    """The rail is connected. `incarnation` counts its connections, from 1, and both ends know the same number for
+    the same connection; nothing of an earlier one arrives from now on."""
+
+    rail: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RailDown:
+    """The rail broke, or `RestoreRail` failed. What was handed to it and not sent yet is dropped; nothing of it
+    arrives any more, and a payload under way ends here."""
+
+    rail: int
+    failure: Failure
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RailSlow:
+    """The rail works but should be left: fence, drain, switch, as in fail-back. It rests before it is used again."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameArrived:
+    """A frame with its checked body (`frames.with_body`), or the header of a DATA frame: then exactly one `Accept`
+    for this rail is among the actions, and the payload follows (also when its length is 0)."""
+
+    rail: int
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadArrived:
+    """All bytes of the payload under way on `rail` are where `Accept` (or a `Discard` since) said."""
+
+    rail: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Some bytes of a frame came: a sign of life. Needed only where no whole frame came of them."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSent:
+    """The last byte of a DATA frame left the memory it came from. Needed only without fault tolerance."""
+
+    rail: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; everything that could be read by now was read and told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The caller takes back all memory of `op`, in both directions."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The generation is over for this end: tell the peer why. Nothing follows but `SendFrame` of this call."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """This end closes on purpose; the peer is told, so that it is no failure."""
+
+
+Event = (
+    Submit
+    | Post
+    | RailUp
+    | RailDown
+    | RailSlow
+    | FrameArrived
+    | PayloadArrived
+    | Heard
+    | FrameSent
+    | Tick
+    | Forget
+    | Abort
+    | Close
+)
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class SendFrame:
+    """Write `frames.pack(frame)` on the rail, after all that was given to it before."""
+
+    rail: int
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class SendData:
+    """Write `frames.pack(frame)` and then the message (frame.op, frame.index), `frame.length` bytes, on the rail."""
+
+    rail: int
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Copy the short message (op, index) now: its `Sent` follows, and sending it, perhaps again, uses the copy."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The copy that `Keep` made is needed no more."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The caller takes back the memory of (op, index), which rails may hold: copy what they have yet to send of it."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Read the payload announced on `rail` to `landing`; then tell `PayloadArrived`."""
+
+    rail: int
+    sequence: int
+    op: int
+    index: int
+    landing: Landing
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Not one byte more of the payload under way on `rail` goes to its landing: throw the rest away as it comes."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Copy the held message into the memory posted for it and free it; `Received` follows."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Free the held message; nobody will ask for it."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The memory of the message may be written again."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The message is whole, in the memory posted for it."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This message, and no other, came to nothing: its deadline passed, or it must not be sent twice and may have been
+    delivered once. Its memory is the caller's again."""
+
+    op: int
+    index: int
+    sending: bool  # else receiving
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRail:
+    """Connect the rail anew (reset its queue pair), and answer `RailUp` or `RailDown`. The end that cannot dial waits
+    for the other's connection, and may try the peer's address to learn that nobody is there (PEER_GONE)."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetRail:
+    """Close the rail's connection, dropping what it holds in either direction; the link knows it is down."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The peer is gone for good in this generation. Last action but `ResetRail`s; the link answers nothing more."""
+
+    cause: Cause
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAborted:
+    """The peer ended the generation and said why; else as `Lost`."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """The peer closed on purpose; else as `Lost`."""
+
+
+Action = (
+    SendFrame
+    | SendData
+    | Keep
+    | Release
+    | Detach
+    | Accept
+    | Discard
+    | Deliver
+    | Free
+    | Sent
+    | Received
+    | Failed
+    | RestoreRail
+    | ResetRail
+    | Lost
+    | PeerAborted
+    | PeerClosed
+)
