@@ -69,7 +69,7 @@ class Frame(NamedTuple):
     generation: int
     sequence: int = 0  # from 1 within SEQUENCED, else 0
     op: int = 0
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # nobody searches a frame as a tuple
     length: int = 0  # bytes that follow the header
     acknowledged: int = 0  # all sequence numbers up to here have arrived here
     flags: int = 0
@@ -80,7 +80,7 @@ class Name(NamedTuple):
     """A message, as both ends call it, and the length they agreed on (bytes)."""
 
     op: int
-    index: int
+    index: int  # type: ignore[assignment]
     length: int
 
 
