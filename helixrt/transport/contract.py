@@ -63,6 +63,14 @@ class PeerAborted:
 Outcome = Sent | Received | Lost | PeerAborted
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What an endpoint turned away since it was made."""
+
+    strangers: int = 0  # connections that did not prove the run's secret: a wrong one, garbage, silence
+    stale: int = 0  # connections, and frames on a connection, of an older generation
+
+
 class Endpoint(ABC):
     """This rank's links to the peers of one generation.
 
@@ -114,4 +122,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Say farewell to the peers (a closed link that said so is no failure) and give up all resources; idempotent."""
+        """Deliver what was `Sent`, say farewell to the peers and give up all resources; idempotent.
+
+        A link closed so is no failure: a peer hears of it (`Lost`) only if it waits for a message, or begins one later.
+        """
+
+    @abstractmethod
+    def refused(self) -> Refused:
+        """What was turned away, over all generations."""
