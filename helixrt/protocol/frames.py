@@ -41,7 +41,7 @@ class Kind(IntEnum):
     DATA = 1  # sequence, op, index, length: the message follows; flag EAGER
     CREDIT = 2  # sequence; body: names of messages whose memory waits at the receiver
     WANT = 3  # sequence; body: names of short messages that wait at the sender for a credit
-    SKIP = 4  # sequence: stands for a frame that will not be sent again
+    SKIP = 4  # sequence: stands for a frame that is not sent again; index: what it would give back of eager memory
     SWITCH = 5  # sequence, index = rail, op = its incarnation: this rail carries traffic again (fail-back's fence)
     ACK = 6  # body: all that was received, and how much eager memory was given back
     RESUME = 7  # index = rail, op = its incarnation; body as ACK: nothing of that rail counts any more; flag ANSWER
@@ -49,7 +49,7 @@ class Kind(IntEnum):
     PROBED = 9  # op = number of the probe
     BEAT = 10  # nothing to say, and alive
     ABORT = 11  # body: the cause; the generation is over
-    BYE = 12  # this end closes on purpose
+    BYE = 12  # op = newest sequence number: this end closes on purpose
 
 
 SEQUENCED = frozenset({Kind.DATA, Kind.CREDIT, Kind.WANT, Kind.SKIP, Kind.SWITCH})
@@ -87,12 +87,17 @@ class Name(NamedTuple):
 class Counters(NamedTuple):
     """What one end has received: all up to `floor`, and the closed `ranges` above it; strictly growing.
 
-    `consumed` is the total of eager bytes (see `link.eager_charge`) whose memory is free again.
+    `consumed` is the total of eager memory (see `eager_charge`) that is free again.
     """
 
     floor: int
     consumed: int
     ranges: tuple[tuple[int, int], ...] = ()
+
+
+def eager_charge(length: int) -> int:
+    """What an eager message of `length` bytes counts for: its bytes, and its keeping."""
+    return length + 64
 
 
 # ---------------------------------------------------------------- to bytes
@@ -130,8 +135,8 @@ def cause_body(cause: Cause) -> bytes:
 _KINDS: tuple[Kind | None, ...] = (None, *Kind)
 _FLAGS = {Kind.DATA: EAGER, Kind.RESUME: ANSWER}
 _BODIES = {Kind.CREDIT: _NAME.size, Kind.WANT: _NAME.size, Kind.ACK: _COUNTERS.size, Kind.RESUME: _COUNTERS.size, Kind.ABORT: 6}
-_OPS = frozenset({Kind.DATA, Kind.SWITCH, Kind.RESUME, Kind.PROBE, Kind.PROBED})
-_INDICES = frozenset({Kind.DATA, Kind.SWITCH, Kind.RESUME})
+_OPS = frozenset({Kind.DATA, Kind.SWITCH, Kind.RESUME, Kind.PROBE, Kind.PROBED, Kind.BYE})
+_INDICES = frozenset({Kind.DATA, Kind.SKIP, Kind.SWITCH, Kind.RESUME})
 
 
 def parse(header: bytes | bytearray | memoryview) -> Frame:

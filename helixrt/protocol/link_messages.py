@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from helixrt.errors import Cause
+from helixrt.errors import Cause, ConfigError
 from helixrt.protocol.frames import Frame
 
 
@@ -35,6 +35,34 @@ class Landing(Enum):
     PLACE = "place"  # the memory posted for (op, index)
     HOLD = "hold"  # memory of the driver, kept under (op, index) until `Deliver` or `Free`
     DROP = "drop"  # nowhere: read it and throw it away
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """The settings of a link; both ends must have the same. Times in seconds."""
+
+    fault_tolerance: bool = True  # False: no acknowledgements, no copies, no beats; the first failure loses the link
+    striped: bool = True  # over all healthy rails, least outstanding bytes first; False: the lowest-numbered, others back it up
+    eager_bytes: int = 64 << 10  # messages up to this travel before their receiver has posted
+    eager_memory_bytes: int = 4 << 20  # of such messages that wait at the receiver
+    window_bytes: int = 64 << 20  # on rails and unacknowledged; one message may always go
+    window_frames: int = 256  # likewise
+
+    period_s: float = 1.0  # of liveness: a silent peer is lost within 1.5 of it
+    attempt_s: float = 30.0  # software deadline of a frame on a rail; more than `window_bytes` take on the slowest rail
+    probe_s: float = 0.25  # for the answer to PROBE, SWITCH or RESUME
+    retry_s: float = 0.25  # between attempts to restore a rail that is down
+    rest_s: float = 0.1  # of a rail that flaps, doubled with each flap
+    longest_rest_s: float = 30.0
+    steady_s: float = 10.0  # in service without failure: earlier flaps are forgiven
+    acknowledge_s: float = 0.02  # what needs no prompt acknowledgement gets it this late, or along with other traffic
+
+    def __post_init__(self) -> None:
+        for key in ("window_bytes", "window_frames", "period_s", "attempt_s", "probe_s", "retry_s"):
+            if not getattr(self, key) > 0:
+                raise ConfigError(key, getattr(self, key), "must be more than 0")
+        if not 0 <= self.eager_bytes <= self.eager_memory_bytes:
+            raise ConfigError("eager_bytes", self.eager_bytes, f"must be 0 to eager_memory_bytes={self.eager_memory_bytes}")
 
 
 # ---------------------------------------------------------------- events
