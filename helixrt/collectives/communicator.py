@@ -1,0 +1,454 @@
+"""Runs collectives: one rank's end of a group, over an endpoint, in one generation after another.
+
+In: plans with the tensors they work on, submitted in the same order on every rank. Out: `Handle`s. Between the pure
+machine that decides (`protocol/collective.py`) and the endpoint that carries bytes this is the driver:
+it hands outcomes of the endpoint to the machine as events and carries out its actions
+(FT-HSDP section 4.2: the CPU drives the whole process).
+
+Who drives: a caller that waits does it itself, so a small operation costs no change of threads; a thread
+of the communicator does while nobody waits, so asynchronous operations go on and heartbeats never stop. Both do
+the same `_turn` under one lock. While callers come and go the thread stays out of their way, for at most
+`park_s` at a time.
+
+The first error ends the generation: it stays readable (`failure`), everything that was submitted ends
+with it, everything submitted later at once. `configure` begins the next generation.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from helixrt.collectives.handle import CollectiveError, End, Handle, finished
+from helixrt.collectives.memory import OperationMemory, ScratchPool
+from helixrt.collectives.poller import Poller
+from helixrt.collectives.reduction import Reduction
+from helixrt.errors import Cause
+from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.protocol.collective import CollectiveMachine
+from helixrt.protocol.collective_messages import (
+    Aborted,
+    Action,
+    Await,
+    Break,
+    Compute,
+    Computed,
+    Done,
+    Event,
+    Expired,
+    PeerLost,
+    Received,
+    Sent,
+    Skipped,
+    Submitted,
+    Transmit,
+)
+from helixrt.protocol.plan import Plan
+from helixrt.transport import contract
+
+_IDLE_S = 60.0  # the thread's longest sleep; everything that matters wakes it
+_LOOK_S = 0.05  # a caller that waits while another one drives looks that often whether it still does
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the drivers look before they sleep."""
+
+    spin_s: float = 50e-6  # a waiting caller polls that long after the last thing that happened
+    park_s: float = 5e-3  # the thread leaves driving to callers that long after one was there
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How both ends of a point-to-point operation call its messages; they count those of a tag between them."""
+
+    op: int  # below 0: collectives have the others
+    first: int  # index of the first message
+
+
+@dataclass(slots=True)
+class _Running:
+    handle: Handle
+    memory: OperationMemory
+    reduction: Reduction
+    wire: Wire | None
+
+
+class Communicator:
+    """A rank's communicator. Owns its endpoint and one thread; `close` gives up both.
+
+    Any thread may call; collectives must be submitted in the same order on all ranks.
+    """
+
+    def __init__(
+        self,
+        endpoint: contract.Endpoint,
+        tuning: Tuning | None = None,
+        name: str = "collectives",
+        patience: Patience | None = None,
+    ) -> None:
+        self.name, self.rank, self.size, self.generation = name, 0, 0, -1
+        self.tuning = tuning or Tuning()
+        self._endpoint, self._patience = endpoint, patience or Patience()
+        self._lock = threading.Lock()  # of everything below and of the endpoint
+        self._machine: CollectiveMachine | None = None
+        self._failure: CollectiveError | None = None
+        self._running: dict[int, _Running] = {}
+        self._points: dict[tuple[bool, int, int, int], tuple[int, int]] = {}  # (sent, peer, wire's name) -> (op, index)
+        self._next_op, self._next_point = 0, -1
+        self._deadlines: list[tuple[float, int]] = []
+        self._ended: deque[tuple[_Running, CollectiveError | None]] = deque()
+        self._scratch = ScratchPool()
+        self._role = threading.Lock()  # held by the caller that drives
+        self._driver = 0  # its thread's identity
+        self._asleep = False  # it waits, and must be nudged when something was done for it
+        self._left_s = 0.0  # when the last such caller left
+        self._wanted = False  # someone woke the thread to drive
+        self._sleeps_until = 0.0  # of the thread, while it watches the descriptors; else 0
+        self._poller = Poller()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._abandoned: weakref.finalize | None = None
+
+    @property
+    def address(self) -> bytes:
+        """For the peers, see `Endpoint.address`."""
+        return self._endpoint.address()
+
+    @property
+    def failure(self) -> CollectiveError | None:
+        """The first thing that went wrong in this generation; it ended it."""
+        return self._failure
+
+    @property
+    def busy(self) -> bool:
+        """Something is running or queued."""
+        return bool(self._running)
+
+    @property
+    def submitted(self) -> int:
+        """Collectives so far in this generation."""
+        return self._next_op
+
+    # ---------------------------------------------------------------- generations
+
+    def begin(self) -> None:
+        """End what is left of the last generation, before a rendezvous for the next: from now on `abort` is for that."""
+        self._end(Cause("the group is being configured anew"))
+        with self._lock:
+            self._machine, self._failure = None, None
+
+    def configure(self, generation: int, rank: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
+        """Connect to `peers` (rank -> address, without this one). Raises Retryable if that fails or `abort` comes.
+
+        To be called after `begin`, in one thread.
+        """
+        self._raise_if_aborted()
+        if peers:
+            self._endpoint.connect(generation, rank, peers, deadline_s)
+        with self._lock:
+            self.rank, self.size, self.generation = rank, len(peers) + 1, generation
+            self._next_op, self._next_point = 0, -1
+            self._deadlines.clear()
+            self._points.clear()
+            if self._failure is None:
+                self._machine = CollectiveMachine(rank, self.size, self.tuning.chunk_bytes * self.tuning.chunks)
+                if peers:
+                    self._poller.watch(self._endpoint.descriptors())
+            elif peers:
+                self._endpoint.abort(self._failure.cause)
+        self._raise_if_aborted()
+        if peers:
+            self._start_thread()
+            self._wake()
+
+    def _raise_if_aborted(self) -> None:
+        if self._failure is not None:
+            raise CollectiveError(self._failure.cause, self._failure.end)
+
+    def abort(self, cause: Cause) -> None:
+        """End this generation, also one that is being configured: from any thread, at once. The first cause counts."""
+        self._end(cause)
+        self._wake()
+
+    def _end(self, cause: Cause) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = CollectiveError(cause, End.ABORTED)
+                if self._machine is not None:
+                    self._feed(Aborted(cause))
+        self._settle()
+
+    def close(self) -> None:
+        """Say farewell to the peers, end the thread; idempotent."""
+        if self._stop.is_set():
+            return
+        cause = Cause("the communicator was closed")
+        with self._lock:
+            idle = self._machine is not None and not self._running and self._failure is None
+        if not idle:  # a farewell is for peers that were left with nothing undone
+            self._end(cause)
+        if self._abandoned is not None:
+            self._abandoned.detach()
+        _end_thread(self._stop, self._poller, self._thread)
+        with self._lock:
+            self._failure = self._failure or CollectiveError(cause, End.ABORTED)
+            self._machine = None
+            self._endpoint.close()
+        with self._role:
+            self._poller.close()
+
+    # ---------------------------------------------------------------- operations
+
+    def refusal(self) -> CollectiveError | None:
+        """Why nothing can be submitted now."""
+        if self._failure is not None:
+            return CollectiveError(self._failure.cause, self._failure.end, skipped=True)
+        return CollectiveError(Cause("the communicator is not configured"), skipped=True) if self._machine is None else None
+
+    def submit(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        out: torch.Tensor,
+        reduction: Reduction,
+        timeout_s: float,
+        *,
+        wire: Wire | None = None,
+        finish: Callable[[], None] | None = None,
+        waits: bool = False,
+    ) -> Handle:
+        """Begin an operation on flat tensors (the same one twice for a call in place).
+
+        `timeout_s` is its software deadline. `finish` runs when all went well, before anyone is told.
+        With `waits` the caller promises to call `wait` at once, and drives by that.
+        """
+        handle = Handle(self, finish)
+        with self._lock:
+            if self._failure is not None or self._machine is None:
+                return finished(self.refusal())
+            scratch = self._scratch.take(plan.scratch_bytes) if plan.scratch_bytes else None
+            running = _Running(handle, OperationMemory(source, out, scratch), reduction, wire)
+            if wire is None:
+                op, self._next_op = self._next_op, self._next_op + 1
+            else:
+                op, self._next_point = self._next_point, self._next_point - 1
+            self._running[op] = running
+            now = time.monotonic()
+            heapq.heappush(self._deadlines, (now + timeout_s, op))
+            self._feed(Submitted(op, plan))
+            if not waits and self.size > 1:
+                self._turn(now)
+                self._poller.watch(self._endpoint.descriptors())
+        self._settle()
+        if not waits and not handle.done and self._must_wake():
+            self._wake()
+        return handle
+
+    def drive(self, handle: Handle, timeout_s: float | None) -> None:
+        """For `Handle.wait`: bring everything on until `handle` is done."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        me = threading.get_ident()
+        while not handle.done:
+            if self._driver == me:  # a callback that this very driver runs waits for another operation
+                self._drive(handle, until)
+            elif self._role.acquire(blocking=False):
+                self._driver = me
+                try:
+                    self._drive(handle, until)
+                finally:
+                    self._left_s, self._driver = time.monotonic(), 0
+                    self._role.release()
+                    if self._running:
+                        self._wake()
+            else:  # another caller drives, and after it the thread
+                handle.sleep(_LOOK_S if until is None else min(_LOOK_S, max(0.0, until - time.monotonic())))
+            if until is not None and time.monotonic() >= until:
+                return
+
+    def _drive(self, handle: Handle, until: float | None) -> None:
+        """In the driver's role."""
+        spin_until = time.monotonic() + self._patience.spin_s
+        while not handle.done:
+            with self._lock:
+                now = time.monotonic()
+                moved = self._turn(now)
+            if self._ended:
+                self._settle()
+            if handle.done or (until is not None and now >= until):
+                return
+            if moved:
+                spin_until = now + self._patience.spin_s
+            elif now >= spin_until:
+                rest = self._prepare_to_sleep(now)
+                self._asleep = True
+                if not handle.done:  # else whoever finished it may have looked before we lay down
+                    self._poller.wait(rest if until is None else min(rest, until - now))
+                self._asleep = False
+                self._poller.take_nudge()
+
+    # ---------------------------------------------------------------- turns
+
+    def _turn(self, now: float) -> bool:
+        """Bring on what can be brought on without blocking; whether anything happened. The lock is held."""
+        if self._machine is None or self.size == 1 or self._failure is not None:
+            return False
+        outcomes = self._endpoint.progress(now)
+        for outcome in outcomes:
+            if isinstance(outcome, contract.Received | contract.Sent):
+                self._delivered(outcome)
+            else:
+                self._failure = self._failure or CollectiveError(outcome.cause, End.PEER)
+                lost = isinstance(outcome, contract.Lost)
+                self._feed(PeerLost(outcome.peer, outcome.cause) if lost else Aborted(outcome.cause))
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][1] not in self._running):
+            op = heapq.heappop(deadlines)[1]
+            if op in self._running:
+                self._feed(Expired(op))
+        return bool(outcomes)
+
+    def _delivered(self, outcome: contract.Sent | contract.Received) -> None:
+        op, index, sent = outcome.op, outcome.index, isinstance(outcome, contract.Sent)
+        if op < 0:
+            op, index = self._points.pop((sent, outcome.peer, op, index))
+        self._feed(Sent(op, outcome.peer, index) if sent else Received(op, outcome.peer, index))
+
+    def _feed(self, event: Event) -> None:
+        """Give the machine an event and carry out what it answers. The lock is held."""
+        machine = self._machine
+        assert machine is not None
+        pending: deque[Action] = deque(machine.on(event))
+        while pending:
+            action = pending.popleft()
+            if isinstance(action, Compute):
+                running = self._running[action.op]
+                running.reduction.carry_out(action.work, running.memory)
+                pending.extend(machine.on(Computed(action.op, action.node)))
+            elif isinstance(action, Transmit | Await):
+                self._exchange(action)
+            elif isinstance(action, Done):
+                self._finish(action.op, None)
+            elif isinstance(action, Break):  # no cause yet but a deadline's, which the machine words
+                self._failure = self._failure or CollectiveError(action.cause, End.DEADLINE)
+                if self.size > 1:
+                    self._endpoint.abort(action.cause)
+            else:
+                assert self._failure is not None
+                skipped = isinstance(action, Skipped)
+                self._finish(action.op, CollectiveError(action.cause, self._failure.end, skipped))
+
+    def _exchange(self, action: Transmit | Await) -> None:
+        running, op, index = self._running[action.op], action.op, action.index
+        sends = isinstance(action, Transmit)
+        if running.wire is not None:
+            op, index = running.wire.op, running.wire.first + action.index
+            self._points[sends, action.peer, op, index] = action.op, action.index
+        call = self._endpoint.send if sends else self._endpoint.receive
+        call(action.peer, op, index, running.memory.view(action.region))
+
+    def _finish(self, op: int, failure: CollectiveError | None) -> None:
+        running = self._running.pop(op)
+        if running.memory.scratch is not None:
+            self._scratch.give(running.memory.scratch)
+        self._ended.append((running, failure))
+
+    def _settle(self) -> None:
+        """Tell the callers whose operations ended; the lock is not held, so they may submit more."""
+        while self._ended:
+            try:
+                running, failure = self._ended.popleft()
+            except IndexError:
+                return
+            running.handle.complete(failure)
+        if self._asleep:
+            self._poller.nudge()
+
+    # ---------------------------------------------------------------- the thread
+
+    def _prepare_to_sleep(self, now: float) -> float:
+        """Watch what the endpoint waits for; how long at most."""
+        with self._lock:
+            if self._machine is None or self.size == 1 or self._failure is not None:
+                return _IDLE_S
+            self._poller.watch(self._endpoint.descriptors())
+            wanted = self._endpoint.next_deadline()
+            rest = _IDLE_S if wanted is None else wanted - now
+            if self._deadlines:
+                rest = min(rest, self._deadlines[0][0] - now)
+            return max(0.0, rest)
+
+    def _wake(self) -> None:
+        self._wanted = True
+        self._poller.wake()
+
+    def _must_wake(self) -> bool:
+        """Whether the thread would not notice in time by itself that there is more to do."""
+        with self._lock:
+            until = self._sleeps_until
+            if self._machine is None or until == 0:
+                return self._machine is not None
+            wanted = self._endpoint.next_deadline()
+            return (wanted is not None and wanted < until) or (bool(self._deadlines) and self._deadlines[0][0] < until)
+
+    def _start_thread(self) -> None:
+        if self._thread is not None:
+            return
+        reference = weakref.ref(self)  # so that a forgotten communicator is collected, and its thread ends
+        self._thread = threading.Thread(
+            target=_run, args=(reference, self._poller, self._stop), name=f"helixrt-{self.name}", daemon=True
+        )
+        self._thread.start()
+        self._abandoned = weakref.finalize(self, _abandon, self._stop, self._poller, self._thread, self._endpoint)
+
+    def _background(self) -> tuple[bool, float]:
+        """The thread's turn: how to sleep (apart from the descriptors?) and for how long."""
+        now = time.monotonic()
+        self._sleeps_until = 0.0
+        wanted, self._wanted = self._wanted, False
+        if self._role.locked() or (now < self._left_s + self._patience.park_s and not wanted):
+            return True, self._patience.park_s
+        with self._lock:
+            moved = self._turn(now)
+        self._settle()
+        if moved:
+            return False, 0.0
+        rest = self._prepare_to_sleep(now)
+        self._sleeps_until = now + rest
+        return False, rest
+
+
+def _run(reference: weakref.ref[Communicator], poller: Poller, stop: threading.Event) -> None:
+    """A communicator's thread."""
+    torch.set_grad_enabled(False)
+    while not stop.is_set():
+        communicator = reference()
+        if communicator is None:
+            return
+        apart, rest_s = communicator._background()
+        del communicator
+        if apart:
+            poller.sleep(rest_s)
+        else:
+            poller.wait(rest_s)
+        poller.take_wake()
+
+
+def _end_thread(stop: threading.Event, poller: Poller, thread: threading.Thread | None) -> None:
+    stop.set()
+    poller.wake()
+    if thread is not None and thread is not threading.current_thread():
+        thread.join()
+
+
+def _abandon(stop: threading.Event, poller: Poller, thread: threading.Thread, endpoint: contract.Endpoint) -> None:
+    """A communicator that was never closed is gone, or the program ends."""
+    _end_thread(stop, poller, thread)
+    endpoint.close()

@@ -1,0 +1,213 @@
+"""The collectives a communicator offers, on flat tensors: picks the plan, submits it.
+
+In: flat contiguous CPU tensors of one element type (`memory.flat`), the same lengths on all ranks. Out: handles.
+Passing the same tensor as `source` and `out` is a call in place. Which algorithm serves a call is
+`protocol/algorithms/choice.py`'s; a plan is built once per shape and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from helixrt.collectives.communicator import Communicator, Wire
+from helixrt.collectives.handle import Handle, finished
+from helixrt.collectives.reduction import Op, Reduction
+from helixrt.protocol.algorithms import choice, direct
+from helixrt.protocol.plan import Plan
+
+_MOST_PLANS = 256
+_NO_REDUCTION = Reduction(Op.SUM)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class How:
+    """How a call runs: its software deadline, what follows it before anyone is told, and whether the caller waits
+    for it at once (and so drives it)."""
+
+    timeout_s: float
+    finish: Callable[[], None] | None = None
+    waits: bool = False
+
+
+class Collectives:
+    """The operations of one communicator."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator, self.tuning = communicator, communicator.tuning
+        self._plans: dict[Hashable, Plan] = {}
+        self._counts: dict[tuple[bool, int, int], int] = {}  # (sent, peer, tag) -> messages so far
+        self._generation = communicator.generation
+
+    # ---------------------------------------------------------------- reductions
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, reduction: Reduction, how: How) -> Handle:
+        """OUT = the reduction over all ranks' `source`."""
+        if self.communicator.size == 1:
+            return self._alone(source, out, reduction, how)
+        length, element, in_place = _bytes(out), out.element_size(), source is out
+        plan = self._plan(
+            ("all-reduce", length, element, in_place),
+            lambda rank, size: choice.all_reduce(rank, size, length, element, self.tuning, in_place),
+        )
+        return self._submit(plan, source, out, reduction, how)
+
+    def reduce_scatter(
+        self, source: torch.Tensor, out: torch.Tensor, counts: Sequence[int], reduction: Reduction, how: How
+    ) -> Handle:
+        """`source`: `counts[r]` elements for each rank r. OUT = this rank's, reduced over all ranks."""
+        if self.communicator.size == 1:
+            return self._alone(source, out, reduction, how)
+        element = out.element_size()
+        lengths = tuple(count * element for count in counts)
+        plan = self._plan(
+            ("reduce-scatter", lengths, element),
+            lambda rank, size: choice.reduce_scatter(rank, lengths, element, self.tuning),
+        )
+        return self._submit(plan, source, out, reduction, how)
+
+    def reduce(self, source: torch.Tensor, out: torch.Tensor, root: int, reduction: Reduction, how: How) -> Handle:
+        """`root`'s OUT = the reduction over all ranks' `source`; the others' is not touched."""
+        if self.communicator.size == 1:
+            return self._alone(source, out, reduction, how)
+        length, element, in_place = _bytes(source), source.element_size(), source is out
+        plan = self._plan(
+            ("reduce", root, length, element, in_place),
+            lambda rank, size: choice.reduce(rank, size, root, length, element, self.tuning, in_place),
+        )
+        return self._submit(plan, source, out, reduction, how)
+
+    def _alone(self, source: torch.Tensor, out: torch.Tensor, reduction: Reduction, how: How) -> Handle:
+        """Of one rank there is nothing to exchange, but what follows a reduction remains."""
+        if (refusal := self.communicator.refusal()) is not None:
+            return finished(refusal)
+        with torch.no_grad():
+            reduction.alone(source, out)
+            if how.finish is not None:
+                how.finish()
+        return finished()
+
+    # ---------------------------------------------------------------- moving data
+
+    def all_gather(self, source: torch.Tensor, out: torch.Tensor, counts: Sequence[int], how: How) -> Handle:
+        """OUT = all ranks' `source`, `counts[r]` elements of rank r, one behind the other."""
+        element = out.element_size()
+        lengths = tuple(count * element for count in counts)
+        plan = self._plan(
+            ("all-gather", lengths, element),
+            lambda rank, size: choice.all_gather(rank, lengths, element, self.tuning),
+        )
+        return self._submit(plan, source, out, _NO_REDUCTION, how)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, how: How) -> Handle:
+        """Everyone's `tensor` = `root`'s."""
+        length, element = _bytes(tensor), tensor.element_size()
+        plan = self._plan(
+            ("broadcast", root, length, element),
+            lambda rank, size: choice.broadcast(rank, size, root, length, element, self.tuning, in_place=True),
+        )
+        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how)
+
+    def gather(self, source: torch.Tensor, out: torch.Tensor, root: int, counts: Sequence[int], how: How) -> Handle:
+        """`root`'s OUT = all ranks' `source`, `counts[r]` elements of rank r."""
+        element = source.element_size()
+        lengths = tuple(count * element for count in counts)
+        plan = self._plan(
+            ("gather", root, lengths, element),
+            lambda rank, size: direct.gather(rank, root, lengths, element, self.tuning),
+        )
+        return self._submit(plan, source, out, _NO_REDUCTION, how)
+
+    def scatter(self, source: torch.Tensor, out: torch.Tensor, root: int, counts: Sequence[int], how: How) -> Handle:
+        """OUT = this rank's `counts[rank]` elements of `root`'s `source`."""
+        element = out.element_size()
+        lengths = tuple(count * element for count in counts)
+        plan = self._plan(
+            ("scatter", root, lengths, element),
+            lambda rank, size: direct.scatter(rank, root, lengths, element, self.tuning),
+        )
+        return self._submit(plan, source, out, _NO_REDUCTION, how)
+
+    def all_to_all(
+        self, source: torch.Tensor, out: torch.Tensor, sends: Sequence[int], receives: Sequence[int], how: How
+    ) -> Handle:
+        """`sends[r]` elements of `source` go to rank r, `receives[r]` elements of OUT come from it; disjoint memory."""
+        element = out.element_size()
+        given, taken = tuple(n * element for n in sends), tuple(n * element for n in receives)
+        plan = self._plan(
+            ("all-to-all", given, taken, element),
+            lambda rank, size: direct.all_to_all(rank, given, taken, element, self.tuning),
+        )
+        return self._submit(plan, source, out, _NO_REDUCTION, how)
+
+    def barrier(self, how: How) -> Handle:
+        """Done when all ranks have come."""
+        plan = self._plan(("barrier",), direct.barrier)
+        return self._submit(plan, _NOTHING, _NOTHING, _NO_REDUCTION, how)
+
+    # ---------------------------------------------------------------- point to point
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, how: How) -> Handle:
+        """To `peer`'s `receive` with the same tag; those of one tag match in their order."""
+        length, element = _bytes(tensor), tensor.element_size()
+        plan = self._plan(
+            ("send", peer, length, element), lambda rank, size: direct.send_to(peer, length, element, self.tuning)
+        )
+        wire = self._wire(True, peer, tag, len(plan.nodes))
+        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how, wire)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int, how: How) -> Handle:
+        length, element = _bytes(tensor), tensor.element_size()
+        plan = self._plan(
+            ("receive", peer, length, element), lambda rank, size: direct.receive_from(peer, length, element, self.tuning)
+        )
+        wire = self._wire(False, peer, tag, len(plan.nodes))
+        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how, wire)
+
+    def _wire(self, sent: bool, peer: int, tag: int, messages: int) -> Wire:
+        self._renew()
+        if tag < 0:
+            raise ValueError(f"tag {tag}: must not be negative")
+        key = (sent, peer, tag)
+        first = self._counts.get(key, 0)
+        self._counts[key] = first + messages
+        return Wire(-1 - tag, first)
+
+    # ---------------------------------------------------------------- plans
+
+    def _renew(self) -> None:
+        """Plans belong to a rank and a size, counts to a generation."""
+        if self._generation != self.communicator.generation:
+            self._generation = self.communicator.generation
+            self._plans.clear()
+            self._counts.clear()
+
+    def _plan(self, key: Hashable, build: Callable[[int, int], Plan]) -> Plan:
+        self._renew()
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            plan = self._plans[key] = build(self.communicator.rank, self.communicator.size)
+        return plan
+
+    def _submit(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        out: torch.Tensor,
+        reduction: Reduction,
+        how: How,
+        wire: Wire | None = None,
+    ) -> Handle:
+        return self.communicator.submit(
+            plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+

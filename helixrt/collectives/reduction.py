@@ -1,0 +1,61 @@
+"""The arithmetic of collectives: what can be reduced how, and how a plan's nodes are carried out.
+
+In: a `Reduce` or `Copy` node and the memory it works on. Out: the memory, written. Torch computes
+without Python's lock; the order of operands is the plan's, so all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from helixrt.collectives.memory import OperationMemory
+from helixrt.protocol.plan import Copy, Reduce
+from helixrt.triton_kernels.oracle import ACCUMULATORS, BITWISE, OPERATORS, Op
+from helixrt.triton_kernels.reduction import reduce_copy
+
+__all__ = ["Op", "Reduction", "why_not"]
+
+
+def why_not(op: Op, dtype: torch.dtype, mean: bool = False) -> str:
+    """Why elements of `dtype` cannot be reduced so; empty if they can. A `mean` is a sum that is divided."""
+    if dtype.is_complex:
+        return "" if op is Op.SUM else f"{op.value} of complex numbers is not defined; reduce torch.view_as_real(tensor)"
+    if dtype not in ACCUMULATORS:
+        return f"elements of {dtype} cannot be reduced; convert them"
+    if op in BITWISE and dtype.is_floating_point:
+        return f"{op.value} needs integers or booleans, not {dtype}"
+    if mean and not dtype.is_floating_point:
+        return f"a mean needs floating-point elements, not {dtype}; sum and divide"
+    return ""
+
+
+class Reduction:
+    """One way to reduce: an operation, and what the result is divided by in the last step (1: nothing)."""
+
+    __slots__ = ("_operate", "divisor", "op")
+
+    def __init__(self, op: Op, divisor: int = 1) -> None:
+        self.op, self.divisor = op, divisor
+        self._operate: Any = OPERATORS[op]
+
+    def carry_out(self, work: Reduce | Copy, memory: OperationMemory) -> None:
+        """Do what the node says."""
+        if isinstance(work, Copy):
+            memory.tensor(work.into).copy_(memory.tensor(work.source))
+            return
+        left, right, into = memory.tensor(work.left), memory.tensor(work.right), memory.tensor(work.into[0])
+        divisor = self.divisor if work.last else 1
+        if divisor == 1 and len(work.into) == 1:  # the dispatch would cost a small message more than the sum does
+            self._operate(left, right, out=into)
+            return
+        also = memory.tensor(work.into[1]) if len(work.into) > 1 else None
+        reduce_copy(left, right, into, also, op=self.op, divisor=divisor)
+
+    def alone(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """The whole reduction where there is one rank."""
+        if self.divisor != 1:
+            torch.div(source, self.divisor, out=out)
+        elif source is not out:
+            out.copy_(source)

@@ -1,0 +1,272 @@
+"""Communicators over queues in one process: results, order, errors, aborts, deadlines, and who drives."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from helixrt.collectives.communicator import Communicator
+from helixrt.collectives.handle import CollectiveError, End, Handle
+from helixrt.collectives.operations import Collectives, How
+from helixrt.collectives.reduction import Op, Reduction
+from helixrt.errors import Cause, Retryable
+from helixrt.protocol.algorithms.layout import Tuning
+from tests.collectives.queue_endpoint import Hub
+
+DEADLINE_S = 20.0
+SUM = Reduction(Op.SUM)
+SMALL = Tuning(chunk_bytes=1 << 10, chunks=2, least_chunk_bytes=128, direct_bytes=2 << 10, two_step_bytes=4 << 10)
+
+
+class Group:
+    """All ranks of one communicator in this process, a thread for each."""
+
+    def __init__(self, size: int, tuning: Tuning = SMALL) -> None:
+        self.hub, self.size = Hub(), size
+        self.endpoints = [self.hub.endpoint() for _ in range(size)]
+        self.ranks = [Collectives(Communicator(e, tuning, f"test-{i}")) for i, e in enumerate(self.endpoints)]
+        self.pool = ThreadPoolExecutor(size)
+        self.configure(1, range(size))
+
+    def configure(self, generation: int, members: Any) -> None:
+        members = list(members)
+
+        def begin(rank: int) -> None:
+            peers = {i: self.endpoints[m].address() for i, m in enumerate(members) if m != rank}
+            self.ranks[rank].communicator.begin()
+            self.ranks[rank].communicator.configure(generation, members.index(rank), peers, DEADLINE_S)
+
+        self.on_each(begin, members)
+
+    def on_each(self, call: Callable[[int], Any], members: Any = None) -> list[Any]:
+        futures = [self.pool.submit(call, rank) for rank in (range(self.size) if members is None else members)]
+        return [future.result(DEADLINE_S) for future in futures]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.communicator.close()
+            rank.communicator.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    made = Group(request.param)
+    yield made
+    made.close()
+
+
+def tensor(rank: int, length: int) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3], indirect=True)
+def test_collectives_of_all_kinds_at_once(group: Group) -> None:
+    """Blocking and asynchronous, all in flight together, waited for in any order."""
+    size = group.size
+
+    def run(me: int) -> None:
+        calls, rng = group.ranks[me], random.Random(me)
+        close = torch.testing.assert_close
+        checks: list[tuple[Handle, Callable[[], None]]] = []
+        for length in (0, 1, 7, 300, 5000):
+            how = How(DEADLINE_S)
+            source, out = tensor(me, length), torch.full((length,), torch.nan)
+            total = sum((tensor(r, length) for r in range(1, size)), tensor(0, length))
+            handle = calls.all_reduce(source, out, Reduction(Op.SUM, size), how)
+            checks.append((handle, lambda o=out, t=total: close(o, t / size)))
+            inplace = tensor(me, length)
+            handle = calls.all_reduce(inplace, inplace, SUM, how)
+            checks.append((handle, lambda o=inplace, t=total: close(o, t)))
+            gathered = torch.full((size * length,), torch.nan)
+            handle = calls.all_gather(source, gathered, [length] * size, how)
+            whole = torch.cat([tensor(r, length) for r in range(size)])
+            checks.append((handle, lambda o=gathered, w=whole: close(o, w, rtol=0, atol=0)))
+            mine = torch.full((length,), torch.nan)
+            handle = calls.reduce_scatter(whole.clone(), mine, [length] * size, SUM, how)
+            checks.append((handle, lambda o=mine, i=me, n=length: close(o, size * tensor(i, n))))
+            sent = tensor(me, length)
+            handle = calls.broadcast(sent, size - 1, how)
+            checks.append((handle, lambda o=sent, n=length: close(o, tensor(size - 1, n), rtol=0, atol=0)))
+            swapped = torch.full((size * length,), torch.nan)
+            handle = calls.all_to_all(whole.clone(), swapped, [length] * size, [length] * size, how)
+            checks.append((handle, lambda o=swapped, i=me, n=length: close(o, tensor(i, n).repeat(size))))
+            checks.append((calls.barrier(how), lambda: None))
+        rng.shuffle(checks)
+        for handle, check in checks:
+            assert handle.wait(DEADLINE_S)
+            check()
+        blocking = torch.ones(3)
+        assert calls.all_reduce(blocking, blocking, SUM, How(DEADLINE_S, waits=True)).wait()
+        assert torch.equal(blocking, torch.full((3,), float(size)))
+
+    group.on_each(run)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_messages_match_by_tag_in_any_order(group: Group) -> None:
+    tags = [7, 0, 7, 2**31 - 1, 7]
+
+    def run(me: int) -> None:
+        calls, how = group.ranks[me], How(DEADLINE_S)
+        lengths = [10, 0, 700, 3000, 1]
+        given = [tensor(me * 10 + i, n) for i, n in enumerate(lengths)]
+        sent = [calls.send(each, 1 - me, tag, how) for each, tag in zip(given, tags, strict=True)]
+        got = [torch.full((n,), torch.nan) for n in lengths]
+        order = [3, 0, 1, 2, 4]  # those of one tag in their order, the tags in another
+        waiting = [calls.receive(got[i], 1 - me, tags[i], how) for i in order]
+        for handle in [*reversed(waiting), *sent]:
+            assert handle.wait(DEADLINE_S)
+        for i, n in enumerate(lengths):
+            assert torch.equal(got[i], tensor((1 - me) * 10 + i, n))
+
+    group.on_each(run)
+
+
+@pytest.mark.parametrize("group", [3], indirect=True)
+def test_a_lost_peer_ends_everything_with_the_first_cause_and_survivors_go_on(group: Group) -> None:
+    outs = [torch.zeros(2000) for _ in range(3)]
+    handles = {
+        r: [group.ranks[r].all_reduce(torch.ones(2000), outs[r], SUM, How(DEADLINE_S)) for _ in range(12)] for r in (0, 1)
+    }
+    began_s = time.monotonic()
+    group.endpoints[2].die()
+    for rank in (0, 1):
+        errors = []
+        for handle in handles[rank]:
+            with pytest.raises(CollectiveError) as raised:
+                handle.wait(DEADLINE_S)
+            errors.append(raised.value)
+        assert {str(error) for error in errors} == {"the connection was reset"}
+        assert not errors[0].skipped and errors[-1].skipped  # the last were queued behind the window of four
+        late = group.ranks[rank].all_reduce(torch.ones(1), torch.ones(1), SUM, How(DEADLINE_S))
+        assert late.done and late.error is not None and late.error.skipped
+        assert str(group.ranks[rank].communicator.failure) == "the connection was reset"
+    assert time.monotonic() - began_s < DEADLINE_S / 2  # none of them waited for a deadline
+    group.configure(2, [0, 1])
+
+    def again(rank: int) -> torch.Tensor:
+        out = torch.zeros(2000)
+        group.ranks[rank].all_reduce(torch.ones(2000), out, SUM, How(DEADLINE_S)).wait()
+        return out
+
+    assert all(torch.equal(out, torch.full((2000,), 2.0)) for out in group.on_each(again, [0, 1]))
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_abort_from_another_thread_ends_a_wait_here_and_at_the_peer(group: Group, waits: bool) -> None:
+    raised: list[BaseException] = []
+
+    def wait(me: int) -> None:
+        try:
+            calls = group.ranks[me]
+            handle = calls.receive(torch.zeros(4), 1 - me, 0, How(DEADLINE_S, waits=waits))
+            handle.wait()
+        except CollectiveError as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=wait, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    group.ranks[0].communicator.abort(Cause("enough"))
+    group.ranks[0].communicator.abort(Cause("too late to be the first"))
+    for thread in threads:
+        thread.join(DEADLINE_S / 2)
+        assert not thread.is_alive()
+    assert [str(error) for error in raised] == ["enough", "enough"]
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_an_operation_ends_at_its_deadline(group: Group) -> None:
+    group.endpoints[1].silent = True
+    handle = group.ranks[0].all_reduce(torch.ones(9), torch.zeros(9), SUM, How(0.1))
+    assert handle.wait(0.01) is False and not handle.done and handle.error is None
+    with pytest.raises(CollectiveError, match="did not end in time; it waits for rank 1") as raised:
+        handle.wait(DEADLINE_S)
+    assert raised.value.end is End.DEADLINE
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_callbacks_may_submit_and_wait(group: Group) -> None:
+    def run(me: int) -> torch.Tensor:
+        calls, how = group.ranks[me], How(DEADLINE_S)
+        first, second, called = torch.ones(2), torch.ones(2), threading.Event()
+
+        def follow() -> None:
+            calls.all_reduce(second, second, SUM, how).wait()
+            called.set()
+
+        handle = calls.all_reduce(first, first, SUM, how)
+        handle.then(follow)
+        handle.wait(DEADLINE_S)
+        assert called.wait(DEADLINE_S)
+        calls.barrier(how).wait()
+        handle.then(called.clear)  # of one that is done: at once
+        assert not called.is_set()
+        return second
+
+    assert all(torch.equal(second, torch.full((2,), 2.0)) for second in group.on_each(run))
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_many_threads_wait_at_once(group: Group) -> None:
+    """One drives, the others sleep, and the role passes on; operations nobody waits for go on meanwhile."""
+
+    def run(me: int) -> None:
+        calls = group.ranks[me]
+        pairs = []
+        for i in range(40):
+            value = torch.full((100,), float(i))
+            pairs.append((value, calls.all_reduce(value, value, SUM, How(DEADLINE_S))))
+        with ThreadPoolExecutor(5) as pool:
+            list(pool.map(lambda pair: pair[1].wait(DEADLINE_S), random.Random(me).sample(pairs[:30], 30)))
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(handle.done for _, handle in pairs):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for i, (value, _) in enumerate(pairs):
+            assert torch.equal(value, torch.full((100,), 2.0 * i))
+
+    group.on_each(run)
+
+
+def test_nothing_before_configure_and_nothing_left_behind() -> None:
+    before = threading.active_count()
+    group = Group(2)
+    lonely = Collectives(Communicator(group.hub.endpoint()))
+    early = lonely.all_reduce(torch.ones(1), torch.ones(1), SUM, How(1.0))
+    assert early.done and "not configured" in str(early.error)
+    lonely.communicator.close()
+    assert threading.active_count() > before
+    group.close()
+    forgotten = Group(2)
+    threads = [weakref.ref(rank.communicator) for rank in forgotten.ranks]
+    forgotten.pool.shutdown()
+    del forgotten
+    gc.collect()
+    assert [reference() for reference in threads] == [None, None]
+    deadline = time.monotonic() + DEADLINE_S
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_an_abort_while_configuring(group: Group) -> None:
+    communicator = group.ranks[0].communicator
+    communicator.begin()
+    communicator.abort(Cause("changed my mind"))
+    with pytest.raises(Retryable, match="changed my mind"):
+        communicator.configure(3, 0, {1: group.endpoints[1].address()}, DEADLINE_S)
+    group.configure(4, [0, 1])
