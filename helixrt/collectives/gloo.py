@@ -13,7 +13,6 @@ connections too, so that one loss runs through the whole ring.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helixrt.collectives.endpoints import interface_towards
 from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.gloo_private import GlooDevice, make_group, shut_down_connections
 from helixrt.errors import Cause, Retryable
@@ -189,12 +189,3 @@ class GlooExchange(Exchange):
             self._store = (address, client)
         return self._store[1]
 
-
-def interface_towards(address: str) -> str:
-    """This machine's address on the way to `host:port`; nothing is sent."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

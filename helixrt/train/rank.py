@@ -24,7 +24,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from helixrt.collectives.gloo import GlooExchange, interface_towards
+from helixrt.collectives.endpoints import interface_towards, open_endpoint
+from helixrt.collectives.exchange import Exchange
+from helixrt.collectives.ftar import FtarExchange
+from helixrt.collectives.gloo import GlooExchange
 from helixrt.errors import ConfigError, Fatal, Retryable
 from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord, Log
@@ -92,7 +95,7 @@ class Rank:
             self.replica,
             self.ring,
             engine,
-            GlooExchange(self.timeouts.exchange_s),
+            self._exchange(),
             transport,
             self.record,
             self.timeouts,
@@ -175,6 +178,12 @@ class Rank:
         from helixrt.replica.http_transport import HttpTransport
 
         return HttpTransport(self.spec.secret, interface_towards(self.spec.store))
+
+    def _exchange(self) -> Exchange:
+        if self.config.exchange == "gloo":
+            return GlooExchange(self.timeouts.exchange_s)
+        endpoint = open_endpoint(self.spec.secret.encode(), interface_towards(self.spec.store))
+        return FtarExchange(endpoint, self.timeouts.exchange_s, name=f"exchange-{self.ring}")
 
     def _membership(self) -> Membership:
         if self.config.mesh.replicas == 1:

@@ -23,6 +23,7 @@ from helixrt.train.config import TrainConfig
 
 FAMILIES = ("gpt", "llama")
 LAUNCHERS = ("auto", "local", "ray")
+EXCHANGES = ("ftar", "gloo")
 
 
 def validate(config: TrainConfig) -> None:
@@ -95,6 +96,7 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     for key, value, known in (
         ("model.family", model.family, FAMILIES),
         ("launcher", config.launcher, LAUNCHERS),
+        ("exchange", config.exchange, EXCHANGES),
     ):
         if value not in known:
             yield ConfigError(key, value, f"must be one of {', '.join(known)}")

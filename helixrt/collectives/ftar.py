@@ -1,0 +1,90 @@
+"""The fault-tolerant all-reduce between replicas (FT-HSDP section 4.2), as an `Exchange`.
+
+In: flat tensors of equal length on all members, and a rendezvous in the run's store, through which members
+exchange the addresses of their endpoints. Out: the sum in another tensor, the same bits on every member.
+Out of place: the source is never written, so a broken exchange is tried again with the survivors.
+
+One lost member, or one that calls `abort`, ends the generation for all within milliseconds: each
+survivor tells its peers why, and the first cause stays readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from helixrt.collectives.communicator import Communicator
+from helixrt.collectives.exchange import Exchange
+from helixrt.collectives.memory import flat
+from helixrt.collectives.operations import Collectives, How
+from helixrt.collectives.reduction import Op, Reduction
+from helixrt.collectives.rendezvous import StoreClients, meet
+from helixrt.errors import Cause, Retryable
+from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.transport.contract import Endpoint
+
+_STORE_S = 4.0  # for one answer of the run's store
+
+
+class FtarExchange(Exchange):
+    """An `Exchange` for one rank, over `endpoint`, which it owns.
+
+    `timeout_s` bounds `configure` and each all-reduce; see `Timeouts.exchange_s`.
+    """
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float, tuning: Tuning | None = None, name: str = "exchange") -> None:
+        self._communicator = Communicator(endpoint, tuning, name)
+        self._collectives = Collectives(self._communicator)
+        self._timeout_s = timeout_s
+        self._stores = StoreClients()
+        self._label = "exchange"
+        self._configured = False
+
+    def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
+        if sorted(set(members)) != list(members) or me not in members:
+            raise ValueError(f"members {list(members)} must be sorted, distinct and contain {me}")
+        communicator, timeout_s = self._communicator, self._timeout_s
+        communicator.begin()
+        self._configured = True
+        self._label = f"exchange of generation {generation}"
+        rank, size = list(members).index(me), len(members)
+        try:
+            peers: dict[int, bytes] = {}
+            if size > 1:
+                store = self._stores.at(rendezvous, min(_STORE_S, timeout_s))
+                aborted = lambda: communicator.failure is not None  # noqa: E731
+                peers = meet(store, rank, size, communicator.address, generation, timeout_s, aborted).peers
+            communicator.configure(generation, rank, peers, timeout_s)
+        except Retryable as error:
+            self._fail(error)
+        except RuntimeError as error:  # torch's errors of a store
+            self._stores.forget()
+            self._fail(error)
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
+        if not self._configured:
+            raise Retryable("the exchange is not configured")
+        try:
+            how = How(self._timeout_s, waits=True)
+            self._collectives.all_reduce(flat(source), flat(out), Reduction(Op.SUM, divisor), how).wait()
+        except Retryable as error:
+            self._fail(error)
+        # Success and abort may cross; to the caller an aborted generation never succeeds.
+        if self._communicator.failure is not None:
+            self._fail(self._communicator.failure)
+
+    def abort(self) -> None:
+        self._communicator.abort(Cause("aborted"))
+
+    def close(self) -> None:
+        self._communicator.close()
+        self._stores.forget()
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise it as Retryable, with the generation; whatever the cause, this generation is over."""
+        first = self._communicator.failure or error
+        cause = first.cause if isinstance(first, Retryable) else Cause(str(first).splitlines()[0] or repr(first))
+        self._communicator.abort(cause)
+        what = "was aborted" if cause.what == "aborted" else f"failed: {cause.what}"
+        raise Retryable(Cause(f"{self._label} {what}", cause.rank, cause.log)) from error

@@ -1,0 +1,100 @@
+"""How a process group lives: configured for one generation after another, aborted, shut down.
+
+In: a c10d store that all ranks of the generation share. Out: connected `Collectives`. Used by the c10d backend, which
+configures once, and by the torchft group, which does again and again; every generation has an
+endpoint and a thread of its own, so nothing of an earlier one can reach into it.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from helixrt.collectives.communicator import Communicator
+from helixrt.collectives.endpoints import open_endpoint, towards
+from helixrt.collectives.group_collectives import GroupCollectives
+from helixrt.collectives.operations import Collectives
+from helixrt.collectives.rendezvous import all_connected, meet, shared_secret
+from helixrt.collectives.work import GroupError
+from helixrt.errors import Cause, Retryable
+from helixrt.protocol.algorithms.layout import Tuning
+
+SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks take one from their store
+TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp" or "shared_memory"; the same on all ranks
+
+
+class GroupLifecycle(GroupCollectives):
+    """One rank's group: `join` begins a generation."""
+
+    _tuning: Tuning | None = None
+
+    def _unconfigured(self, timeout: timedelta) -> None:
+        self._collectives: Collectives | None = None
+        self._timeout_s = timeout.total_seconds()
+        self._generation = 0
+
+    def _join(self, store: dist.Store, rank: int, size: int, name: str) -> None:
+        """Leave the last generation; come into the one that meets at `store`. Raises GroupError."""
+        self._leave(Cause("the group is being configured anew"))
+        timeout_s = self._timeout_s
+        try:
+            secret = os.environ.get(SECRET_VARIABLE) or shared_secret(store)
+            endpoint = open_endpoint(secret.encode(), towards(store), os.environ.get(TRANSPORT_VARIABLE, "auto"))
+            communicator = Communicator(endpoint, self._tuning, name)
+            self._collectives = Collectives(communicator)
+            communicator.begin()
+            aborted = lambda: communicator.failure is not None  # noqa: E731
+            proposal = self._generation + 1
+            meeting = meet(store, rank, size, communicator.address, proposal, timeout_s, aborted)
+            communicator.configure(meeting.generation, rank, meeting.peers, timeout_s)
+            self._generation = meeting.generation
+            all_connected(store, rank, size, timeout_s, aborted)
+        except (Retryable, RuntimeError) as error:
+            self._leave(Cause("the group could not be configured"))
+            cause = error.cause if isinstance(error, Retryable) else Cause(str(error).splitlines()[0] or repr(error))
+            text = f"process group not initialized: timeout after {round(timeout_s * 1000)}ms or earlier: {cause.what}"
+            raise GroupError(Cause(text, cause.rank, cause.log)) from error
+
+    def _leave(self, cause: Cause) -> None:
+        collectives, self._collectives = self._collectives, None
+        if collectives is not None:
+            if collectives.communicator.busy:
+                collectives.communicator.abort(cause)
+            collectives.communicator.close()
+
+    # ---------------------------------------------------------------- for c10d and torchft
+
+    def abort(self, errored: bool = True) -> None:
+        """End everything that runs, here and at the peers; every later call fails until the group is configured."""
+        if self._collectives is not None:
+            self._collectives.communicator.abort(Cause("the process group was aborted"))
+
+    def shutdown(self) -> None:
+        """Say farewell and give up connections and threads; peers that wait for nothing notice nothing."""
+        self._leave(Cause("the process group was shut down"))
+
+    def errored(self) -> Exception | None:
+        """What ended the running generation, if anything did."""
+        failure = None if self._collectives is None else self._collectives.communicator.failure
+        if failure is None:
+            return None
+        cause = failure.cause
+        return GroupError(Cause(f"the process group was aborted: {cause.what}", cause.rank, cause.log))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For operations and generations that begin from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """c10d asks for it on the way up; collectives are numbered from 0 in every generation anyway."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0 if self._collectives is None else self._collectives.communicator.submitted
+
+    def getBackendName(self) -> str:  # noqa: N802, the name that c10d asks for
+        return "helix"
+
+    def name(self) -> str:
+        return "helix"

@@ -1,0 +1,49 @@
+"""`torch.distributed.init_process_group(backend="helix")`: the c10d backend.
+
+In: the store, rank and size that c10d gives. Out: a `torch.distributed.ProcessGroup` for CPU tensors, and for CUDA
+tensors through host memory. On torch 2.13 a backend written in Python must be a `ProcessGroup`: a Python `Backend`
+cannot be constructed, and one registered *on* a group would take the calls this one does not override.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from helixrt.collectives.group_lifecycle import GroupLifecycle
+
+BACKEND = "helix"
+DEVICES = ["cpu", "cuda"]
+
+
+class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
+    """The group that `init_process_group` and `new_group` make; its ranks never change."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        any_init: Any = dist.ProcessGroup.__init__
+        any_init(self, rank, size)
+        self._name, self._description = "", BACKEND
+        self._unconfigured(timeout)
+        self._join(store, rank, size, f"group-{rank}")
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> Any:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+
+def register() -> None:
+    """Make c10d know the backend; idempotent."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, HelixGroup, devices=DEVICES)

@@ -1,0 +1,58 @@
+"""`ProcessGroupHelix`: a torchft `ProcessGroup`, for any torchft job in one line.
+
+    manager = Manager(pg=ProcessGroupHelix(timeout=timedelta(seconds=30)), …)
+
+In: torchft's `configure` for every quorum. Out: collectives in place, on CPU tensors (CUDA tensors through host
+memory). Every generation ends with its first error, which `errored` tells until the next `configure`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from helixrt.collectives.group_lifecycle import GroupLifecycle
+from helixrt.collectives.rendezvous import StoreClients
+from helixrt.collectives.work import GroupError
+from helixrt.errors import MissingExtra
+
+try:
+    from torchft.process_group import ProcessGroup
+except ImportError as error:
+    raise MissingExtra("torchft", "ft", "ProcessGroupHelix") from error
+
+
+class ProcessGroupHelix(GroupLifecycle, ProcessGroup):
+    """`timeout` bounds `configure` and every operation that does not bring its own."""
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:  # noqa: B008, immutable
+        ProcessGroup.__init__(self, 0, 1)
+        self._unconfigured(timeout)
+        self._stores = StoreClients()
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Meet the other ranks at `store_addr` (host:port/prefix, a new prefix each time). Raises GroupError."""
+        try:
+            store = self._stores.at(store_addr, self._timeout_s)
+        except RuntimeError as error:
+            self.shutdown()
+            raise GroupError(f"process group not initialized: {str(error).splitlines()[0]}") from error
+        self._join(store, rank, world_size, f"replica-{replica_id}-{rank}")
+
+    def size(self) -> int:
+        return 1 if self._collectives is None else self._collectives.communicator.size
+
+    def rank(self) -> int:
+        return 0 if self._collectives is None else self._collectives.communicator.rank
+
+    def getBackendName(self) -> str:  # noqa: N802, torchft's name
+        return "torchft-helix"
