@@ -43,9 +43,10 @@ DEADLINE_S = 600.0  # of one answer of a rank; profiling takes longest
 SHARE_TOLERANCE = 0.05  # of communication to compute
 MOST_TRIES = 5
 ALONE = ("compute", "communication")
-# What an idle link may send at once should be little beside a message, or single strands, whose link is often idle, would
-# have it for nothing; and it must hold what TCP sends at once, which the kernel would split at several times the work.
-SEGMENT_BYTES, BURST_BYTES = 16 << 10, 20 << 10
+# What an idle link may send at once (a segment and a quarter) should be little beside a message, or single strands, whose
+# link is often idle, would have it for nothing. Yet each segment wakes the receiver, on the core that computes here, so at
+# every rate a segment is about this long, as interrupt moderation of a real card makes it.
+SEGMENT_MS, LEAST_SEGMENT_BYTES, MOST_SEGMENT_BYTES = 2.0, 16 << 10, 48 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,7 @@ def rated(network: Network, ranks: Ranks, wanted_s: float, start_mbit: float) ->
     for _ in range(MOST_TRIES):
         for host in range(HOSTS):
             network.set_rate(host, 0, rate)
+            network.set_segment(host, 0, segment_bytes(rate))
         takes = slowest(ranks.ask("alone_communication", times=2), "communication_s")
         if abs(takes / wanted_s - 1) <= SHARE_TOLERANCE:
             break
@@ -139,12 +141,16 @@ def rated(network: Network, ranks: Ranks, wanted_s: float, start_mbit: float) ->
     return rate
 
 
+def segment_bytes(rate_mbit: float) -> int:
+    return min(MOST_SEGMENT_BYTES, max(LEAST_SEGMENT_BYTES, round(SEGMENT_MS * rate_mbit * 125)))
+
+
 def measure(settings: Settings, trace: Path | None = None) -> tuple[Unlimited, list[Measured]]:
     """All link rates; `trace` is written at the last. Raises Fatal when a rank fails or ways do not train alike."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
-        network = stack.enter_context(Network(HOSTS, burst_bytes=BURST_BYTES, segment_bytes=SEGMENT_BYTES))
+        network = stack.enter_context(Network(HOSTS))
         ranks = Ranks(network, settings, logs, own_cores())
         answers = ranks.ask("alone", times=3)
         free = Unlimited(*(slowest(answers, key) for key in ("compute_s", "communication_s", "work_s")))
@@ -241,7 +247,7 @@ def measure_memory(settings: Settings, layers: Sequence[int]) -> dict[str, dict[
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
         ranks = Ranks(
-            stack.enter_context(Network(HOSTS, burst_bytes=BURST_BYTES, segment_bytes=SEGMENT_BYTES)),
+            stack.enter_context(Network(HOSTS)),
             settings,
             logs,
             own_cores(),

@@ -57,8 +57,7 @@ class Network:
     """`hosts` namespaces joined by `rails`; exists from `with` to the end of its block, whatever ends that.
 
     rate_mbit: of every rail, each way; None for no limit. delay_ms: one way, on every rail; needs a kernel with netem.
-    burst_bytes, queue_ms: see `shaping.Shape`. segment_bytes: the most that TCP hands to a rail at once (None: what the
-    kernel likes, 64 KB); a burst holds at least one. ConfigError when a value or the machine does not allow it.
+    burst_bytes, queue_ms: see `shaping.Shape`. ConfigError when a value or the machine does not allow it.
 
     While it exists, SIGTERM and SIGHUP, unless the program handles them, become SystemExit, so that the block is left
     and the network removed (in the main thread, the only one that may handle signals). What even that cannot catch,
@@ -74,17 +73,12 @@ class Network:
         delay_ms: float = 0.0,
         burst_bytes: int | None = None,
         queue_ms: float = 200.0,
-        segment_bytes: int | None = None,
     ) -> None:
         for key, value, most in (("hosts", hosts, MOST_HOSTS), ("rails", rails, MOST_RAILS)):
             if not 1 <= value <= most:
                 raise ConfigError(key, value, f"is between 1 and {most}")
         self.hosts, self.rails = hosts, rails
         self._shape = Shape(rate_mbit, delay_ms, burst_bytes, queue_ms)
-        if segment_bytes is not None and not LEAST_SEGMENT_BYTES <= segment_bytes <= MOST_SEGMENT_BYTES:
-            rule = f"is between {LEAST_SEGMENT_BYTES} and {MOST_SEGMENT_BYTES}, or None for the kernel's"
-            raise ConfigError("segment_bytes", segment_bytes, rule)
-        self._segment_bytes = segment_bytes
         self._owner: namespaces.Owner | None = None
         self._names: list[str] = []  # of the hosts' namespaces; empty before and after
         self._switch = ""
@@ -174,9 +168,6 @@ class Network:
                 call(["ip", "-n", self._switch, "link", "set", port, "master", bridge, "addrgenmode", "none", "up"])
                 call(["ip", "-n", name, "link", "set", device, "addrgenmode", "none", "up"])
                 call(["ip", "-n", name, "address", "add", f"{self.address(host, rail)}/24", "dev", device])
-                if self._segment_bytes is not None:
-                    for where, end in ((name, device), (self._switch, port)):
-                        call(["ip", "-n", where, "link", "set", end, "gso_max_size", str(self._segment_bytes)])
                 self._reshape(name, device, self._shape)
                 self._reshape(self._switch, port, replace(self._shape, delay_ms=0.0))
 
@@ -224,6 +215,16 @@ class Network:
         places = self._shaped(host, rail)
         for way in direction.value:
             self._reshape(*places[way], self._shapes[places[way]].at(rate_mbit))
+
+    def set_segment(self, host: int, rail: int, segment_bytes: int) -> None:
+        """Change the most that TCP hands at once to a host's rail, each way (64 KB before); a burst becomes a quarter more."""
+        if not LEAST_SEGMENT_BYTES <= segment_bytes <= MOST_SEGMENT_BYTES:
+            raise ConfigError("segment_bytes", segment_bytes, f"is between {LEAST_SEGMENT_BYTES} and {MOST_SEGMENT_BYTES}")
+        for name, device in self._shaped(host, rail).values():
+            call(["ip", "-n", name, "link", "set", device, "gso_max_size", str(segment_bytes)])
+            self._reshape(name, device, replace(self._shapes[name, device], burst_bytes=segment_bytes * 5 // 4))
+        # Connections look at a device's limit when they look for their route, and above it packets would be cut one by one.
+        call(["ip", "-n", self.namespace(host), "route", "flush", "cache"])
 
     def cut(self, host: int, rail: int = 0, at: Cut = Cut.DEVICE) -> None:
         """Break a host's rail. Connections over it stall; with `Cut.DEVICE` new ones fail on that host at once."""
