@@ -194,7 +194,7 @@ def names(frame: Frame) -> list[Name]:
 
 def counters(frame: Frame) -> Counters:
     """What an ACK or RESUME says was received. Raises FrameError."""
-    if (len(frame.body) - _COUNTERS.size) % _RANGE.size:
+    if len(frame.body) < _COUNTERS.size or (len(frame.body) - _COUNTERS.size) % _RANGE.size:
         raise FrameError(f"{frame.kind.name} with a body of {len(frame.body)} bytes: no whole number of ranges")
     floor, consumed = _COUNTERS.unpack_from(frame.body)
     ranges = tuple(_RANGE.iter_unpack(frame.body[_COUNTERS.size :]))

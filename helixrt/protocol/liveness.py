@@ -45,7 +45,7 @@ class Liveness:
         """Look: is the peer dead? To be asked at `deadline_s`, and only after all that has arrived was read and `heard`."""
         stalled = now - self._looked_s > STALL * self.period_s
         self._looked_s = now
-        if now - self.heard_s < SILENCE * self.period_s:
+        if now < self.heard_s + SILENCE * self.period_s:
             return False
         if stalled and self._spared_until_s == -math.inf:
             self._spared_until_s = now + GRACE * self.period_s
