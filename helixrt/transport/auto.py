@@ -1,0 +1,236 @@
+"""One endpoint over several transports: for every peer the best one that reaches it.
+
+In: the run's secret, and the addresses of this host that TCP may use. Out: an `Endpoint`. Each peer's address
+lists the transports it offers; both ends of a pair see both lists, test the same thing, and so choose alike.
+
+- shared memory, if the peer's socket answers on this host (`shared_memory.listens`: a proof, no guess by names);
+- else tcp.
+
+What was chosen and why is in `choices`, and in the log "helixrt.transport". A user can insist on one.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from helixrt.errors import Cause, ConfigError, Retryable
+from helixrt.transport import shared_memory
+from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
+from helixrt.transport.shared_memory import SharedMemoryEndpoint
+from helixrt.transport.tcp import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp_rails import TcpRail
+
+AUTO, SHARED_MEMORY, TCP = "auto", "shared_memory", "tcp"
+TRANSPORTS = (AUTO, TCP, SHARED_MEMORY)
+
+_PART = struct.Struct("<BH")  # lengths of a transport's name and address
+_KEEP_ALIVE_S = 0.02
+
+_log = logging.getLogger("helixrt.transport")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    transport: str
+    why: str
+
+
+def choose(
+    mine: Mapping[str, bytes], theirs: Mapping[str, bytes], answers: Callable[[str], bool] = shared_memory.listens
+) -> Choice | None:
+    """The transport for a pair with these addresses by transport; None if they have none in common.
+
+    `answers` tells whether a socket of that name is on this host. Raises ValueError if an address is none.
+    """
+    why = ""
+    if SHARED_MEMORY in mine and SHARED_MEMORY in theirs:
+        (here, _), (there, name) = (shared_memory.parse_address(a[SHARED_MEMORY]) for a in (mine, theirs))
+        if here != there:
+            why = "on another host, or another network namespace of this one"
+        elif answers(name):
+            return Choice(SHARED_MEMORY, "on this host")
+        else:
+            why = "its host has the same name as this one and is another"
+    elif SHARED_MEMORY in mine:
+        why = "it offers no shared memory"
+    elif SHARED_MEMORY in theirs:
+        why = "this rank offers no shared memory"
+    if TCP in mine and TCP in theirs:
+        return Choice(TCP, why or "the only transport of both")
+    return None
+
+
+def check_transport(value: str, key: str = "transport") -> None:
+    """Raises ConfigError if `value` is no transport's name."""
+    if value not in TRANSPORTS:
+        raise ConfigError(key, value, f"must be one of {', '.join(TRANSPORTS)}")
+    if value == SHARED_MEMORY and (reason := shared_memory.unsupported()) is not None:
+        raise ConfigError(key, value, reason)
+
+
+class AutoEndpoint(Endpoint):
+    """`host`: the address of this host that TCP binds to, or several, one rail each. `tcp` has its further options.
+
+    `transport` insists on one. Raises ConfigError if it has no such name or does not work on this machine; `connect`
+    does, if it does not reach a peer.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        host: str | Sequence[str | TcpRail] = "127.0.0.1",
+        *,
+        transport: str = AUTO,
+        heartbeat_s: float | None = 1.0,
+        tcp: TcpOptions | None = None,
+    ) -> None:
+        check_transport(transport)
+        self._insists = transport
+        self._endpoints: dict[str, Endpoint] = {}
+        if transport != TCP:
+            if (reason := shared_memory.unsupported()) is None:
+                self._endpoints[SHARED_MEMORY] = SharedMemoryEndpoint(secret, heartbeat_s=heartbeat_s)
+            else:
+                _log.info("no shared memory here: %s", reason)
+        if transport != SHARED_MEMORY:
+            rails = [TcpRail(host)] if isinstance(host, str) else [TcpRail(h) if isinstance(h, str) else h for h in host]
+            options = replace(tcp or TcpOptions(), period_s=heartbeat_s)
+            try:
+                self._endpoints[TCP] = TcpEndpoint(secret, rails, options)
+            except BaseException:
+                self.close()
+                raise
+        self._ways: dict[int, Endpoint] = {}
+        self._choices: dict[int, Choice] = {}
+        self._early: list[Outcome] = []  # what came while the last transport still connected
+
+    @property
+    def choices(self) -> Mapping[int, Choice]:
+        """The transport of every peer of this generation, and why."""
+        return self._choices
+
+    def address(self) -> bytes:
+        return pack_addresses({name: endpoint.address() for name, endpoint in self._endpoints.items()})
+
+    def connect(self, generation: int, me: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
+        until = time.monotonic() + deadline_s
+        self._early.clear()
+        mine = {name: endpoint.address() for name, endpoint in self._endpoints.items()}
+        groups: dict[str, dict[int, bytes]] = {name: {} for name in self._endpoints}
+        self._ways, self._choices = {}, {}
+        for rank, raw in sorted(peers.items()):
+            try:
+                theirs = unpack_addresses(raw)
+                choice = choose(mine, theirs)
+            except ValueError as error:
+                raise Retryable(f"rank {rank} cannot be reached: {error}") from None
+            if choice is None:
+                rule = f"does not reach rank {rank}, which offers {', '.join(theirs) or 'nothing'}"
+                if SHARED_MEMORY in mine and SHARED_MEMORY in theirs:
+                    rule = f"does not reach rank {rank}, which is on another host; use {AUTO} or {TCP}"
+                raise ConfigError("transport", self._insists, rule)
+            self._choices[rank], groups[choice.transport][rank] = choice, theirs[choice.transport]
+            self._ways[rank] = self._endpoints[choice.transport]
+        connected: list[Endpoint] = []
+        try:
+            for name, endpoint in self._endpoints.items():
+                with self._kept_alive([e for e in connected if groups[name]]):
+                    endpoint.connect(generation, me, groups[name], max(0.0, until - time.monotonic()))
+                connected.append(endpoint)
+        except BaseException:
+            for endpoint in connected:
+                endpoint.abort(Cause(f"rank {me} could not reach all its peers"))
+            raise
+        for rank, choice in self._choices.items():
+            _log.info("generation %d: rank %d reaches rank %d by %s: %s", generation, me, rank, choice.transport, choice.why)
+
+    @contextmanager
+    def _kept_alive(self, endpoints: Collection[Endpoint]) -> Iterator[None]:
+        """Drive those that are connected while another connects: their peers wait for a sign of life."""
+        stop = threading.Event()
+
+        def drive() -> None:
+            while not stop.wait(_KEEP_ALIVE_S):
+                for endpoint in endpoints:
+                    self._early += endpoint.progress(time.monotonic())
+
+        thread = threading.Thread(target=drive, name="helixrt-keep-alive")
+        if endpoints:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            if endpoints:
+                thread.join()
+
+    def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
+        self._ways[peer].send(peer, op, index, data)
+
+    def receive(self, peer: int, op: int, index: int, into: Buffer) -> None:
+        self._ways[peer].receive(peer, op, index, into)
+
+    def forget(self, op: int) -> None:
+        for endpoint in self._endpoints.values():
+            endpoint.forget(op)
+
+    def descriptors(self) -> Mapping[int, int]:
+        merged: dict[int, int] = {}
+        for endpoint in self._endpoints.values():
+            merged.update(endpoint.descriptors())
+        return merged
+
+    def progress(self, now: float) -> Sequence[Outcome]:
+        outcomes = self._early
+        self._early = []
+        for endpoint in self._endpoints.values():
+            outcomes += endpoint.progress(now)
+        return outcomes
+
+    def next_deadline(self) -> float | None:
+        deadlines = [endpoint.next_deadline() for endpoint in self._endpoints.values()]
+        if self._early:
+            return 0.0
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def abort(self, cause: Cause) -> None:
+        self._early.clear()
+        for endpoint in self._endpoints.values():
+            endpoint.abort(cause)
+
+    def close(self) -> None:
+        for endpoint in self._endpoints.values():
+            endpoint.close()
+
+    def refused(self) -> Refused:
+        counts = [endpoint.refused() for endpoint in self._endpoints.values()]
+        return Refused(sum(c.strangers for c in counts), sum(c.stale for c in counts))
+
+
+def pack_addresses(addresses: Mapping[str, bytes]) -> bytes:
+    return b"".join(_PART.pack(len(name), len(raw)) + name.encode() + raw for name, raw in addresses.items())
+
+
+def unpack_addresses(raw: bytes) -> dict[str, bytes]:
+    """Raises ValueError."""
+    addresses: dict[str, bytes] = {}
+    at = 0
+    while at < len(raw):
+        if at + _PART.size > len(raw):
+            raise ValueError("its address ends in the middle")
+        name_size, size = _PART.unpack_from(raw, at)
+        at += _PART.size
+        name, address = raw[at : at + name_size], raw[at + name_size : at + name_size + size]
+        at += name_size + size
+        if at > len(raw) or not name.isascii() or name.decode() in addresses:
+            raise ValueError("its address is none of several transports")
+        addresses[name.decode()] = address
+    if not addresses:
+        raise ValueError("its address names no transport")
+    return addresses

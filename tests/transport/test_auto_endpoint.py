@@ -1,0 +1,180 @@
+"""One endpoint over several transports: which one a pair takes, and that mixtures keep the contract."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from helixrt.errors import Cause, ConfigError, Retryable
+from helixrt.transport.auto import AutoEndpoint, Choice, choose, pack_addresses, unpack_addresses
+from helixrt.transport.contract import Endpoint, PeerAborted
+from helixrt.transport.shared_memory import SharedMemoryEndpoint, host_identity
+from tests.transport.conformance import MIB, EndpointConformance
+from tests.transport.worlds import LIMIT_S, SECRET, Message, World
+
+_turn = itertools.count()
+
+
+def mixed(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+    """Every third endpoint has no shared memory: its links are TCP, the others' are not."""
+    return AutoEndpoint(secret, transport=("auto", "auto", "tcp")[next(_turn) % 3], heartbeat_s=heartbeat_s)
+
+
+@pytest.mark.slow
+class TestMixedTransports(EndpointConformance):
+    make = staticmethod(mixed)
+
+
+def world_of(*transports: str, heartbeat_s: float | None = None) -> World:
+    left = iter(transports)
+    return World(
+        lambda secret, heartbeat: AutoEndpoint(secret, transport=next(left), heartbeat_s=heartbeat),
+        len(transports),
+        heartbeat_s,
+    )
+
+
+def choices(world: World, rank: int) -> Mapping[int, Choice]:
+    endpoint = world.endpoints[rank]
+    assert isinstance(endpoint, AutoEndpoint)
+    return endpoint.choices
+
+
+# ---------------------------------------------------------------- the choice
+
+_HERE = json.dumps({"host": "a" * 32, "name": "1" * 32}).encode()
+_SAME = json.dumps({"host": "a" * 32, "name": "2" * 32}).encode()
+_ELSEWHERE = json.dumps({"host": "b" * 32, "name": "2" * 32}).encode()
+
+
+@pytest.mark.parametrize(
+    "mine, theirs, answers, transport",
+    [
+        ({"shared_memory": _HERE, "tcp": b"1"}, {"shared_memory": _SAME, "tcp": b"2"}, True, "shared_memory"),
+        ({"shared_memory": _HERE, "tcp": b"1"}, {"shared_memory": _SAME, "tcp": b"2"}, False, "tcp"),  # a clone's name
+        ({"shared_memory": _HERE, "tcp": b"1"}, {"shared_memory": _ELSEWHERE, "tcp": b"2"}, True, "tcp"),
+        ({"shared_memory": _HERE, "tcp": b"1"}, {"tcp": b"2"}, True, "tcp"),
+        ({"tcp": b"1"}, {"shared_memory": _SAME, "tcp": b"2"}, True, "tcp"),
+        ({"shared_memory": _HERE}, {"shared_memory": _SAME, "tcp": b"2"}, True, "shared_memory"),
+        ({"shared_memory": _HERE}, {"shared_memory": _ELSEWHERE, "tcp": b"2"}, True, None),
+        ({"shared_memory": _HERE}, {"tcp": b"2"}, True, None),
+        ({"tcp": b"1"}, {"shared_memory": _SAME}, True, None),
+    ],
+)
+def test_both_ends_choose_alike(mine: dict[str, bytes], theirs: dict[str, bytes], answers: bool, transport: str | None) -> None:
+    asked: list[str] = []
+
+    def ask(name: str) -> bool:
+        asked.append(name)
+        return answers
+
+    forth, back = choose(mine, theirs, ask), choose(theirs, mine, ask)
+    assert (forth and forth.transport) == (back and back.transport) == transport
+    assert asked in ([], ["2" * 32, "1" * 32])  # each asks for the other's socket
+
+
+def test_addresses_survive_and_garbage_does_not() -> None:
+    addresses = {"shared_memory": b"", "tcp": bytes(range(256)) * 10}
+    packed = pack_addresses(addresses)
+    assert unpack_addresses(packed) == addresses
+    for garbage in (b"", b"\0", packed[:-1], packed + packed, b"\xff" * 50, b"\x01\x00\x00\xff"):
+        with pytest.raises(ValueError):
+            unpack_addresses(garbage)
+
+
+@pytest.mark.parametrize("value", ["", "TCP", "infiniband", "shm"])
+def test_a_transport_that_is_none_is_told_in_one_line(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^transport={value}: must be one of auto, tcp, shared_memory$"):
+        AutoEndpoint(SECRET, transport=value)
+
+
+# ---------------------------------------------------------------- worlds
+
+
+def test_a_mixture_exchanges_and_says_what_it_chose(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    caplog.set_level(logging.INFO, "helixrt.transport")
+    world = world_of("auto", "auto", "tcp", "auto")
+    assert all(len(address) <= 4096 for address in world.addresses)
+    world.connect()
+    assert {peer: choice.transport for peer, choice in choices(world, 0).items()} == {
+        1: "shared_memory",
+        2: "tcp",
+        3: "shared_memory",
+    }
+    assert {choice.transport for choice in choices(world, 2).values()} == {"tcp"}
+    assert "rank 0 reaches rank 1 by shared_memory: on this host" in caplog.text
+    assert "rank 0 reaches rank 2 by tcp: it offers no shared memory" in caplog.text
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+    world.exchange(
+        [Message(a, b, 0, i, size) for a, b in pairs for i, size in enumerate((10, 100_000, MIB))], random.Random(seed)
+    )
+    world.endpoints[0].abort(Cause("enough"))
+    world.driven = {1, 2, 3}
+    world.run(lambda: all(world.ended(rank) for rank in (1, 2, 3)))
+    for rank in (1, 2, 3):
+        assert world.ended(rank) == [PeerAborted(0, Cause("enough"))]
+    world.close()
+
+
+def test_shared_memory_alone() -> None:
+    world = world_of("shared_memory", "shared_memory")
+    world.connect()
+    world.exchange([Message(0, 1, 0, 0, MIB), Message(1, 0, 0, 0, 5)], random.Random(1))
+    assert choices(world, 0)[1].transport == "shared_memory"
+    world.close()
+
+
+def test_who_insists_on_what_does_not_reach_a_peer_is_told() -> None:
+    world = world_of("shared_memory", "tcp")
+    with pytest.raises(ConfigError, match="^transport=shared_memory: does not reach rank 1, which offers tcp$"):
+        world.endpoints[0].connect(1, 0, {1: world.addresses[1]}, 1.0)
+    elsewhere = json.loads(unpack_addresses(world.addresses[0])["shared_memory"])
+    assert elsewhere["host"] == host_identity()
+    elsewhere["host"] = "0" * 32
+    with pytest.raises(ConfigError, match="rank 1, which is on another host; use auto or tcp$"):
+        world.endpoints[0].connect(1, 0, {1: pack_addresses({"shared_memory": json.dumps(elsewhere).encode()})}, 1.0)
+    world.close()
+
+
+def test_a_socket_that_does_not_answer_is_no_shared_host() -> None:
+    """Two machines from one snapshot have one name; only the socket tells them apart."""
+    world = world_of("auto", "auto")
+    parts = unpack_addresses(world.addresses[1])
+    gone = SharedMemoryEndpoint(SECRET)
+    parts["shared_memory"] = gone.address()
+    gone.close()
+    world.addresses[1] = pack_addresses(parts)
+    with pytest.raises(Retryable):
+        world.endpoints[0].connect(1, 0, {1: world.addresses[1]}, 0.2)
+    assert choices(world, 0)[1].transport == "tcp"
+    world.close()
+
+
+def test_links_that_are_made_stay_alive_while_others_connect() -> None:
+    """The third rank, by TCP, is late by several heartbeats."""
+    world = world_of("auto", "auto", "tcp", heartbeat_s=0.2)
+    late = threading.Timer(0.8, world.endpoints[2].connect, (1, 2, {0: world.addresses[0], 1: world.addresses[1]}, LIMIT_S))
+    late.start()
+    early = [
+        threading.Thread(target=world.endpoints[me].connect, args=(1, me, dict(others), LIMIT_S))
+        for me, others in (
+            (0, {1: world.addresses[1], 2: world.addresses[2]}),
+            (1, {0: world.addresses[0], 2: world.addresses[2]}),
+        )
+    ]
+    for thread in early:
+        thread.start()
+    for thread in (*early, late):
+        thread.join()
+    begin = time.monotonic()
+    world.run(lambda: time.monotonic() > begin + 0.3)
+    assert world.outcomes == [[], [], []]
+    world.exchange([Message(a, b, 0, 0, 1000) for a in range(3) for b in range(3) if a != b], random.Random(2))
+    world.close()
