@@ -1,0 +1,91 @@
+"""What one endpoint waits for: sockets through an epoll of its own, and times. Nobody else needs to know them.
+
+The epoll is itself a descriptor to wait for, so whoever drives an endpoint watches one that never changes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import select
+from collections.abc import Callable
+
+READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+ENDED = select.EPOLLHUP | select.EPOLLERR
+
+
+class Timer:
+    """A call that is due at a time, unless it is cancelled."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class Watch:
+    """Level-triggered; each handler is called with the events of its descriptor."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, tuple[int, Callable[[int], None]]] = {}
+        self._turn = 0
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def descriptor(self) -> int:
+        return self._epoll.fileno()
+
+    def add(self, descriptor: int, mask: int, handler: Callable[[int], None]) -> None:
+        self._handlers[descriptor] = (self._turn, handler)
+        self._epoll.register(descriptor, mask)
+
+    def change(self, descriptor: int, mask: int) -> None:
+        self._epoll.modify(descriptor, mask)
+
+    def remove(self, descriptor: int) -> None:
+        """Before it is closed."""
+        if self._handlers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    def at(self, when: float, call: Callable[[], None]) -> Timer:
+        timer = Timer(call)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    @property
+    def due(self) -> float:
+        """When the next timer is; inf: there is none."""
+        timers = self._timers
+        while timers and timers[0][2].call is None:
+            heapq.heappop(timers)
+        return timers[0][0] if timers else math.inf
+
+    def dispatch(self, timeout_s: float = 0.0) -> bool:
+        """Call the handlers of what is ready; whether there were any."""
+        events = self._epoll.poll(timeout_s)
+        if not events:
+            return False
+        self._turn += 1
+        turn, handlers = self._turn, self._handlers
+        for descriptor, mask in events:
+            entry = handlers.get(descriptor)
+            if entry is not None and entry[0] < turn:  # else the number was given away meanwhile
+                entry[1](mask)
+        return True
+
+    def run_timers(self, now: float) -> None:
+        while self.due <= now:
+            call = heapq.heappop(self._timers)[2].call
+            assert call is not None
+            call()
+
+    def close(self) -> None:
+        self._handlers.clear()
+        self._timers.clear()
+        self._epoll.close()
