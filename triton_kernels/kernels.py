@@ -4,10 +4,11 @@ In: tensors that `reduction` has checked, on one device (or pinned host memory).
 
 A set number of programs, each resident on a multiprocessor of its own, walks over all tiles, so that the computation
 beside it keeps the other multiprocessors: FT-HSDP section 4.2 uses two thread blocks of 512 threads. With so few, what
-counts is the bytes in flight per thread: every thread loads `Launch.vectors` vectors of 16 bytes per input before it
-uses the first, and each destination is stored from the same registers (the fused last reduce-scatter step). Full
-tiles are unmasked, for masks prevent vectors; what lies before the first 16-byte boundary and behind the last full
-tile is done by single elements. Tensors whose offsets from such a boundary differ are done by single elements throughout.
+counts is the bytes in flight per thread: every thread has `Launch.vectors` vectors of 16 bytes of each input to load at
+once, and each destination is stored from the same registers (the fused last reduce-scatter step). Full tiles are
+unmasked, for masks prevent vectors. What lies before the first 16-byte boundary and behind the last full tile is done
+by single elements, in pieces of few so that they need no more registers. Tensors whose offsets from such a boundary
+differ are done by single elements throughout.
 
 Each reduction is a launch of its own. The paper has one kernel per all-reduce that polls flags in pinned memory instead,
 which spares launches but holds its multiprocessors while the network works; which is better has not been measured here.
@@ -26,6 +27,7 @@ from helixrt.triton_kernels.oracle import Op
 
 VECTOR_BYTES = 16  # the widest load and store of a thread, and what Triton asks of a pointer's alignment
 _THREADS_PER_WARP = 32
+_PIECE = 4  # elements per thread where there are no vectors
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class Launch:
     def tile(self, itemsize: int) -> int:
         """Elements that a thread block loads at once."""
         return _THREADS_PER_WARP * self.warps * self.vectors * max(1, VECTOR_BYTES // itemsize)
+
+    def piece(self, itemsize: int) -> int:
+        """Elements that it does at once behind the last full tile."""
+        return min(_THREADS_PER_WARP * self.warps * _PIECE, self.tile(itemsize))
 
 
 DEFAULT = Launch()
@@ -106,6 +112,7 @@ def reduce_copy_kernel(
     DIVIDE: tl.constexpr,
     TWO: tl.constexpr,
     TILE: tl.constexpr,
+    PIECE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     # Positions of tiles have 64 bits, positions in a tile 32.
@@ -116,10 +123,12 @@ def reduce_copy_kernel(
     tiles = length // TILE
     for start in tl.range(program * TILE, tiles * TILE, programs * TILE):
         _reduce_at(left + start, right + start, out + start, also + start, divisor, lane, None, OP, WIDE, DIVIDE, TWO)
-    if program == tiles % programs:
-        start = tiles * TILE
+    # What is left begins with the program whose turn it is.
+    turn = (program + programs - tiles % programs) % programs
+    few = tl.arange(0, PIECE)
+    for start in tl.range(tiles * TILE + turn * PIECE, length, programs * PIECE):
         rest = length - start
-        _reduce_at(left + start, right + start, out + start, also + start, divisor, lane, lane < rest, OP, WIDE, DIVIDE, TWO)
+        _reduce_at(left + start, right + start, out + start, also + start, divisor, few, few < rest, OP, WIDE, DIVIDE, TWO)
     if program == 0:
         first = tl.arange(0, VECTOR)
         _reduce_at(left - head, right - head, out - head, also - head, divisor, first, first < head, OP, WIDE, DIVIDE, TWO)
@@ -134,7 +143,17 @@ def _copy_at(source, out, also, offsets, mask, TWO: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["length", "head"])
-def copy_kernel(source, out, also, length, head, TWO: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr):
+def copy_kernel(
+    source,
+    out,
+    also,
+    length,
+    head,
+    TWO: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     length = length.to(tl.int64)
@@ -142,10 +161,12 @@ def copy_kernel(source, out, also, length, head, TWO: tl.constexpr, TILE: tl.con
     tiles = length // TILE
     for start in tl.range(program * TILE, tiles * TILE, programs * TILE):
         _copy_at(source + start, out + start, also + start, lane, None, TWO)
-    if program == tiles % programs:
-        start = tiles * TILE
+    # What is left begins with the program whose turn it is.
+    turn = (program + programs - tiles % programs) % programs
+    few = tl.arange(0, PIECE)
+    for start in tl.range(tiles * TILE + turn * PIECE, length, programs * PIECE):
         rest = length - start
-        _copy_at(source + start, out + start, also + start, lane, lane < rest, TWO)
+        _copy_at(source + start, out + start, also + start, few, few < rest, TWO)
     if program == 0:
         first = tl.arange(0, VECTOR)
         _copy_at(source - head, out - head, also - head, first, first < head, TWO)
@@ -191,6 +212,7 @@ def launch_reduce_copy(
         DIVIDE=divisor != 1,
         TWO=also is not None,
         TILE=launch.tile(left.element_size()),
+        PIECE=launch.piece(left.element_size()),
         VECTOR=VECTOR_BYTES,
         num_warps=launch.warps,
     )
@@ -206,6 +228,7 @@ def launch_copy(source: torch.Tensor, out: torch.Tensor, also: torch.Tensor | No
         head=head,
         TWO=also is not None,
         TILE=launch.tile(given[0].element_size()),
+        PIECE=launch.piece(given[0].element_size()),
         VECTOR=VECTOR_BYTES,
         num_warps=launch.warps,
     )

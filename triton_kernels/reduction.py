@@ -1,12 +1,13 @@
 """What collectives call to reduce and to copy: torch for CPU tensors, the Triton kernels for CUDA tensors.
 
-In: contiguous tensors of one length, type and device. Out: the result in one or two destinations in one pass over the
-inputs; two are the fused last step of FTAR's reduce-scatter, which fills the user's buffer and the send buffer at once
-(FT-HSDP section 4.2). `oracle.reduced` says which bits come out, on every device.
+In: contiguous tensors of one length, type and device. Out: the result in one or two destinations; two are the fused last
+step of FTAR's reduce-scatter, which fills the user's buffer and the send buffer at once (FT-HSDP section 4.2).
+`oracle.reduced` says which bits come out, on every device.
 
 On the CPU the work is done by the caller's thread and its intra-op threads, without the interpreter lock while torch
-works. On CUDA it is queued on the current stream by a set number of programs (`kernels`); nothing waits. Pinned host
-memory may then stand beside tensors of the card: the kernel reads and writes it through the bus.
+works; a second destination is a copy of the first. On CUDA the kernel reads once and stores twice; it is queued on the
+current stream for a set number of programs (`kernels`), and nothing waits. Pinned host memory may then stand beside
+tensors of the card: the kernel reads and writes it through the bus.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ __all__ = ["PROGRAMS", "Op", "copy", "reduce_copy"]
 
 PROGRAMS = 2  # thread blocks, as in the paper
 
-# What is read again (a quotient, a second destination) is still in the cache after so many bytes of it.
-_BLOCK_BYTES = 1 << 18
-_WIDE_BLOCK = 1 << 15  # elements
+_WIDE_BLOCK = 1 << 15  # elements; their float32 form stays in a core's cache
 
 _own = threading.local()
 
@@ -73,7 +72,9 @@ def copy(source: torch.Tensor, out: torch.Tensor, also: torch.Tensor | None = No
         return
     if (card := _card(source, out, also)) is None:
         with torch.no_grad():
-            _copy_on_host(_flat(source), _flat(out), None if also is None else _flat(also))
+            _flat(out).copy_(_flat(source))
+            if also is not None:
+                _flat(also).copy_(_flat(source))
         return
     kernels = _kernels()
     with torch.cuda.device(card):
@@ -104,12 +105,10 @@ def _check(first: torch.Tensor, others: tuple[torch.Tensor, ...], into: tuple[to
 def _card(*given: torch.Tensor | None) -> torch.device | None:
     """The CUDA device of the tensors; None when they lie in host memory, pinned or not."""
     tensors = [each for each in given if each is not None]
-    devices = {each.device for each in tensors}
-    cards = [device for device in devices if device.type == "cuda"]
-    if not cards and len(devices) == 1 and tensors[0].device.type == "cpu":
+    if all([each.is_cpu for each in tensors]):
         return None
-    strangers = [each for each in tensors if not (each.is_cuda or each.device.type == "cpu" and each.is_pinned())]
-    if len(cards) != 1 or strangers:
+    cards = list({each.device for each in tensors if each.is_cuda})
+    if len(cards) != 1 or not all(each.is_cuda or (each.is_cpu and each.is_pinned()) for each in tensors):
         raise ValueError(f"tensors must be on one device, or on one card and in pinned memory, got {_told(*tensors)}")
     return cards[0]
 
@@ -140,26 +139,17 @@ def _kernels() -> ModuleType:
 def _reduce_on_host(
     left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, also: torch.Tensor | None, op: Op, divisor: int
 ) -> None:
-    operate = OPERATORS[op]
     if divisor != 1 and ACCUMULATORS[left.dtype] != left.dtype:
-        _mean_of_halves(left, right, out, also, divisor)
-        return
-    if also is None and divisor == 1:
-        operate(left, right, out=out)
-        return
-    block = _BLOCK_BYTES // left.element_size()
-    more = (None,) * -(-out.numel() // block) if also is None else also.split(block)
-    for a, b, o, second in zip(left.split(block), right.split(block), out.split(block), more, strict=True):
-        operate(a, b, out=o)
+        _mean_of_halves(left, right, out, divisor)
+    else:
+        OPERATORS[op](left, right, out=out)
         if divisor != 1:
-            o.div_(divisor)
-        if second is not None:
-            second.copy_(o)
+            out.div_(divisor)
+    if also is not None:
+        also.copy_(out)
 
 
-def _mean_of_halves(
-    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, also: torch.Tensor | None, divisor: int
-) -> None:
+def _mean_of_halves(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, divisor: int) -> None:
     """16-bit elements are summed and divided in float32, in a block that the thread keeps."""
     wide = getattr(_own, "wide", None)
     if wide is None:
@@ -170,15 +160,3 @@ def _mean_of_halves(
         result.copy_(left[begin:end])
         result.add_(right[begin:end]).div_(divisor)
         out[begin:end].copy_(result)
-        if also is not None:
-            also[begin:end].copy_(result)
-
-
-def _copy_on_host(source: torch.Tensor, out: torch.Tensor, also: torch.Tensor | None) -> None:
-    if also is None:
-        out.copy_(source)
-        return
-    block = max(1, _BLOCK_BYTES // source.element_size())
-    for a, o, second in zip(source.split(block), out.split(block), also.split(block), strict=True):
-        o.copy_(a)
-        second.copy_(a)

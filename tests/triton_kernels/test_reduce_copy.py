@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import re
+import subprocess
 import sys
 import traceback
 import zlib
@@ -206,7 +208,7 @@ def test_in_the_interpreter(name: str, interpreted: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_many_blocks_on_the_host(dtype: torch.dtype) -> None:
-    case = Case(dtype, 3 * reduction._BLOCK_BYTES // dtype.itemsize + 5, two=True)
+    case = Case(dtype, 3 * reduction._WIDE_BLOCK + 5, two=True)
     given = [elements(case, 1), elements(case, 2)]
     out, also = Guarded(case, 1, "cpu"), Guarded(case, 0, "cpu")
     for divisor in (1, 3) if dtype.is_floating_point else (1,):
@@ -309,6 +311,7 @@ def test_the_main_loop_moves_16_bytes_per_instruction(name: str, tmp_path: Path,
     """Compiled for an H100 without one: full tiles are moved by vectors, whatever the length, and nothing is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     pytest.importorskip("triton", reason="Triton is not installed here")
+    import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -322,7 +325,8 @@ def test_the_main_loop_moves_16_bytes_per_instruction(name: str, tmp_path: Path,
         "int8-copy": ("*i8", {"TILE": launch.tile(1)}),
     }[name]
     kernel = kernels.copy_kernel if "OP" not in constants else kernels.reduce_copy_kernel
-    constants |= {"TWO": True, "VECTOR": kernels.VECTOR_BYTES}
+    itemsize = launch.tile(1) // constants["TILE"]
+    constants |= {"TWO": True, "PIECE": launch.piece(itemsize), "VECTOR": kernels.VECTOR_BYTES}
     kinds = dict.fromkeys(("left", "right", "source", "out", "also"), pointer) | {
         "length": "i64",
         "head": "i32",
@@ -331,11 +335,18 @@ def test_the_main_loop_moves_16_bytes_per_instruction(name: str, tmp_path: Path,
     signature = {each: "constexpr" if each in constants else kinds[each] for each in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(signature.values()) if each.startswith("*")}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps}).asm["ptx"]
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps})
+    ptx = compiled.asm["ptx"]
     inputs = 1 if kernel is kernels.copy_kernel else 2
     assert ptx.count("ld.global.v4.b32") == inputs * launch.vectors
     assert ptx.count("st.global.v4.b32") == 2 * launch.vectors
-    assert ".local" not in ptx
+    written = tmp_path / "kernel.ptx"
+    written.write_text(ptx)
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    architecture = re.findall(r"\.target (\w+)", ptx)[0]
+    command = [assembler, "-v", f"--gpu-name={architecture}", written, "-o", tmp_path / "kernel.cubin"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in told, told
 
 
 @pytest.mark.gpu
