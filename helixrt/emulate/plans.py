@@ -16,14 +16,18 @@ from helixrt.protocol.collective import CollectiveMachine
 from helixrt.protocol.collective_messages import Await, Compute, Computed, Done, Event, Received, Sent, Submitted, Transmit
 from helixrt.protocol.plan import Copy, Plan, Reduce, Region, Space
 
-ELEMENT = 8  # bytes; everything is summed as signed 64-bit integers, exactly
+ELEMENT = 8  # bytes
 
 
 class Memory:
-    """With `shift`, OUT lies `shift` bytes behind the beginning of SOURCE in the same memory."""
+    """One rank's memory for one collective, of elements of array type `code` ("q" or "d").
 
-    def __init__(self, source: Sequence[int], out_bytes: int, scratch_bytes: int, shift: int | None) -> None:
-        given = array("q", source).tobytes()
+    With `shift`, OUT lies `shift` bytes behind the beginning of SOURCE in the same memory.
+    """
+
+    def __init__(self, source: Sequence[float], out_bytes: int, scratch_bytes: int, shift: int | None, code: str = "q") -> None:
+        self.code = code
+        given = array(code, source).tobytes()
         self.scratch = bytearray(b"\xee" * scratch_bytes)
         if shift is None:
             self.source, self.out = memoryview(bytearray(given)), memoryview(bytearray(b"\xdd" * out_bytes))
@@ -43,13 +47,13 @@ class Memory:
         if isinstance(work, Copy):
             self.view(work.into)[:] = bytes(self.view(work.source))
             return
-        left, right = (array("q", bytes(self.view(term))) for term in (work.left, work.right))
-        total = array("q", map(add, left, right)).tobytes()
+        left, right = (array(self.code, bytes(self.view(term))) for term in (work.left, work.right))
+        total = array(self.code, map(add, left, right)).tobytes()
         for region in work.into:
             self.view(region)[:] = total
 
-    def numbers(self) -> list[int]:
-        return list(array("q", bytes(self.out)))
+    def numbers(self) -> list[float]:
+        return list(array(self.code, bytes(self.out)))
 
 
 def run_plans(

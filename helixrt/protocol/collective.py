@@ -16,8 +16,8 @@ the actions in a list is the order in which to carry them out. The machine never
   there is one `Break`, before everything else: when a caller learns of the failure, the driver has already cut the links
   that could write into its memory. What was still under way is ignored when it arrives.
 
-It runs once for every chunk, so it looks up by number in the tables that a plan brings along. Measured on
-one 2.x GHz core, CPython 3.11: 1.9 us per node, events and actions included (a ring over 8 ranks).
+It runs once for every chunk, so it looks up by number in the tables that a plan brings along. Measured on one core
+of an AMD EPYC, CPython 3.11: 2.0 us per node, events and actions included (a ring over 8 ranks, 560 nodes).
 """
 
 from __future__ import annotations

@@ -1,0 +1,187 @@
+"""FTAR under seeded faults: every collective ends, right and bitwise equal, or fails for all; nothing comes twice.
+
+A failing seed prints the line that replays it (`python -m helixrt.emulate.collective_world --seed …`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+
+from helixrt.emulate import collective_world
+from helixrt.emulate.collective_world import FAULTS, RAIL_FAULTS, CollectiveWorld, Verdict, Violation
+from helixrt.protocol.algorithms import choice
+from helixrt.protocol.collective import CollectiveMachine
+from helixrt.protocol.ledger import Ledger
+from helixrt.protocol.link import Link
+from helixrt.protocol.link_failover import Failover
+from helixrt.protocol.link_send import Outbox
+from helixrt.protocol.liveness import Liveness
+
+SEEDS = 5_000
+SLOW_SEEDS = 100_000
+SIZES = (2, 2, 3, 2, 3, 4, 2, 3, 2, 4, 3, 5, 2, 3, 2, 8, 3, 2, 6, 2, 3, 7, 4)  # mostly few: all pairs are linked
+SCHEDULES = (FAULTS, FAULTS, RAIL_FAULTS, RAIL_FAULTS, ("crash",), ("crash", *RAIL_FAULTS), ("loss", "silence", "break"))
+HARD_CASES = tuple(f.name for f in fields(Verdict)[4:])
+
+
+def world(seed: int) -> CollectiveWorld:
+    """2 to 8 ranks, 1 to 3 rails, 1 to 4 collectives, and a mixture of faults, all from the seed."""
+    faults = SCHEDULES[seed // 3 % len(SCHEDULES)]
+    rails = 1 + seed % 3 if faults is not RAIL_FAULTS else 2 + seed % 2
+    return CollectiveWorld(seed, SIZES[seed % len(SIZES)], rails, 1 + seed % 4, faults)
+
+
+def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
+    totals: Counter[str] = Counter()
+    violations = []
+    for seed in seeds:
+        try:
+            verdict = world(seed).run()
+        except Violation as broken:
+            violations.append(str(broken))
+            continue
+        totals.update({what: getattr(verdict, what) for what in HARD_CASES})
+    return totals, violations
+
+
+def sweep_all(first: int, count: int) -> None:
+    parts = [range(first + i, first + count, 32) for i in range(32)]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        results = pool.map(sweep, parts, chunksize=1)
+    violations = [v for _, found in results for v in found]
+    assert not violations, f"{len(violations)} of {count} seeds:\n" + "\n".join(violations[:5])
+    totals: Counter[str] = sum((t for t, _ in results), Counter())
+    print(f"{count} seeds from {first}: {dict(totals)}")
+    for what in HARD_CASES:  # the sweep is worth nothing if the hard cases never happen
+        assert totals[what] > count / 100, (what, totals)
+
+
+@pytest.mark.timeout(300)
+def test_5000_seeds(seed: int) -> None:
+    sweep_all(seed % 1_000_000_000, SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_100000_seeds(seed: int) -> None:
+    sweep_all(seed % 1_000_000_000, SLOW_SEEDS)
+
+
+def test_a_seed_replays_exactly() -> None:
+    first, second = (CollectiveWorld(4242, 4, 2, 4, FAULTS, trace=True) for _ in range(2))
+    assert first.run() == second.run()
+    assert first.trace == second.trace
+
+
+def test_without_faults_nothing_fails_and_nothing_is_sent_twice() -> None:
+    for seed in range(20):
+        verdict = CollectiveWorld(seed, 4, 2, 4, faults=()).run()
+        assert verdict.generations == 1
+        assert all(getattr(verdict, what) == 0 for what in HARD_CASES)
+
+
+def test_a_run_can_be_read_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
+    collective_world.main(["--seed", "5", "--size", "2", "--collectives", "1", "--faults", "", "--text"])
+    text = capsys.readouterr().out
+    assert text.startswith("Verdict(seed=5")
+    assert re.search(r"^ +\d+\.\d{3} ms  0 -> 1 rail [01]: DATA 1 \(0, 0\) \d+ B$", text, re.MULTILINE)
+    assert re.search(r"rank 1: \w+ 0 is done", text)
+
+
+def test_a_violation_prints_the_line_that_replays_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collective_world, "PATIENCE_S", 0.005)
+    with pytest.raises(Violation) as broken:
+        CollectiveWorld(11, 3, 1, 2, ("crash",)).run()
+    line = str(broken.value).split("; replay: ")[1]
+    assert line == "python -m helixrt.emulate.collective_world --seed 11 --size 3 --rails 1 --collectives 2 --faults crash"
+    with pytest.raises(Violation) as again:
+        collective_world.main(line.split()[3:])
+    assert str(again.value) == str(broken.value)
+
+
+# ---------------------------------------------------------------- the world notices a wrong protocol
+
+Line = tuple[object, str, str, str]
+
+BROKEN_LINES: dict[str, Line] = {
+    "ring: a slot is received into before it was reduced from": (
+        choice,
+        "ring_all_reduce",
+        "came = build.receive(left, waiting, freed[lane])",
+        "came = build.receive(left, waiting)",
+    ),
+    "ring: a chunk is forwarded before it has come": (
+        choice,
+        "ring_all_reduce",
+        "sent = build.send(right, what, ready[lane])",
+        "sent = build.send(right, what)",
+    ),
+    "collective: what is queued at the first error is forgotten": (
+        CollectiveMachine,
+        "_break",
+        "actions.extend(Skipped(queued.op, cause) for queued in self._queued)",
+        "pass",
+    ),
+    "ledger: what came before is taken again": (Ledger, "__contains__", "return sequence <= self.floor or", "return"),
+    "link: frames of older generations count": (
+        Link,
+        "_frame_arrived",
+        "if frame.generation != self.generation or not rail.up:",
+        "if not rail.up:",
+    ),
+    "link: what a failed rail carried is not sent again": (Outbox, "resolve", "self.again.append(flight)", "pass"),
+    "link: messages go without their receiver's credit": (
+        Outbox,
+        "submit",
+        "elif length > self.options.eager_bytes:",
+        "elif self.ready.append(message) is None:",
+    ),
+    "failover: the peer's question is not answered": (
+        Failover,
+        "resume",
+        "if not frame.flags & ANSWER:",
+        "if False:",
+    ),
+    "liveness: silence is no death": (Liveness, "silent", "return now >= self._spared_until_s", "return False"),
+}
+
+
+def break_line(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, line: str, instead: str) -> None:
+    """`owner.name` with one line of its source changed."""
+    function: Callable[..., object] = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(line) == 1, f"{name} no longer has the line {line!r}"
+    made: dict[str, object] = {}
+    exec(
+        compile("from __future__ import annotations\n" + source.replace(line, instead), name, "exec"),
+        function.__globals__,
+        made,
+    )
+    monkeypatch.setattr(owner, name, made[name])
+
+
+@pytest.mark.parametrize("what", BROKEN_LINES)
+def test_the_world_notices_a_broken_line(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    collective_world.plan_of.cache_clear()
+    break_line(monkeypatch, *BROKEN_LINES[what])
+    try:
+        for seed in range(SEEDS):
+            try:
+                world(seed).run()
+            except Violation as found:
+                print(f"{what}: seed {seed}: {found}")
+                return
+        pytest.fail(f"{SEEDS} seeds did not notice: {what}")
+    finally:
+        collective_world.plan_of.cache_clear()
