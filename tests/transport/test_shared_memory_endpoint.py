@@ -54,6 +54,7 @@ class TestReadDirectly(EndpointConformance):
     make = staticmethod(direct)
 
 
+@pytest.mark.slow
 class TestThroughTheRing(EndpointConformance):
     make = staticmethod(through_the_ring)
 
