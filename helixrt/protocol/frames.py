@@ -4,7 +4,7 @@ In: `Frame`s, or bytes a peer sent. Out: bytes, or `Frame`s whose every field ha
 follows the header of a DATA frame is the message itself, which goes straight from memory to memory and
 never through here; what follows any other header is a body of at most `MAX_BODY_BYTES`.
 
-Frames with a sequence number (`SEQUENCED`) are the ones that must take effect exactly once; they share
+Frames with a sequence number (up to `LAST_SEQUENCED`) are the ones that must take effect exactly once; they share
 one numbering per direction of a link, over all its rails. The others may be lost, doubled or reordered.
 Every header carries the cumulative acknowledgement, so traffic in one direction acknowledges the other.
 
@@ -52,7 +52,7 @@ class Kind(IntEnum):
     BYE = 12  # op = newest sequence number: this end closes on purpose
 
 
-SEQUENCED = frozenset({Kind.DATA, Kind.CREDIT, Kind.WANT, Kind.SKIP, Kind.SWITCH})
+LAST_SEQUENCED = Kind.SWITCH  # this kind and those before it have sequence numbers
 
 EAGER = 1  # flag of DATA: sent without credit, counts against the receiver's eager memory
 ANSWER = 2  # flag of RESUME: the reply of a handshake, asks for none
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
 
     kind: Kind
     generation: int
-    sequence: int = 0  # from 1 within SEQUENCED, else 0
+    sequence: int = 0  # from 1 where the kind has one, else 0
     op: int = 0
     index: int = 0  # type: ignore[assignment]  # nobody searches a frame as a tuple
     length: int = 0  # bytes that follow the header
@@ -117,8 +117,9 @@ def names_body(names: Sequence[Name]) -> bytes:
 
 def counters_body(counters: Counters) -> bytes:
     """The body of ACK and RESUME. Ranges beyond MAX_RANGES are left out: they are sent again, and dropped here."""
-    head = _COUNTERS.pack(counters.floor, counters.consumed)
-    return head + b"".join(_RANGE.pack(*span) for span in counters.ranges[:MAX_RANGES])
+    floor, consumed, ranges = counters
+    head = _COUNTERS.pack(floor, consumed)
+    return head + b"".join(_RANGE.pack(*span) for span in ranges[:MAX_RANGES]) if ranges else head
 
 
 def cause_body(cause: Cause) -> bytes:
@@ -132,11 +133,32 @@ def cause_body(cause: Cause) -> bytes:
 
 # ---------------------------------------------------------------- from bytes
 
-_KINDS: tuple[Kind | None, ...] = (None, *Kind)
-_FLAGS = {Kind.DATA: EAGER, Kind.RESUME: ANSWER}
-_BODIES = {Kind.CREDIT: _NAME.size, Kind.WANT: _NAME.size, Kind.ACK: _COUNTERS.size, Kind.RESUME: _COUNTERS.size, Kind.ABORT: 6}
-_OPS = frozenset({Kind.DATA, Kind.SWITCH, Kind.RESUME, Kind.PROBE, Kind.PROBED, Kind.BYE})
-_INDICES = frozenset({Kind.DATA, Kind.SKIP, Kind.SWITCH, Kind.RESUME})
+
+class _Rule(NamedTuple):
+    """What a header of one kind may hold."""
+
+    kind: Kind
+    flags: int
+    least: int  # bytes of the body
+    most: int
+    has_op: bool
+    has_index: bool
+
+
+_OPS = {Kind.DATA, Kind.SWITCH, Kind.RESUME, Kind.PROBE, Kind.PROBED, Kind.BYE}
+_INDICES = {Kind.DATA, Kind.SKIP, Kind.SWITCH, Kind.RESUME}
+_LEAST = {Kind.CREDIT: _NAME.size, Kind.WANT: _NAME.size, Kind.ACK: _COUNTERS.size, Kind.RESUME: _COUNTERS.size, Kind.ABORT: 6}
+_RULES = tuple(
+    _Rule(
+        kind,
+        {Kind.DATA: EAGER, Kind.RESUME: ANSWER}.get(kind, 0),
+        _LEAST.get(kind, 0),
+        MAX_MESSAGE_BYTES if kind is Kind.DATA else MAX_BODY_BYTES if kind in _LEAST else 0,
+        kind in _OPS,
+        kind in _INDICES,
+    )
+    for kind in Kind
+)
 
 
 def parse(header: bytes | bytearray | memoryview) -> Frame:
@@ -144,25 +166,16 @@ def parse(header: bytes | bytearray | memoryview) -> Frame:
     version, number, flags, index, generation, sequence, op, length, acknowledged = _HEADER.unpack(header)
     if version != VERSION:
         raise FrameError(f"frame version {version}: this end speaks version {VERSION}")
-    if not 0 < number < len(_KINDS):
-        raise FrameError(f"frame kind {number}: must be 1 to {len(_KINDS) - 1}")
-    kind = _KINDS[number]
-    assert kind is not None
-    if kind is Kind.DATA:
-        if flags & ~EAGER or sequence == 0 or length > MAX_MESSAGE_BYTES:
-            raise FrameError(
-                f"DATA with flags {flags:#x}, sequence {sequence}, {length} bytes: must have no flag but EAGER, a sequence "
-                f"from 1, at most {MAX_MESSAGE_BYTES} bytes"
-            )
-        return Frame(kind, generation, sequence, op, index, length, acknowledged, flags)
-    if (sequence != 0) != (kind in SEQUENCED):
-        raise FrameError(f"{kind.name} with sequence {sequence}: must {'not ' if sequence == 0 else ''}be 0")
-    if flags & ~_FLAGS.get(kind, 0):
-        raise FrameError(f"{kind.name} with flags {flags:#x}: must have none but {_FLAGS.get(kind, 0):#x}")
-    least = _BODIES.get(kind, 0)
-    if not least <= length <= (MAX_BODY_BYTES if least else 0):
-        raise FrameError(f"{kind.name} with a body of {length} bytes: must be {least} to {MAX_BODY_BYTES if least else 0}")
-    if (op and kind not in _OPS) or (index and kind not in _INDICES):
+    if not 0 < number <= len(_RULES):
+        raise FrameError(f"frame kind {number}: must be 1 to {len(_RULES)}")
+    kind, allowed, least, most, has_op, has_index = _RULES[number - 1]
+    if (sequence > 0) != (number <= LAST_SEQUENCED):
+        raise FrameError(f"{kind.name} with sequence {sequence}: must {'' if sequence else 'not '}be 0")
+    if flags & ~allowed:
+        raise FrameError(f"{kind.name} with flags {flags:#x}: must have none but {allowed:#x}")
+    if not least <= length <= most:
+        raise FrameError(f"{kind.name} with {length} bytes after it: must be {least} to {most}")
+    if (op and not has_op) or (index and not has_index):
         raise FrameError(f"{kind.name} with op {op}, index {index}: this kind has none")
     return Frame(kind, generation, sequence, op, index, length, acknowledged, flags)
 
@@ -197,6 +210,8 @@ def counters(frame: Frame) -> Counters:
     if len(frame.body) < _COUNTERS.size or (len(frame.body) - _COUNTERS.size) % _RANGE.size:
         raise FrameError(f"{frame.kind.name} with a body of {len(frame.body)} bytes: no whole number of ranges")
     floor, consumed = _COUNTERS.unpack_from(frame.body)
+    if len(frame.body) == _COUNTERS.size:
+        return Counters(floor, consumed)
     ranges = tuple(_RANGE.iter_unpack(frame.body[_COUNTERS.size :]))
     end = floor
     for first, last in ranges:

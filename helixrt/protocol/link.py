@@ -26,8 +26,9 @@ Failover follows SHIFT section 4.3, per rail (`link_rails.SendState`, `ReceiveSt
     slow rail   leaves the same way: nothing new goes on it, it drains, rests, is probed.
 
 A second failure at any point starts that rail's part over; RESUME is idempotent and repeated until answered,
-so any end may ask at any time. A striped link spreads messages over all DEFAULT rails; one that is not uses
-the lowest-numbered, withholds new frames while it switches, and so keeps their order across the switch.
+so any end may ask at any time. A striped link spreads messages over all DEFAULT rails and never stops for one
+of them. One that is not striped uses the lowest-numbered, withholds new frames while it switches, and so the
+frames of one direction arrive in their order, over rails that keep it, whatever fails.
 
 Where SHIFT counts receive completions, the counters here are the ledger itself, so order between rails is
 free. Its "next signaled WR" is the next frame, as every one of ours is acknowledged; and its omitted last
@@ -46,7 +47,7 @@ from typing import Any
 from helixrt.errors import Cause
 from helixrt.protocol import frames
 from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import EAGER, SEQUENCED, Frame, FrameError, Kind
+from helixrt.protocol.frames import EAGER, LAST_SEQUENCED, Frame, FrameError, Kind
 from helixrt.protocol.link_failover import Failover
 from helixrt.protocol.link_messages import Action, Event, Failure, LinkOptions
 from helixrt.protocol.link_rails import Rail
@@ -212,7 +213,7 @@ class Link:
         if kind is Kind.DATA:
             self._inbox.announce(rail, frame, True, out)
             return
-        if tolerant and kind in SEQUENCED:
+        if tolerant and kind <= LAST_SEQUENCED:
             if not self._inbox.take(frame.sequence):
                 return
             self._wire.owed += 1

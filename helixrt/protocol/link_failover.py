@@ -104,8 +104,13 @@ class Failover:
         self.recovering = len(usable) < len(self.rails)
         if not self.options.striped and usable:
             first = usable[0].number
-            draining = any(r.leaving or (r.send is SendState.WAIT_DRAINED and r.number < first) for r in self.rails)
-            usable = [] if draining else usable[:1]  # withheld, so that order is kept across the switch
+            switching = any(
+                rail.leaving
+                or (rail.unresolved and rail.flights)
+                or (rail.send is SendState.WAIT_DRAINED and rail.number < first)
+                for rail in self.rails
+            )
+            usable = [] if switching else usable[:1]  # withheld, so that order is kept across the switch
         self.carriers = usable
 
     # ---- frames of the peer
@@ -124,6 +129,7 @@ class Failover:
             # The peer fenced before it counted: what it does not have by now it never takes from that connection.
             failed.unresolved = 0
             self.outbox.resolve(failed, Cause(f"rail {failed.number} failed: {failed.reason}"), out)
+            self.recount()
         if not frame.flags & ANSWER:
             body = self.wire.counters()
             self.wire.say(rail, now, out, Kind.RESUME, op=incarnation, index=failed.number, flags=ANSWER, body=body)

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from helixrt.protocol import frames
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_rails import ReceiveState, SendState
+import pytest
 
-OPTIONS = dict(
-    eager_bytes=1000,
-    eager_memory_bytes=4000,
-    window_bytes=12_000,
-    window_frames=6,
-    attempt_s=2.0,
-    rest_s=0.05,
-    longest_rest_s=0.4,
+from helixrt.protocol import frames, link_send
+from helixrt.protocol import link_messages as m
+from helixrt.protocol.ledger import Ledger
+from helixrt.protocol.link import Link
+from helixrt.protocol.link_failover import Failover
+from helixrt.protocol.link_rails import Rail, ReceiveState, SendState
+from helixrt.protocol.link_receive import Inbox
+from helixrt.protocol.link_send import Outbox
+from helixrt.protocol.link_wire import Wire
+
+OPTIONS: dict[str, Any] = dict(
+    eager_bytes=1000, eager_memory_bytes=4000, window_bytes=12_000, window_frames=6, attempt_s=2.0, longest_rest_s=0.4
 )
 LENGTHS = (0, 10, 900, 1000, 1001, 5000)
 END_S = 60.0
@@ -42,6 +44,7 @@ class Connection:
     open: list[bool] = field(default_factory=lambda: [False, False])  # per end: it uses this connection
     dead: bool = False  # nothing sent from now on arrives
     last: list[float] = field(default_factory=lambda: [0.0, 0.0])  # when the newest frame towards an end arrives
+    behind: tuple[deque[frames.Frame], ...] = field(default_factory=lambda: (deque(), deque()))  # a payload under way
 
 
 class Wrong(AssertionError):
@@ -71,6 +74,7 @@ class End:
         self.ended: m.Lost | m.PeerAborted | m.PeerClosed | None = None
         self.dead = False
         self.next_tick = 0.0
+        self.newest = 0  # sequence number that came
 
     def tell(self, event: m.Event) -> None:
         if self.dead:
@@ -176,6 +180,8 @@ class End:
             self.held[name] = content
         if landing is not m.Landing.DROP:
             self.world.arrived[self.me].add(name)
+            check(sequence > self.newest or not self.world.ordered, f"{name}, number {sequence}, after {self.newest}")
+            self.newest = sequence
         self.tell(m.PayloadArrived(rail, sequence))
 
 
@@ -186,7 +192,7 @@ class World:
         self.now, self.queue, self.number = 0.0, [], 0  # type: ignore[var-annotated]
         self.rails = rng.choice((1, 2, 2, 3))
         self.tolerant = True
-        options = m.LinkOptions(striped=rng.random() < 0.6, **OPTIONS)  # type: ignore[arg-type]
+        options = m.LinkOptions(striped=rng.random() < 0.6, **OPTIONS)
         self.ends = [End(self, me, Link(7, 1 - me, self.rails, options)) for me in range(2)]
         self.arrived: tuple[set[Name], set[Name]] = (set(), set())
         self.sends: dict[tuple[int, Name], int] = {}
@@ -197,6 +203,7 @@ class World:
         self.wanted = [[False, False] for _ in range(self.rails)]
         self.reorders, self.doubles = rng.random() < 0.4, rng.choice((0.0, 0.0, 0.1))
         self.loses = rng.choice((0.0, 0.0, 0.0, 0.02))
+        self.ordered = not (options.striped or self.reorders or self.doubles or self.loses)  # and no rail was ever mute
         self.safe = rng.random() < 0.5 and self.rails > 1  # the last rail never fails
         self.excused = not self.safe  # Lost may be said
 
@@ -289,8 +296,8 @@ class World:
             return
         if end.connections.get(rail) is not connection:
             return
-        if rail in end.landing:  # the payload before has not ended: this waits behind it
-            self.later(0.0001, 0.002, self.arrive, me, connection, frame)
+        if rail in end.landing:
+            connection.behind[me].append(frame)
             return
         self.note(me, f"<- {rail} {frame}")
         end.tell(m.FrameArrived(rail, frame))
@@ -303,6 +310,8 @@ class World:
         mine = end.connections.get(rail) is connection and connection.open[me] and not connection.dead
         if not end.dead and mine and not self.mute[rail][me] and end.landing.get(rail, (0,))[0] == sequence:
             end.payload(rail, sequence)
+            while connection.behind[me] and rail not in end.landing:
+                self.arrive(me, connection, connection.behind[me].popleft())
 
     # ---- faults
 
@@ -350,7 +359,7 @@ class World:
             self.at(when, self.set_cable, rail, False)
             self.at(when + rng.uniform(0.1, 1.5), self.set_cable, rail, True)
         elif kind < 0.85:
-            me = rng.randrange(2)
+            me, self.ordered = rng.randrange(2), False
             self.at(when, self.set_mute, rail, me, True)
             self.at(when + rng.uniform(0.1, 3.0), self.set_mute, rail, me, False)
         else:
@@ -445,4 +454,150 @@ def run(seeds: range) -> None:
 
 
 def test_every_message_arrives_once_whatever_rails_do() -> None:
-    run(range(200))
+    run(range(500))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_every_message_arrives_once_in_twenty_thousand_worlds(part: int) -> None:
+    run(range(1000 + 2000 * part, 3000 + 2000 * part))
+
+
+# ---------------------------------------------------------------- rules broken on purpose
+
+Patch = pytest.MonkeyPatch
+
+
+def no_ledger(patch: Patch) -> None:
+    """The receiver takes whatever comes, however often."""
+    patch.setattr(Ledger, "__contains__", lambda self, sequence: False)
+
+
+def counted_before_it_is_whole(patch: Patch) -> None:
+    """A message enters the ledger with its header."""
+    announce = Inbox.announce
+
+    def early(self: Inbox, rail: Rail, frame: frames.Frame, current: bool, out: list[m.Action]) -> None:
+        announce(self, rail, frame, current, out)
+        if current:
+            self.ledger.take(frame.sequence)
+
+    patch.setattr(Inbox, "announce", early)
+
+
+def older_copies_keep_writing(patch: Patch) -> None:
+    """Nobody tells the rail whose copy was superseded, or whose operation was forgotten, to let go of the memory."""
+    patch.setattr(Inbox, "_let_go", lambda self, rail, out: None)
+
+
+def sent_without_credit(patch: Patch) -> None:
+    """Long messages do not wait for their receiver."""
+    submit = Outbox.submit
+
+    def eager(self: Outbox, event: m.Submit, out: list[m.Action]) -> None:
+        self.credits.setdefault((event.op, event.index), event.length)
+        submit(self, event, out)
+
+    patch.setattr(Outbox, "submit", eager)
+
+
+def eager_memory_without_end(patch: Patch) -> None:
+    """The sender does not count what waits at the receiver."""
+    patch.setattr(link_send, "eager_charge", lambda length: 0)
+
+
+def failed_rails_are_not_resent(patch: Patch) -> None:
+    """What was on a failed rail is given up."""
+    resolve = Outbox.resolve
+
+    def forgetful(self: Outbox, rail: Rail, why: Any, out: list[m.Action]) -> None:
+        resolve(self, rail, why, out)
+        self.again.clear()
+
+    patch.setattr(Outbox, "resolve", forgetful)
+
+
+def what_must_not_be_repeated_is(patch: Patch) -> None:
+    """Everything is resent."""
+    resolve = Outbox.resolve
+
+    def careless(self: Outbox, rail: Rail, why: Any, out: list[m.Action]) -> None:
+        for flight in rail.flights.values():
+            if flight.message is not None:
+                flight.message.repeatable = True
+        resolve(self, rail, why, out)
+
+    patch.setattr(Outbox, "resolve", careless)
+
+
+def handshakes_are_asked_once(patch: Patch) -> None:
+    """A RESUME that was lost with the rail it was on is not repeated."""
+    handshake = Failover._handshake
+
+    def once(self: Failover, rail: Rail, now: float, out: list[m.Action]) -> None:
+        if rail.via[0] < 0:
+            handshake(self, rail, now, out)
+
+    patch.setattr(Failover, "_handshake", once)
+
+
+def probes_wait_for_ever(patch: Patch) -> None:
+    """A probe or a switch that is not answered in time does not fail its rail."""
+    leave = Failover.leave
+
+    def patient(self: Failover, rail: Rail, reason: str, now: float, out: list[m.Action]) -> None:
+        if reason.startswith("no answer"):
+            rail.wake_s = float("inf")
+        else:
+            leave(self, rail, reason, now, out)
+
+    patch.setattr(Failover, "leave", patient)
+
+
+def acknowledged_with_its_header(patch: Patch) -> None:
+    """The receiver acknowledges a message whose header it has seen."""
+    counters = Wire.counters
+
+    def hasty(self: Wire) -> bytes:
+        floor = self.inbox.ledger.floor
+        arriving = [rail.arrival.frame.sequence for rail in self.rails if rail.arrival is not None and rail.arrival.counts]
+        if floor + 1 in arriving:
+            return frames.counters_body(frames.Counters(floor + 1, self.inbox.consumed))
+        return counters(self)
+
+    patch.setattr(Wire, "counters", hasty)
+
+
+def no_gaps_in_acknowledgements(patch: Patch) -> None:
+    """The newest number received counts as if all before it had come."""
+    take = Ledger.take
+
+    def leap(self: Ledger, sequence: int) -> bool:
+        new = take(self, sequence)
+        self.floor = max(self.floor, sequence)
+        self.above = {number for number in self.above if number > self.floor}
+        return new
+
+    patch.setattr(Ledger, "take", leap)
+
+
+BROKEN = [
+    no_ledger,
+    counted_before_it_is_whole,
+    older_copies_keep_writing,
+    sent_without_credit,
+    eager_memory_without_end,
+    failed_rails_are_not_resent,
+    what_must_not_be_repeated_is,
+    handshakes_are_asked_once,
+    probes_wait_for_ever,
+    acknowledged_with_its_header,
+    no_gaps_in_acknowledgements,
+]
+
+
+@pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
+def test_worlds_notice_a_broken_rule(rule: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    rule(monkeypatch)
+    with pytest.raises(AssertionError, match="replay: World"):
+        run(range(500))
