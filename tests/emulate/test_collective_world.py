@@ -16,7 +16,7 @@ from dataclasses import fields
 
 import pytest
 
-from helixrt.emulate import collective_world
+from helixrt.emulate import collective_tasks, collective_world
 from helixrt.emulate.collective_world import FAULTS, RAIL_FAULTS, CollectiveWorld, Verdict, Violation
 from helixrt.protocol.algorithms import choice
 from helixrt.protocol.collective import CollectiveMachine
@@ -173,7 +173,7 @@ def break_line(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, line: 
 
 @pytest.mark.parametrize("what", BROKEN_LINES)
 def test_the_world_notices_a_broken_line(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    collective_world.plan_of.cache_clear()
+    collective_tasks.plan_of.cache_clear()
     break_line(monkeypatch, *BROKEN_LINES[what])
     try:
         for seed in range(SEEDS):
@@ -184,4 +184,4 @@ def test_the_world_notices_a_broken_line(monkeypatch: pytest.MonkeyPatch, what: 
                 return
         pytest.fail(f"{SEEDS} seeds did not notice: {what}")
     finally:
-        collective_world.plan_of.cache_clear()
+        collective_tasks.plan_of.cache_clear()
