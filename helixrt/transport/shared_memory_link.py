@@ -202,10 +202,11 @@ class SharedMemoryLink:
             return
         blocked = self._out.blocked
         flags = _ASLEEP + (_WANTS_ROOM if blocked else 0)
-        if self._armed != flags:
-            self._sleeps += 1
-            self._own.store(Word.ASLEEP, self._sleeps * _SLEEP + flags)
-            self._armed = flags
+        if self._armed == flags:
+            return  # and since then the peer has rung
+        self._sleeps += 1
+        self._own.store(Word.ASLEEP, self._sleeps * _SLEEP + flags)
+        self._armed = flags
         self._fence()  # either we see the peer's last word now, or it sees that we sleep
         try:
             self._again = self._reader.more() or (blocked and self._writer.moved())

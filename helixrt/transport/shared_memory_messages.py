@@ -35,7 +35,7 @@ from helixrt.transport.shared_memory_segment import (
 
 EAGER_BYTES = 64 << 10
 EAGER_BUDGET = 4 << 20  # bytes of short messages that may wait for their receivers, per direction
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 128 << 10
 READ_BYTES = 1 << 20  # per system call
 OFFERS_WAITING = 1 << 16  # more unanswered offers than any plan makes: the peer is wrong
 
