@@ -78,7 +78,7 @@ def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Mod
     Raises CaptureError.
     """
     where = location_of(described)
-    with ONE_AT_A_TIME, quiet_dynamo() as caught, torch.enable_grad():
+    with ONE_AT_A_TIME, quiet_dynamo() as caught, nothing_installed(module), torch.enable_grad():
         try:
             captured = dynamo_graph_capture_for_export(module)(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -152,6 +152,18 @@ def quiet_dynamo() -> Iterator[list[str]]:
             found.extend(qualified(source) for source in sources if source.startswith("L["))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+@contextlib.contextmanager
+def nothing_installed(module: nn.Module) -> Iterator[None]:
+    """Dynamo leaves its graph, and the module in it, among the globals of the forward it traced: let go of them."""
+    scope = type(module).forward.__globals__
+    try:
+        yield
+    finally:
+        for name in scope:
+            if name.startswith("__compiled_fn_"):
+                scope[name] = None  # not deleted: that is up to Dynamo
 
 
 @contextlib.contextmanager
@@ -262,12 +274,24 @@ def check_static(node: fx.Node, fallback: str) -> None:
         reason, remedy = "a size depends on the value of a tensor", REMEDIES[2][1]
     else:
         return
+    raise CaptureError(place_of(node) or fallback, reason, remedy)
+
+
+def place_of(node: fx.Node) -> str:
+    """FILE:LINE of the user's that made the node, as far as torch knows it."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(name, line) for name, line in lines if not name.startswith(TORCH_FOLDER)]
-    raise CaptureError(f"{own[-1][0]}:{own[-1][1]}" if own else fallback, reason, remedy)
+    own = [f"{name}:{line}" for name, line in lines if not name.startswith(TORCH_FOLDER)]
+    return own[-1] if own else ""
 
 
+OWN_ERROR = re.compile(r"raised exception (\w+\(.*\))|Dynamo failed to run FX node with fake tensors: .*: got (\w+\(.*\))")
 REMEDIES = (
+    ("register_fake", "give the custom operator one: register_fake"),
+    ("rnn, gru, or lstm", "use nn.LSTMCell, nn.GRUCell or nn.RNNCell in a loop over time"),
+    ("pytree-flattenable", "pass tensors, numbers, strings, and lists, tuples and dictionaries of them"),
+    ("autograd.grad", "write the derivative out as operators of forward"),
+    ("torchscript", "use the module it was made from"),
+    ("random.random", "draw by torch.rand and choose by torch.where"),
     (".item()", "keep the value a tensor, or compute it outside forward and pass it in"),
     ("data-dependent", "compute both sides and choose with torch.where, or move the choice out of forward"),
     ("dynamic shape operator", "give the result a fixed size (a mask instead of selected rows, a capacity)"),
@@ -302,6 +326,13 @@ def from_dynamo(error: Any, fallback: str) -> CaptureError:
     explanation = next((line for line in lines if line.startswith("Explanation:")), "")
     if explanation:
         reason = f"{reason.rstrip('.')} ({explanation.removeprefix('Explanation:').strip()})"
+    own = OWN_ERROR.search(text)
+    if own is not None:
+        reason = f"forward raises {own[1] or own[2]}"
+    elif isinstance(error.__cause__, TypeError) and "bind arguments" in reason:
+        own, reason = OWN_ERROR, f"the arguments are not those of the function that is called: {error.__cause__}"
+    if own is not None and "register_fake" not in text:
+        return CaptureError(where, reason, "this is an error without capture, too; it must not happen")
     lowered = text.lower()
     remedy = next((advice for word, advice in REMEDIES if word.lower() in lowered), "")
     if not remedy:

@@ -43,6 +43,7 @@ from helixrt.passes.aot_private import (
     is_backward,
     location_of,
     module_path,
+    place_of,
     trace_joint,
 )
 from helixrt.passes.errors import CaptureError
@@ -79,6 +80,7 @@ def capture(
     owners = tuple(name.split(HIDDEN)[0].removesuffix(BUFFERS) for name in joint.side_effects if name.endswith(BUFFERS))
     if aliased or owners:
         joint = trace_joint(Traced(module, loss, own_outputs=aliased, assigned=owners), call, module)
+    check_constants(joint, Traced(module, loss))
     check_side_effects([name for name in joint.side_effects if not name.endswith(BUFFERS)], joint, Traced(module, loss))
     part = Flattening(module, loss, joint, call).part()
     verify(part)
@@ -108,6 +110,16 @@ def distinct(call: Any, module: nn.Module) -> Any:
         return tensor
 
     return pytree.tree_map_only(torch.Tensor, apart, call)
+
+
+def check_constants(joint: Joint, traced: Traced) -> None:
+    """Raise CaptureError where a tensor that is no parameter wants a gradient: the graph would not give it any."""
+    for node in joint.graph.find_nodes(op="get_attr"):
+        value = getattr(joint.root, str(node.target), None)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            what = f"a tensor of shape {list(value.shape)} that is no parameter of the model requires grad"
+            remedy = "make it a parameter of the model, or of a loss that is a module"
+            raise CaptureError(place_of(node) or location_of(traced.module), what, remedy)
 
 
 def check_side_effects(names: list[str], joint: Joint, traced: Traced) -> None:
@@ -147,7 +159,12 @@ class Traced(nn.Module):
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> dict[str, Any]:
         output = self.module(*args, **kwargs)
         if self.loss is not None:
-            return {"loss": self.loss(output, target)}
+            loss = self.loss(output, target)
+            if not isinstance(loss, torch.Tensor):
+                raise TypeError(f"the loss is no tensor but of type {type(loss).__name__}")
+            return {"loss": loss}
+        if output is None:
+            raise TypeError("forward returns nothing")
         if isinstance(output, torch.Tensor):
             if output.dim() == 0:
                 return {"loss": output}

@@ -195,14 +195,18 @@ def distinct(parts: Iterable[Part], groups: Mapping[str, Group]) -> list[tuple[s
 
 
 def accumulations(part: Part) -> dict[fx.Node, fx.Node]:
-    """For each node whose result is handed out as a gradient, a node (of a graph of its own) that adds it to another."""
+    """For each node whose result is handed out as a gradient, a node (of a graph of its own) that adds it to another.
+
+    A gradient that is there is laid out as its parameter, which is contiguous; one made by transposing is not, and adding
+    it takes many times as long.
+    """
     graph = fx.Graph()
     found: dict[fx.Node, fx.Node] = {}
     for port, node in zip(part.outputs, returned(part), strict=True):
         value = node.meta.get("val")
         if port.role is Role.GRADIENT and node not in found and isinstance(value, torch.Tensor):
-            both = tuple(graph.placeholder(f"{node.name}_{which}") for which in ("sum", "gradient"))
-            found[node] = graph.call_function(torch.ops.aten.add_.Tensor, both)
-            for each in (*both, found[node]):
-                each.meta = {"val": value}
+            there, new = (graph.placeholder(f"{node.name}_{which}") for which in ("sum", "gradient"))
+            found[node] = graph.call_function(torch.ops.aten.add_.Tensor, (there, new))
+            there.meta = found[node].meta = {"val": value.new_empty(value.shape)}
+            new.meta = {"val": value}
     return found

@@ -24,7 +24,7 @@ from helixrt.passes.classify import Time
 from helixrt.passes.estimate import Rates, Wire
 from helixrt.passes.measure import Together
 
-FORMAT = 2  # of the files, and of signatures
+FORMAT = 3  # of the files, and of signatures
 
 
 @dataclass(frozen=True)

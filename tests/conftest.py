@@ -119,7 +119,7 @@ def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
 
-    def run(stages: int, fn: Callable[[int, Any], Any], timeout_s: float = 20.0) -> list[Any]:
+    def run(stages: int, fn: Callable[[int, Any], Any], timeout_s: float = 60.0) -> list[Any]:
         store = dist.HashStore()
         results: list[Any] = [None] * stages
         errors: list[BaseException] = []
