@@ -108,7 +108,7 @@ class Staged:
         self._lanes = lanes
         self._chunk = max(1, chunk_bytes // self._element)  # elements
         self._marks: list[Mark] = []  # of the source's chunks
-        self._in_place = source is out
+        self._in_place = source.data_ptr() == out.data_ptr()
         self._lock = threading.Lock()  # of the two below
         self._landed: list[tuple[int, int]] = []  # elements of `out` whose copies are queued: sorted, disjoint
         self._last: Mark | None = None
