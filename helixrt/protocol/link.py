@@ -34,7 +34,8 @@ Where SHIFT counts receive completions, the counters here are the ledger itself,
 free. Its "next signaled WR" is the next frame, as every one of ours is acknowledged; and its omitted last
 acknowledgement is that of SWITCH.
 
-Cost: three to four calls per message and end. See `helixrt.bench` for the figure on your machine.
+Cost, CPython 3.11 on one core of a shared cloud machine: 1 to 4 microseconds per call; 3.5 (sender) and 4 (receiver)
+per short message, 10 and 11 per long one, of which its credit and its acknowledgement are about half.
 """
 
 from __future__ import annotations
@@ -298,7 +299,7 @@ class Link:
                 continue
             if live.heard_s - rail.heard_s > RAIL_SILENCE * options.period_s:
                 self._failover.leave(rail, f"silent for {now - rail.heard_s:.2f} s", now, out)
-            elif rail.flights and now - next(iter(rail.flights.values())).at_s > options.attempt_s:
+            elif rail.flights and not rail.unresolved and now - next(iter(rail.flights.values())).at_s > options.attempt_s:
                 self._failover.leave(rail, f"nothing acknowledged for {options.attempt_s} s", now, out)
             elif now >= rail.spoke_s + live.beat_s:
                 self._wire.say(rail, now, out, Kind.BEAT)

@@ -564,6 +564,20 @@ def test_a_rail_that_swallows_a_frame_is_left_by_the_software_deadline() -> None
     assert pair.said(1, m.Received) == [m.Received(1, 0)] and pair.said(0, m.Sent) == [m.Sent(1, 0)]
 
 
+def test_a_rail_that_returns_late_is_not_judged_by_what_it_carried_before() -> None:
+    pair = Pair(attempt_s=0.5)
+    pair.post(1, 1)
+    pair.flow()
+    pair.hold(0)
+    pair.submit(0, 1)
+    pair.cut(0)
+    pair.wait(1.0)
+    pair.up(0)  # the handshake is under way
+    for me in range(2):
+        pair.tell(me, m.Tick())
+    assert pair.links[0].rails[0].up and not pair.said(0, m.ResetRail)
+
+
 # ---------------------------------------------------------------- what a wrong peer sends
 
 

@@ -75,6 +75,7 @@ class End:
         self.dead = False
         self.next_tick = 0.0
         self.newest = 0  # sequence number that came
+        self.stopped_until = 0.0  # its process stands still, and what is for it waits
 
     def tell(self, event: m.Event) -> None:
         if self.dead:
@@ -82,7 +83,8 @@ class End:
         actions = self.link.on(event, self.world.now)
         if isinstance(event, m.FrameArrived) and event.frame.kind is frames.Kind.DATA and not self.ended:
             accepts = sum(isinstance(action, m.Accept) for action in actions)
-            check(accepts == 1 or self.link.closed, f"{accepts} Accepts for {event}")
+            if accepts != 1 and not self.link.closed:
+                raise Wrong(f"{accepts} Accepts for {event}")
         for action in actions:
             self.do(action)
         box = self.link._outbox
@@ -99,7 +101,7 @@ class End:
             self.world.at(due, self.tick)
 
     def tick(self) -> None:
-        if self.dead:
+        if self.dead or self.world.stopped(self.me, self.tick, behind_s=1e-6):  # a Tick comes after all that could be read
             return
         if self.world.now >= self.link.deadline:
             self.tell(m.Tick())
@@ -210,11 +212,20 @@ class World:
     # ---- time
 
     def at(self, when: float, what: Callable[..., None], *args: Any) -> None:
+        """At the same time, what was asked for first comes first."""
         self.number += 1
         heapq.heappush(self.queue, (when, self.number, what, args))
 
     def later(self, least: float, most: float, what: Callable[..., None], *args: Any) -> None:
         self.at(self.now + self.random.uniform(least, most), what, *args)
+
+    def stopped(self, me: int, what: Callable[..., None], *args: Any, behind_s: float = 0.0) -> bool:
+        """Whether the process of `me` is stopped: then `what` comes when it goes on."""
+        until = self.ends[me].stopped_until
+        if until <= self.now:
+            return False
+        self.at(until + behind_s, what, *args)
+        return True
 
     def note(self, end: int, what: object) -> None:
         if self.log:
@@ -226,8 +237,10 @@ class World:
     # ---- rails
 
     def connect(self, rail: int) -> None:
+        if self.stopped(0, self.connect, rail):
+            return
         self.dialing[rail] = False
-        if not self.cable[rail]:
+        if not self.cable[rail] or any(end.dead for end in self.ends):
             self.ends[0].tell(m.RailDown(rail, m.Failure.PATH, "cannot connect"))
             return
         self.incarnations[rail] += 1
@@ -236,6 +249,8 @@ class World:
             self.later(0, 0.003, self.connected, end.me, connection)
 
     def connected(self, me: int, connection: Connection) -> None:
+        if self.stopped(me, self.connected, me, connection):
+            return
         end = self.ends[me]
         old = end.connections.get(connection.rail)
         if end.dead or (old is not None and old.incarnation > connection.incarnation):
@@ -262,6 +277,8 @@ class World:
             self.at(max(connection.last[1 - me], self.now + 0.001), self.ended, 1 - me, connection, m.Failure.PATH)
 
     def ended(self, me: int, connection: Connection, failure: m.Failure) -> None:
+        if self.stopped(me, self.ended, me, connection, failure):
+            return
         end = self.ends[me]
         if not connection.open[me] or end.connections.get(connection.rail) is not connection or self.mute[connection.rail][me]:
             return
@@ -279,7 +296,8 @@ class World:
         parsed = frames.parse(wire[: frames.HEADER_BYTES])
         if frame.kind is not frames.Kind.DATA:
             parsed = frames.with_body(parsed, wire[frames.HEADER_BYTES :])
-        check(parsed == frame, f"{frame} came out as {parsed}")
+        if parsed != frame:
+            raise Wrong(f"{frame} came out as {parsed}")
         for _ in range(1 + (self.random.random() < self.doubles)):
             lost = connection.dead or self.random.random() < self.loses
             when = self.now + self.random.uniform(0.0005, 0.02)
@@ -290,6 +308,8 @@ class World:
                 self.at(when, self.arrive, 1 - me, connection, frame)
 
     def arrive(self, me: int, connection: Connection, frame: frames.Frame) -> None:
+        if self.stopped(me, self.arrive, me, connection, frame):
+            return
         end = self.ends[me]
         rail = connection.rail
         if end.dead or not connection.open[me] or connection.dead or self.mute[rail][me]:
@@ -299,12 +319,14 @@ class World:
         if rail in end.landing:
             connection.behind[me].append(frame)
             return
-        self.note(me, f"<- {rail} {frame}")
+        self.note(me, (rail, "<-", frame))
         end.tell(m.FrameArrived(rail, frame))
         if frame.kind is frames.Kind.DATA and rail in end.landing:
             self.later(0.0, 0.03 if frame.length > 1000 else 0.001, self.payload, me, connection, frame.sequence)
 
     def payload(self, me: int, connection: Connection, sequence: int) -> None:
+        if self.stopped(me, self.payload, me, connection, sequence):
+            return
         end = self.ends[me]
         rail = connection.rail
         mine = end.connections.get(rail) is connection and connection.open[me] and not connection.dead
@@ -337,6 +359,14 @@ class World:
         self.note(2, f"rail {rail} towards {me} mute: {mute}")
         self.mute[rail][me] = mute
 
+    def slow(self, me: int, rail: int) -> None:
+        if not self.stopped(me, self.slow, me, rail):
+            self.ends[me].tell(m.RailSlow(rail))
+
+    def stop(self, me: int, seconds: float) -> None:
+        self.note(2, f"stop {me} for {seconds}")
+        self.ends[me].stopped_until = self.now + seconds
+
     def kill(self, me: int) -> None:
         self.note(2, f"kill {me}")
         self.ends[me].dead = True
@@ -363,7 +393,7 @@ class World:
             self.at(when, self.set_mute, rail, me, True)
             self.at(when + rng.uniform(0.1, 3.0), self.set_mute, rail, me, False)
         else:
-            self.at(when, self.ends[rng.randrange(2)].tell, m.RailSlow(rail))
+            self.at(when, self.slow, rng.randrange(2), rail)
 
     def run(self) -> None:
         rng = self.random
@@ -381,6 +411,10 @@ class World:
             self.fault(until)
         if rng.random() < 0.1:
             self.at(rng.uniform(0, until), self.forget, rng.randrange(2), 0)
+        if rng.random() < 0.2:
+            seconds = rng.choice((0.3, 1.0, 4.0))  # a living peer is not lost for being a second late
+            self.excused |= seconds > 1.0
+            self.at(rng.uniform(0, until), self.stop, rng.randrange(2), seconds)
         killed = None
         if rng.random() < 0.05:
             killed, self.excused = rng.randrange(2), True
@@ -393,18 +427,24 @@ class World:
         self.judge(killed)
 
     def submit(self, me: int, event: m.Submit) -> None:
+        if self.stopped(me, self.submit, me, event):
+            return
         end = self.ends[me]
         if event.op not in end.forgotten and not end.ended:
             end.submitted[event.op, event.index] = event
             end.tell(event)
 
     def post(self, me: int, event: m.Post) -> None:
+        if self.stopped(me, self.post, me, event):
+            return
         end = self.ends[me]
         if event.op not in end.forgotten and not end.ended:
             end.lent[event.op, event.index] = "nothing"
             end.tell(event)
 
     def forget(self, me: int, op: int) -> None:
+        if self.stopped(me, self.forget, me, op):
+            return
         end = self.ends[me]
         end.forgotten.add(op)
         for name in [name for name in end.lent if name[0] == op]:
