@@ -112,7 +112,7 @@ class EndpointConformance:
         two = world(2)
         two.exchange([Message(0, 1, 0, 0, MIB), Message(0, 1, 0, 1, 1000)], random.Random(3))  # buffers are made
         short = bytes(EAGER_BYTES)
-        count = 1500  # 94 MiB of short messages
+        count = 800  # 50 MiB of short messages
         before = time.monotonic()
         tracemalloc.start()
         try:
@@ -166,7 +166,7 @@ class EndpointConformance:
     # ---------------------------------------------------------------- forget
 
     @pytest.mark.parametrize("size", [1000, 8 * MIB])
-    @pytest.mark.parametrize("turns", [0, 1, 3, 10])
+    @pytest.mark.parametrize("turns", [0, 1, 3])
     def test_forget_gives_memory_back_whatever_is_under_way(self, world: NewWorld, size: int, turns: int) -> None:
         """The receiver forgets: not a byte is written later. Other messages are not disturbed."""
         two = world(2)
@@ -183,7 +183,7 @@ class EndpointConformance:
         assert not two.ended(0) and not two.ended(1)
 
     @pytest.mark.parametrize("size", [1000, 8 * MIB])
-    @pytest.mark.parametrize("turns", [0, 1, 3, 10])
+    @pytest.mark.parametrize("turns", [0, 1, 3])
     def test_forget_gives_the_source_back_and_nothing_wrong_arrives(self, world: NewWorld, size: int, turns: int) -> None:
         """The sender forgets and writes its memory: the message arrives as it was, or never."""
         two = world(2)
@@ -290,7 +290,7 @@ class EndpointConformance:
     def test_connect_names_who_did_not_come(self, world: NewWorld) -> None:
         three = world(3, connected=False)
         attempts = [
-            three.attempt(me, 1, me, {peer: three.addresses[peer] for peer in range(3) if peer != me}, 1.0) for me in (0, 1)
+            three.attempt(me, 1, me, {peer: three.addresses[peer] for peer in range(3) if peer != me}, 0.5) for me in (0, 1)
         ]
         for attempt in attempts:
             error = attempt.finish()
@@ -406,9 +406,9 @@ class EndpointConformance:
 
     def test_heartbeats_keep_idle_links_alive(self, world: NewWorld) -> None:
         two = world(2, heartbeat_s=0.2)
-        two.settle(1.0)
+        two.settle(0.7)
         assert two.outcomes == [[], []]
-        assert two.turns < 200
+        assert two.turns < 150
 
     def test_a_peer_that_stands_still_is_lost_by_its_silence(self, world: NewWorld) -> None:
         three = world(3, heartbeat_s=0.2)
@@ -418,7 +418,16 @@ class EndpointConformance:
         assert [o.peer for o in three.ended(0)] == [2] and [o.peer for o in three.ended(1)] == [2]
         three.exchange([Message(0, 1, 0, 0, MIB), Message(1, 0, 0, 0, 10)], random.Random(17))
 
-    @pytest.mark.parametrize("how", ["killed while idle", "killed under way", "exit", "stopped", "close"])
+    @pytest.mark.parametrize(
+        "how",
+        [
+            "killed under way",
+            "stopped",
+            pytest.param("killed while idle", marks=pytest.mark.slow),
+            pytest.param("exit", marks=pytest.mark.slow),
+            pytest.param("close", marks=pytest.mark.slow),
+        ],
+    )
     def test_a_process_that_ends(self, world: NewWorld, process: Callable[..., Process], how: str) -> None:
         """Rank 1 is a process; rank 2, in ours, is not disturbed by its end."""
         size, heartbeat_s = 16 * MIB, 0.4 if how == "stopped" else 30.0
