@@ -15,7 +15,15 @@ keeps four promises, whatever rails do (lose a suffix, double, reorder, fall sil
 - Somebody learns of every failure in time: rails by probes, silence and software deadlines; the peer by
   liveness (`liveness.py`); the caller by `Lost`, with the first cause.
 
-Failover follows SHIFT section 4.3, per rail (`link_rails.SendState`, `ReceiveState`):
+Failover follows SHIFT section 4.3, per rail and direction (`link_rails.SendState`, `ReceiveState`):
+
+              fails, or is slow and drained
+    send      DEFAULT ---------------------> FALLBACK <--------------------------------------.
+                 ^                              | rest, RESUME answered, up, PROBED          | fails
+                 | SWITCH acknowledged          v              fence sent                    |
+                 '-------- WAIT_DRAINED <---------------- WAIT_SIGNALED ---------------------+
+                                '------------------------------------------------------------'
+    receive   DEFAULT -- fenced by us or the peer's RESUME --> FALLBACK -- SWITCH arrives --> DEFAULT
 
     fallback    rail k fails at one end. That end fences it (nothing more of this connection counts) and sends
                 RESUME(k, incarnation, what I received) on another rail; the peer fences k as well and answers

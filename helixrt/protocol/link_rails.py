@@ -14,11 +14,7 @@ from helixrt.protocol.link_messages import Failure, Landing
 
 
 class SendState(Enum):
-    """How this end's traffic treats the rail; the four send states of SHIFT section 4.3.
-
-    DEFAULT --failed--> FALLBACK --probe answered--> WAIT_SIGNALED --fence named--> WAIT_DRAINED --switched--> DEFAULT
-       '----left as slow, drained----^ ^------------------failed at any time----------------'
-    """
+    """How this end's traffic treats the rail; the four send states of SHIFT section 4.3. `link.py` draws the ways."""
 
     DEFAULT = "default"  # it carries its share (striped), or stands by behind a lower-numbered one
     FALLBACK = "fallback"  # its share goes over the others; it is down, rests, is handshaken about or probed
