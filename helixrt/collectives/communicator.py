@@ -17,6 +17,7 @@ with it, everything submitted later at once. `configure` begins the next generat
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
 import weakref
@@ -30,7 +31,7 @@ from helixrt.collectives.handle import CollectiveError, End, Handle, finished
 from helixrt.collectives.memory import OperationMemory, ScratchPool
 from helixrt.collectives.poller import Poller
 from helixrt.collectives.reduction import Reduction
-from helixrt.errors import Cause
+from helixrt.errors import Cause, Retryable
 from helixrt.protocol.algorithms.layout import Tuning
 from helixrt.protocol.collective import CollectiveMachine
 from helixrt.protocol.collective_messages import (
@@ -52,6 +53,8 @@ from helixrt.protocol.collective_messages import (
 )
 from helixrt.protocol.plan import Plan
 from helixrt.transport import contract
+
+_log = logging.getLogger("helixrt.collectives")
 
 _IDLE_S = 60.0  # the thread's longest sleep; everything that matters wakes it
 _LOOK_S = 0.05  # a caller that waits while another one drives looks that often whether it still does
@@ -152,7 +155,11 @@ class Communicator:
         """
         self._raise_if_aborted()
         if peers:
-            self._endpoint.connect(generation, rank, peers, deadline_s)
+            try:
+                self._endpoint.connect(generation, rank, peers, deadline_s, lambda: self._failure is not None)
+            except Retryable:
+                self._raise_if_aborted()  # the first cause, if it was that
+                raise
         with self._lock:
             self.rank, self.size, self.generation = rank, len(peers) + 1, generation
             self._next_op, self._next_point = 0, -1
@@ -300,6 +307,15 @@ class Communicator:
         """Bring on what can be brought on without blocking; whether anything happened. The lock is held."""
         if self._machine is None or self.size == 1 or self._failure is not None:
             return False
+        try:
+            return self._advance(now)
+        except Exception as error:  # of the program: nobody may wait for an operation that nothing brings on
+            cause = Cause(f"the communicator failed: {error!r}", f"rank {self.rank}")
+            self._failure = self._failure or CollectiveError(cause, End.ABORTED)
+            self._feed(Aborted(cause))
+            raise
+
+    def _advance(self, now: float) -> bool:
         outcomes = self._endpoint.progress(now)
         for outcome in outcomes:
             if isinstance(outcome, contract.Received | contract.Sent):
@@ -432,7 +448,12 @@ def _run(reference: weakref.ref[Communicator], poller: Poller, stop: threading.E
         communicator = reference()
         if communicator is None:
             return
-        apart, rest_s = communicator._background()
+        try:
+            apart, rest_s = communicator._background()
+        except Exception:  # it ended the generation; callers have its cause
+            _log.exception("%s", communicator.name)
+            communicator._settle()
+            apart, rest_s = True, _IDLE_S
         del communicator
         if apart:
             poller.sleep(rest_s)
@@ -452,3 +473,5 @@ def _abandon(stop: threading.Event, poller: Poller, thread: threading.Thread, en
     """A communicator that was never closed is gone, or the program ends."""
     _end_thread(stop, poller, thread)
     endpoint.close()
+    if thread is not threading.current_thread():
+        poller.close()

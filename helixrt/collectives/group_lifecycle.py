@@ -20,6 +20,7 @@ from helixrt.collectives.rendezvous import all_connected, meet, shared_secret
 from helixrt.collectives.work import GroupError
 from helixrt.errors import Cause, Retryable
 from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.transport.contract import Endpoint
 
 SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks take one from their store
 TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp" or "shared_memory"; the same on all ranks
@@ -40,9 +41,7 @@ class GroupLifecycle(GroupCollectives):
         self._leave(Cause("the group is being configured anew"))
         timeout_s = self._timeout_s
         try:
-            secret = os.environ.get(SECRET_VARIABLE) or shared_secret(store)
-            endpoint = open_endpoint(secret.encode(), towards(store), os.environ.get(TRANSPORT_VARIABLE, "auto"))
-            communicator = Communicator(endpoint, self._tuning, name)
+            communicator = Communicator(self._endpoint(store), self._tuning, name)
             self._collectives = Collectives(communicator)
             communicator.begin()
             aborted = lambda: communicator.failure is not None  # noqa: E731
@@ -56,6 +55,10 @@ class GroupLifecycle(GroupCollectives):
             cause = error.cause if isinstance(error, Retryable) else Cause(str(error).splitlines()[0] or repr(error))
             text = f"process group not initialized: timeout after {round(timeout_s * 1000)}ms or earlier: {cause.what}"
             raise GroupError(Cause(text, cause.rank, cause.log)) from error
+
+    def _endpoint(self, store: dist.Store) -> Endpoint:
+        secret = os.environ.get(SECRET_VARIABLE) or shared_secret(store)
+        return open_endpoint(secret.encode(), towards(store), os.environ.get(TRANSPORT_VARIABLE, "auto"))
 
     def _leave(self, cause: Cause) -> None:
         collectives, self._collectives = self._collectives, None

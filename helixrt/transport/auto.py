@@ -118,7 +118,14 @@ class AutoEndpoint(Endpoint):
     def address(self) -> bytes:
         return pack_addresses({name: endpoint.address() for name, endpoint in self._endpoints.items()})
 
-    def connect(self, generation: int, me: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
+    def connect(
+        self,
+        generation: int,
+        me: int,
+        peers: Mapping[int, bytes],
+        deadline_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         until = time.monotonic() + deadline_s
         self._early.clear()
         mine = {name: endpoint.address() for name, endpoint in self._endpoints.items()}
@@ -141,7 +148,7 @@ class AutoEndpoint(Endpoint):
         try:
             for name, endpoint in self._endpoints.items():
                 with self._kept_alive([e for e in connected if groups[name]]):
-                    endpoint.connect(generation, me, groups[name], max(0.0, until - time.monotonic()))
+                    endpoint.connect(generation, me, groups[name], max(0.0, until - time.monotonic()), stopped)
                 connected.append(endpoint)
         except BaseException:
             for endpoint in connected:

@@ -19,7 +19,7 @@ Rules every link keeps (DESIGN.md, "Link"):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -84,11 +84,19 @@ class Endpoint(ABC):
         for the endpoint's life, at most 4 KiB."""
 
     @abstractmethod
-    def connect(self, generation: int, me: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
+    def connect(
+        self,
+        generation: int,
+        me: int,
+        peers: Mapping[int, bytes],
+        deadline_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Reach every peer (rank -> its `address()`); both sides prove the run's secret and agree on the generation.
 
         Ends what an earlier generation left. May be called again for the next generation.
-        Raises Retryable naming the peers that did not come within `deadline_s` seconds.
+        Raises Retryable naming the peers that did not come within `deadline_s` seconds, or soon after `stopped()`
+        is true, which it asks at least ten times a second.
         """
 
     @abstractmethod
@@ -113,7 +121,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     def next_deadline(self) -> float | None:
-        """The monotonic time by which `progress` wants to be called again though no descriptor is ready."""
+        """The monotonic time by which `progress` wants to be called again though no descriptor is ready.
+
+        To be asked last before every wait: it is here that an endpoint asks its peers to be woken. Who calls `progress`
+        in a loop without waiting need not ask.
+        """
 
     @abstractmethod
     def abort(self, cause: Cause) -> None:

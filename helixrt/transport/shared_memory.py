@@ -80,7 +80,14 @@ class SharedMemoryEndpoint(Endpoint):
     def address(self) -> bytes:
         return json.dumps({"host": host_identity(), "name": self._name}).encode()
 
-    def connect(self, generation: int, me: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
+    def connect(
+        self,
+        generation: int,
+        me: int,
+        peers: Mapping[int, bytes],
+        deadline_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         until = time.monotonic() + deadline_s
         self._end_links(lambda link: link.close())
         self._links.clear()
@@ -93,7 +100,7 @@ class SharedMemoryEndpoint(Endpoint):
                 raise Retryable(f"rank {rank} cannot be reached over shared memory: {error}") from None
         self._expected = set(peers)
         try:
-            self._meet(names, until, deadline_s)
+            self._meet(names, until, deadline_s, stopped)
         except BaseException:
             self._end_links(lambda link: link.close())
             raise
@@ -105,7 +112,9 @@ class SharedMemoryEndpoint(Endpoint):
         for link in self._links.values():
             link.begin(now)
 
-    def _meet(self, names: Mapping[int, str], until: float, deadline_s: float) -> None:
+    def _meet(
+        self, names: Mapping[int, str], until: float, deadline_s: float, stopped: Callable[[], bool]
+    ) -> None:
         for descriptor in [d for d in self._parked if self._hellos[d].generation <= self._generation]:
             self._resume(descriptor)
         to_dial = [peer for peer in names if peer < self._me]  # the higher rank dials
@@ -117,13 +126,15 @@ class SharedMemoryEndpoint(Endpoint):
                 raise Retryable(
                     f"rank {missing} did not come within {deadline_s:g} s (generation {self._generation}, this host)"
                 )
+            if stopped():
+                raise Retryable("connecting was stopped")
             if now >= look:
                 look = now + _LOOK_S
                 for peer in self._expected - set(to_dial):
                     if peer > self._me and not listens(names[peer]):
                         raise Retryable(f"rank {peer} is gone: nobody listens at its address on this host")
             to_dial = [peer for peer in to_dial if not self._dial(peer, names[peer], now)]
-            wait = min(until, look) - now
+            wait = min(until, look, now + 0.1) - now
             for descriptor, _ in self._epoll.poll(min(wait, _DIAL_AGAIN_S) if to_dial else wait):
                 if (owner := self._watch.owner(descriptor)) is not None:
                     missing = ", ".join(map(str, sorted(self._expected)))

@@ -22,7 +22,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from helixrt.errors import Cause, ConfigError, Retryable
@@ -35,10 +36,11 @@ from helixrt.transport.tcp_admission import Accepted, Dial, Door
 from helixrt.transport.tcp_connection import Connection
 from helixrt.transport.tcp_handshake import Hello, Purpose, Verdict
 from helixrt.transport.tcp_peer import CONTROL, Peer
-from helixrt.transport.tcp_rails import MAX_RAILS, SocketBuffers, TcpRail
+from helixrt.transport.tcp_rails import MAX_RAILS, SocketTuning, TcpRail
 from helixrt.transport.tcp_watch import ENDED, READ, WRITE, Timer, Watch
 
 _MAX_PARKED = 1024
+_SETTLE_S = 1e-3  # who calls `progress` without a pause has the deadlines looked at that often
 _KNOCKS = 5  # at a door that opens and shuts at once, as that of a dying process does
 
 
@@ -48,13 +50,12 @@ class TcpOptions:
 
     period_s: float | None = 1.0  # of heartbeats; None: none, and a peer that falls silent is not noticed
     link: LinkOptions = field(default_factory=LinkOptions)  # its period is the one above
-    buffers: SocketBuffers = field(default_factory=SocketBuffers)
+    sockets: SocketTuning = field(default_factory=SocketTuning)
     read_bytes: int = 4 << 20  # of one connection in one `progress`, about
     write_bytes: int = 4 << 20
     missing_rail_s: float = 1.0  # `connect` waits so long for the other rails of a peer that came on one
     restore_s: float = 2.0  # one attempt to restore a rail
     linger_s: float = 1.0  # `close` waits at most so long until the last bytes are out
-    user_timeout_s: float = 10.0  # data nobody acknowledges, or takes, breaks the connection; at least two heartbeat periods
 
     def __post_init__(self) -> None:
         if self.period_s is not None and not self.period_s > 0:
@@ -75,17 +76,21 @@ class TcpEndpoint(Endpoint):
         self.options = options or TcpOptions()
         period = self.options.period_s
         self._link_options = replace(self.options.link, period_s=math.inf if period is None else period)
-        self._user_timeout_s = max(self.options.user_timeout_s, 2 * (period or 0.0))
+        self._tuning = replace(
+            self.options.sockets, user_timeout_s=max(self.options.sockets.user_timeout_s, 2 * (period or 0.0))
+        )
         self.now = time.monotonic()
         self._secret, self._rails = secret, tuple(rails)
         self._listeners = []
         try:
             for rail in self._rails:
-                self._listeners.append(tcp_rails.listen(rail, self.options.buffers))
+                self._listeners.append(tcp_rails.listen(rail, self._tuning))
         except BaseException:
             for listener in self._listeners:
                 listener.close()
             raise
+        _call_in_forked_children()
+        _living.add(self)
         self._address = tcp_rails.pack_address(self._listeners)
         self._watch = Watch()
         self._descriptors = {self._watch.descriptor: READ}
@@ -105,6 +110,7 @@ class TcpEndpoint(Endpoint):
         self._touched: list[Peer] = []
         self._dues: dict[int, float] = {}
         self._due = math.inf
+        self._settled_s = -math.inf
         self._stale = 0
 
     # ---------------------------------------------------------------- what a communicator calls
@@ -137,16 +143,12 @@ class TcpEndpoint(Endpoint):
         self.now = now
         if self._writers:
             self._write()
-        if self._watch.dispatch() or self._touched:
+        if self._watch.dispatch() and self._writers:
             self._write()
+        if self._touched and now > self._settled_s + _SETTLE_S:
             self._settle()
         if now >= self._due or now >= self._watch.due:
-            for rank, due in list(self._dues.items()):
-                if due <= now and rank in self._peers:
-                    self._peers[rank].tick()
-            self._watch.run_timers(now)
-            self._write()
-            self._settle()
+            self._tick()
         if not self._outcomes:
             return ()
         outcomes, self._outcomes = self._outcomes, []
@@ -168,7 +170,14 @@ class TcpEndpoint(Endpoint):
         self._leave(cause)
         self._outcomes.clear()
 
-    def connect(self, generation: int, me: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
+    def connect(
+        self,
+        generation: int,
+        me: int,
+        peers: Mapping[int, bytes],
+        deadline_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         until = time.monotonic() + deadline_s
         if self._closed:
             raise Retryable("this endpoint was closed")
@@ -186,7 +195,7 @@ class TcpEndpoint(Endpoint):
                 continue
             self._peers[rank] = Peer(self, rank, Link(generation, rank, len(addresses), self._link_options), addresses)
         try:
-            self._meet(until)
+            self._meet(until, stopped)
         except BaseException as error:
             self._leave(Cause(str(error), f"rank {me}"))
             raise
@@ -212,10 +221,10 @@ class TcpEndpoint(Endpoint):
 
     # ---------------------------------------------------------------- meeting the peers
 
-    def _meet(self, until: float) -> None:
+    def _meet(self, until: float, stopped: Callable[[], bool]) -> None:
         for key in [key for key, accepted in self._parked.items() if _generation(accepted) <= self._generation]:
             accepted = self._parked.pop(key)
-            self._watch.remove(accepted.sock.fileno())
+            self._watch.remove(accepted.sock)
             self._proved(accepted)
         for peer in list(self._peers.values()):
             if self._me < peer.rank:
@@ -235,14 +244,16 @@ class TcpEndpoint(Endpoint):
                 break
             if self.now >= until:
                 break
-            self._turn(until if not came else min(until, self.now + 0.1))
-        missing = {rank: why for rank, why in self._hopeless.items()}
-        for rank in self._peers:
-            if rank not in came:
-                missing.setdefault(rank, "it had not come")
-        if missing:
-            what = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(missing.items()))
-            raise Retryable(Cause(f"generation {self._generation} is not complete: {what}", f"rank {self._me}"))
+            if stopped():
+                raise Retryable(Cause("connecting was stopped", f"rank {self._me}"))
+            self._turn(min(until, self.now + 0.1))
+        late = [rank for rank in self._peers if rank not in came and rank not in self._hopeless]
+        if late or self._hopeless:
+            problems = [f"rank {rank}: {why}" for rank, why in sorted(self._hopeless.items())]
+            if late:
+                problems.append(f"rank {', '.join(map(str, sorted(late)))} had not come")
+            what = f"generation {self._generation} is not complete: {'; '.join(problems)}"
+            raise Retryable(Cause(what, f"rank {self._me}"))
         for peer in self._peers.values():
             for rail, connection in enumerate(peer.rails):
                 if connection is None and peer.link.rails[rail].fresh:
@@ -268,12 +279,9 @@ class TcpEndpoint(Endpoint):
         wake = min(until, self._due, self._watch.due)
         self._watch.dispatch(max(0.0, wake - self.now))
         self.now = time.monotonic()
-        for rank, due in list(self._dues.items()):
-            if due <= self.now and rank in self._peers:
-                self._peers[rank].tick()
-        self._watch.run_timers(self.now)
         self._write()
         self._settle()
+        self._tick()
 
     def _proved(self, accepted: Accepted) -> None:
         """Who stands in the door knows the secret: what now?"""
@@ -304,7 +312,6 @@ class TcpEndpoint(Endpoint):
             accepted.sock.close()
             return
         assert peer is not None
-        tcp_rails.tune(accepted.sock, self._user_timeout_s)
         self._cancel_wait(peer, rail)
         peer.adopt(accepted.sock, rail, hello.incarnation)
 
@@ -317,12 +324,12 @@ class TcpEndpoint(Endpoint):
         if key in self._parked:
             self._unpark(key, self._parked[key])
         self._parked[key] = accepted
-        self._watch.add(accepted.sock.fileno(), READ, lambda mask: self._unpark(key, accepted))
+        self._watch.add(accepted.sock, READ, lambda mask: self._unpark(key, accepted))
 
     def _unpark(self, key: tuple[int, int, int], accepted: Accepted) -> None:
         """It went away (or says more than it should)."""
         del self._parked[key]
-        self._watch.remove(accepted.sock.fileno())
+        self._watch.remove(accepted.sock)
         accepted.sock.close()
 
     # ---------------------------------------------------------------- dialling
@@ -335,7 +342,7 @@ class TcpEndpoint(Endpoint):
         purpose = Purpose.CONTROL if rail == CONTROL else Purpose.RAIL
         hello = self._hello(peer, purpose, rail, incarnation)
         ours = next((n for n, one in enumerate(peer.rails) if one is not None), 0) if rail == CONTROL else rail
-        sock, code = tcp_rails.dial(self._rails[ours], self.options.buffers, *peer.addresses[ours])
+        sock, code = tcp_rails.dial(self._rails[ours], self._tuning, *peer.addresses[ours])
         if sock is None:
             self._dial_failed(
                 peer, rail, expires_s, pause_s, tcp_rails.failure_of(code), f"cannot connect: {os.strerror(code)}", None
@@ -347,7 +354,6 @@ class TcpEndpoint(Endpoint):
             if peer.ended or peer.left:
                 sock.close()
                 return
-            tcp_rails.tune(sock, self._user_timeout_s)
             peer.adopt(sock, rail, incarnation)
             if rail != CONTROL and peer.control is None and not self._connecting:
                 self._dial(peer, CONTROL, self.now + self.options.restore_s, math.inf)
@@ -406,7 +412,7 @@ class TcpEndpoint(Endpoint):
     def _knock(self, peer: Peer, rail: int, times: int) -> None:
         if peer.ended or peer.left:
             return
-        sock, code = tcp_rails.dial(self._rails[rail], self.options.buffers, *peer.addresses[rail])
+        sock, code = tcp_rails.dial(self._rails[rail], self._tuning, *peer.addresses[rail])
         if sock is None:
             self._nobody(peer, rail, tcp_rails.failure_of(code), f"cannot connect: {os.strerror(code)}")
             return
@@ -458,10 +464,10 @@ class TcpEndpoint(Endpoint):
             self._writers[connection] = None
 
     def watch(self, connection: Connection) -> None:
-        self._watch.add(connection.descriptor, READ, functools.partial(self._ready, connection))
+        self._watch.add(connection.sock, READ, functools.partial(self._ready, connection))
 
     def unwatch(self, connection: Connection) -> None:
-        self._watch.remove(connection.descriptor)
+        self._watch.remove(connection.sock)
         self._writers.pop(connection, None)
 
     # ---------------------------------------------------------------- moving bytes
@@ -483,14 +489,24 @@ class TcpEndpoint(Endpoint):
             connection.write(self.options.write_bytes)
             if not connection.closed and connection.idle == connection.watches_writing:
                 connection.watches_writing = not connection.idle
-                self._watch.change(connection.descriptor, READ if connection.idle else READ | WRITE)
+                self._watch.change(connection.sock, READ if connection.idle else READ | WRITE)
             if not connection.idle:
                 connection.blocked = True  # its turn is over
+
+    def _tick(self) -> None:
+        """Whatever is due now; all that had arrived was read."""
+        for rank, due in list(self._dues.items()):
+            if due <= self.now and rank in self._peers:
+                self._peers[rank].tick()
+        self._watch.run_timers(self.now)
+        self._write()
+        self._settle()
 
     def _settle(self) -> None:
         """Learn the deadlines of the links that heard something."""
         if not self._touched:
             return
+        self._settled_s = self.now
         for peer in self._touched:
             peer.is_touched = False
             self._dues[peer.rank] = peer.link.deadline
@@ -509,6 +525,11 @@ class TcpEndpoint(Endpoint):
             if all(c is None or c.emptied() for peer in self._peers.values() for c in peer.rails):
                 return
             self._watch.dispatch(0.001)
+
+    def _disown(self) -> None:
+        """In a forked child: the sockets are the parent's."""
+        self._closed = True
+        self._watch.disown()
 
     def _leave(self, cause: Cause | None) -> None:
         """End the generation here; living peers get the cause if there is one."""
@@ -529,6 +550,19 @@ class TcpEndpoint(Endpoint):
         self._dues.clear()
         self._writers.clear()
         self._due = math.inf
+
+
+_living: weakref.WeakSet[TcpEndpoint] = weakref.WeakSet()
+
+
+@functools.cache
+def _call_in_forked_children() -> None:
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    for endpoint in list(_living):
+        endpoint._disown()
 
 
 def _generation(accepted: Accepted) -> int:

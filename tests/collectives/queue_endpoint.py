@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from helixrt.errors import Cause, Retryable
@@ -56,7 +56,14 @@ class QueueEndpoint(Endpoint):
     def address(self) -> bytes:
         return self._name
 
-    def connect(self, generation: int, me: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
+    def connect(
+        self,
+        generation: int,
+        me: int,
+        peers: Mapping[int, bytes],
+        deadline_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._reset()
         self._me, self.generation, self.open = me, generation, True
         until = time.monotonic() + deadline_s
@@ -64,6 +71,8 @@ class QueueEndpoint(Endpoint):
         while missing := [r for r, o in others.items() if not (o.open and o.generation == generation)]:
             if time.monotonic() > until or not self.open:
                 raise Retryable(f"ranks {missing} did not come within {deadline_s:g} s")
+            if stopped():
+                raise Retryable("connecting was stopped")
             time.sleep(0.001)
         self._peers = others
 
@@ -156,8 +165,8 @@ class QueueEndpoint(Endpoint):
 
     def _leave(self, what: str, cause: Cause) -> None:
         if self.open:
-            for peer in self._peers:
-                self._post(peer, what, cause)
+            for peer in list(self._peers.values()):  # a peer's abort may come meanwhile, in another thread
+                peer._take(self.generation, self._me, what, cause)
         self.open = False
         self._reset()
 

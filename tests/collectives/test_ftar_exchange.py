@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
+from helixrt.collectives.endpoints import open_endpoint
+from helixrt.collectives.rendezvous import meet
+from helixrt.errors import Retryable
 from helixrt.replica.store import host_store
-from tests.collectives.exchange_conformance import ExchangeConformance
+from tests.collectives.exchange_conformance import DEADLINE_S, SECRET, ExchangeConformance, make_exchange
 
 
 @pytest.fixture
@@ -23,3 +29,23 @@ class TestSharedMemory(ExchangeConformance):
 
 class TestTcp(ExchangeConformance):
     kind = "tcp"
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+def test_an_abort_while_a_member_that_announced_itself_does_not_connect(store_address: str, transport: str) -> None:
+    """Its process lives, its endpoint listens, and it never begins."""
+    ghost, exchange = open_endpoint(SECRET, "127.0.0.1", transport), make_exchange(transport, DEADLINE_S)
+    host, _, port = store_address.rpartition(":")
+    client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    meet_later = threading.Thread(
+        target=lambda: meet(dist.PrefixStore("ghost", client), 1, 2, ghost.address(), 1, DEADLINE_S, lambda: False)
+    )
+    meet_later.start()
+    threading.Timer(0.2, exchange.abort).start()
+    began_s = time.monotonic()
+    with pytest.raises(Retryable, match="generation 1 was aborted"):
+        exchange.configure(1, (0, 1), 0, f"{store_address}/ghost")
+    assert time.monotonic() - began_s < DEADLINE_S / 2
+    meet_later.join(DEADLINE_S)
+    exchange.close()
+    ghost.close()

@@ -1,0 +1,310 @@
+"""FTAR's all-reduce beside Gloo's: the same processes, interleaved, 4 KiB to 256 MiB, over TCP and shared memory.
+
+Every round measures each side on each size in turn, after a barrier; a call's time is that of the slowest rank, and a
+ratio is taken per round. Also: what fault tolerance costs when nothing fails (TCP with ledger and heartbeats
+against without), how long survivors take from N to N-1 ranks until their next sum, how soon they
+notice a killed process, and with `--tune` which chunks are fastest here. Every result is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from helixrt.bench._figures import Spread, write
+from helixrt.collectives.endpoints import open_endpoint
+from helixrt.collectives.ftar import FtarExchange
+from helixrt.collectives.process_group import HelixGroup
+from helixrt.errors import ConfigError, Fatal, Retryable
+from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.replica.store import host_store
+from helixrt.transport.contract import Endpoint
+from helixrt.transport.tcp import TcpEndpoint, TcpOptions
+
+SECRET = b"the secret of a benchmark"
+HOST = "127.0.0.1"
+SIZES_KIB = (4, 64, 1 << 10, 16 << 10, 64 << 10, 256 << 10)
+SIDES = ("tcp", "shared_memory", "tcp_plain")  # beside gloo; the last without ledger and heartbeats
+TIMEOUT_S = 120.0
+_BYTES_PER_BLOCK = 64 << 20  # calls in a row, so that small ones are measured together
+_MOST_CALLS = 100
+_TUNED_CHUNKS = tuple((chunk << 10, chunks) for chunk in (256, 512, 1024, 2048, 4096, 8192) for chunks in (2, 4, 8))
+
+
+@dataclass(frozen=True)
+class Settings:
+    ranks: int
+    sizes_kib: tuple[int, ...]
+    sides: tuple[str, ...]
+    rounds: int
+    chunk_kib: int  # 0: the default
+    chunks: int
+    generations: int
+    store: str = ""
+
+    @property
+    def tuning(self) -> Tuning:
+        return Tuning(self.chunk_kib << 10, self.chunks) if self.chunk_kib else Tuning()
+
+
+class _Group(HelixGroup):
+    """The c10d backend over one transport."""
+
+    def __init__(self, side: str, store: dist.Store, rank: int, size: int, tuning: Tuning) -> None:
+        self._side, self._tuning = side, tuning
+        super().__init__(dist.PrefixStore(f"{side}/{tuning}", store), rank, size, timedelta(seconds=TIMEOUT_S))
+
+    def _endpoint(self, store: dist.Store) -> Endpoint:
+        if self._side != "tcp_plain":
+            return open_endpoint(SECRET, HOST, self._side)
+        options = TcpOptions(period_s=None)
+        return TcpEndpoint(SECRET, options=replace(options, link=replace(options.link, fault_tolerance=False)))
+
+
+AllReduce = Callable[[torch.Tensor], Any]
+Figures = dict[str, list[float]]  # name -> seconds of each round
+
+
+def _blocking(group: Any) -> AllReduce:
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    return lambda tensor: group.allreduce([tensor], options).wait()
+
+
+def _block(all_reduce: AllReduce, tensor: torch.Tensor, calls: int) -> float:
+    """Seconds per call of the slowest rank. Raises Fatal if the sum is wrong."""
+    tensor.fill_(1.0)
+    all_reduce(tensor)
+    if not bool((tensor == float(dist.get_world_size())).all()):
+        raise Fatal("a sum of ones is wrong")
+    tensor.zero_()
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        all_reduce(tensor)
+    slowest = torch.tensor((time.perf_counter() - begin) / calls)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _compare(settings: Settings, store: dist.Store, rank: int) -> Figures:
+    groups = {side: _Group(side, store, rank, settings.ranks, settings.tuning) for side in settings.sides}
+    sides = {"gloo": _blocking(dist.group.WORLD), **{side: _blocking(group) for side, group in groups.items()}}
+    seconds: Figures = {}
+    for kib in settings.sizes_kib:
+        tensor = torch.zeros((kib << 10) // 4)
+        calls = max(1, min(_MOST_CALLS, _BYTES_PER_BLOCK // (kib << 10)))
+        for turn in range(settings.rounds + 1):  # the first round warms up
+            for side in list(sides) if turn % 2 else reversed(sides):
+                took = _block(sides[side], tensor, calls)
+                if turn:
+                    seconds.setdefault(f"{side}_{kib}_kib", []).append(took)
+    _end(groups)
+    return seconds
+
+
+def _tune(settings: Settings, store: dist.Store, rank: int) -> Figures:
+    seconds: Figures = {}
+    for side in settings.sides:
+        for chunk, chunks in _TUNED_CHUNKS:
+            group = _Group(side, store, rank, settings.ranks, Tuning(chunk, chunks, min(chunk, 256 << 10)))
+            for kib in settings.sizes_kib:
+                tensor = torch.zeros((kib << 10) // 4)
+                calls = max(1, min(_MOST_CALLS, _BYTES_PER_BLOCK // (kib << 10)))
+                took = [_block(_blocking(group), tensor, calls) for _ in range(settings.rounds + 1)]
+                seconds[f"{side}_{kib}_kib_{chunks}_chunks_of_{chunk >> 10}_kib"] = took[1:]
+            _end({side: group})
+    return seconds
+
+
+def _end(groups: dict[str, _Group]) -> None:
+    dist.barrier()  # nobody says farewell to one that still waits
+    for group in groups.values():
+        group.shutdown()
+    dist.barrier()
+
+
+def _reconfigure(settings: Settings, rank: int) -> Figures:
+    """Survivors' time from the loss of the last rank to their next sum: connections, and an all-reduce of 4 KiB."""
+    everyone, survivors = range(settings.ranks), range(settings.ranks - 1)
+    exchange = FtarExchange(open_endpoint(SECRET, HOST), TIMEOUT_S)
+    source, out = torch.ones(1024), torch.empty(1024)
+    seconds: list[float] = []
+    for turn in range(settings.generations + 1):
+        exchange.configure(2 * turn, everyone, rank, f"{settings.store}/all/{turn}")
+        exchange.all_reduce(source, out)
+        dist.barrier()
+        took = torch.zeros(())
+        if rank in survivors:
+            begin = time.perf_counter()
+            exchange.configure(2 * turn + 1, survivors, rank, f"{settings.store}/survivors/{turn}")
+            exchange.all_reduce(source, out)
+            took.fill_(time.perf_counter() - begin)
+            if float(out[0]) != len(survivors):
+                raise Fatal("the survivors' sum is wrong")
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        seconds += [float(took)] if turn else []
+    exchange.close()
+    return {f"reconfigure_{settings.ranks}_to_{settings.ranks - 1}": seconds}
+
+
+def _rank(rank: int, what: str, settings: Settings, results: mp.SimpleQueue) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    host, _, port = settings.store.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    gloo = dist.PrefixStore(f"gloo/{what}/{settings.ranks}", store)
+    dist.init_process_group(
+        "gloo", store=gloo, rank=rank, world_size=settings.ranks, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    if what == "reconfigure":
+        figures = _reconfigure(settings, rank)
+    else:
+        figures = (_tune if what == "tune" else _compare)(settings, dist.PrefixStore(what, store), rank)
+    if rank == 0:
+        results.put(figures)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(what: str, settings: Settings) -> Figures:
+    """Seconds of each round by what was measured: `what` is "compare", "tune" or "reconfigure"."""
+    server, address = host_store(HOST)
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (what, replace(settings, store=address), results), nprocs=settings.ranks)
+    del server
+    figures: Figures = results.get()
+    return figures
+
+
+# ---------------------------------------------------------------- a killed process
+
+
+def _victim(rank: int, ranks: int, address: str, said: Any) -> None:
+    torch.set_num_threads(1)
+    exchange = FtarExchange(open_endpoint(SECRET, HOST), TIMEOUT_S)
+    exchange.configure(1, range(ranks), rank, f"{address}/kill")
+    source, out = torch.ones(1 << 18), torch.empty(1 << 18)
+    exchange.all_reduce(source, out)
+    said.put((rank, os.getpid(), 0.0))
+    try:
+        while True:
+            exchange.all_reduce(source, out)
+    except Retryable:
+        said.put((rank, 0, time.monotonic()))
+    exchange.close()
+
+
+def measure_kill(ranks: int) -> list[float]:
+    """Seconds from SIGKILL of the last rank, in the middle of all-reduces, until each survivor's call raised."""
+    server, address = host_store(HOST)
+    context = mp.get_context("spawn")
+    said = context.Queue()
+    processes = [context.Process(target=_victim, args=(r, ranks, address, said), daemon=True) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        pids = dict((rank, pid) for rank, pid, _ in (said.get(timeout=TIMEOUT_S) for _ in range(ranks)))
+        time.sleep(0.2)
+        killed = time.monotonic()
+        os.kill(pids[ranks - 1], signal.SIGKILL)
+        noticed = [said.get(timeout=TIMEOUT_S)[2] - killed for _ in range(ranks - 1)]
+    except queue.Empty:
+        raise Fatal(f"a rank did not notice within {TIMEOUT_S:g} s that another one was killed") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    del server
+    return noticed
+
+
+# ---------------------------------------------------------------- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--kib", type=int, nargs="+", default=list(SIZES_KIB), help="sizes of the all-reduces in KiB")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES, help="what is measured beside gloo")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--chunk-kib", type=int, default=0, help="size of a chunk (default: the library's)")
+    parser.add_argument("--chunks", type=int, default=Tuning().chunks, help="chunks in flight, with --chunk-kib")
+    parser.add_argument("--generations", type=int, default=20, help="changes from N to N-1 ranks; 0 for none")
+    parser.add_argument("--kills", type=int, default=5, help="processes killed; 0 for none")
+    parser.add_argument("--tune", action="store_true", help="find the fastest chunks instead")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write. Returns 0. Raises ConfigError for settings that cannot work, before anything starts."""
+    if min(args.ranks) < 2:
+        raise ConfigError("--ranks", args.ranks, "must be at least 2")
+    if args.rounds < 2 or min(args.kib) < 1:
+        raise ConfigError("--rounds", args.rounds, "must be at least 2, of sizes (--kib) of at least 1")
+    spreads: dict[str, Spread] = {}
+    for ranks in args.ranks:
+        settings = Settings(
+            ranks, tuple(args.kib), tuple(args.sides), args.rounds, args.chunk_kib, args.chunks, args.generations
+        )
+        if args.tune:
+            _report_tuning(measure("tune", settings), settings, spreads)
+            continue
+        _report(measure("compare", settings), settings, spreads)
+        if args.generations >= 2 and ranks > 2:
+            for name, seconds in measure("reconfigure", settings).items():
+                spreads[f"{name}_ms"] = Spread.of([1000 * s for s in seconds])
+                print(f"  {name} ranks, ms: {spreads[f'{name}_ms']}")
+    if args.kills and not args.tune:
+        ranks = min(args.ranks)
+        noticed = sorted(1000 * s for _ in range(args.kills) for s in measure_kill(max(3, ranks)))
+        spreads["killed_process_noticed_ms"] = Spread.of(noticed)
+        last = noticed[math.ceil(0.99 * len(noticed)) - 1]
+        print(f"a killed process is noticed after, ms: {spreads['killed_process_noticed_ms']}  p99 {last:.4g}")
+    if args.json is not None:
+        write(args.json, "ftar", {k: v for k, v in vars(args).items() if k not in ("json", "benchmark")}, spreads)
+        print(f"wrote {args.json}")
+    return 0
+
+
+def _report(seconds: Figures, settings: Settings, spreads: dict[str, Spread]) -> None:
+    print(f"all-reduce, {settings.ranks} ranks, microseconds per call; ratios to Gloo's speed per round")
+    for kib in settings.sizes_kib:
+        theirs = seconds[f"gloo_{kib}_kib"]
+        for side in ("gloo", *settings.sides):
+            own = seconds[f"{side}_{kib}_kib"]
+            key = f"{settings.ranks}_ranks_{side}_{kib}_kib"
+            spreads[f"{key}_us"] = Spread.of([1e6 * s for s in own])
+            spreads[f"{key}_ratio"] = Spread.of([t / s for s, t in zip(own, theirs, strict=True)])
+            rate = (kib << 10) / spreads[f"{key}_us"].p50 / 1e3
+            print(f"  {kib:7} KiB {side:14} {spreads[f'{key}_us']}  {rate:6.2f} GB/s  x{spreads[f'{key}_ratio'].p50:.2f}")
+        if {"tcp", "tcp_plain"} <= set(settings.sides):
+            pairs = zip(seconds[f"tcp_{kib}_kib"], seconds[f"tcp_plain_{kib}_kib"], strict=True)
+            cost = Spread.of([with_it / without - 1 for with_it, without in pairs])
+            spreads[f"{settings.ranks}_ranks_cost_of_fault_tolerance_{kib}_kib"] = cost
+            print(f"  {kib:7} KiB cost of fault tolerance: {100 * cost.p50:.2g} %")
+
+
+def _report_tuning(seconds: Figures, settings: Settings, spreads: dict[str, Spread]) -> None:
+    for name, took in seconds.items():
+        spreads[f"{settings.ranks}_ranks_{name}_us"] = Spread.of([1e6 * s for s in took])
+    for side in settings.sides:
+        for kib in settings.sizes_kib:
+            mine = {name: Spread.of(took) for name, took in seconds.items() if name.startswith(f"{side}_{kib}_kib_")}
+            ranked = sorted(mine, key=lambda name: mine[name].p50)
+            print(f"{settings.ranks} ranks, {side}, {kib} KiB, fastest first:")
+            for name in ranked[:3]:
+                print(f"  {name.removeprefix(f'{side}_{kib}_kib_'):32} us: {1e6 * mine[name].p50:.5g}")
+
