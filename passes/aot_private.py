@@ -269,9 +269,9 @@ def check_static(node: fx.Node, fallback: str) -> None:
     """Raise CaptureError where a number or a size comes out of a tensor's values; it would not be in the graph."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        reason, remedy = "a number is read from a tensor", REMEDIES[0][1]
+        reason, remedy = "a number is read from a tensor", KEEP
     elif isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
-        reason, remedy = "a size depends on the value of a tensor", REMEDIES[2][1]
+        reason, remedy = "a size depends on the value of a tensor", FIX
     else:
         return
     raise CaptureError(place_of(node) or fallback, reason, remedy)
@@ -284,6 +284,8 @@ def place_of(node: fx.Node) -> str:
     return own[-1] if own else ""
 
 
+KEEP = "keep the value a tensor, or compute it outside forward and pass it in"
+FIX = "give the result a fixed size (a mask instead of selected rows, a capacity)"
 OWN_ERROR = re.compile(r"raised exception (\w+\(.*\))|Dynamo failed to run FX node with fake tensors: .*: got (\w+\(.*\))")
 REMEDIES = (
     ("register_fake", "give the custom operator one: register_fake"),
@@ -292,9 +294,9 @@ REMEDIES = (
     ("autograd.grad", "write the derivative out as operators of forward"),
     ("torchscript", "use the module it was made from"),
     ("random.random", "draw by torch.rand and choose by torch.where"),
-    (".item()", "keep the value a tensor, or compute it outside forward and pass it in"),
+    (".item()", KEEP),
     ("data-dependent", "compute both sides and choose with torch.where, or move the choice out of forward"),
-    ("dynamic shape operator", "give the result a fixed size (a mask instead of selected rows, a capacity)"),
+    ("dynamic shape operator", FIX),
     ("backwards hooks", "hook tensors instead: output.register_hook in a forward hook"),
     ("print", "move the print out of forward"),
     ("graph_break", "remove the graph break"),
@@ -328,11 +330,11 @@ def from_dynamo(error: Any, fallback: str) -> CaptureError:
         reason = f"{reason.rstrip('.')} ({explanation.removeprefix('Explanation:').strip()})"
     own = OWN_ERROR.search(text)
     if own is not None:
-        reason = f"forward raises {own[1] or own[2]}"
-    elif isinstance(error.__cause__, TypeError) and "bind arguments" in reason:
-        own, reason = OWN_ERROR, f"the arguments are not those of the function that is called: {error.__cause__}"
-    if own is not None and "register_fake" not in text:
-        return CaptureError(where, reason, "this is an error without capture, too; it must not happen")
+        reason = f"it raises {own[1] or own[2]}"
+    elif "bind arguments" in reason:
+        reason = f"it is not called with the arguments it takes: {error.__cause__}"
+    if reason.startswith("it ") and "register_fake" not in text:
+        return CaptureError(where, reason, "this is so without capture, too; mend it first")
     lowered = text.lower()
     remedy = next((advice for word, advice in REMEDIES if word.lower() in lowered), "")
     if not remedy:

@@ -6,6 +6,8 @@ import copy
 import importlib
 import pickle
 import warnings
+from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,12 +220,42 @@ def test_batches_are_split_as_asked() -> None:
         ({"loss": lambda o, t: (o - t).abs()}, (X, Y), r"must be a scalar"),
         ({"microbatches": 2, "chunk_dims": {"y": 1}}, (X, Y), r"chunk_dims=y: names no argument"),
         ({"microbatches": 2}, (X.clone().requires_grad_() * 2, Y), r"detach it"),
+        ({"strands": True}, None, r"strands=True: must be one of 1, 2"),
+        ({"strict": 1}, None, r"strict=1: must be one of True, False"),
+        ({"chunk_dims": [0]}, None, r"chunk_dims=\[0\]: must map"),
+        ({"chunk_dims": {0: True}}, None, r"chunk_dims=\{0: True\}: must map"),
+        ({"microbatches": 2}, (UserDict(x=X), Y), r"UserDict: is not split into micro-batches; pass tensors"),
+        ({"microbatches": 2}, (SimpleNamespace(x=X), Y), r"SimpleNamespace: is not split into micro-batches"),
+        ({"microbatches": 2}, (X.numpy(), Y), r"ndarray: is not split into micro-batches"),
     ],
 )
 def test_mistakes_are_one_line(options: dict[str, Any], call: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model = helixrt.compile(Net(), **{"loss": F.mse_loss, **options})
         model.train_step(call[0], target=call[1])
+
+
+def test_models_that_cannot_train_are_told_in_a_line() -> None:
+    with pytest.raises(ConfigError, match="RecursiveScriptModule: is TorchScript; give the module it was made from"):
+        helixrt.compile(torch.jit.script(nn.Linear(4, 3)), loss=F.mse_loss)
+    with pytest.raises(ConfigError, match="weight=not initialized: a lazy module .* call model"):
+        helixrt.compile(nn.LazyLinear(3), loss=F.mse_loss).train_step(X, target=Y)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "keywords", "message"),
+    [
+        (nn.Linear(4, 3), lambda o, t: (F.mse_loss(o, t), o), {}, r"raises TypeError\('the loss is no tensor but .* tuple'\)"),
+        (nn.Linear(4, 3), lambda o, t: None, {}, r"no tensor but of type NoneType"),
+        (nn.Linear(5, 3), F.mse_loss, {}, r"raises RuntimeError\('a and b must have same reduction dim.*mend it first"),
+        (nn.Linear(4, 3), F.mse_loss, {"bogus": 1}, r"not called with the arguments it takes: .*bogus"),
+        (nn.LSTM(4, 3), F.mse_loss, {}, r"change: use nn\.LSTMCell"),
+    ],
+    ids=["tuple", "None", "shapes", "keyword", "LSTM"],
+)
+def test_the_models_own_errors_are_told(model: Any, loss: Any, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(CaptureError, match=f"(?s){message}"):
+        helixrt.compile(model, loss=loss).train_step(X, target=Y, **keywords)
 
 
 class Branching(nn.Module):
@@ -256,3 +288,9 @@ def test_what_cannot_be_captured_says_where_or_falls_back() -> None:
     assert_same_state(model, plain)
     torch.testing.assert_close(x.grad, z.grad)
     assert model.explain().state == "fallback" and "cannot be captured" in model.explain().reason
+    wrong = helixrt.compile(Branching(), loss=lambda o, t: (o - t) ** 2, strict=False)
+    with pytest.warns(UserWarning, match="plain loop"), pytest.raises(ConfigError, match=r"loss=of shape \[8, 3\]: must be"):
+        wrong.train_step(X, target=Y)
+    wrong.train_step.options = wrong.train_step.options.of({"loss": F.mse_loss, "strict": False})
+    with pytest.raises(ConfigError, match="loss=without a gradient"):
+        wrong.requires_grad_(False).train_step(X, target=Y)

@@ -6,6 +6,8 @@ Each is either trained as a plain loop trains it, or refused in a line that says
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -219,6 +221,38 @@ def test_changes_between_steps_are_seen() -> None:
     assert len(model.train_step.captured) == len(changes) - 1, "a tensor changed in place needs no new graph"
 
 
+def test_another_layer_or_function_is_seen() -> None:
+    class Chosen(Net):
+        activation, powers = torch.tanh, (1, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.drop(self.activation(self.a(x))) ** self.powers[0])
+
+    net = Chosen()
+    net.activation = torch.tanh
+    model, plain = compiled(net)
+    changes: list[Callable[[Chosen], Any]] = [
+        lambda net: setattr(net, "drop", nn.Tanh()),
+        lambda net: setattr(net, "drop", nn.Sigmoid()),
+        lambda net: setattr(net, "activation", torch.sigmoid),
+        lambda net: setattr(net, "powers", (2, 2)),
+    ]
+    for change in changes:
+        for each in (model, plain):
+            change(each)
+        both(model, plain)
+    assert len(model.train_step.captured) == len(changes)
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    model, _ = compiled(Net())
+    model.train_step(X, target=Y)
+    held = weakref.ref(model), weakref.ref(model.a.weight)
+    del model
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+
+
 def test_too_many_kinds_of_calls_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_step, "KEPT", 2)
     model = helixrt.compile(nn.Linear(8, 8).double(), loss=F.mse_loss)
@@ -272,6 +306,22 @@ def test_parameters_must_not_change_in_the_midst_of_a_step() -> None:
 
     model.a.weight.register_post_accumulate_grad_hook(step)
     with pytest.raises(ConfigError, match=r"a\.weight=changed by a gradient hook: must stay until train_step is done"):
+        model.train_step(X, target=Y)
+
+
+def test_targets_have_gradients() -> None:
+    model, plain = compiled(Net())
+    one, other = (Y.clone().requires_grad_() for _ in range(2))
+    model.train_step(X, target=one)
+    F.mse_loss(plain(X), other).backward()
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("lost", [nn.Parameter(torch.ones(8).double()), torch.ones(8).double().requires_grad_()])
+def test_a_tensor_outside_of_the_model_would_lose_its_gradient(lost: torch.Tensor) -> None:
+    model = helixrt.compile(Net(), loss=lambda output, target: F.mse_loss(output * lost, target))
+    message = r"test_compile_state\.py:\d+: .* no parameter of the model requires grad\n +change: make it a parameter"
+    with pytest.raises(CaptureError, match=message):
         model.train_step(X, target=Y)
 
 

@@ -19,6 +19,7 @@ import sys
 from types import ModuleType
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from helixrt.compile.explanation import Explanation
@@ -46,6 +47,8 @@ def attach(model_or_class: Any, options: Options) -> Any:
     is_class = isinstance(model_or_class, type)
     if not (issubclass(model_or_class, nn.Module) if is_class else isinstance(model_or_class, nn.Module)):
         raise ConfigError("compile", model_or_class, "must be a torch.nn.Module or a class of modules")
+    if isinstance(model_or_class, torch.jit.ScriptModule):
+        raise ConfigError("compile", type(model_or_class).__name__, "is TorchScript; give the module it was made from")
     taken = getattr(model_or_class, "train_step", None)
     if taken is not None and not isinstance(taken, TrainStep | TrainStepOfEach):
         raise ConfigError("compile", type(model_or_class).__name__, "has a train_step of its own; rename that one")

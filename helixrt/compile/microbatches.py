@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from helixrt.errors import ConfigError
 from helixrt.passes.capture import argument_port
-from helixrt.passes.parts import Port, Role
+from helixrt.passes.parts import Port
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,9 @@ class Batch:
         for leaf in self.leaves:
             if isinstance(leaf.value, torch.Tensor) and leaf.value.requires_grad and not leaf.value.is_leaf:
                 raise ConfigError(leaf.port.name, "a result of autograd", "train_step does not reach beyond it; detach it")
+            if holds_tensors(leaf.value):
+                rule = "is not split into micro-batches; pass tensors, or lists, tuples and dictionaries of them"
+                raise ConfigError(leaf.port.name, type(leaf.value).__name__, rule)
             if leaf.dim is None:
                 continue
             if not -leaf.value.dim() <= leaf.dim < leaf.value.dim():
@@ -96,7 +99,7 @@ class Batch:
     def add_gradient(self, microbatch: int, name: str, gradient: torch.Tensor) -> None:
         """Add the gradient of a micro-batch's input to the `grad` of the tensor it was split from."""
         for leaf in self.leaves:
-            if leaf.port.name == name and leaf.port.role is Role.INPUT:
+            if leaf.port.name == name:
                 if leaf.value.grad is None:
                     leaf.value.grad = torch.zeros_like(leaf.value, requires_grad=False)
                 whole = leaf.value.grad
@@ -109,6 +112,14 @@ def _argument(path: Any) -> str:
     if path[0].idx == 2:
         return "target"
     return str(getattr(path[1], "idx", getattr(path[1], "key", path[1])))
+
+
+def holds_tensors(value: Any) -> bool:
+    """No container to pytree, and yet it has tensors in it, or is an array itself."""
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        return False
+    held = value.values() if isinstance(value, Mapping) else getattr(value, "__dict__", {}).values()
+    return any(isinstance(each, torch.Tensor) for each in held) or (hasattr(value, "__array__") and value.ndim > 0)
 
 
 def _key(name: str, value: Any) -> Hashable:

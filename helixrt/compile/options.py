@@ -60,8 +60,9 @@ class Options:
             ("profile", self.profile, tuple(mode.value for mode in Mode)),
             ("strict", self.strict, (True, False)),
         ):
-            if value not in allowed:
+            if type(value) is not type(allowed[0]) or value not in allowed:
                 raise ConfigError(key, value, f"must be one of {', '.join(map(str, allowed))}")
-        for name, dim in (self.chunk_dims or {}).items():
-            if not isinstance(name, int | str) or not (dim is None or isinstance(dim, int)):
+        dims = {} if self.chunk_dims is None else self.chunk_dims
+        for name, dim in dims.items() if isinstance(dims, Mapping) else [(None, None)]:
+            if type(name) not in (int, str) or type(dim) not in (int, type(None)):
                 raise ConfigError("chunk_dims", self.chunk_dims, "must map positions and keywords to dimensions or None")

@@ -1,7 +1,8 @@
 """A train step: a batch in, the mean loss out, gradients in `p.grad`.
 
 In: a module and `Options`. The first call with arguments of new shapes (or in another training mode, autocast, dtype or
-device, or with other parameters frozen or tied, or after a number, string, tensor or hook of a module was changed)
+device, or with other parameters frozen or tied, or after a submodule, number, string, tuple, function, tensor or hook of
+a module was changed)
 captures the module, plans and weaves; such graphs are kept, the last used `KEPT` of them. What forward does besides
 tensors happens once, at capture: after changing lists, configurations and other objects it reads, call `forget()`.
 
@@ -20,10 +21,13 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from helixrt.compile.explanation import Explanation, explained, with_times
 from helixrt.compile.microbatches import Batch
@@ -40,7 +44,8 @@ from helixrt.pipeline.single_stage import SingleStage
 from helixrt.pipeline.strands import Strands, build
 
 KEPT = 8  # sets of graphs
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+FUNCTIONS = (FunctionType, BuiltinFunctionType)
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, type, *FUNCTIONS)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # torch's, 2.0 to 2.13
 
 
@@ -146,7 +151,9 @@ class TrainStep:
                 output = parallel.model(*args, **kwargs)
                 if self.options.loss is not None:
                     output = self.options.loss(output, target)
-                loss = output if isinstance(output, torch.Tensor) else output.loss
+                loss = scalar(output if isinstance(output, torch.Tensor) else getattr(output, "loss", None))
+                if not loss.requires_grad:
+                    raise ConfigError("loss", "without a gradient", "must depend on a parameter that requires grad")
                 (loss / batch.count).backward()
             losses.append(loss.detach())
             for port, value in batch.inputs[index].items():
@@ -195,30 +202,41 @@ def lost_loss(output: Any, target: Any) -> torch.Tensor:
 def check_loss(joint: Part, options: Options) -> None:
     """Raises ConfigError unless the graph's one output is a loss that backward can start from."""
     outputs = [port for port in joint.outputs if port.role is Role.OUTPUT]
-    if outputs != [Port(Role.OUTPUT, "loss")]:
-        raise ConfigError("loss", None, "must be given, or the model must return a scalar or an output with .loss")
     values = joint.graph.output_node().args[0]
-    shape = tuple(values[joint.outputs.index(outputs[0])].meta["val"].shape)  # type: ignore[index, union-attr]
-    if shape:
-        raise ConfigError("loss", f"of shape {list(shape)}", "must be a scalar")
+    found = outputs == [Port(Role.OUTPUT, "loss")]
+    scalar(values[joint.outputs.index(outputs[0])].meta["val"] if found else None)  # type: ignore[index, union-attr]
+
+
+def scalar(loss: Any) -> torch.Tensor:
+    """Raises ConfigError unless it is a tensor of no dimensions."""
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError("loss", None, "must be given, or the model must return a scalar or an output with .loss")
+    if loss.dim():
+        raise ConfigError("loss", f"of shape {list(loss.shape)}", "must be a scalar")
+    return loss
 
 
 def state_key(module: nn.Module) -> Hashable:
     """What of a module's state a graph depends on: parameters' and buffers' names, layouts, ties, freezing; attributes."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        if is_lazy(tensor):
+            raise ConfigError(name, "not initialized", "lazy modules get shapes from a first forward: call model(...) once")
     first: dict[int, int] = {}
     tensors = tuple(
         (name, t.shape, t.dtype, t.device, t.requires_grad, first.setdefault(id(t), place), getattr(t, "placements", None))
         for place, (name, t) in enumerate(named)
     )
-    return tensors, tuple(tuple(attributes_key(part)) for part in module.modules())
+    return tensors, tuple((name, type(part), tuple(attributes_key(part))) for name, part in module.named_modules())
 
 
 def attributes_key(module: nn.Module) -> Iterator[Hashable]:
-    """What of a module's own Python state a graph depends on: its constants, tensors that are no buffers, hooks."""
+    """What of a module's own Python state a graph depends on: constants, functions, tensors that are no buffers, hooks."""
     for name, value in vars(module).items():
         if isinstance(value, CONSTANTS):
             yield name, type(value), value
+        elif isinstance(value, tuple):
+            yield name, type(value), tuple((type(each), each if isinstance(each, CONSTANTS) else None) for each in value)
         elif isinstance(value, torch.Tensor):
             yield name, id(value)  # a graph that reads it keeps it alive
     yield from (tuple(getattr(module, hooks)) for hooks in HOOKS)
