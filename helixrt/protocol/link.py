@@ -59,7 +59,7 @@ from helixrt.protocol import link_messages as m
 from helixrt.protocol.frames import EAGER, LAST_SEQUENCED, Frame, FrameError, Kind
 from helixrt.protocol.link_failover import Failover
 from helixrt.protocol.link_messages import Action, Event, Failure, LinkOptions
-from helixrt.protocol.link_rails import Rail
+from helixrt.protocol.link_rails import Rail, ReceiveState
 from helixrt.protocol.link_wire import Broken, Wire
 from helixrt.protocol.liveness import FirstReason, Liveness
 
@@ -220,6 +220,7 @@ class Link:
         if tolerant and frame.acknowledged > self._outbox.acknowledged:
             self._acknowledged(frame.acknowledged, (), now, out)
         if kind is Kind.DATA:
+            rail.receive = ReceiveState.DEFAULT  # the peer uses it, whatever became of its SWITCH
             self._inbox.announce(rail, frame, True, out)
             return
         if tolerant and kind <= LAST_SEQUENCED:

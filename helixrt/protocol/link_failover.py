@@ -40,9 +40,11 @@ class Failover:
         rail.up, rail.incarnation, rail.arrival = True, incarnation, None
         rail.heard_s = rail.spoke_s = now
         if rail.fresh:
-            rail.send, rail.receive, rail.default_s, rail.wake_s = SendState.DEFAULT, ReceiveState.DEFAULT, now, math.inf
+            rail.receive = ReceiveState.DEFAULT
+        if rail.fresh and (self.options.striped or not any(other.flights for other in self.rails)):
+            rail.send, rail.default_s, rail.wake_s = SendState.DEFAULT, now, math.inf
         else:
-            rail.wake_s = now  # to be probed
+            rail.fresh, rail.wake_s = False, now  # to be probed
         self.recount()
 
     def down(self, rail: Rail, failure: Failure, reason: str, now: float) -> None:

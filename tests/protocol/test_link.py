@@ -21,14 +21,14 @@ OPTIONS: dict[str, Any] = dict(eager_bytes=1000, eager_memory_bytes=4000)
 class Pair:
     """Ends 0 and 1. Frames wait per rail and direction until `flow` delivers them; a held rail keeps them."""
 
-    def __init__(self, rails: int = 1, **options: Any) -> None:
+    def __init__(self, rails: int = 1, connect: bool = True, **options: Any) -> None:
         self.now = 100.0
         self.links = [Link(7, 1 - me, rails, m.LinkOptions(**(OPTIONS | options))) for me in range(2)]
         self.log: list[list[m.Action]] = [[], []]
         self.wire: dict[tuple[int, int], deque[Frame]] = {(rail, to): deque() for rail in range(rails) for to in range(2)}
         self.held: set[tuple[int, int]] = set()
         self.incarnations = [0] * rails
-        for rail in range(rails):
+        for rail in range(rails if connect else 0):
             self.up(rail)
 
     def tell(self, me: int, event: m.Event) -> list[m.Action]:
@@ -485,6 +485,22 @@ def test_the_last_rail_is_not_left_for_being_slow() -> None:
     pair.submit(0, 2, length=5)
     pair.wait(0.5)
     assert m.Received(2, 0) in pair.log[1] and not pair.links[0].closed
+
+
+def test_a_lower_numbered_rail_that_connects_late_is_switched_to_by_the_fenced_way() -> None:
+    pair = Pair(rails=2, connect=False, striped=False)
+    pair.up(1)
+    pair.hold(1, 1)
+    pair.submit(0, 1, 0, length=10)
+    pair.up(0)
+    pair.submit(0, 1, 1, length=10)
+    pair.flow()
+    assert pair.kinds(0, 0).count(Kind.DATA) == 0 and pair.states(0)[0] is SendState.WAIT_DRAINED
+    pair.release(1)
+    pair.wait(0.1)
+    assert pair.kinds(0, 0).count(Kind.DATA) + pair.kinds(0, 1).count(Kind.DATA) == 2
+    assert pair.states(0) == pair.states(1) == [SendState.DEFAULT] * 2
+    assert {rail.receive for link in pair.links for rail in link.rails} == {ReceiveState.DEFAULT}
 
 
 # ---------------------------------------------------------------- classes of failure

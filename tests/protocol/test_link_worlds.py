@@ -8,6 +8,7 @@ Mutations break rules of the protocol on purpose; the same worlds must then fail
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -404,9 +405,10 @@ class World:
             for op in range(rng.randint(1, 3)):
                 for index in range(rng.randint(1, 5)):
                     length = rng.choice(LENGTHS)
-                    submit = m.Submit(op, index, length, repeatable=rng.random() < 0.85)
+                    deadlines = [rng.uniform(0, until + 1) if rng.random() < 0.05 else math.inf for _ in range(2)]
+                    submit = m.Submit(op, index, length, rng.random() < 0.85, deadlines[0])
                     self.at(rng.uniform(0, until), self.submit, end.me, submit)
-                    self.at(rng.uniform(0, until), self.post, 1 - end.me, m.Post(op, index, length))
+                    self.at(rng.uniform(0, until), self.post, 1 - end.me, m.Post(op, index, length, deadlines[1]))
         for _ in range(rng.choice((0, 1, 1, 2, 3, 6))):
             self.fault(until)
         if rng.random() < 0.1:
@@ -459,12 +461,14 @@ class World:
     def open_ends(self, end: End) -> list[str]:
         """What `end` still waits for."""
         peer = self.ends[1 - end.me]
+        over = end.forgotten | peer.forgotten
         waits = []
         for name in end.submitted:
-            if name[0] not in end.forgotten | peer.forgotten and name not in end.sent and (name, True) not in end.failed:
+            given_up = name[0] in over or (name, True) in end.failed or (name, False) in peer.failed
+            if name not in end.sent and not given_up:
                 waits.append(f"{end.me} has not Sent {name}")
         for name in end.lent:
-            if name[0] not in end.forgotten | peer.forgotten and (name, True) not in peer.failed:
+            if name[0] not in over and (name, True) not in peer.failed:
                 waits.append(f"{end.me} has not Received {name}")
         if any(rail.send is not SendState.DEFAULT or rail.receive is not ReceiveState.DEFAULT for rail in end.link.rails):
             waits.append(f"{end.me}: rails {[(rail.send.value, rail.receive.value) for rail in end.link.rails]} are not back")
