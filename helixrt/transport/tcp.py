@@ -212,7 +212,7 @@ class TcpEndpoint(Endpoint):
             peer.tell(m.Close())
         self._linger(until)
         self._leave(None)
-        self._closed = True
+        self._closed, self._descriptors = True, {}
         for accepted in self._parked.values():
             accepted.sock.close()
         self._parked.clear()
@@ -222,6 +222,7 @@ class TcpEndpoint(Endpoint):
     # ---------------------------------------------------------------- meeting the peers
 
     def _meet(self, until: float, stopped: Callable[[], bool]) -> None:
+        self.now = time.monotonic()
         for key in [key for key, accepted in self._parked.items() if _generation(accepted) <= self._generation]:
             accepted = self._parked.pop(key)
             self._watch.remove(accepted.sock)
@@ -528,7 +529,7 @@ class TcpEndpoint(Endpoint):
 
     def _disown(self) -> None:
         """In a forked child: the sockets are the parent's."""
-        self._closed = True
+        self._closed, self._descriptors = True, {}
         self._watch.disown()
 
     def _leave(self, cause: Cause | None) -> None:

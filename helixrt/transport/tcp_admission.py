@@ -8,6 +8,7 @@ are at it together, the oldest makes room, so strangers cost little and hold up 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 import time
@@ -34,6 +35,7 @@ from helixrt.transport.tcp_watch import READ, WRITE, Timer, Watch
 HANDSHAKE_S = 2.0
 MAX_HALF_OPEN = 64
 _ACCEPTED_AT_ONCE = 32
+_NO_DESCRIPTORS_S = 0.1
 
 
 class _Ended(Exception):
@@ -117,23 +119,29 @@ class Door:
         self._half_open: dict[int, Accepted] = {}  # oldest first
         self._listeners = list(listeners)
         for listener in self._listeners:
-            watch.add(listener.fileno(), READ, lambda mask, it=listener: self._accept(it))  # type: ignore[misc]
+            self._listen(listener)
+
+    def _listen(self, listener: socket.socket) -> None:
+        self._watch.add(listener, READ, lambda mask: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 sock, _ = listener.accept()
-            except OSError:  # nobody there any more, or no descriptors: who waits is asked later
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # it would be ready again at once, and for nothing
+                    self._watch.remove(listener)
+                    self._watch.at(time.monotonic() + _NO_DESCRIPTORS_S, lambda: self._listen(listener))
                 return
             sock.setblocking(False)
             if len(self._half_open) >= MAX_HALF_OPEN:
                 self._turn_away(next(iter(self._half_open.values())))
             accepted = Accepted(sock, self._secret)
             self._half_open[sock.fileno()] = accepted
-            accepted.timer = self._watch.at(time.monotonic() + HANDSHAKE_S, lambda it=accepted: self._turn_away(it))  # type: ignore[misc]
-            self._watch.add(sock.fileno(), READ, lambda mask, it=accepted: self._step(it))  # type: ignore[misc]
+            accepted.timer = self._watch.at(time.monotonic() + HANDSHAKE_S, functools.partial(self._turn_away, accepted))
+            self._watch.add(sock, READ, functools.partial(self._step, accepted))
 
-    def _step(self, accepted: Accepted) -> None:
+    def _step(self, accepted: Accepted, mask: int) -> None:
         try:
             proved = accepted.step()
         except HandshakeError:
@@ -156,7 +164,7 @@ class Door:
 
     def _release(self, accepted: Accepted) -> None:
         del self._half_open[accepted.sock.fileno()]
-        self._watch.remove(accepted.sock.fileno())
+        self._watch.remove(accepted.sock)
         assert accepted.timer is not None
         accepted.timer.cancel()
 
@@ -165,7 +173,7 @@ class Door:
             self._release(accepted)
             accepted.sock.close()
         for listener in self._listeners:
-            self._watch.remove(listener.fileno())
+            self._watch.remove(listener)
             listener.close()
 
 
@@ -190,7 +198,7 @@ class Dial:
         self._words = _Words(sock)
         self.reset = False  # it failed because the other end closed the connection
         self._timer = watch.at(expires_s, lambda: self._fail(Failure.PATH, "no answer in time"))
-        watch.add(sock.fileno(), READ | WRITE, self._step)
+        watch.add(sock, READ | WRITE, self._step)
 
     def _step(self, mask: int) -> None:
         try:
@@ -212,7 +220,7 @@ class Dial:
             if self._sock.getsockname() == self._sock.getpeername():  # a free port can connect to itself
                 raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             self._connected = True
-            self._watch.change(self._sock.fileno(), READ)
+            self._watch.change(self._sock, READ)
             _say(self._sock, self.hello.pack())
         if self._proofs is None:
             word = self._words.take(CHALLENGE_BYTES)
@@ -241,7 +249,7 @@ class Dial:
 
     def _release(self) -> None:
         self._timer.cancel()
-        self._watch.remove(self._sock.fileno())
+        self._watch.remove(self._sock)
 
     def cancel(self) -> None:
         if self._sock.fileno() >= 0:

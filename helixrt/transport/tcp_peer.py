@@ -193,45 +193,57 @@ class Peer:
             self._host.touched(self)
 
     def _carry_out(self, action: m.Action) -> None:
+        # What every message brings, first; asking for the type alone is three times as fast as matching.
+        if type(action) is m.SendData:
+            self._write_data(action.rail, action.frame)
+        elif type(action) is m.Accept:
+            connection = self.rails[action.rail]
+            assert connection is not None
+            connection.landing = self._landing((action.op, action.index), action.landing, connection.length)
+        elif type(action) is m.Received:
+            del self._receiving[action.op, action.index]
+            self._host.add(Received(self.rank, action.op, action.index))
+        elif type(action) is m.Sent:
+            self._sending.pop((action.op, action.index), None)
+            self._host.add(Sent(self.rank, action.op, action.index))
+        elif type(action) is m.Keep:
+            name = (action.op, action.index)
+            self._kept[name] = memoryview(bytes(self._sending.pop(name)))
+            self._unsaid.add(name)
+        elif type(action) is m.Release:
+            name = (action.op, action.index)
+            del self._kept[name]
+            self._unsaid.discard(name)
+        elif type(action) is m.SendFrame:
+            connection = self.rails[action.rail]
+            if connection is not None:
+                connection.put(frames.pack(action.frame))
+                self._host.has_frames(connection)
+        elif type(action) is m.Deliver:
+            name = (action.op, action.index)
+            self._receiving[name][:] = self._held.pop(name)
+        else:
+            self._carry_out_rare(action)
+
+    def _write_data(self, rail: int, frame: Frame) -> None:
+        connection, name = self.rails[rail], (frame.op, frame.index)
+        if connection is None:
+            return
+        data = self._kept.get(name)
+        if data is None:
+            data = self._sending[name]
+        else:
+            self._unsaid.discard(name)
+        connection.put(frames.pack(frame), data if frame.length else None, name, frame.sequence)
+        self._host.has_frames(connection)
+
+    def _carry_out_rare(self, action: m.Action) -> None:
         match action:
-            case m.SendData(rail, frame):
-                connection, name = self.rails[rail], (frame.op, frame.index)
-                if connection is not None:
-                    data = self._kept.get(name)
-                    if data is None:
-                        data = self._sending[name]
-                    else:
-                        self._unsaid.discard(name)
-                    connection.put(frames.pack(frame), data if len(data) else None, name, frame.sequence)
-                    self._host.has_frames(connection)
-            case m.SendFrame(rail, frame):
-                connection = self.rails[rail]
-                if connection is not None:
-                    connection.put(frames.pack(frame))
-                    self._host.has_frames(connection)
-            case m.Accept(rail, _, op, index, landing):
-                connection = self.rails[rail]
-                assert connection is not None
-                connection.landing = self._landing((op, index), landing, connection.length)
-            case m.Received(op, index):
-                del self._receiving[op, index]
-                self._host.add(Received(self.rank, op, index))
-            case m.Sent(op, index):
-                self._sending.pop((op, index), None)
-                self._host.add(Sent(self.rank, op, index))
-            case m.Keep(op, index):
-                self._kept[op, index] = memoryview(bytes(self._sending.pop((op, index))))
-                self._unsaid.add((op, index))
-            case m.Release(op, index):
-                del self._kept[op, index]
-                self._unsaid.discard((op, index))
-            case m.Deliver(op, index):
-                self._receiving[op, index][:] = self._held.pop((op, index))
             case m.Free(op, index):
                 del self._held[op, index]
             case m.Detach(op, index):
-                for connection in filter(None, self.rails):
-                    connection.detach((op, index))
+                for each in filter(None, self.rails):
+                    each.detach((op, index))
             case m.Discard(rail):
                 connection = self.rails[rail]
                 if connection is not None:

@@ -48,11 +48,12 @@ class TcpRail:
 
 
 @dataclass(frozen=True)
-class SocketBuffers:
-    """Sizes asked of the kernel in bytes, as far as its limits go; 0: left to its own tuning."""
+class SocketTuning:
+    """What is asked of the kernel for every connection, beside small frames at once (TCP_NODELAY)."""
 
-    send: int = 0
-    receive: int = 0
+    send_bytes: int = 0  # its buffer, as far as the kernel's limits go; 0: left to its own tuning
+    receive_bytes: int = 0
+    user_timeout_s: float = 10.0  # data nobody acknowledges, or takes, breaks the connection; at least two heartbeat periods
 
 
 def rail_on(name: str) -> TcpRail:
@@ -72,9 +73,9 @@ def rail_on(name: str) -> TcpRail:
     return TcpRail(socket.inet_ntoa(answer[20:24]), name)
 
 
-def listen(rail: TcpRail, buffers: SocketBuffers) -> socket.socket:
+def listen(rail: TcpRail, tuning: SocketTuning) -> socket.socket:
     """A listening socket on a free port of the rail. Raises ConfigError."""
-    sock = _bound(rail, buffers)
+    sock = _bound(rail, tuning)
     try:
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -83,21 +84,24 @@ def listen(rail: TcpRail, buffers: SocketBuffers) -> socket.socket:
     return sock
 
 
-def dial(rail: TcpRail, buffers: SocketBuffers, host: str, port: int) -> tuple[socket.socket | None, int]:
+def dial(rail: TcpRail, tuning: SocketTuning, host: str, port: int) -> tuple[socket.socket | None, int]:
     """Begin to connect from the rail. The socket, or None and the error number."""
     try:
-        sock = _bound(rail, buffers)
+        sock = _bound(rail, tuning)
     except ConfigError as error:
         cause = error.__cause__
         return None, (cause.errno or errno.EIO) if isinstance(cause, OSError) else errno.EIO
-    code = sock.connect_ex((host, port))
+    try:
+        code = sock.connect_ex((host, port))
+    except OSError:  # an address of another family
+        code = errno.EAFNOSUPPORT
     if code in (0, errno.EINPROGRESS):
         return sock, 0
     sock.close()
     return None, code
 
 
-def _bound(rail: TcpRail, buffers: SocketBuffers) -> socket.socket:
+def _bound(rail: TcpRail, tuning: SocketTuning) -> socket.socket:
     sock = socket.socket(rail.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if rail.device:
@@ -105,20 +109,16 @@ def _bound(rail: TcpRail, buffers: SocketBuffers) -> socket.socket:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, rail.device.encode() + b"\0")
             except PermissionError:
                 pass  # the source address alone says which way
-        for option, size in ((socket.SO_SNDBUF, buffers.send), (socket.SO_RCVBUF, buffers.receive)):
+        for option, size in ((socket.SO_SNDBUF, tuning.send_bytes), (socket.SO_RCVBUF, tuning.receive_bytes)):
             if size:
                 sock.setsockopt(socket.SOL_SOCKET, option, size)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what a listener has, its connections have
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(tuning.user_timeout_s * 1000))
         sock.bind((rail.address, 0))
     except OSError as error:
         sock.close()
         raise ConfigError("rail", rail.address, f"cannot be used: {error.strerror}") from error
     return sock
-
-
-def tune(sock: socket.socket, user_timeout_s: float) -> None:
-    """What a connected rail needs: small frames at once, and an end to what nobody acknowledges."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_s * 1000))
 
 
 def failure_of(code: int) -> Failure:

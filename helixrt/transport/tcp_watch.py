@@ -9,6 +9,7 @@ import heapq
 import itertools
 import math
 import select
+import socket
 from collections.abc import Callable
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
@@ -32,7 +33,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._handlers: dict[int, tuple[int, Callable[[int], None]]] = {}
+        self._handlers: dict[int, tuple[int, Callable[[int], None], socket.socket]] = {}
         self._turn = 0
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
@@ -41,17 +42,17 @@ class Watch:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def add(self, descriptor: int, mask: int, handler: Callable[[int], None]) -> None:
-        self._handlers[descriptor] = (self._turn, handler)
-        self._epoll.register(descriptor, mask)
+    def add(self, sock: socket.socket, mask: int, handler: Callable[[int], None]) -> None:
+        self._handlers[sock.fileno()] = (self._turn, handler, sock)
+        self._epoll.register(sock, mask)
 
-    def change(self, descriptor: int, mask: int) -> None:
-        self._epoll.modify(descriptor, mask)
+    def change(self, sock: socket.socket, mask: int) -> None:
+        self._epoll.modify(sock, mask)
 
-    def remove(self, descriptor: int) -> None:
+    def remove(self, sock: socket.socket) -> None:
         """Before it is closed."""
-        if self._handlers.pop(descriptor, None) is not None:
-            self._epoll.unregister(descriptor)
+        if self._handlers.pop(sock.fileno(), None) is not None:
+            self._epoll.unregister(sock)
 
     def at(self, when: float, call: Callable[[], None]) -> Timer:
         timer = Timer(call)
@@ -84,6 +85,12 @@ class Watch:
             call = heapq.heappop(self._timers)[2].call
             assert call is not None
             call()
+
+    def disown(self) -> None:
+        """In a forked child: close the copies of all sockets. The epoll is the parent's too, so nothing is taken out of it."""
+        for _, _, sock in self._handlers.values():
+            sock.close()
+        self._epoll.close()
 
     def close(self) -> None:
         self._handlers.clear()

@@ -309,6 +309,37 @@ def test_frames_of_an_older_generation_are_dropped_and_counted(two: World) -> No
     assert not two.ended(0)
 
 
+# ---------------------------------------------------------------- processes and modes
+
+
+def test_a_forked_process_does_not_hold_the_connections_open(two: World) -> None:
+    """Else nobody would notice the death of a rank whose loader workers live on."""
+    ours = {connection.descriptor for e in two.endpoints for connection in connections(e)}
+    assert ours
+    child = os.fork()
+    if child == 0:
+        held = [descriptor for descriptor in ours if os.path.exists(f"/proc/self/fd/{descriptor}")]
+        os._exit(1 if held else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    works(two)
+
+
+def test_without_fault_tolerance_the_first_failure_ends_the_link() -> None:
+    def make(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+        return TcpEndpoint(secret, options=TcpOptions(period_s=None, link=LinkOptions(fault_tolerance=False)))
+
+    two = World(make, 2)
+    try:
+        two.connect()
+        rng = random.Random(5)
+        two.exchange([Message(a, 1 - a, 0, i, size_at_random(rng)) for a in (0, 1) for i in range(20)], rng)
+        two.exchange([Message(a, 1 - a, 1, 0, 3 * MIB) for a in (0, 1)], rng)
+        shut(two, random.Random(0))
+        two.run(lambda: bool(two.ended(0)) and bool(two.ended(1)))
+    finally:
+        two.close()
+
+
 # ---------------------------------------------------------------- settings and addresses
 
 
