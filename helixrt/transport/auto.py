@@ -31,6 +31,7 @@ TRANSPORTS = (AUTO, TCP, SHARED_MEMORY)
 
 _PART = struct.Struct("<BH")  # lengths of a transport's name and address
 _KEEP_ALIVE_S = 0.02
+_LOOK_S = 0.001
 
 _log = logging.getLogger("helixrt.transport")
 
@@ -108,6 +109,8 @@ class AutoEndpoint(Endpoint):
                 raise
         self._ways: dict[int, Endpoint] = {}
         self._choices: dict[int, Choice] = {}
+        self._used: set[str] = set()  # transports that have peers; the others only turn strangers away
+        self._look_s = 0.0  # when to look at those again
         self._early: list[Outcome] = []  # what came while the last transport still connected
 
     @property
@@ -144,6 +147,7 @@ class AutoEndpoint(Endpoint):
                 raise ConfigError("transport", self._insists, rule)
             self._choices[rank], groups[choice.transport][rank] = choice, theirs[choice.transport]
             self._ways[rank] = self._endpoints[choice.transport]
+        self._used = {name for name, group in groups.items() if group}
         connected: list[Endpoint] = []
         try:
             for name, endpoint in self._endpoints.items():
@@ -196,8 +200,12 @@ class AutoEndpoint(Endpoint):
     def progress(self, now: float) -> Sequence[Outcome]:
         outcomes = self._early
         self._early = []
-        for endpoint in self._endpoints.values():
-            outcomes += endpoint.progress(now)
+        look, used = now >= self._look_s, self._used
+        if look:
+            self._look_s = now + _LOOK_S
+        for name, endpoint in self._endpoints.items():
+            if look or name in used:
+                outcomes += endpoint.progress(now)
         return outcomes
 
     def next_deadline(self) -> float | None:

@@ -7,6 +7,11 @@ Any other is offered: a small frame with its name, length and address. When its 
 straight out of the sender's memory (one copy, `process_memory`) and says TAKEN; or, where that is
 not permitted, asks for them (PULL) and gets them through the ring in pieces (two copies).
 
+Measured with 8 MiB messages from cold memory, both ways at once, one core per process: read directly 14 GB/s each
+way, through the ring 7.5 GB/s (a copy within one process: 19 GB/s). Summing straight out of a slot of the ring, without
+a copy into the receiver's memory, was tried as well: 12.7 GB/s against 9.3 for reading directly and then
+summing. It would help the first half of an all-reduce only, a sixth of the whole; so no memory is lent.
+
 So no message waits for anything but its own receiver. A sender that takes memory back (`forget`) first takes the
 offer out of its segment's table, and a reader looks there once it has read: bytes that may have changed
 meanwhile are never delivered. What the peer says is checked: SegmentError.

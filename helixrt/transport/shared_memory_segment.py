@@ -99,8 +99,11 @@ class Fence:
         self._release, self._acquire = lock.release, lock.acquire
 
     def __call__(self) -> None:
-        self._release()
-        self._acquire()
+        try:
+            self._release()
+        except RuntimeError:  # an interrupt came between the two last time
+            pass
+        self._acquire(False)
 
 
 def _padded(size: int) -> int:

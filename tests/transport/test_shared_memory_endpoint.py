@@ -13,6 +13,7 @@ import random
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ from helixrt.transport.shared_memory_segment import (
     Word,
 )
 from tests.transport.conformance import MIB, EndpointConformance
-from tests.transport.worlds import LIMIT_S, Inbox, Message, World
+from tests.transport.worlds import LIMIT_S, Inbox, Message, Process, World
 
 
 def direct(secret: bytes, heartbeat_s: float | None) -> Endpoint:
@@ -223,6 +224,38 @@ def test_death_shows_although_a_child_inherited_the_socket() -> None:
 def _children(pid: int | None) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(word) for word in file.read().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [direct, through_the_ring])
+def test_killed_at_any_moment_of_a_copy(make: Callable[[bytes, float | None], Endpoint], seed: int) -> None:
+    """The survivor hears of it, keeps its other link, and nothing is written beside the memory it gave."""
+    rng, size = random.Random(seed), 32 * MIB
+    descriptors = []
+    for _ in range(8):
+        world = World(make, 2, heartbeat_s=30.0)
+        other = Process(make, 2, size, 30.0)
+        address = other.hear()
+        other.tell(world.addresses[0])
+        attempts = [
+            world.attempt(0, 1, 0, {1: world.addresses[1], 2: address}),
+            world.attempt(1, 1, 1, {0: world.addresses[0]}),
+        ]
+        assert [attempt.finish() for attempt in attempts] == [None, None]
+        echoed = Message(2, 0, 0, 1, size)
+        inbox = world.receive(echoed)
+        world.endpoints[0].send(2, 0, 0, memoryview(bytes(size)))
+        killer = threading.Timer(rng.random() * 0.03, other.signal, (signal.SIGKILL,))
+        killer.start()
+        world.run(lambda world=world: bool(world.ended(0)), limit_s=10)
+        killer.join()
+        inbox.check_guards()
+        assert isinstance(world.ended(0)[0], Lost)
+        world.exchange([Message(0, 1, 9, 0, MIB), Message(1, 0, 9, 0, 10)], rng)
+        world.close()
+        other.end()
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert descriptors[-1] == descriptors[0]
 
 
 def test_nothing_has_a_name_in_the_file_system() -> None:
