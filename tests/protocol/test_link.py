@@ -556,6 +556,28 @@ def test_a_silent_peer_is_lost_within_one_and_a_half_periods() -> None:
     assert "no sign of life" in str(pair.said(0, m.Lost)[0].cause)
 
 
+def test_a_payload_that_trickles_in_is_a_sign_of_life() -> None:
+    """Its sender's beats wait behind it: the bytes themselves must count, for the peer and for the rail."""
+    pair = Pair(rails=2, period_s=1.0)
+    pair.post(1, 1)
+    pair.flow()
+    pair.submit(0, 1)
+    (send,) = pair.said(0, m.SendData)
+    slow, other = send.rail, 1 - send.rail
+    pair.tell(1, m.FrameArrived(slow, pair.wire[slow, 1].popleft()))
+    pair.hold(slow, 1)
+    for _ in range(50):
+        pair.wait(0.1)
+        pair.tell(1, m.Heard(slow))
+    pair.hold(other, 1)  # and now nothing comes but that
+    for _ in range(20):
+        pair.wait(0.1)
+        pair.tell(1, m.Heard(slow))
+    assert not pair.links[1].closed and m.ResetRail(slow) not in pair.log[1]
+    pair.tell(1, m.PayloadArrived(slow, send.frame.sequence))
+    assert pair.said(1, m.Received) == [m.Received(1, 0)]
+
+
 def test_a_rail_that_falls_silent_alone_is_left() -> None:
     pair = Pair(rails=2, period_s=1.0)
     pair.post(1, 1)
