@@ -280,7 +280,12 @@ class Driver(Receiver):
         low, high = min(a, b), max(a, b)
         self.connecting.discard((generation, low, high, rail))
         ends = [self.nodes[low], self.nodes[high]]
-        if any(not n.alive or n.generation != generation for n in ends) or not self.fabric.connectable(low, high, rail):
+        both = all(n.alive and n.generation == generation for n in ends)
+        if not both or not self.fabric.connectable(low, high, rail):
+            if both and ends[0].ranks.index(high) not in ends[0].reached:  # connecting: an endpoint dials until it gets through
+                self.connecting.add((generation, low, high, rail))
+                self.clock.after((0.005, 0.01), self.dial, generation, a, b, rail)
+                return
             for node, other in zip(ends, (high, low), strict=True):
                 if node.alive and node.generation == generation:
                     self.refused(node, generation, node.ranks.index(other), rail, l.Failure.PATH)
