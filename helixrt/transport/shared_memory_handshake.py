@@ -237,7 +237,7 @@ def _join(connection: socket.socket, terms: Terms) -> Steps:
         pid = credentials(connection)[0]
         process = -1
         if pid and pid == proof.pid:  # else it has forked since, or lives in another pid namespace
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, AttributeError):  # an old kernel; a Python built on one
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)
         memory = None

@@ -90,6 +90,25 @@ def test_long_messages_are_read_directly_where_permitted(two: World, two_by_ring
     assert not link(two_by_ring, 0).direct
 
 
+def _denied(*_: object) -> int:
+    raise PermissionError("by policy")
+
+
+@pytest.mark.parametrize("what, name", [(ProcessMemory, "read"), (os, "pidfd_open")])
+def test_where_reading_is_not_permitted_the_ring_is_taken(what: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Yama's ptrace_scope, a seccomp filter; a kernel without pidfd."""
+    monkeypatch.setattr(what, name, _denied)
+    world = World(direct, 2)
+    world.connect()
+    assert not link(world, 0).direct and not link(world, 1).direct
+    world.exchange([Message(s, 1 - s, 0, 0, 3 * MIB) for s in (0, 1)], random.Random(1))
+    world.endpoints[1].close()
+    world.receive(Message(1, 0, 1, 0, 1))
+    world.driven = {0}
+    world.run(lambda: bool(world.ended(0)))
+    world.close()
+
+
 def test_memory_that_cannot_be_read_directly_goes_through_the_ring(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a device's mapping would: the kernel answers EFAULT."""
     monkeypatch.setattr(shared_memory_messages, "address_of", lambda data: 4096 if data.readonly else address_of(data))
