@@ -40,6 +40,7 @@ class Failure:
     detected_after_s: float | None  # first survivor whose exchange broke, or that formed a quorum without it
     survivors_stalled_s: float | None  # how much longer than usual the steps around it took, for the slowest survivor
     rejoined_after_s: float | None  # first quorum in which it contributed again
+    survivors_recomputed: int  # how often ranks of survivors began the work of that step again
 
 
 def failures(events: Iterable[Event], losses: Sequence[Loss]) -> list[Failure]:
@@ -67,14 +68,16 @@ def _failure(events: Sequence[Event], loss: Loss, losses: Sequence[Loss]) -> Fai
     until_s = math.inf if back is None else back  # its successor may be on its way before anybody noticed
     worked = any(e.kind is Kind.WORK_BEGIN for e in words)
     noticed = next((e.end_s for e in survivors if lost_s <= e.end_s < until_s and _notices(e, loss.replica, worked)), None)
+    step = max((e.step for e in noted or words), default=0)
     return Failure(
         replica=loss.replica,
-        step=max((e.step for e in noted or words), default=0),
+        step=step,
         lost_s=lost_s,
         reason=str(noted[-1].detail.get("reason", loss.reason)) if noted else loss.reason,
         detected_after_s=None if noticed is None else noticed - lost_s,
         survivors_stalled_s=None if noticed is None else _stall(survivors, lost_s, noticed),
         rejoined_after_s=None if back is None else back - lost_s,
+        survivors_recomputed=_recomputed(survivors, step, lost_s, until_s),
     )
 
 
@@ -103,6 +106,13 @@ def _notices(event: Event, lost: int, worked: bool) -> bool:
 
 def _contributes(event: Event, replica: int) -> bool:
     return event.kind is Kind.QUORUM and replica in event.detail.get("contributors", ())
+
+
+def _recomputed(survivors: Sequence[Event], step: int, lost_s: float, until_s: float) -> int:
+    """Work that began after the loss, by ranks that had begun the same step's work before."""
+    began = [e for e in survivors if e.kind is Kind.WORK_BEGIN and e.step == step]
+    before = {e.rank for e in began if e.end_s < lost_s}
+    return sum(1 for e in began if lost_s <= e.end_s < until_s and e.rank in before)
 
 
 def _stall(survivors: Sequence[Event], lost_s: float, noticed_s: float) -> float:

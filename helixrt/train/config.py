@@ -115,7 +115,7 @@ class TrainConfig:
     resume: bool = False
     launcher: str = "auto"  # local | ray | auto (ray inside a Ray job)
     threads: int = 1  # compute threads per rank
-    exchange: str = "gloo"  # what sums gradients across replicas: ftar | gloo
+    exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo
     step_timeout_s: float = 60.0
     restarts: int = 3  # how often a lost replica is started again
     host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there

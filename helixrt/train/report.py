@@ -133,6 +133,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
                 "detected_after_s": f.detected_after_s,
                 "survivors_stalled_s": f.survivors_stalled_s,
                 "rejoined_after_s": f.rejoined_after_s,
+                "survivors_recomputed": f.survivors_recomputed,
                 "reason": f.reason,
             }
             for f in found.failures

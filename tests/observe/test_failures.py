@@ -46,6 +46,16 @@ def test_figures_of_one_loss(noted: bool) -> None:
     assert failure.rejoined_after_s == pytest.approx(8.6 - 3.4)
 
 
+def test_work_that_survivors_began_again_is_counted() -> None:
+    """Of the step of the loss, by ranks that had begun it before: not that of other steps, nor a first beginning."""
+    assert failures(run(), [Loss(1, 0, 4.9, "signal 9")])[0].survivors_recomputed == 0
+    before = event(Kind.WORK_BEGIN, "r0.pp0", 4, 3.1, position=3)
+    again = [event(Kind.WORK_BEGIN, "r0.pp0", step, 4.5, position=3) for step in (4, 5)]
+    late = event(Kind.WORK_BEGIN, "r0.pp1", 4, 4.5, position=3)
+    (failure,) = failures([*run(), before, *again, late], [Loss(1, 0, 4.9, "signal 9")])
+    assert failure.survivors_recomputed == 1
+
+
 def test_successor_that_starts_at_once_does_not_hide_when_the_loss_was_noticed() -> None:
     """Its process is there before the heartbeat of its predecessor is too old; the first quorum has it, behind."""
     events = [e for e in run() if e.kind is not Kind.EXCHANGE_FAILED and (e.rank, e.step) != ("r0.pp0", 4)]
@@ -76,7 +86,7 @@ def test_second_life_that_is_lost_again_has_its_own_figures() -> None:
     ]
     first, second = failures(events, [Loss(1, 1, 9.9, "signal 9"), Loss(1, 0, 4.9, "signal 9")])
     assert (first.lost_s, second.lost_s) == (3.4, 9.8)
-    assert second == Failure(1, 9, 9.8, "chaos: killed at forward", pytest.approx(0.2), pytest.approx(0.2), None)
+    assert second == Failure(1, 9, 9.8, "chaos: killed at forward", pytest.approx(0.2), pytest.approx(0.2), None, 0)
 
 
 def test_names() -> None:

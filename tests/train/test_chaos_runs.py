@@ -209,6 +209,7 @@ def test_replica_killed_in_a_step_comes_back(moment: str, job: Any, seed: int) -
     assert failure["step"] == step and moment in failure["reason"]
     assert failure["detected_after_s"] is not None and failure["survivors_stalled_s"] is not None
     assert failure["rejoined_after_s"] is not None
+    assert failure["survivors_recomputed"] == 0, "a broken exchange is tried again with the gradients that were kept"
     chain = run.log().chain()
     assert any(r.contributors == (1 - replica,) for r in chain), "the survivor went on alone"
     assert chain[-1].contributors == (0, 1), "and not to the end"
