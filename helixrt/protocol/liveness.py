@@ -9,9 +9,9 @@ With period P (1 s unless set):
   1.15 P is still in time. One beat per period would leave it P/2, too little beside two busy cores.
 - A peer is declared dead 1.4 P after its last sign of life. The rest of the promised 1.5 P is for our own
   wake-up, which may be 0.1 P late.
-- If we ourselves were stalled (0.4 P without a look), the peer gets P/4 more, once per silence: what it
-  said meanwhile is read first, and a stall of the whole machine hits the peer's beat as well. So a
-  verdict never rests on the first look after a stall of ours.
+- If we ourselves were stalled (0.4 P without a look), the peer gets as long again, P/4 to P, once per
+  silence: what it said meanwhile is read first, and what stalled us (the machine, its load) may have
+  stalled its beats as well. So a verdict never rests on the first look after a stall of ours.
 
 FT-HSDP section 4.1 leaves detection to the collective's time-out; here no collective is needed.
 """
@@ -25,7 +25,7 @@ from helixrt.errors import Cause
 BEAT = 0.25  # of a period: the longest this end stays quiet
 SILENCE = 1.4  # periods without a sign of life, then the peer is dead
 STALL = 0.4  # of a period without a look: we were stalled
-GRACE = 0.25  # of a period that a stall of ours adds
+GRACE = (0.25, 1.0)  # of a period, least and most, that a stall of ours adds
 
 
 class Liveness:
@@ -43,12 +43,11 @@ class Liveness:
 
     def silent(self, now: float) -> bool:
         """Look: is the peer dead? To be asked at `deadline_s`, and only after all that has arrived was read and `heard`."""
-        stalled = now - self._looked_s > STALL * self.period_s
-        self._looked_s = now
+        stall_s, self._looked_s = now - self._looked_s, now
         if now < self.heard_s + SILENCE * self.period_s:
             return False
-        if stalled and self._spared_until_s == -math.inf:
-            self._spared_until_s = now + GRACE * self.period_s
+        if stall_s > STALL * self.period_s and self._spared_until_s == -math.inf:
+            self._spared_until_s = now + min(max(stall_s, GRACE[0] * self.period_s), GRACE[1] * self.period_s)
         return now >= self._spared_until_s
 
     @property

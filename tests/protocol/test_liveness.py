@@ -58,19 +58,24 @@ def test_a_stall_of_ours_blames_nobody_before_we_have_read_what_came() -> None:
     assert not live.silent(0.25)
     woke = 60.0
     assert not live.silent(woke)
-    assert live.deadline_s <= woke + liveness.GRACE * PERIOD
+    assert live.deadline_s <= woke + liveness.BEAT * PERIOD
     live.heard(woke + 0.1)
-    assert not live.silent(woke + liveness.GRACE * PERIOD)
+    assert not live.silent(woke + 0.25)
     # It dies then, and that is still noticed in time.
     verdict = watch(live, [], random.Random(0), 0.05, 100)
     assert verdict is not None and woke + 1.5 <= verdict <= woke + 0.1 + 1.5
 
 
-def test_a_dead_peer_is_declared_a_grace_after_our_stall() -> None:
+@pytest.mark.parametrize(("stall", "grace"), [(60.0, 1.0), (1.45, 1.0), (0.45, 0.45)])
+def test_a_dead_peer_is_declared_a_grace_after_our_stall(stall: float, grace: float) -> None:
+    """As long as the stall was, at most a period; and not declared by looks in between."""
     live = Liveness(PERIOD, 0.0)
-    assert not live.silent(60.0)
-    assert not live.silent(60.0 + 0.9 * liveness.GRACE)
-    assert live.silent(60.0 + liveness.GRACE * PERIOD)
+    for look in (0.25, 0.5, 0.75, 1.0) if stall < 1.0 else ():
+        assert not live.silent(look)
+    woke = stall if stall > 1.0 else 1.0 + stall
+    for part in (0.0, 0.3, 0.6, 0.9):
+        assert not live.silent(woke + part * grace)
+    assert live.silent(woke + grace)
 
 
 def test_stalls_without_end_do_not_hide_a_death() -> None:
