@@ -69,7 +69,7 @@ class Watch:
 
     def dispatch(self, timeout_s: float = 0.0) -> bool:
         """Call the handlers of what is ready; whether there were any."""
-        events = self._epoll.poll(timeout_s)
+        events = self._epoll.poll(timeout_s, len(self._handlers) + 1)  # room for all: a look sees everything
         if not events:
             return False
         self._turn += 1

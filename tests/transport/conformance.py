@@ -430,7 +430,7 @@ class EndpointConformance:
     )
     def test_a_process_that_ends(self, world: NewWorld, process: Callable[..., Process], how: str) -> None:
         """Rank 1 is a process; rank 2, in ours, is not disturbed by its end."""
-        size, heartbeat_s = 16 * MIB, 0.4 if how == "stopped" else 30.0
+        size, heartbeat_s = 16 * MIB, 1.0 if how == "stopped" else 30.0
         here = world(3, heartbeat_s, connected=False)
         other = process(1, size, heartbeat_s)
         addresses = here.addresses

@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -71,24 +71,7 @@ class TestRails:
 
     def test_messages_survive_rails_that_break_at_any_time(self, world: NewWorld, seed: int) -> None:
         """Sockets are shut at random in the middle of everything, also all of them; each message arrives once."""
-        rng, three = random.Random(seed), world(3)
-        for op in range(6):
-            pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
-            messages = [Message(a, b, op, i, size_at_random(rng)) for a, b in pairs for i in range(5)]
-            messages += [Message(a, b, op, 9, rng.randrange(MIB, 4 * MIB)) for a, b in pairs]
-            turn = three.turn
-
-            def hurt(turn: Callable[[], bool] = turn) -> bool:
-                if rng.random() < 0.02:
-                    shut(three, rng)
-                return turn()
-
-            three.turn = hurt  # type: ignore[method-assign]
-            try:
-                three.exchange(messages, rng)
-            finally:
-                three.turn = turn  # type: ignore[method-assign]
-        assert not any(three.ended(rank) for rank in range(3))
+        survive(world(3), random.Random(seed), rounds=5)
 
     def test_a_rail_that_broke_carries_again(self, world: NewWorld) -> None:
         two = world(2)
@@ -114,6 +97,41 @@ class TestRails:
                 two.exchange([Message(a, 1 - a, 0, i, 300_000) for a in (0, 1) for i in range(4)], random.Random(2))
         finally:
             two.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rails", [1, 2, 3])
+def test_messages_survive_broken_rails_under_many_seeds(rails: int, seed: int) -> None:
+    def make(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+        options = TcpOptions(period_s=heartbeat_s, link=LinkOptions(rest_s=0.01, retry_s=0.02, probe_s=0.1))
+        return TcpEndpoint(secret, [TcpRail(f"127.0.0.{number + 1}") for number in range(rails)], options)
+
+    for number in range(seed, seed + 8):
+        print(f"replay alone with --seed {number}")
+        rng = random.Random(number)
+        three = World(make, 3, rng.choice([None, 5.0]))
+        three.connect()
+        try:
+            survive(three, rng, rounds=4)
+        finally:
+            three.close()
+
+
+def survive(world: World, rng: random.Random, rounds: int) -> None:
+    """Messages of all sizes between all, while connections are shut now and then; nobody is lost."""
+    turn, often = world.turn, rng.choice([0.005, 0.02, 0.1])
+
+    def hurt() -> bool:
+        if rng.random() < often:
+            shut(world, rng)
+        return turn()
+
+    world.turn = hurt  # type: ignore[method-assign]
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    for op in range(rounds):
+        messages = [Message(a, b, op, i, size_at_random(rng)) for a, b in pairs for i in range(5)]
+        world.exchange(messages + [Message(a, b, op, 9, rng.randrange(MIB, 4 * MIB)) for a, b in pairs], rng)
+    assert not any(world.ended(rank) for rank in range(3))
 
 
 def endpoint(world: World, rank: int) -> TcpEndpoint:
@@ -341,6 +359,17 @@ def test_without_fault_tolerance_the_first_failure_ends_the_link() -> None:
 
 
 # ---------------------------------------------------------------- settings and addresses
+
+
+def test_rails_of_either_family() -> None:
+    if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("this machine has no IPv6")
+    two = World(lambda secret, heartbeat_s: TcpEndpoint(secret, [TcpRail("::1"), TcpRail("127.0.0.1")]), 2)
+    try:
+        two.connect()
+        works(two)
+    finally:
+        two.close()
 
 
 @pytest.mark.parametrize("rail", ["nowhere", "0.0.0.0", "224.0.0.1", "300.1.1.1", ""])
