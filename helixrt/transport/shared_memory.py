@@ -10,6 +10,7 @@ resend and no ledger: a ring in memory loses nothing, and when it does, the peer
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import select
 import socket
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -74,6 +76,8 @@ class SharedMemoryEndpoint(Endpoint):
         self._outcomes: deque[Outcome] = deque()
         self._strangers = self._stale = 0
         self._closed = False
+        _call_in_forked_children()
+        _living.add(self)
 
     # ---------------------------------------------------------------- meeting
 
@@ -312,6 +316,17 @@ class SharedMemoryEndpoint(Endpoint):
         self._listener.close()
         self._epoll.close()
 
+    def _disown(self) -> None:
+        """In a forked child: all of it is the parent's, and not a byte of the segments or the epoll is touched."""
+        self._closed = True
+        for link in self._links.values():
+            link.disown()
+        for handshake, _ in self._handshakes.values():
+            handshake.close()
+        self._handshakes.clear()
+        self._listener.close()
+        self._epoll.close()
+
     def refused(self) -> Refused:
         return Refused(self._strangers, self._stale)
 
@@ -319,6 +334,20 @@ class SharedMemoryEndpoint(Endpoint):
         for link in self._links.values():  # they stay, deaf, for those who did not hear of the end yet
             end(link)
         self._outcomes.clear()
+
+
+_living: weakref.WeakSet[SharedMemoryEndpoint] = weakref.WeakSet()
+
+
+@functools.cache
+def _call_in_forked_children() -> None:
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    for endpoint in list(_living):
+        if not endpoint._closed:
+            endpoint._disown()
 
 
 def unsupported() -> str | None:

@@ -297,6 +297,18 @@ class SharedMemoryLink:
         self._own.close()
         self._theirs.close()
 
+    def disown(self) -> None:
+        """In a forked child, where it is the parent's link: let go of it and say nothing."""
+        if self.ended:
+            return
+        self.ended = True
+        self._connection.close()
+        if self._process >= 0:
+            os.close(self._process)
+        self._in.end()
+        self._own.close()
+        self._theirs.close()
+
     def _unwatch(self) -> None:
         if self._connection.fileno() >= 0:
             self._watch.remove(self._connection.fileno())

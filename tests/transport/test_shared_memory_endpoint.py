@@ -5,6 +5,7 @@ A corrupt peer is the other endpoint's own segment, written by the test as no en
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import multiprocessing
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from helixrt.errors import Cause
 from helixrt.transport import shared_memory, shared_memory_messages
 from helixrt.transport.contract import Endpoint, Lost, Received
 from helixrt.transport.process_memory import Probe, ProcessMemory, Proof, address_of
@@ -202,7 +204,7 @@ def _ping(make: Callable[[bytes, float | None], Endpoint], address: bytes, pipe:
     pipe.say(world.addresses[0])
     endpoint = world.endpoints[0]
     endpoint.connect(1, 1, {0: address}, LIMIT_S)
-    if fork and os.fork() == 0:
+    if fork and ctypes.PyDLL(None).fork() == 0:  # not Python's, which would close the endpoint's descriptors
         time.sleep(LIMIT_S)
         os._exit(0)
     memory = memoryview(bytearray(64))
@@ -243,6 +245,27 @@ def test_death_shows_although_a_child_inherited_the_socket() -> None:
 def _children(pid: int | None) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(word) for word in file.read().split()]
+
+
+def test_a_forked_child_does_not_touch_its_parents_links(two: World) -> None:
+    two.send(Message(0, 1, 0, 0, MIB))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            two.endpoints[0].abort(Cause("the child's"))
+            for endpoint in two.endpoints:
+                assert not endpoint.descriptors() and endpoint.next_deadline() is None and not endpoint.progress(0.0)
+                endpoint.forget(0)
+                endpoint.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    inbox = two.receive(Message(0, 1, 0, 0, MIB))
+    two.run(lambda: two.received([Message(0, 1, 0, 0, MIB)]))
+    inbox.check(Message(0, 1, 0, 0, MIB).content())
+    two.exchange([Message(0, 1, 1, 0, MIB), Message(1, 0, 1, 0, 5)], random.Random(3))
 
 
 @pytest.mark.slow
