@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from helixrt.emulate.collective_driver import Driver, Node
 from helixrt.emulate.collective_tasks import COLLECTIVES, SAME_EVERYWHERE, Task, expected, given, plan_of, sizes_of
@@ -93,6 +93,7 @@ class CollectiveWorld(Driver):
             for _ in range(collectives)
         ]
         self.concurrent = self.random.choice((1, 1, 2, 3))
+        self.options = replace(OPTIONS, striped=self.random.random() < 0.7)
         self.generation = 0
         self.members: tuple[int, ...] = ()
         self.configured: dict[int, list[Node]] = {}
@@ -299,7 +300,7 @@ class CollectiveWorld(Driver):
             return
         node.generation, node.ranks, node.me = generation, members, members.index(node.rank)
         node.machine = CollectiveMachine(node.me, len(members), WINDOW_BYTES, self.concurrent)
-        node.links = {p: Link(generation, p, self.rails, OPTIONS) for p in range(len(members)) if p != node.me}
+        node.links = {p: Link(generation, p, self.rails, self.options) for p in range(len(members)) if p != node.me}
         node.ticks = dict.fromkeys(node.links, math.inf)
         node.submitted = 0
         node.begin_again()

@@ -87,7 +87,9 @@ def test_without_faults_nothing_fails_and_nothing_is_sent_twice() -> None:
     for seed in range(20):
         verdict = CollectiveWorld(seed, 4, 2, 4, faults=()).run()
         assert verdict.generations == 1
-        assert all(getattr(verdict, what) == 0 for what in HARD_CASES)
+        # a link that is not striped moves to its lowest rail when that comes up last, fenced as in fail-back
+        others = [what for what in HARD_CASES if what != "failbacks"]
+        assert {what: getattr(verdict, what) for what in others} == dict.fromkeys(others, 0)
 
 
 def test_a_run_can_be_read_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
