@@ -252,8 +252,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0. Raises ConfigError for settings that cannot work, before anything starts."""
     if min(args.ranks) < 2:
         raise ConfigError("--ranks", args.ranks, "must be at least 2")
-    if args.rounds < 2 or min(args.kib) < 1:
-        raise ConfigError("--rounds", args.rounds, "must be at least 2, of sizes (--kib) of at least 1")
+    if args.rounds < 2:
+        raise ConfigError("--rounds", args.rounds, "must be at least 2")
+    if min(args.kib) < 1:
+        raise ConfigError("--kib", args.kib, "must be at least 1")
     spreads: dict[str, Spread] = {}
     for ranks in args.ranks:
         settings = Settings(

@@ -14,11 +14,14 @@ from helixrt.transport.contract import Endpoint
 LOOPBACK = "127.0.0.1"
 
 
-def open_endpoint(secret: bytes, host: str, transport: str = "auto") -> Endpoint:
-    """An endpoint that binds to `host`; peers must know `secret`. Raises ConfigError for a transport that cannot be."""
+def open_endpoint(secret: bytes, host: str, transport: str = "auto", heartbeat_s: float | None = 1.0) -> Endpoint:
+    """An endpoint that binds to `host`; peers must know `secret`. Raises ConfigError for a transport that cannot be.
+
+    A peer that is silent for 1.5 `heartbeat_s` is lost; None: only one that is gone.
+    """
     from helixrt.transport.auto import AutoEndpoint
 
-    return AutoEndpoint(secret, host, transport=transport)
+    return AutoEndpoint(secret, host, transport=transport, heartbeat_s=heartbeat_s)
 
 
 def interface_towards(address: str) -> str:

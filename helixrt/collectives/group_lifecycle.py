@@ -30,6 +30,7 @@ class GroupLifecycle(GroupCollectives):
     """One rank's group: `join` begins a generation."""
 
     _tuning: Tuning | None = None
+    _heartbeat_s = 1.0
 
     def _unconfigured(self, timeout: timedelta) -> None:
         self._collectives: Collectives | None = None
@@ -58,7 +59,8 @@ class GroupLifecycle(GroupCollectives):
 
     def _endpoint(self, store: dist.Store) -> Endpoint:
         secret = os.environ.get(SECRET_VARIABLE) or shared_secret(store)
-        return open_endpoint(secret.encode(), towards(store), os.environ.get(TRANSPORT_VARIABLE, "auto"))
+        transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
+        return open_endpoint(secret.encode(), towards(store), transport, self._heartbeat_s)
 
     def _leave(self, cause: Cause) -> None:
         collectives, self._collectives = self._collectives, None
