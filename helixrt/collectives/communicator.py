@@ -16,41 +16,22 @@ with it, everything submitted later at once. `configure` begins the next generat
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from helixrt.collectives.execution import Execution, Wire
 from helixrt.collectives.handle import CollectiveError, End, Handle, finished
-from helixrt.collectives.memory import OperationMemory, ScratchPool
+from helixrt.collectives.memory import ScratchPool
 from helixrt.collectives.poller import Poller
 from helixrt.collectives.reduction import Reduction
 from helixrt.errors import Cause, Retryable
 from helixrt.protocol.algorithms.layout import Tuning
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.collective_messages import (
-    Aborted,
-    Action,
-    Await,
-    Break,
-    Compute,
-    Computed,
-    Done,
-    Event,
-    Expired,
-    PeerLost,
-    Received,
-    Sent,
-    Skipped,
-    Submitted,
-    Transmit,
-)
 from helixrt.protocol.plan import Plan
 from helixrt.transport import contract
 
@@ -66,22 +47,6 @@ class Patience:
 
     spin_s: float = 50e-6  # a waiting caller polls that long after the last thing that happened
     park_s: float = 5e-3  # the thread leaves driving to callers that long after one was there
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """How both ends of a point-to-point operation call its messages; they count those of a tag between them."""
-
-    op: int  # below 0: collectives have the others
-    first: int  # index of the first message
-
-
-@dataclass(slots=True)
-class _Running:
-    handle: Handle
-    memory: OperationMemory
-    reduction: Reduction
-    wire: Wire | None
 
 
 class Communicator:
@@ -101,13 +66,8 @@ class Communicator:
         self.tuning = tuning or Tuning()
         self._endpoint, self._patience = endpoint, patience or Patience()
         self._lock = threading.Lock()  # of everything below and of the endpoint
-        self._machine: CollectiveMachine | None = None
-        self._failure: CollectiveError | None = None
-        self._running: dict[int, _Running] = {}
-        self._points: dict[tuple[bool, int, int, int], tuple[int, int]] = {}  # (sent, peer, wire's name) -> (op, index)
-        self._next_op, self._next_point = 0, -1
-        self._deadlines: list[tuple[float, int]] = []
-        self._ended: deque[tuple[_Running, CollectiveError | None]] = deque()
+        self._execution: Execution | None = None  # of the generation that is configured
+        self._failure: CollectiveError | None = None  # of one that is not, or not yet
         self._scratch = ScratchPool()
         self._role = threading.Lock()  # held by the caller that drives
         self._driver = 0  # its thread's identity
@@ -128,17 +88,18 @@ class Communicator:
     @property
     def failure(self) -> CollectiveError | None:
         """The first thing that went wrong in this generation; it ended it."""
-        return self._failure
+        execution = self._execution
+        return self._failure if execution is None else execution.failure
 
     @property
     def busy(self) -> bool:
         """Something is running or queued."""
-        return bool(self._running)
+        return self._execution is not None and bool(self._execution.running)
 
     @property
     def submitted(self) -> int:
         """Collectives so far in this generation."""
-        return self._next_op
+        return 0 if self._execution is None else self._execution.submitted
 
     # ---------------------------------------------------------------- generations
 
@@ -146,7 +107,7 @@ class Communicator:
         """End what is left of the last generation, before a rendezvous for the next: from now on `abort` is for that."""
         self._end(Cause("the group is being configured anew"))
         with self._lock:
-            self._machine, self._failure = None, None
+            self._execution, self._failure = None, None
 
     def configure(self, generation: int, rank: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
         """Connect to `peers` (rank -> address, without this one). Raises Retryable if that fails or `abort` comes.
@@ -156,17 +117,14 @@ class Communicator:
         self._raise_if_aborted()
         if peers:
             try:
-                self._endpoint.connect(generation, rank, peers, deadline_s, lambda: self._failure is not None)
+                self._endpoint.connect(generation, rank, peers, deadline_s, lambda: self.failure is not None)
             except Retryable:
                 self._raise_if_aborted()  # the first cause, if it was that
                 raise
         with self._lock:
             self.rank, self.size, self.generation = rank, len(peers) + 1, generation
-            self._next_op, self._next_point = 0, -1
-            self._deadlines.clear()
-            self._points.clear()
             if self._failure is None:
-                self._machine = CollectiveMachine(rank, self.size, self.tuning.chunk_bytes * self.tuning.chunks)
+                self._execution = Execution(self._endpoint, rank, self.size, self.tuning, self._scratch)
                 if peers:
                     self._poller.watch(self._endpoint.descriptors())
             elif peers:
@@ -177,8 +135,8 @@ class Communicator:
             self._wake()
 
     def _raise_if_aborted(self) -> None:
-        if self._failure is not None:
-            raise CollectiveError(self._failure.cause, self._failure.end)
+        if (failure := self.failure) is not None:
+            raise CollectiveError(failure.cause, failure.end)
 
     def abort(self, cause: Cause) -> None:
         """End this generation, also one that is being configured: from any thread, at once. The first cause counts."""
@@ -187,10 +145,10 @@ class Communicator:
 
     def _end(self, cause: Cause) -> None:
         with self._lock:
-            if self._failure is None:
+            if self._execution is not None:
+                self._execution.abort(cause)
+            elif self._failure is None:
                 self._failure = CollectiveError(cause, End.ABORTED)
-                if self._machine is not None:
-                    self._feed(Aborted(cause))
         self._settle()
 
     def close(self) -> None:
@@ -199,15 +157,14 @@ class Communicator:
             return
         cause = Cause("the communicator was closed")
         with self._lock:
-            idle = self._machine is not None and not self._running and self._failure is None
+            idle = self._execution is not None and not self.busy and self.failure is None
         if not idle:  # a farewell is for peers that were left with nothing undone
             self._end(cause)
         if self._abandoned is not None:
             self._abandoned.detach()
         _end_thread(self._stop, self._poller, self._thread)
         with self._lock:
-            self._failure = self._failure or CollectiveError(cause, End.ABORTED)
-            self._machine = None
+            self._failure, self._execution = self.failure or CollectiveError(cause, End.ABORTED), None
             self._endpoint.close()
         with self._role:
             self._poller.close()
@@ -216,9 +173,9 @@ class Communicator:
 
     def refusal(self) -> CollectiveError | None:
         """Why nothing can be submitted now."""
-        if self._failure is not None:
-            return CollectiveError(self._failure.cause, self._failure.end, skipped=True)
-        return CollectiveError(Cause("the communicator is not configured"), skipped=True) if self._machine is None else None
+        if (failure := self.failure) is not None:
+            return CollectiveError(failure.cause, failure.end, skipped=True)
+        return CollectiveError(Cause("the communicator is not configured"), skipped=True) if self._execution is None else None
 
     def submit(
         self,
@@ -239,23 +196,18 @@ class Communicator:
         """
         handle = Handle(self, finish)
         with self._lock:
-            if self._failure is not None or self._machine is None:
+            execution = self._execution
+            if execution is None or execution.failure is not None:
                 return finished(self.refusal())
-            scratch = self._scratch.take(plan.scratch_bytes) if plan.scratch_bytes else None
-            running = _Running(handle, OperationMemory(source, out, scratch), reduction, wire)
-            if wire is None:
-                op, self._next_op = self._next_op, self._next_op + 1
-            else:
-                op, self._next_point = self._next_point, self._next_point - 1
-            self._running[op] = running
             now = time.monotonic()
-            heapq.heappush(self._deadlines, (now + timeout_s, op))
-            self._feed(Submitted(op, plan))
+            execution.begin(plan, source, out, reduction, handle, now + timeout_s, wire)
             if not waits and self.size > 1:
-                self._turn(now)
+                execution.turn(now)
                 self._poller.watch(self._endpoint.descriptors())
         self._settle()
-        if not waits and not handle.done and self._must_wake():
+        if self._asleep:  # another caller drives: there is more to do than it knew when it lay down
+            self._poller.nudge()
+        elif not waits and not handle.done and self._must_wake():
             self._wake()
         return handle
 
@@ -273,7 +225,7 @@ class Communicator:
                 finally:
                     self._left_s, self._driver = time.monotonic(), 0
                     self._role.release()
-                    if self._running:
+                    if self.busy:
                         self._wake()
             else:  # another caller drives, and after it the thread
                 handle.sleep(_LOOK_S if until is None else min(_LOOK_S, max(0.0, until - time.monotonic())))
@@ -284,10 +236,11 @@ class Communicator:
         """In the driver's role."""
         spin_until = time.monotonic() + self._patience.spin_s
         while not handle.done:
-            with self._lock:
-                now = time.monotonic()
-                moved = self._turn(now)
-            if self._ended:
+            try:
+                with self._lock:
+                    now = time.monotonic()
+                    moved = self._turn(now)
+            finally:  # what fails here ends operations of others too
                 self._settle()
             if handle.done or (until is not None and now >= until):
                 return
@@ -304,86 +257,16 @@ class Communicator:
     # ---------------------------------------------------------------- turns
 
     def _turn(self, now: float) -> bool:
-        """Bring on what can be brought on without blocking; whether anything happened. The lock is held."""
-        if self._machine is None or self.size == 1 or self._failure is not None:
-            return False
-        try:
-            return self._advance(now)
-        except Exception as error:  # of the program: nobody may wait for an operation that nothing brings on
-            cause = Cause(f"the communicator failed: {error!r}", f"rank {self.rank}")
-            self._failure = self._failure or CollectiveError(cause, End.ABORTED)
-            self._feed(Aborted(cause))
-            raise
-
-    def _advance(self, now: float) -> bool:
-        outcomes = self._endpoint.progress(now)
-        for outcome in outcomes:
-            if isinstance(outcome, (contract.Received, contract.Sent)):  # noqa: UP038, a union costs five times more
-                self._delivered(outcome)
-            else:
-                self._failure = self._failure or CollectiveError(outcome.cause, End.PEER)
-                lost = isinstance(outcome, contract.Lost)
-                self._feed(PeerLost(outcome.peer, outcome.cause) if lost else Aborted(outcome.cause))
-        deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][1] not in self._running):
-            op = heapq.heappop(deadlines)[1]
-            if op in self._running:
-                self._feed(Expired(op))
-        return bool(outcomes)
-
-    def _delivered(self, outcome: contract.Sent | contract.Received) -> None:
-        op, index, sent = outcome.op, outcome.index, isinstance(outcome, contract.Sent)
-        if op < 0:
-            op, index = self._points.pop((sent, outcome.peer, op, index))
-        self._feed(Sent(op, outcome.peer, index) if sent else Received(op, outcome.peer, index))
-
-    def _feed(self, event: Event) -> None:
-        """Give the machine an event and carry out what it answers. The lock is held."""
-        machine = self._machine
-        assert machine is not None
-        pending: deque[Action] = deque(machine.on(event))
-        while pending:
-            action = pending.popleft()
-            if isinstance(action, Compute):  # one class after the other: it runs for every chunk
-                running = self._running[action.op]
-                running.reduction.carry_out(action.work, running.memory)
-                pending.extend(machine.on(Computed(action.op, action.node)))
-            elif isinstance(action, (Transmit, Await)):  # noqa: UP038
-                self._exchange(action)
-            elif isinstance(action, Done):
-                self._finish(action.op, None)
-            elif isinstance(action, Break):  # no cause yet but a deadline's, which the machine words
-                self._failure = self._failure or CollectiveError(action.cause, End.DEADLINE)
-                if self.size > 1:
-                    self._endpoint.abort(action.cause)
-            else:
-                assert self._failure is not None
-                skipped = isinstance(action, Skipped)
-                self._finish(action.op, CollectiveError(action.cause, self._failure.end, skipped))
-
-    def _exchange(self, action: Transmit | Await) -> None:
-        running, op, index = self._running[action.op], action.op, action.index
-        sends = isinstance(action, Transmit)
-        if running.wire is not None:
-            op, index = running.wire.op, running.wire.first + action.index
-            self._points[sends, action.peer, op, index] = action.op, action.index
-        call = self._endpoint.send if sends else self._endpoint.receive
-        call(action.peer, op, index, running.memory.view(action.region))
-
-    def _finish(self, op: int, failure: CollectiveError | None) -> None:
-        running = self._running.pop(op)
-        if running.memory.scratch is not None:
-            self._scratch.give(running.memory.scratch)
-        self._ended.append((running, failure))
+        """Whether anything happened. The lock is held."""
+        return self._execution is not None and self._execution.turn(now)
 
     def _settle(self) -> None:
         """Tell the callers whose operations ended; the lock is not held, so they may submit more."""
-        while self._ended:
-            try:
-                running, failure = self._ended.popleft()
-            except IndexError:
-                return
-            running.handle.complete(failure)
+        execution = self._execution
+        if execution is None or not execution.ended:
+            return
+        for handle, failure in execution.take_ended():
+            handle.complete(failure)
         if self._asleep:
             self._poller.nudge()
 
@@ -392,14 +275,11 @@ class Communicator:
     def _prepare_to_sleep(self, now: float) -> float:
         """Watch what the endpoint waits for; how long at most."""
         with self._lock:
-            if self._machine is None or self.size == 1 or self._failure is not None:
+            execution = self._execution
+            if execution is None or not execution.connected:
                 return _IDLE_S
             self._poller.watch(self._endpoint.descriptors())
-            wanted = self._endpoint.next_deadline()
-            rest = _IDLE_S if wanted is None else wanted - now
-            if self._deadlines:
-                rest = min(rest, self._deadlines[0][0] - now)
-            return max(0.0, rest)
+            return max(0.0, min(_IDLE_S, execution.next_deadline() - now))
 
     def _wake(self) -> None:
         self._wanted = True
@@ -408,11 +288,10 @@ class Communicator:
     def _must_wake(self) -> bool:
         """Whether the thread would not notice in time by itself that there is more to do."""
         with self._lock:
-            until = self._sleeps_until
-            if self._machine is None or until == 0:
-                return self._machine is not None
-            wanted = self._endpoint.next_deadline()
-            return (wanted is not None and wanted < until) or (bool(self._deadlines) and self._deadlines[0][0] < until)
+            until, execution = self._sleeps_until, self._execution
+            if execution is None or not execution.connected:
+                return False
+            return until == 0 or execution.next_deadline() < until
 
     def _start_thread(self) -> None:
         if self._thread is not None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from helixrt.collectives.communicator import Communicator, Wire
+from helixrt.collectives.communicator import Communicator
+from helixrt.collectives.execution import Wire
 from helixrt.collectives.handle import Handle, finished
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.protocol.algorithms import choice, direct

@@ -1,0 +1,191 @@
+"""One generation of a communicator: its machine, its operations and its endpoint, brought on in turns.
+
+In: operations, and time as a number. Out: handles whose operations ended, with how. Outcomes of the endpoint
+become events of the machine (`protocol/collective.py`), its actions become calls of the endpoint and
+reductions. Everything here is called by one thread at a time: the communicator holds its lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from helixrt.collectives.handle import CollectiveError, End, Handle
+from helixrt.collectives.memory import OperationMemory, ScratchPool
+from helixrt.collectives.reduction import Reduction
+from helixrt.errors import Cause
+from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.protocol.collective import CollectiveMachine
+from helixrt.protocol.collective_messages import (
+    Aborted,
+    Action,
+    Await,
+    Break,
+    Compute,
+    Computed,
+    Done,
+    Event,
+    Expired,
+    PeerLost,
+    Received,
+    Sent,
+    Skipped,
+    Submitted,
+    Transmit,
+)
+from helixrt.protocol.plan import Plan
+from helixrt.transport import contract
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How both ends of a point-to-point operation call its messages; they count those of a tag between them."""
+
+    op: int  # below 0: collectives have the others
+    first: int  # index of the first message
+
+
+@dataclass(slots=True)
+class _Running:
+    handle: Handle
+    memory: OperationMemory
+    reduction: Reduction
+    wire: Wire | None
+
+
+class Execution:
+    """`failure` is the first error; it ended the generation, and stays."""
+
+    def __init__(
+        self, endpoint: contract.Endpoint, rank: int, size: int, tuning: Tuning, scratch: ScratchPool
+    ) -> None:
+        self._endpoint, self._rank, self._size, self._scratch = endpoint, rank, size, scratch
+        self._machine = CollectiveMachine(rank, size, tuning.chunk_bytes * tuning.chunks)
+        self.failure: CollectiveError | None = None
+        self.running: dict[int, _Running] = {}
+        self.ended: deque[tuple[_Running, CollectiveError | None]] = deque()
+        self.submitted, self._points_submitted = 0, 0
+        self._points: dict[tuple[bool, int, int, int], tuple[int, int]] = {}  # (sent, peer, wire's name) -> (op, index)
+        self._deadlines: list[tuple[float, int]] = []
+
+    @property
+    def connected(self) -> bool:
+        """The endpoint wants to be driven."""
+        return self._size > 1 and self.failure is None
+
+    def begin(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        out: torch.Tensor,
+        reduction: Reduction,
+        handle: Handle,
+        deadline: float,
+        wire: Wire | None,
+    ) -> None:
+        """Begin an operation that fails at monotonic time `deadline`."""
+        scratch = self._scratch.take(plan.scratch_bytes) if plan.scratch_bytes else None
+        if wire is None:
+            op, self.submitted = self.submitted, self.submitted + 1
+        else:
+            self._points_submitted += 1
+            op = -self._points_submitted
+        self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire)
+        heapq.heappush(self._deadlines, (deadline, op))
+        self._feed(Submitted(op, plan))
+
+    def abort(self, cause: Cause) -> None:
+        """End everything, unless it has ended."""
+        if self.failure is None:
+            self.failure = CollectiveError(cause, End.ABORTED)
+            self._feed(Aborted(cause))
+
+    def take_ended(self) -> Iterator[tuple[Handle, CollectiveError | None]]:
+        """Whose operations ended, and how; any thread may ask, each is told once."""
+        while self.ended:
+            try:
+                running, failure = self.ended.popleft()
+            except IndexError:
+                return
+            yield running.handle, failure
+
+    def next_deadline(self) -> float:
+        """When `turn` is wanted though no descriptor is ready (monotonic time)."""
+        due = self._deadlines[0][0] if self._deadlines else math.inf
+        wanted = self._endpoint.next_deadline()
+        return due if wanted is None else min(due, wanted)
+
+    def turn(self, now: float) -> bool:
+        """Bring on what can be brought on without blocking; whether anything happened."""
+        if not self.connected:
+            return False
+        try:
+            return self._advance(now)
+        except Exception as error:  # of the program: nobody may wait for an operation that nothing brings on
+            self.abort(Cause(f"the communicator failed: {error!r}", f"rank {self._rank}"))
+            raise
+
+    def _advance(self, now: float) -> bool:
+        outcomes = self._endpoint.progress(now)
+        for outcome in outcomes:
+            if isinstance(outcome, (contract.Received, contract.Sent)):  # noqa: UP038, a union costs five times more
+                self._delivered(outcome)
+            else:
+                self.failure = self.failure or CollectiveError(outcome.cause, End.PEER)
+                lost = isinstance(outcome, contract.Lost)
+                self._feed(PeerLost(outcome.peer, outcome.cause) if lost else Aborted(outcome.cause))
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][1] not in self.running):
+            op = heapq.heappop(deadlines)[1]
+            if op in self.running:
+                self._feed(Expired(op))
+        return bool(outcomes)
+
+    def _delivered(self, outcome: contract.Sent | contract.Received) -> None:
+        op, index, sent = outcome.op, outcome.index, isinstance(outcome, contract.Sent)
+        if op < 0:
+            op, index = self._points.pop((sent, outcome.peer, op, index))
+        self._feed(Sent(op, outcome.peer, index) if sent else Received(op, outcome.peer, index))
+
+    def _feed(self, event: Event) -> None:
+        """Give the machine an event and carry out what it answers."""
+        machine = self._machine
+        pending: deque[Action] = deque(machine.on(event))
+        while pending:
+            action = pending.popleft()
+            if isinstance(action, Compute):  # one class after the other: it runs for every chunk
+                running = self.running[action.op]
+                running.reduction.carry_out(action.work, running.memory)
+                pending.extend(machine.on(Computed(action.op, action.node)))
+            elif isinstance(action, (Transmit, Await)):  # noqa: UP038
+                self._exchange(action)
+            elif isinstance(action, Done):
+                self._finish(action.op, None)
+            elif isinstance(action, Break):  # no cause yet but a deadline's, which the machine words
+                self.failure = self.failure or CollectiveError(action.cause, End.DEADLINE)
+                if self._size > 1:
+                    self._endpoint.abort(action.cause)
+            else:
+                assert self.failure is not None
+                skipped = isinstance(action, Skipped)
+                self._finish(action.op, CollectiveError(action.cause, self.failure.end, skipped))
+
+    def _exchange(self, action: Transmit | Await) -> None:
+        running, op, index = self.running[action.op], action.op, action.index
+        sends = isinstance(action, Transmit)
+        if running.wire is not None:
+            op, index = running.wire.op, running.wire.first + action.index
+            self._points[sends, action.peer, op, index] = action.op, action.index
+        call = self._endpoint.send if sends else self._endpoint.receive
+        call(action.peer, op, index, running.memory.view(action.region))
+
+    def _finish(self, op: int, failure: CollectiveError | None) -> None:
+        running = self.running.pop(op)
+        if running.memory.scratch is not None:
+            self._scratch.give(running.memory.scratch)
+        self.ended.append((running, failure))
