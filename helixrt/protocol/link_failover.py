@@ -98,11 +98,6 @@ class Failover:
     def recount(self) -> None:
         """Which rails carry new traffic now."""
         usable = [rail for rail in self.rails if rail.usable]
-        if not usable:  # better a slow rail than none
-            for rail in self.rails:
-                if rail.leaving:
-                    rail.leaving = False
-                    usable.append(rail)
         self.recovering = len(usable) < len(self.rails)
         if not self.options.striped and usable:
             first = usable[0].number

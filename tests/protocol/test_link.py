@@ -307,6 +307,25 @@ def test_a_second_failure_during_the_handshake_is_survived() -> None:
     assert pair.links[1].duplicates == 0
 
 
+def test_an_older_handshake_says_nothing_about_a_newer_failure() -> None:
+    """The peer left connection 1 and may still take what connection 2 brings it: nothing is resent before it left that too."""
+    pair = Pair(rails=2, striped=False)
+    fall_back(pair)
+    pair.up(0)
+    pair.wait(0.1)
+    pair.post(1, 1)
+    pair.flow()
+    pair.hold(0), pair.hold(1, 0)
+    pair.submit(0, 1)
+    assert pair.said(0, m.SendData)[-1].rail == 0
+    pair.cut(0, m.Failure.PATH, 0)
+    older = Frame(Kind.RESUME, 7, op=1, index=0, length=16, body=frames.counters_body(frames.Counters(0, 0)))
+    pair.tell(0, m.FrameArrived(1, older))
+    assert pair.kinds(0).count(Kind.DATA) == 1
+    pair.release(1)
+    assert pair.kinds(0).count(Kind.DATA) == 2 and pair.said(1, m.Received) == [m.Received(1, 0)]
+
+
 def test_a_lost_handshake_is_repeated() -> None:
     pair = Pair(rails=2, striped=False)
     pair.post(1, 1)

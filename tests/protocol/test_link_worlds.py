@@ -43,9 +43,10 @@ class Connection:
     rail: int
     incarnation: int
     open: list[bool] = field(default_factory=lambda: [False, False])  # per end: it uses this connection
+    joined: list[bool] = field(default_factory=lambda: [False, False])  # it has begun to
     dead: bool = False  # nothing sent from now on arrives
     last: list[float] = field(default_factory=lambda: [0.0, 0.0])  # when the newest frame towards an end arrives
-    behind: tuple[deque[frames.Frame], ...] = field(default_factory=lambda: (deque(), deque()))  # a payload under way
+    behind: tuple[deque[frames.Frame], ...] = field(default_factory=lambda: (deque(), deque()))  # cannot be read yet
 
 
 class Wrong(AssertionError):
@@ -259,8 +260,9 @@ class World:
         self.wanted[connection.rail][me] = False
         end.connections[connection.rail] = connection
         end.landing.pop(connection.rail, None)
-        connection.open[me] = True
+        connection.open[me] = connection.joined[me] = True
         end.tell(m.RailUp(connection.rail, connection.incarnation))
+        self.read_on(me, connection)
 
     def restore(self, me: int, rail: int) -> None:
         """End 0 dials; end 1 waits."""
@@ -313,6 +315,9 @@ class World:
             return
         end = self.ends[me]
         rail = connection.rail
+        if not connection.joined[me]:
+            connection.behind[me].append(frame)
+            return
         if end.dead or not connection.open[me] or connection.dead or self.mute[rail][me]:
             return
         if end.connections.get(rail) is not connection:
@@ -333,8 +338,11 @@ class World:
         mine = end.connections.get(rail) is connection and connection.open[me] and not connection.dead
         if not end.dead and mine and not self.mute[rail][me] and end.landing.get(rail, (0,))[0] == sequence:
             end.payload(rail, sequence)
-            while connection.behind[me] and rail not in end.landing:
-                self.arrive(me, connection, connection.behind[me].popleft())
+            self.read_on(me, connection)
+
+    def read_on(self, me: int, connection: Connection) -> None:
+        while connection.behind[me] and connection.rail not in self.ends[me].landing:
+            self.arrive(me, connection, connection.behind[me].popleft())
 
     # ---- faults
 
