@@ -195,16 +195,18 @@ class Communicator:
         With `waits` the caller promises to call `wait` at once, and drives by that.
         """
         handle = Handle(self, finish)
-        with self._lock:
-            execution = self._execution
-            if execution is None or execution.failure is not None:
-                return finished(self.refusal())
-            now = time.monotonic()
-            execution.begin(plan, source, out, reduction, handle, now + timeout_s, wire)
-            if not waits and self.size > 1:
-                execution.turn(now)
-                self._poller.watch(self._endpoint.descriptors())
-        self._settle()
+        try:
+            with self._lock:
+                execution = self._execution
+                if execution is None or execution.failure is not None:
+                    return finished(self.refusal())
+                now = time.monotonic()
+                execution.begin(plan, source, out, reduction, handle, now + timeout_s, wire)
+                if not waits and self.size > 1:
+                    execution.turn(now)
+                    self._poller.watch(self._endpoint.descriptors())
+        finally:
+            self._settle()
         if self._asleep:  # another caller drives: there is more to do than it knew when it lay down
             self._poller.nudge()
         elif not waits and not handle.done and self._must_wake():

@@ -270,3 +270,45 @@ def test_an_abort_while_configuring(group: Group) -> None:
     with pytest.raises(Retryable, match="changed my mind"):
         communicator.configure(3, 0, {1: group.endpoints[1].address()}, DEADLINE_S)
     group.configure(4, [0, 1])
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_caller_whose_peer_is_late_holds_up_nobody(group: Group, waits: bool) -> None:
+    """It drives and sleeps; another thread of its rank submits, and waits for what nobody but the sleeper would bring on."""
+    late = torch.zeros(4)
+    sleeper = threading.Thread(target=lambda: group.ranks[0].receive(late, 1, 9, How(DEADLINE_S, waits=True)).wait())
+    sleeper.start()
+    time.sleep(0.05)
+
+    def run(me: int) -> torch.Tensor:
+        for _ in range(20):
+            value = torch.ones(3)
+            group.ranks[me].all_reduce(value, value, SUM, How(DEADLINE_S, waits=waits)).wait()
+        return value
+
+    assert all(torch.equal(value, torch.full((3,), 2.0)) for value in group.on_each(run))
+    assert torch.equal(late, torch.zeros(4))
+    group.ranks[1].send(torch.ones(4), 0, 9, How(DEADLINE_S)).wait()
+    sleeper.join(DEADLINE_S / 2)
+    assert not sleeper.is_alive()
+    assert torch.equal(late, torch.ones(4))
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_endpoint_that_fails_ends_the_generation_for_all(
+    group: Group, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending = group.ranks[0].receive(torch.zeros(1), 1, 0, How(DEADLINE_S))
+    theirs = group.ranks[1].receive(torch.zeros(1), 0, 0, How(DEADLINE_S))
+
+    def fail(now: float) -> Any:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(group.endpoints[0], "progress", fail)
+    with pytest.raises((OSError, CollectiveError), match="no such device"):
+        group.ranks[0].barrier(How(DEADLINE_S, waits=waits)).wait()
+    for handle in (pending, theirs):
+        with pytest.raises(CollectiveError, match="the communicator failed.*no such device"):
+            handle.wait(DEADLINE_S / 2)
