@@ -182,21 +182,33 @@ def plain_engine() -> Any:
     return module.PlainEngine
 
 
-RANKS, ANSWER_DEADLINE_S = 2, 90
+RANKS, ANSWER_DEADLINE_S = 2, 240
 
 
 class RankAnswers:
-    """What two ranks said of each case: nothing, or a traceback, after which they were asked no more."""
+    """What two ranks say of each case, in turn: nothing, or a traceback, after which they are asked no more.
 
-    def __init__(self, names: Iterable[str]) -> None:
+    They go on by themselves; a test waits for no more than its own case.
+    """
+
+    def __init__(self, names: Iterable[str], answers: Any) -> None:
         self.said: dict[str, list[str]] = {name: [] for name in names}
+        self.answers = answers
 
     def check(self, name: str) -> None:
-        """Fails unless both ranks came through this case."""
-        for other, said in self.said.items():
-            for problem in filter(None, said):
-                pytest.fail(f"case {other!r}: {problem}", pytrace=False)
-        assert len(self.said[name]) == RANKS, "a rank did not answer"
+        """Fails unless both ranks come through this case."""
+        while len(self.said[name]) < RANKS:
+            for other, said in self.said.items():
+                for problem in filter(None, said):
+                    pytest.fail(f"case {other!r}: {problem}", pytrace=False)
+            try:
+                _, about, problem = self.answers.get(timeout=ANSWER_DEADLINE_S)
+            except queue.Empty:
+                self.said[name].append("a rank did not answer")
+            else:
+                self.said[about].append(problem)
+        for problem in filter(None, self.said[name]):
+            pytest.fail(f"case {name!r}: {problem}", pytrace=False)
 
 
 def rank_main(rank: int, folder: str, check: Callable[[str], None], names: list[str], answers: Any) -> None:
@@ -220,35 +232,28 @@ def rank_main(rank: int, folder: str, check: Callable[[str], None], names: list[
 
 
 @pytest.fixture(scope="module")
-def ask_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RankAnswers]:
+def ask_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RankAnswers]]:
     """`ask_ranks(check, names)`: two processes that are ranks call `check(name)`, of a test's module, for each name in turn.
 
     One pair of processes for many cases: to start them takes seconds.
     """
+    processes: list[Any] = []
 
     def ask(check: Callable[[str], None], names: Iterable[str]) -> RankAnswers:
         names = list(names)
         folder = str(tmp_path_factory.mktemp("ranks"))
         context = multiprocessing.get_context("spawn")
-        answers, said = RankAnswers(names), context.Queue()
-        arguments = [(rank, folder, check, names, said) for rank in range(RANKS)]
-        processes = [context.Process(target=rank_main, args=each, name=f"rank-{each[0]}") for each in arguments]
-        for process in processes:
-            process.start()
-        try:
-            for _ in range(RANKS * len(names)):
-                _, name, problem = said.get(timeout=ANSWER_DEADLINE_S)
-                answers.said[name].append(problem)
-                if problem:
-                    break
-        except queue.Empty:
-            pass
-        finally:
-            for process in processes:
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-        return answers
+        said = context.Queue()
+        for rank in range(RANKS):
+            arguments = (rank, folder, check, names, said)
+            processes.append(context.Process(target=rank_main, args=arguments, name=f"rank-{rank}"))
+            processes[-1].start()
+        return RankAnswers(names, said)
 
-    return ask
+    yield ask
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
