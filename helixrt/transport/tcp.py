@@ -40,6 +40,7 @@ from helixrt.transport.tcp_rails import MAX_RAILS, SocketTuning, TcpRail
 from helixrt.transport.tcp_watch import ENDED, READ, WRITE, Timer, Watch
 
 _MAX_PARKED = 1024
+_ROUNDS = 4  # in one `progress`, as long as there is nothing to report
 _SETTLE_S = 1e-3  # who calls `progress` without a pause has the deadlines looked at that often
 _KNOCKS = 5  # at a door that opens and shuts at once, as that of a dying process does
 
@@ -51,8 +52,8 @@ class TcpOptions:
     period_s: float | None = 1.0  # of heartbeats; None: none, and a peer that falls silent is not noticed
     link: LinkOptions = field(default_factory=LinkOptions)  # its period is the one above
     sockets: SocketTuning = field(default_factory=SocketTuning)
-    read_bytes: int = 4 << 20  # of one connection in one `progress`, about
-    write_bytes: int = 4 << 20
+    read_bytes: int = 2 << 20  # of one connection in one `progress`, about
+    write_bytes: int = 2 << 20
     missing_rail_s: float = 1.0  # `connect` waits so long for the other rails of a peer that came on one
     restore_s: float = 2.0  # one attempt to restore a rail
     linger_s: float = 1.0  # `close` waits at most so long until the last bytes are out
@@ -143,8 +144,13 @@ class TcpEndpoint(Endpoint):
         self.now = now
         if self._writers:
             self._write()
-        if self._watch.dispatch() and self._writers:
-            self._write()
+        for _ in range(_ROUNDS):  # what comes meanwhile is cheaper to take now than after another wait
+            if not self._watch.dispatch():
+                break
+            if self._writers:
+                self._write()
+            if self._outcomes:
+                break
         if self._touched and now > self._settled_s + _SETTLE_S:
             self._settle()
         if now >= self._due or now >= self._watch.due:

@@ -22,7 +22,7 @@ from helixrt.transport.tcp_rails import failure_of
 _AHEAD_BYTES = 128 << 10
 _LITTLE_AHEAD_BYTES = HEADER_BYTES + MAX_BODY_BYTES  # holds any frame that is not DATA
 _LONG_BYTES = 64 << 10  # payloads beyond this are read one by one
-_GATHER_BYTES = 256 << 10  # written in one call, unless a single frame is longer
+_GATHER_BYTES = 256 << 10  # written in one call, and the frame that goes beyond it
 _GATHER_FRAMES = 16
 _SINK_BYTES = 256 << 10
 _SIOCOUTQ = 0x5411  # of Linux: bytes of a socket that the other end has not acknowledged
@@ -114,7 +114,7 @@ class Connection:
         buffers: list[bytes | memoryview] = []
         total = 0
         for number, out in enumerate(self._queue):
-            if number and (number >= _GATHER_FRAMES or total + out.left > _GATHER_BYTES):
+            if number >= _GATHER_FRAMES or total >= _GATHER_BYTES:
                 break
             if out.header:
                 buffers.append(out.header)

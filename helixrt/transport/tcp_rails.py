@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import ipaddress
 import json
 import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from helixrt.errors import ConfigError
 from helixrt.protocol.link_messages import Failure
@@ -51,8 +53,8 @@ class TcpRail:
 class SocketTuning:
     """What is asked of the kernel for every connection, beside small frames at once (TCP_NODELAY)."""
 
-    send_bytes: int = 0  # its buffer, as far as the kernel's limits go; 0: left to its own tuning
-    receive_bytes: int = 0
+    send_bytes: int = 4 << 20  # its buffer, where the kernel's limit allows as much; else, and with 0, the kernel tunes it
+    receive_bytes: int = 4 << 20
     user_timeout_s: float = 10.0  # data nobody acknowledges, or takes, breaks the connection; at least two heartbeat periods
 
 
@@ -109,8 +111,11 @@ def _bound(rail: TcpRail, tuning: SocketTuning) -> socket.socket:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, rail.device.encode() + b"\0")
             except PermissionError:
                 pass  # the source address alone says which way
-        for option, size in ((socket.SO_SNDBUF, tuning.send_bytes), (socket.SO_RCVBUF, tuning.receive_bytes)):
-            if size:
+        for option, size, name in (
+            (socket.SO_SNDBUF, tuning.send_bytes, "wmem_max"),
+            (socket.SO_RCVBUF, tuning.receive_bytes, "rmem_max"),
+        ):
+            if 0 < size <= _limit(name):
                 sock.setsockopt(socket.SOL_SOCKET, option, size)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what a listener has, its connections have
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(tuning.user_timeout_s * 1000))
@@ -119,6 +124,15 @@ def _bound(rail: TcpRail, tuning: SocketTuning) -> socket.socket:
         sock.close()
         raise ConfigError("rail", rail.address, f"cannot be used: {error.strerror}") from error
     return sock
+
+
+@functools.cache
+def _limit(name: str) -> int:
+    """Of the kernel, for a socket's buffer; with less than wanted its own tuning comes further."""
+    try:
+        return int(Path("/proc/sys/net/core", name).read_text())
+    except (OSError, ValueError):  # not told, as in network namespaces of older kernels
+        return 0
 
 
 def failure_of(code: int) -> Failure:
