@@ -108,5 +108,5 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[experts, tokens, in] to [experts, tokens, out]."""
-        # The weight comes first so that its gradient is laid out as itself: adding a transposed one takes longer than making it.
+        # The weight first, so that its gradient is laid out as itself: to add a transposed one takes longer than to make it.
         return torch.bmm(self.weight, x.transpose(1, 2)).transpose(1, 2).contiguous()
