@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 groups = pytest.importorskip("torchft.process_group_test", reason="torchft, or parameterized, is not installed (extra: dev)")
 jobs = pytest.importorskip("torchft.manager_integ_test", reason="torchft, or parameterized, is not installed (extra: dev)")
@@ -72,6 +73,8 @@ def _ours_in_place_of_theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for group in made:  # torchft's tests leave theirs behind
         group.shutdown()
+    if dist.is_initialized():  # and the job's default group
+        dist.destroy_process_group()
     assert not [t for t in threading.enumerate() if t.name.startswith("helixrt-replica")]
 
 
