@@ -27,7 +27,7 @@ class Tuning:
 
     chunk_bytes: int = 8 << 20
     chunks: int = 4
-    least_chunk_bytes: int = 256 << 10
+    least_chunk_bytes: int = 1 << 20
     direct_bytes: int = 256 << 10  # everyone to everyone, while a rank sends at most this much
     two_step_bytes: int = 2 << 20  # direct reduce-scatter, then all-gather, for messages up to this size
 
