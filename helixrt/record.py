@@ -47,6 +47,8 @@ class Kind(StrEnum):
     SNAPSHOT = "snapshot"  # lineage, bytes
     CHECKPOINT_BEGIN = "checkpoint_begin"  # lineage
     CHECKPOINT_END = "checkpoint_end"  # lineage, path
+    HOP = "hop"  # peer, old, path, reason, old_rtt_s (null: no answer), rtt_s: new messages to the peer take another path
+    PATH_PROBED = "path_probed"  # peer, path, rtt_s
     FAILURE = "failure"  # replica, reason
     RANK_START = "rank_start"  # pid, incarnation
     RANK_END = "rank_end"  # code

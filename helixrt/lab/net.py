@@ -216,6 +216,12 @@ class Network:
         for way in direction.value:
             self._reshape(*places[way], self._shapes[places[way]].at(rate_mbit))
 
+    def set_queue(self, host: int, rail: int, queue_ms: float, direction: Direction = Direction.BOTH) -> None:
+        """Change how long packets may wait for the rate of one host's rail before they are dropped."""
+        places = self._shaped(host, rail)
+        for way in direction.value:
+            self._reshape(*places[way], replace(self._shapes[places[way]], queue_ms=queue_ms))
+
     def set_segment(self, host: int, rail: int, segment_bytes: int) -> None:
         """Change the most that TCP hands at once to a host's rail, each way (64 KB before); a burst becomes a quarter more."""
         if not LEAST_SEGMENT_BYTES <= segment_bytes <= MOST_SEGMENT_BYTES:

@@ -45,7 +45,7 @@ class Kind(IntEnum):
     SWITCH = 5  # sequence, index = rail, op = its incarnation: this rail carries traffic again (fail-back's fence)
     ACK = 6  # body: all that was received, and how much eager memory was given back
     RESUME = 7  # index = rail, op = its incarnation; body as ACK: nothing of that rail counts any more; flag ANSWER
-    PROBE = 8  # op = number of the probe: answer on the same rail
+    PROBE = 8  # op = number of the probe (less than 0: of a path); body: padding; answer on the same rail, unless flag MORE
     PROBED = 9  # op = number of the probe
     BEAT = 10  # nothing to say, and alive
     ABORT = 11  # body: the cause; the generation is over
@@ -56,6 +56,7 @@ LAST_SEQUENCED = Kind.SWITCH  # this kind and those before it have sequence numb
 
 EAGER = 1  # flag of DATA: sent without credit, counts against the receiver's eager memory
 ANSWER = 2  # flag of RESUME: the reply of a handshake, asks for none
+MORE = 4  # flag of PROBE: another of this number follows, and is answered
 
 
 class FrameError(HelixError):
@@ -147,11 +148,18 @@ class _Rule(NamedTuple):
 
 _OPS = {Kind.DATA, Kind.SWITCH, Kind.RESUME, Kind.PROBE, Kind.PROBED, Kind.BYE}
 _INDICES = {Kind.DATA, Kind.SKIP, Kind.SWITCH, Kind.RESUME}
-_LEAST = {Kind.CREDIT: _NAME.size, Kind.WANT: _NAME.size, Kind.ACK: _COUNTERS.size, Kind.RESUME: _COUNTERS.size, Kind.ABORT: 6}
+_LEAST = {
+    Kind.CREDIT: _NAME.size,
+    Kind.WANT: _NAME.size,
+    Kind.ACK: _COUNTERS.size,
+    Kind.RESUME: _COUNTERS.size,
+    Kind.PROBE: 0,
+    Kind.ABORT: 6,
+}
 _RULES = tuple(
     _Rule(
         kind,
-        {Kind.DATA: EAGER, Kind.RESUME: ANSWER}.get(kind, 0),
+        {Kind.DATA: EAGER, Kind.RESUME: ANSWER, Kind.PROBE: MORE}.get(kind, 0),
         _LEAST.get(kind, 0),
         MAX_MESSAGE_BYTES if kind is Kind.DATA else MAX_BODY_BYTES if kind in _LEAST else 0,
         kind in _OPS,

@@ -34,9 +34,10 @@ Failover follows SHIFT section 4.3, per rail and direction (`link_rails.SendStat
     slow rail   leaves the same way: nothing new goes on it, it drains, rests, is probed.
 
 A second failure at any point starts that rail's part over; RESUME is idempotent and repeated until answered,
-so any end may ask at any time. A striped link spreads messages over all DEFAULT rails and never stops for one
-of them. One that is not striped uses the lowest-numbered, withholds new frames while it switches, and so the
-frames of one direction arrive in their order, over rails that keep it, whatever fails.
+so any end may ask at any time. A striped link spreads messages over all DEFAULT rails, or gives each to the one its
+path policy chose (`link_paths`), and never stops for one of them. One that is not striped uses the lowest-numbered,
+withholds new frames while it switches, and so the frames of one direction arrive in their order, over rails that
+keep it, whatever fails.
 
 Where SHIFT counts receive completions, the counters here are the ledger itself, so order between rails is
 free. Its "next signaled WR" is the next frame, as every one of ours is acknowledged; and its omitted last
@@ -50,15 +51,17 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
 from helixrt.errors import Cause
 from helixrt.protocol import frames
 from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import EAGER, LAST_SEQUENCED, Frame, FrameError, Kind
+from helixrt.protocol.frames import EAGER, LAST_SEQUENCED, MORE, Frame, FrameError, Kind
 from helixrt.protocol.link_failover import Failover
 from helixrt.protocol.link_messages import Action, Event, Failure, LinkOptions
+from helixrt.protocol.link_paths import Paths
 from helixrt.protocol.link_rails import Rail, ReceiveState
 from helixrt.protocol.link_wire import Broken, Wire
 from helixrt.protocol.liveness import FirstReason, Liveness
@@ -69,7 +72,14 @@ RAIL_SILENCE = 0.75  # of a period: a rail this much longer silent than the peer
 class Link:
     """`peer` is for messages only; `rails` is their number, the same at both ends."""
 
-    def __init__(self, generation: int, peer: int, rails: int, options: LinkOptions | None = None) -> None:
+    def __init__(
+        self,
+        generation: int,
+        peer: int,
+        rails: int,
+        options: LinkOptions | None = None,
+        draw: random.Random | None = None,
+    ) -> None:
         assert rails > 0
         self.generation, self.peer, self.options = generation, peer, options or LinkOptions()
         self.first = FirstReason()
@@ -78,6 +88,10 @@ class Link:
         self._wire = Wire(generation, rails, self.options)
         self._failover = Failover(self._wire)
         self._inbox, self._outbox, self.rails = self._wire.inbox, self._wire.outbox, self._wire.rails
+        self._paths: Paths | None = None
+        if self.options.hopping is not None and rails > 1:
+            self._paths = Paths(self._wire, self.options.hopping, draw or random.Random(0))
+            self._outbox.room = self._paths.room
         self._liveness: Liveness | None = None  # from the first rail on
         self._deadlines: list[tuple[float, bool, int, int]] = []
         self._farewell: int | None = None  # the peer closes, and this was its newest sequence number
@@ -121,6 +135,8 @@ class Link:
         if self.closed:
             return math.inf
         due = self._wire.acknowledge_at
+        if self._paths is not None:
+            due = min(due, self._paths.due_s)
         if self._deadlines:
             due = min(due, self._deadlines[0][0])
         live = self._liveness
@@ -244,9 +260,13 @@ class Link:
                 self._take_counters(frame, now, out)
                 self._failover.resume(rail, frame, now, out)
             case Kind.PROBE:
-                self._wire.say(rail, now, out, Kind.PROBED, op=frame.op)
+                if not frame.flags & MORE:
+                    self._wire.say(rail, now, out, Kind.PROBED, op=frame.op)
             case Kind.PROBED:
-                self._failover.probed(rail, frame.op)
+                if frame.op < 0 and self._paths is not None:
+                    self._paths.answered(-frame.op, now, out)
+                else:
+                    self._failover.probed(rail, frame.op)
             case Kind.SWITCH:
                 self._failover.switched_by_peer(rail, frame)
             case Kind.ABORT:
@@ -268,6 +288,8 @@ class Link:
 
     def _acknowledged(self, floor: int, ranges: tuple[tuple[int, int], ...], now: float, out: list[Action]) -> None:
         self._outbox.acknowledge(floor, ranges, out)
+        if self._paths is not None:
+            self._paths.acknowledged(now, out)
         if self._failover.recovering:
             self._failover.acknowledged(now)
 
@@ -278,7 +300,8 @@ class Link:
         if frame is not None and self.options.fault_tolerance:
             self._wire.owed += 1
             if not frame.flags & EAGER:
-                self._wire.prompt = rail  # the sender waits for it, with its memory
+                # the sender waits for it, with its memory
+                self._wire.prompt = rail if self._paths is None else self._paths.for_acknowledgement(rail)
 
     def _heard(self, event: m.Heard, now: float, out: list[Action]) -> None:
         self._alive(self.rails[event.rail], now)
@@ -299,6 +322,8 @@ class Link:
         if now >= self._wire.acknowledge_at:
             self._wire.acknowledge_at = math.inf
             self._wire.prompt = self._wire.talker()
+        if self._paths is not None:
+            self._paths.tick(now, out)
         self._expire(now, out)
         live, options = self._liveness, self.options
         if live is None or not options.fault_tolerance:
@@ -332,12 +357,17 @@ class Link:
 
     def _pump(self, now: float, out: list[Action]) -> None:
         """Send what may go, each frame on the rail with the least on its way."""
-        carriers = self._failover.carriers
+        carriers, paths = self._failover.carriers, self._paths
+        if paths is not None:
+            paths.attend(carriers, now, out)
         while carriers:
             flight = self._outbox.next()
             if flight is None:
                 return
-            rail = carriers[0] if len(carriers) == 1 else min(carriers, key=_load)
+            if paths is not None:
+                rail = paths.rail_for(flight, carriers, now, out)
+            else:
+                rail = carriers[0] if len(carriers) == 1 else min(carriers, key=_load)
             self._wire.give(flight, rail, now, out)
 
     def _all_came(self) -> bool:

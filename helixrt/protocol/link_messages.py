@@ -17,6 +17,7 @@ from enum import Enum
 
 from helixrt.errors import Cause, ConfigError
 from helixrt.protocol.frames import Frame
+from helixrt.protocol.hopping_messages import HoppingOptions, Reason
 
 
 class Failure(Enum):
@@ -43,6 +44,8 @@ class LinkOptions:
 
     fault_tolerance: bool = True  # False: no acknowledgements, no copies, no beats; the first failure loses the link
     striped: bool = True  # over all healthy rails, least outstanding bytes first; False: the lowest-numbered, others back it up
+    hopping: HoppingOptions | None = None  # rails are paths, and a policy chooses where new messages go; needs striped and
+    # fault_tolerance
     eager_bytes: int = 64 << 10  # messages up to this travel before their receiver has posted
     eager_memory_bytes: int = 4 << 20  # of such messages that wait at the receiver
     window_bytes: int = 64 << 20  # on rails and unacknowledged; one message may always go
@@ -63,6 +66,8 @@ class LinkOptions:
                 raise ConfigError(key, getattr(self, key), "must be more than 0")
         if not 0 <= self.eager_bytes <= self.eager_memory_bytes:
             raise ConfigError("eager_bytes", self.eager_bytes, f"must be 0 to eager_memory_bytes={self.eager_memory_bytes}")
+        if self.hopping is not None and not (self.striped and self.fault_tolerance):
+            raise ConfigError("hopping", self.hopping.policy.value, "needs striped and fault_tolerance")
 
 
 # ---------------------------------------------------------------- events
@@ -307,6 +312,26 @@ class ResetRail:
 
 
 @dataclass(frozen=True, slots=True)
+class Hopped:
+    """For the record: new messages take another path (`hopping`). RTTs are of messages of the standard size, in seconds: of
+    the old path its average, of the new one its probe, 0 if there was none."""
+
+    old: int
+    path: int
+    reason: Reason
+    old_rtt_s: float
+    rtt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathProbed:
+    """For the record: another path was measured (`hopping`); the RTT as in `Hopped`."""
+
+    path: int
+    rtt_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The peer is gone for good in this generation. Last action but `ResetRail`s; the link answers nothing more."""
 
@@ -341,6 +366,8 @@ Action = (
     | Failed
     | RestoreRail
     | ResetRail
+    | Hopped
+    | PathProbed
     | Lost
     | PeerAborted
     | PeerClosed

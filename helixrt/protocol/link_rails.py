@@ -82,6 +82,9 @@ class Rail:
     flights: dict[int, Flight] = field(default_factory=dict)  # on a rail that failed: unresolved until the handshake
     bytes: int = 0  # of `flights`
     arrival: Arrival | None = None
+    delivered: int = 0  # bytes of long messages acknowledged since `link_paths` looked; not counted without it
+    delivered_messages: int = 0
+    begun_s: float = math.inf  # when the first of them was handed to the rail
 
     heard_s: float = -math.inf
     spoke_s: float = -math.inf

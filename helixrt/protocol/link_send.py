@@ -10,7 +10,7 @@ it, else it asks for a credit (WANT), as do messages that must not be repeated, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from helixrt.errors import Cause
 from helixrt.protocol.frames import MAX_NAMES, FrameError, Kind, Name, eager_charge, names_body
@@ -37,6 +37,7 @@ class Outbox:
         self.eager_back = 0  # and that it gave back
         self.forgotten: set[int] = set()
         self.resent = 0
+        self.room: Callable[[int], bool] | None = None  # whether the chosen path takes a message of this length now
 
     @property
     def busy(self) -> bool:
@@ -159,6 +160,8 @@ class Outbox:
             full = many >= self.options.window_frames or self.newest - self.acknowledged >= SPREAD
             if full or (self.bytes and self.bytes + message.length > self.options.window_bytes):
                 return None
+            if self.room is not None and not self.room(message.length):
+                return None
             self.ready.popleft()
             flight = message.flight = self.numbered(Kind.DATA, b"")
             flight.message = message
@@ -217,6 +220,10 @@ class Outbox:
             rail = self.rails[flight.rail]
             del rail.flights[flight.sequence]
             rail.bytes -= flight.bytes
+            if self.room is not None and flight.bytes > self.options.eager_bytes:
+                rail.delivered += flight.bytes
+                rail.delivered_messages += 1
+                rail.begun_s = min(rail.begun_s, flight.at_s)
         if message is None:
             return
         self.bytes -= flight.bytes

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import random
 import socket
 import time
 import weakref
@@ -30,7 +31,8 @@ from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.protocol import link_messages as m
 from helixrt.protocol.link import Link
 from helixrt.protocol.link_messages import Failure, LinkOptions
-from helixrt.transport import authentication, tcp_rails
+from helixrt.record import FlightRecord
+from helixrt.transport import authentication, path_history, tcp_rails
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
 from helixrt.transport.tcp_admission import Accepted, Dial, Door
 from helixrt.transport.tcp_connection import Connection
@@ -57,6 +59,7 @@ class TcpOptions:
     missing_rail_s: float = 1.0  # `connect` waits so long for the other rails of a peer that came on one
     restore_s: float = 2.0  # one attempt to restore a rail
     linger_s: float = 1.0  # `close` waits at most so long until the last bytes are out
+    record: FlightRecord | None = None  # gets the history of paths, when the link hops
 
     def __post_init__(self) -> None:
         if self.period_s is not None and not self.period_s > 0:
@@ -113,6 +116,7 @@ class TcpEndpoint(Endpoint):
         self._due = math.inf
         self._settled_s = -math.inf
         self._stale = 0
+        self._draw = random.Random()  # of the links, for the paths they try
 
     # ---------------------------------------------------------------- what a communicator calls
 
@@ -199,7 +203,8 @@ class TcpEndpoint(Endpoint):
             except ValueError as error:
                 self._hopeless[rank] = f"its address is not one: {error}"
                 continue
-            self._peers[rank] = Peer(self, rank, Link(generation, rank, len(addresses), self._link_options), addresses)
+            link = Link(generation, rank, len(addresses), self._link_options, self._draw)
+            self._peers[rank] = Peer(self, rank, link, addresses)
         try:
             self._meet(until, stopped)
         except BaseException as error:
@@ -465,6 +470,10 @@ class TcpEndpoint(Endpoint):
 
     def touched(self, peer: Peer) -> None:
         self._touched.append(peer)
+
+    def note(self, peer: Peer, event: m.Hopped | m.PathProbed) -> None:
+        if self.options.record is not None:
+            path_history.write(self.options.record, peer.rank, event)
 
     def has_frames(self, connection: Connection) -> None:
         if not connection.blocked:

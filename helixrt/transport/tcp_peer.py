@@ -48,6 +48,9 @@ class Host(Protocol):
     def touched(self, peer: Peer) -> None:
         """Its deadline may be another."""
 
+    def note(self, peer: Peer, event: m.Hopped | m.PathProbed) -> None:
+        """For the flight record."""
+
 
 class Peer:
     """A `Carrier` for all connections to one rank in one generation."""
@@ -253,6 +256,8 @@ class Peer:
                 self.rails[rail] = None
             case m.RestoreRail(rail):
                 self._host.restore(self, rail)
+            case m.Hopped() | m.PathProbed():
+                self._host.note(self, action)
             case m.Lost(cause, _):
                 self._end(Lost(self.rank, cause))
             case m.PeerAborted(cause):
