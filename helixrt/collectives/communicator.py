@@ -21,15 +21,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from helixrt.collectives.execution import Execution, Wire
 from helixrt.collectives.handle import CollectiveError, End, Handle, finished
 from helixrt.collectives.memory import ScratchPool
+from helixrt.collectives.patience import Patience, Spin
 from helixrt.collectives.poller import Poller
 from helixrt.collectives.reduction import Reduction
+from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.errors import Cause, Retryable
 from helixrt.protocol.algorithms.layout import Tuning
 from helixrt.protocol.plan import Plan
@@ -39,14 +40,7 @@ _log = logging.getLogger("helixrt.collectives")
 
 _IDLE_S = 60.0  # the thread's longest sleep; everything that matters wakes it
 _LOOK_S = 0.05  # a caller that waits while another one drives looks that often whether it still does
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long the drivers look before they sleep."""
-
-    spin_s: float = 50e-6  # a waiting caller polls that long after the last thing that happened
-    park_s: float = 5e-3  # the thread leaves driving to callers that long after one was there
+_JOIN_S = 10.0  # for the thread to end: turns are short, callbacks of users may not be
 
 
 class Communicator:
@@ -65,6 +59,7 @@ class Communicator:
         self.name, self.rank, self.size, self.generation = name, 0, 0, -1
         self.tuning = tuning or Tuning()
         self._endpoint, self._patience = endpoint, patience or Patience()
+        self._spin = Spin(self._patience.spin_s)
         self._lock = threading.Lock()  # of everything below and of the endpoint
         self._execution: Execution | None = None  # of the generation that is configured
         self._failure: CollectiveError | None = None  # of one that is not, or not yet
@@ -162,12 +157,13 @@ class Communicator:
             self._end(cause)
         if self._abandoned is not None:
             self._abandoned.detach()
-        _end_thread(self._stop, self._poller, self._thread)
+        ended = _end_thread(self._stop, self._poller, self._thread)
         with self._lock:
             self._failure, self._execution = self.failure or CollectiveError(cause, End.ABORTED), None
             self._endpoint.close()
-        with self._role:
-            self._poller.close()
+        if ended:
+            with self._role:
+                self._poller.close()
 
     # ---------------------------------------------------------------- operations
 
@@ -187,21 +183,23 @@ class Communicator:
         *,
         wire: Wire | None = None,
         finish: Callable[[], None] | None = None,
+        staged: StagedOperation | None = None,
         waits: bool = False,
     ) -> Handle:
         """Begin an operation on flat tensors (the same one twice for a call in place).
 
-        `timeout_s` is its software deadline. `finish` runs when all went well, before anyone is told.
+        `timeout_s` is its software deadline. `finish` runs when all went well, before anyone is told. `staged`: where the
+        tensors stand for some on a card.
         With `waits` the caller promises to call `wait` at once, and drives by that.
         """
-        handle = Handle(self, finish)
+        handle = Handle(self, finish, staged.join if staged is not None else None)
         try:
             with self._lock:
                 execution = self._execution
                 if execution is None or execution.failure is not None:
                     return finished(self.refusal())
                 now = time.monotonic()
-                execution.begin(plan, source, out, reduction, handle, now + timeout_s, wire)
+                execution.begin(plan, source, out, reduction, handle, now + timeout_s, wire, staged)
                 if not waits and self.size > 1:
                     execution.turn(now)
                     self._poller.watch(self._endpoint.descriptors())
@@ -236,7 +234,7 @@ class Communicator:
 
     def _drive(self, handle: Handle, until: float | None) -> None:
         """In the driver's role."""
-        spin_until = time.monotonic() + self._patience.spin_s
+        looks_until: float | None = None  # a look for news is under way
         while not handle.done:
             try:
                 with self._lock:
@@ -244,17 +242,26 @@ class Communicator:
                     moved = self._turn(now)
             finally:  # what fails here ends operations of others too
                 self._settle()
+            if looks_until is not None and (moved or handle.done):
+                self._spin.paid()
+                looks_until = None
             if handle.done or (until is not None and now >= until):
                 return
             if moved:
-                spin_until = now + self._patience.spin_s
-            elif now >= spin_until:
-                rest = self._prepare_to_sleep(now)
-                self._asleep = True
-                if not handle.done:  # else whoever finished it may have looked before we lay down
-                    self._poller.wait(rest if until is None else min(rest, until - now))
-                self._asleep = False
-                self._poller.take_nudge()
+                continue
+            if looks_until is None:
+                looks_until = now + self._spin.allowance()
+            elif now >= looks_until:
+                self._spin.in_vain()
+            if now < looks_until:
+                continue
+            looks_until = None
+            rest = self._prepare_to_sleep(now)
+            self._asleep = True
+            if not handle.done:  # else whoever finished it may have looked before we lay down
+                self._poller.wait(rest if until is None else min(rest, until - now))
+            self._asleep = False
+            self._poller.take_nudge()
 
     # ---------------------------------------------------------------- turns
 
@@ -343,16 +350,23 @@ def _run(reference: weakref.ref[Communicator], poller: Poller, stop: threading.E
         poller.take_wake()
 
 
-def _end_thread(stop: threading.Event, poller: Poller, thread: threading.Thread | None) -> None:
+def _end_thread(stop: threading.Event, poller: Poller, thread: threading.Thread | None) -> bool:
+    """Whether it has ended, so that nobody sleeps on the poller; it cannot where it is itself the one that asks."""
     stop.set()
     poller.wake()
-    if thread is not None and thread is not threading.current_thread():
-        thread.join()
+    if thread is threading.current_thread():
+        return False
+    if thread is None:
+        return True
+    thread.join(_JOIN_S)
+    if thread.is_alive():  # it ends with what it runs, and needs what it sleeps on until then
+        _log.error("%s: a callback takes more than %g s; what it belongs to is closed without it", thread.name, _JOIN_S)
+    return not thread.is_alive()
 
 
 def _abandon(stop: threading.Event, poller: Poller, thread: threading.Thread, endpoint: contract.Endpoint) -> None:
     """A communicator that was never closed is gone, or the program ends."""
-    _end_thread(stop, poller, thread)
+    ended = _end_thread(stop, poller, thread)
     endpoint.close()
-    if thread is not threading.current_thread():
+    if ended:
         poller.close()

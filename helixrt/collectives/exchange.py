@@ -2,7 +2,7 @@
 
 In: flat tensors of equal length on every member. Out: their sum, in another tensor; the input is
 preserved, so that a broken exchange can be retried among the survivors (DESIGN, step 3).
-torchft's Gloo group implements it now (`gloo.py`); FTAR takes its place.
+FTAR implements it (`ftar.py`), and torchft's Gloo group (`gloo.py`), for comparison.
 """
 
 from __future__ import annotations
@@ -43,3 +43,10 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up connections and threads; idempotent."""
+
+
+def rank_among(members: Sequence[int], me: int) -> int:
+    """Which of the members this one is, from 0. Raises ValueError for members that no generation has."""
+    if sorted(set(members)) != list(members) or me not in members:
+        raise ValueError(f"members {list(members)} must be sorted, distinct and contain {me}")
+    return list(members).index(me)

@@ -18,6 +18,8 @@ import torch
 from helixrt.collectives.handle import CollectiveError, End, Handle
 from helixrt.collectives.memory import OperationMemory, ScratchPool
 from helixrt.collectives.reduction import Reduction
+from helixrt.collectives.staged_operation import StagedOperation
+from helixrt.collectives.staging import Mark
 from helixrt.errors import Cause
 from helixrt.protocol.algorithms.layout import Tuning
 from helixrt.protocol.collective import CollectiveMachine
@@ -41,6 +43,8 @@ from helixrt.protocol.collective_messages import (
 from helixrt.protocol.plan import Plan
 from helixrt.transport import contract
 
+_LOOK_S = 0.5e-3  # how often to ask whether bytes have come from a card, which has no descriptor to wait for
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -56,6 +60,7 @@ class _Running:
     memory: OperationMemory
     reduction: Reduction
     wire: Wire | None
+    staged: StagedOperation | None
 
 
 class Execution:
@@ -72,6 +77,11 @@ class Execution:
         self.submitted, self._points_submitted = 0, 0
         self._points: dict[tuple[bool, int, int, int], tuple[int, int]] = {}  # (sent, peer, wire's name) -> (op, index)
         self._deadlines: list[tuple[float, int]] = []
+        # Of staged operations: what waits for bytes of the source, and sums that the card has not ended.
+        self._held: list[Compute | Transmit] = []
+        self._summing: list[tuple[Compute, Mark]] = []
+        self._stages = False  # there was one
+        self._now = 0.0
 
     @property
     def connected(self) -> bool:
@@ -86,16 +96,21 @@ class Execution:
         reduction: Reduction,
         handle: Handle,
         deadline: float,
-        wire: Wire | None,
+        wire: Wire | None = None,
+        staged: StagedOperation | None = None,
     ) -> None:
         """Begin an operation that fails at monotonic time `deadline`."""
-        scratch = self._scratch.take(plan.scratch_bytes) if plan.scratch_bytes else None
+        scratch = None
+        if plan.scratch_bytes:
+            take = self._scratch.take if staged is None else staged.scratch
+            scratch = take(plan.scratch_bytes)
         if wire is None:
             op, self.submitted = self.submitted, self.submitted + 1
         else:
             self._points_submitted += 1
             op = -self._points_submitted
-        self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire)
+        self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire, staged)
+        self._stages = self._stages or staged is not None
         heapq.heappush(self._deadlines, (deadline, op))
         self._feed(Submitted(op, plan))
 
@@ -117,6 +132,8 @@ class Execution:
     def next_deadline(self) -> float:
         """When `turn` is wanted though no descriptor is ready (monotonic time)."""
         due = self._deadlines[0][0] if self._deadlines else math.inf
+        if self._held or self._summing:
+            due = min(due, self._now + _LOOK_S)
         wanted = self._endpoint.next_deadline()
         return due if wanted is None else min(due, wanted)
 
@@ -131,6 +148,7 @@ class Execution:
             raise
 
     def _advance(self, now: float) -> bool:
+        self._now, moved = now, False
         outcomes = self._endpoint.progress(now)
         for outcome in outcomes:
             if isinstance(outcome, (contract.Received, contract.Sent)):  # noqa: UP038, a union costs five times more
@@ -139,28 +157,69 @@ class Execution:
                 self.failure = self.failure or CollectiveError(outcome.cause, End.PEER)
                 lost = isinstance(outcome, contract.Lost)
                 self._feed(PeerLost(outcome.peer, outcome.cause) if lost else Aborted(outcome.cause))
+        if self._held or self._summing:
+            moved = self._look_at_the_card()
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][1] not in self.running):
             op = heapq.heappop(deadlines)[1]
             if op in self.running:
                 self._feed(Expired(op))
-        return bool(outcomes)
+        return bool(outcomes) or moved
+
+    def _look_at_the_card(self) -> bool:
+        """Go on with what waited for it; whether there was anything."""
+        moved = False
+        for summed in list(self._summing):
+            action, mark = summed
+            if mark.passed():
+                moved = True
+                self._summing.remove(summed)
+                staged = self.running[action.op].staged
+                assert staged is not None
+                staged.done(action.node)
+                self._feed(Computed(action.op, action.node))
+        held, self._held = self._held, []
+        self._carry_out(deque(held))
+        return moved or self._held != held
+
+    def _let_sums_be(self) -> None:
+        """They end by themselves; their memory stays until then."""
+        for action, mark in self._summing:
+            running = self.running[action.op]
+            assert running.staged is not None
+            running.staged.give_up(mark, running.memory)
+        self._summing.clear()
 
     def _delivered(self, outcome: contract.Sent | contract.Received) -> None:
         op, index, sent = outcome.op, outcome.index, isinstance(outcome, contract.Sent)
         if op < 0:
             op, index = self._points.pop((sent, outcome.peer, op, index))
+        if self._stages and not sent:
+            running = self.running.get(op)
+            if running is not None and running.staged is not None:
+                running.staged.received(outcome.peer, index)
         self._feed(Sent(op, outcome.peer, index) if sent else Received(op, outcome.peer, index))
 
     def _feed(self, event: Event) -> None:
         """Give the machine an event and carry out what it answers."""
+        self._carry_out(deque(self._machine.on(event)))
+
+    def _carry_out(self, pending: deque[Action]) -> None:
         machine = self._machine
-        pending: deque[Action] = deque(machine.on(event))
         while pending:
             action = pending.popleft()
             if isinstance(action, Compute):  # one class after the other: it runs for every chunk
                 running = self.running[action.op]
-                running.reduction.carry_out(action.work, running.memory)
+                if running.staged is None:
+                    running.reduction.carry_out(action.work, running.memory)
+                elif not running.staged.may(action):
+                    self._held.append(action)
+                    continue
+                elif (mark := running.staged.carry_out(action, running.reduction, running.memory)) is not None:
+                    self._summing.append((action, mark))
+                    continue
+                else:
+                    running.staged.done(action.node)
                 pending.extend(machine.on(Computed(action.op, action.node)))
             elif isinstance(action, (Transmit, Await)):  # noqa: UP038
                 self._exchange(action)
@@ -168,6 +227,8 @@ class Execution:
                 self._finish(action.op, None)
             elif isinstance(action, Break):  # no cause yet but a deadline's, which the machine words
                 self.failure = self.failure or CollectiveError(action.cause, End.DEADLINE)
+                self._held.clear()
+                self._let_sums_be()
                 if self._size > 1:
                     self._endpoint.abort(action.cause)
             else:
@@ -178,6 +239,9 @@ class Execution:
     def _exchange(self, action: Transmit | Await) -> None:
         running, op, index = self.running[action.op], action.op, action.index
         sends = isinstance(action, Transmit)
+        if running.staged is not None and isinstance(action, Transmit) and not running.staged.may(action):
+            self._held.append(action)
+            return
         if running.wire is not None:
             op, index = running.wire.op, running.wire.first + action.index
             self._points[sends, action.peer, op, index] = action.op, action.index
@@ -186,6 +250,6 @@ class Execution:
 
     def _finish(self, op: int, failure: CollectiveError | None) -> None:
         running = self.running.pop(op)
-        if running.memory.scratch is not None:
+        if running.memory.scratch is not None and running.staged is None:
             self._scratch.give(running.memory.scratch)
         self.ended.append((running, failure))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from helixrt.collectives.communicator import Communicator
-from helixrt.collectives.exchange import Exchange
+from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.memory import flat
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
@@ -42,13 +42,11 @@ class FtarExchange(Exchange):
         self._configured = False
 
     def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
-        if sorted(set(members)) != list(members) or me not in members:
-            raise ValueError(f"members {list(members)} must be sorted, distinct and contain {me}")
+        rank, size = rank_among(members, me), len(members)
         communicator, timeout_s = self._communicator, self._timeout_s
         communicator.begin()
         self._configured = True
         self._label = f"exchange of generation {generation}"
-        rank, size = list(members).index(me), len(members)
         try:
             peers: dict[int, bytes] = {}
             if size > 1:

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from helixrt.collectives.endpoints import interface_towards
-from helixrt.collectives.exchange import Exchange
+from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.gloo_private import GlooDevice, make_group, shut_down_connections
+from helixrt.collectives.rendezvous import StoreClients, meet
 from helixrt.errors import Cause, Retryable
 
-_POLL_S = 0.002
 _CONNECT_S = 4.0  # once all members are there, connecting takes milliseconds
 
 
@@ -40,7 +40,7 @@ class GlooExchange(Exchange):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._device: GlooDevice | None = None
-        self._store: tuple[str, dist.TCPStore] | None = None
+        self._stores = StoreClients()
         self._group: Any = None
         self._size = 0
         self._label = "exchange"
@@ -52,18 +52,16 @@ class GlooExchange(Exchange):
         self._connecting: list[threading.Thread] = []
 
     def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
-        if sorted(set(members)) != list(members) or me not in members:
-            raise ValueError(f"members {list(members)} must be sorted, distinct and contain {me}")
+        rank, size = rank_among(members, me), len(members)
         self._drop()
         with self._lock:
             self._aborted.clear()
             self._peer_ports = frozenset()
         self._label = f"exchange of generation {generation}"
-        rank, size = list(members).index(me), len(members)
         if size > 1:
             try:
-                self._group = self._connect(rank, size, rendezvous)
-            except RuntimeError as error:  # torch's DistError is one
+                self._group = self._connect(generation, rank, size, rendezvous)
+            except (Retryable, RuntimeError) as error:  # torch's DistError is one
                 self._fail(error)
         self._size = size
 
@@ -98,7 +96,7 @@ class GlooExchange(Exchange):
             thread.join(max(0.0, deadline - time.monotonic()))
         self._connecting.clear()
         self._device = None
-        self._store = None
+        self._stores.forget()
 
     def _fail(self, error: BaseException) -> None:
         """Raise the failure as Retryable, and pass it on to the neighbours."""
@@ -120,31 +118,16 @@ class GlooExchange(Exchange):
                 self._end_connections()
         self._group, self._size = None, 0
 
-    def _connect(self, rank: int, size: int, rendezvous: str) -> Any:
-        address, _, prefix = rendezvous.partition("/")
-        deadline = time.monotonic() + self._timeout_s
-        client = self._client(address)
+    def _connect(self, generation: int, rank: int, size: int, rendezvous: str) -> Any:
+        connect_s = min(_CONNECT_S, self._timeout_s)
+        store = self._stores.at(rendezvous, connect_s)
         if self._device is None:
-            self._device = GlooDevice(interface_towards(address))
-        store = dist.PrefixStore(prefix, client)
-        self._meet(store, rank, size, deadline)
-        return self._join_group(store, rank, size, min(_CONNECT_S, self._timeout_s))
-
-    def _meet(self, store: dist.Store, rank: int, size: int, deadline: float) -> None:
-        """Phase one: everyone's port is in the store."""
-        assert self._device is not None
-        store.set(f"port/{rank}", str(self._device.port))
-        keys = [f"port/{r}" for r in range(size)]
-        while not store.check(keys):
-            if self._aborted.is_set():
-                raise RuntimeError("aborted")
-            if time.monotonic() > deadline:
-                missing = [r for r in range(size) if not store.check([keys[r]])]
-                raise RuntimeError(f"members number {missing} of {size} did not come within {self._timeout_s:g} s")
-            time.sleep(_POLL_S)
-        ports = [int(store.get(key)) for key in keys]
+            self._device = GlooDevice(interface_towards(rendezvous.partition("/")[0]))
+        port = str(self._device.port).encode()  # phase one: everyone's is in the store
+        peers = meet(store, rank, size, port, generation, self._timeout_s, self._aborted.is_set).peers
         with self._lock:
-            self._peer_ports = frozenset(ports[:rank] + ports[rank + 1 :]) - {0}
+            self._peer_ports = frozenset(map(int, peers.values())) - {0}
+        return self._join_group(store, rank, size, connect_s)
 
     def _join_group(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         """Phase two: Gloo connects, while this thread watches for an abort."""
@@ -167,25 +150,15 @@ class GlooExchange(Exchange):
         thread.start()
         while not done.wait(0.02):
             if self._aborted.is_set():
-                self._store = None  # the thread may hold its connection until it gives up
+                self._stores.forget()  # the thread may hold its connection until it gives up
                 raise RuntimeError("aborted")
-        thread.join()
+        thread.join(_CONNECT_S)
         if failed:
             if isinstance(failed[0], RuntimeError):
-                self._store = None
+                self._stores.forget()
             raise failed.pop()  # no name for it here: a frame that holds its own exception lives until a collection
         if self._aborted.is_set():  # its connections may have come after those that abort ended
             with self._lock:
                 self._end_connections()
             raise RuntimeError("aborted")
         return made[0]
-
-    def _client(self, address: str) -> dist.TCPStore:
-        """A store client per address, kept over generations."""
-        if self._store is None or self._store[0] != address:
-            host, _, port = address.rpartition(":")
-            timeout = timedelta(seconds=min(_CONNECT_S, self._timeout_s))
-            client = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-            self._store = (address, client)
-        return self._store[1]
-

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from helixrt.collectives.handle import Handle
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction, why_not
-from helixrt.collectives.stand_ins import Back, readable, several, writable
+from helixrt.collectives.stand_ins import Back, apart, in_place_or_apart, readable, several, writable
 from helixrt.collectives.work import GroupError, HelixWork
 
 Tensors = list[torch.Tensor]
@@ -51,8 +51,9 @@ def _one(tensors: Tensors | torch.Tensor) -> torch.Tensor:
 
 def _check(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, counts: bool = True) -> None:
     for tensor in tensors:
-        if tensor.dtype != like.dtype or tensor.is_sparse or tensor.is_quantized:
-            raise ValueError(f"{what}: dense tensors of one type are needed, not {tensor.dtype} with {like.dtype}")
+        if tensor.dtype != like.dtype or tensor.device != like.device or tensor.is_sparse or tensor.is_quantized:
+            told = f"{tensor.dtype} on {tensor.device} with {like.dtype} on {like.device}"
+            raise ValueError(f"{what}: dense tensors of one type and device are needed, not {told}")
         if counts and tensor.numel() != like.numel():
             raise ValueError(f"{what}: all tensors need {like.numel()} elements, one has {tensor.numel()}")
 
@@ -73,9 +74,9 @@ class GroupCollectives:
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         calls, handles = self._calls(), []
-        by_type: dict[torch.dtype, Tensors] = {}
+        by_type: dict[tuple[torch.dtype, torch.device], Tensors] = {}
         for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
+            by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for alike in by_type.values():
             reduction = self._reduction(opts, alike[0])
             memory, back = several(alike, keep=True)
@@ -124,8 +125,7 @@ class GroupCollectives:
             raise ValueError(f"reduce_scatter: this rank's part has another size than the output's {output.numel()}")
         source = readable(parts[0]) if len(parts) == 1 else torch.cat([readable(part) for part in parts])
         memory, back = writable(output, keep=False)
-        if _overlap(source, memory):
-            source = source.clone()
+        source = in_place_or_apart(source, memory, self._offset(counts, memory))
         return calls.reduce_scatter(source, memory, counts, reduction, self._how(opts, back, waits=waits))
 
     # ---------------------------------------------------------------- gathers
@@ -152,7 +152,8 @@ class GroupCollectives:
         if counts[self._calls().communicator.rank] != _elements(input):
             raise ValueError(f"all_gather: the output for this rank has another size than its {input.numel()} elements")
         memory, back = several(parts, keep=False)
-        return self._calls().all_gather(readable(input), memory, counts, self._how(opts, back, waits=waits))
+        source = in_place_or_apart(readable(input), memory, self._offset(counts, memory))
+        return self._calls().all_gather(source, memory, counts, self._how(opts, back, waits=waits))
 
     def _all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any, waits: bool = True) -> Handle:
         calls = self._calls()
@@ -163,10 +164,9 @@ class GroupCollectives:
                 f"it has {output.numel()} of {output.dtype}"
             )
         memory, back = writable(output, keep=False)
-        source = readable(input)
-        if _overlap(source, memory):
-            source = source.clone()
-        return calls.all_gather(source, memory, [_elements(input)] * size, self._how(opts, back, waits=waits))
+        counts = [_elements(input)] * size
+        source = in_place_or_apart(readable(input), memory, self._offset(counts, memory))
+        return calls.all_gather(source, memory, counts, self._how(opts, back, waits=waits))
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         calls, tensor = self._calls(), _one(inputs)
@@ -179,6 +179,7 @@ class GroupCollectives:
             self._one_for_each_rank(parts, "gather")
             _check(parts, tensor, "gather")
             memory, back = several(parts, keep=False)
+            source = in_place_or_apart(source, memory, self._offset(counts, memory))
         return self._work([calls.gather(source, memory, root, counts, self._how(opts, back))], list(parts), opts)
 
     # ---------------------------------------------------------------- from one to all
@@ -218,9 +219,8 @@ class GroupCollectives:
         sends, receives = self._splits(input, input_splits), self._splits(output, output_splits)
         memory, back = writable(output, keep=False)
         source = readable(input)
-        if _overlap(source, memory):
-            source = source.clone()
-        return self._work([calls.all_to_all(source, memory, sends, receives, self._how(opts, back))], [output], opts)
+        handle = calls.all_to_all(apart(source, memory), memory, sends, receives, self._how(opts, back))
+        return self._work([handle], [output], opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         calls = self._calls()
@@ -229,10 +229,9 @@ class GroupCollectives:
             _check(tensors, inputs[0], "all_to_all", counts=False)
         source = torch.cat([readable(part) for part in inputs])
         memory, back = several(outputs, keep=False)
-        if _overlap(source, memory):
-            source = source.clone()
         sends, receives = [_elements(part) for part in inputs], [_elements(part) for part in outputs]
-        return self._work([calls.all_to_all(source, memory, sends, receives, self._how(opts, back))], list(outputs), opts)
+        handle = calls.all_to_all(apart(source, memory), memory, sends, receives, self._how(opts, back))
+        return self._work([handle], list(outputs), opts)
 
     def _splits(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:
         """In elements; given are rows of the first dimension, equal ones if nothing is given."""
@@ -302,6 +301,10 @@ class GroupCollectives:
             raise ValueError(f"the backend 'helix': {reason}")
         return Reduction(op, self._calls().communicator.size if mean else 1)
 
+    def _offset(self, counts: Sequence[int], like: torch.Tensor) -> int:
+        """Where this rank's part begins in memory that holds `counts[r]` elements for every rank, in bytes."""
+        return sum(counts[: self._calls().communicator.rank]) * like.element_size()
+
     def _peer(self, rank: int) -> int:
         communicator = self._calls().communicator
         if not 0 <= rank < communicator.size or rank == communicator.rank:
@@ -312,9 +315,3 @@ class GroupCollectives:
         size = self._calls().communicator.size
         if len(tensors) != size:
             raise ValueError(f"{what}: needs a tensor for each of {size} ranks, not {len(tensors)}")
-
-
-def _overlap(source: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether the two flat tensors share memory: FSDP gathers from a part of the output."""
-    begin, end = source.data_ptr(), source.data_ptr() + source.numel() * source.element_size()
-    return begin < out.data_ptr() + out.numel() * out.element_size() and out.data_ptr() < end

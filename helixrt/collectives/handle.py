@@ -44,10 +44,12 @@ class Driver(Protocol):
 class Handle:
     """One submitted operation. `wait` may be called from any thread, any number of times."""
 
-    __slots__ = ("_callbacks", "_driver", "_finish", "_latch", "done", "failure")
+    __slots__ = ("_callbacks", "_driver", "_finish", "_join", "_latch", "done", "failure")
 
-    def __init__(self, driver: Driver | None, finish: Callable[[], None] | None = None) -> None:
-        self._driver, self._finish = driver, finish
+    def __init__(
+        self, driver: Driver | None, finish: Callable[[], None] | None = None, join: Callable[[], None] | None = None
+    ) -> None:
+        self._driver, self._finish, self._join = driver, finish, join
         self._latch = threading.Lock()
         self._latch.acquire()
         self._callbacks: list[Callable[[], None]] | None = []
@@ -67,7 +69,13 @@ class Handle:
             return False
         if self.failure is not None:
             raise CollectiveError(self.failure.cause, self.failure.end, self.failure.skipped)
+        self.join()
         return True
+
+    def join(self) -> None:
+        """When it went well: have what this thread queues on a card from now on see the result. Does not block."""
+        if self._join is not None:
+            self._join()
 
     def sleep(self, timeout_s: float) -> None:
         """Wait without bringing anything on: another thread does."""

@@ -37,6 +37,19 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1)
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.numel() * other.element_size() and second < first + one.numel() * one.element_size()
+
+
+def lies_at(part: torch.Tensor, whole: torch.Tensor, offset: int) -> bool:
+    """Whether `part` begins `offset` bytes behind the beginning of `whole`."""
+    return part.data_ptr() == whole.data_ptr() + offset
+
+
 class ScratchPool:
     """Byte buffers that were used before and are free again; grows to what was in use at once."""
 

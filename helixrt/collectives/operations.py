@@ -1,8 +1,9 @@
 """The collectives a communicator offers, on flat tensors: picks the plan, submits it.
 
-In: flat contiguous CPU tensors of one element type (`memory.flat`), the same lengths on all ranks. Out: handles.
-Passing the same tensor as `source` and `out` is a call in place. Which algorithm serves a call is
-`protocol/algorithms/choice.py`'s; a plan is built once per shape and kept.
+In: flat contiguous tensors of one element type (`memory.flat`), the same lengths on all ranks; those on a card are staged
+(`staging`). Out: handles. A call is in place when source and result share memory, the shorter being its own part of the
+longer; any other overlap is refused with ValueError. Which algorithm serves a call is `protocol/algorithms/choice.py`'s;
+a plan is built once per shape and kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import torch
 from helixrt.collectives.communicator import Communicator
 from helixrt.collectives.execution import Wire
 from helixrt.collectives.handle import Handle, finished
+from helixrt.collectives.memory import lies_at, overlap
 from helixrt.collectives.reduction import Op, Reduction
+from helixrt.collectives.staged_operation import StagedOperation
+from helixrt.collectives.staging import Staging
 from helixrt.protocol.algorithms import choice, direct
 from helixrt.protocol.plan import Plan
 
@@ -37,8 +41,9 @@ class How:
 class Collectives:
     """The operations of one communicator."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, staging: Staging | None = None) -> None:
         self.communicator, self.tuning = communicator, communicator.tuning
+        self._staging = staging or Staging()
         self._plans: dict[Hashable, Plan] = {}
         self._counts: dict[tuple[bool, int, int], int] = {}  # (sent, peer, tag) -> messages so far
         self._generation = communicator.generation
@@ -47,9 +52,10 @@ class Collectives:
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, reduction: Reduction, how: How) -> Handle:
         """OUT = the reduction over all ranks' `source`."""
+        in_place = self._in_place(source, out)
         if self.communicator.size == 1:
             return self._alone(source, out, reduction, how)
-        length, element, in_place = _bytes(out), out.element_size(), source is out
+        length, element = _bytes(out), out.element_size()
         plan = self._plan(
             ("all-reduce", length, element, in_place),
             lambda rank, size: choice.all_reduce(rank, size, length, element, self.tuning, in_place),
@@ -60,21 +66,23 @@ class Collectives:
         self, source: torch.Tensor, out: torch.Tensor, counts: Sequence[int], reduction: Reduction, how: How
     ) -> Handle:
         """`source`: `counts[r]` elements for each rank r. OUT = this rank's, reduced over all ranks."""
+        element = out.element_size()
+        in_place = self._in_place(out, source, sum(counts[: self.communicator.rank]) * element)
         if self.communicator.size == 1:
             return self._alone(source, out, reduction, how)
-        element = out.element_size()
         lengths = tuple(count * element for count in counts)
         plan = self._plan(
-            ("reduce-scatter", lengths, element),
-            lambda rank, size: choice.reduce_scatter(rank, lengths, element, self.tuning),
+            ("reduce-scatter", lengths, element, in_place),
+            lambda rank, size: choice.reduce_scatter(rank, lengths, element, self.tuning, in_place),
         )
         return self._submit(plan, source, out, reduction, how)
 
     def reduce(self, source: torch.Tensor, out: torch.Tensor, root: int, reduction: Reduction, how: How) -> Handle:
         """`root`'s OUT = the reduction over all ranks' `source`; the others' is not touched."""
+        in_place = self._in_place(source, out)
         if self.communicator.size == 1:
             return self._alone(source, out, reduction, how)
-        length, element, in_place = _bytes(source), source.element_size(), source is out
+        length, element = _bytes(source), source.element_size()
         plan = self._plan(
             ("reduce", root, length, element, in_place),
             lambda rank, size: choice.reduce(rank, size, root, length, element, self.tuning, in_place),
@@ -96,10 +104,11 @@ class Collectives:
     def all_gather(self, source: torch.Tensor, out: torch.Tensor, counts: Sequence[int], how: How) -> Handle:
         """OUT = all ranks' `source`, `counts[r]` elements of rank r, one behind the other."""
         element = out.element_size()
+        in_place = self._in_place(source, out, sum(counts[: self.communicator.rank]) * element)
         lengths = tuple(count * element for count in counts)
         plan = self._plan(
-            ("all-gather", lengths, element),
-            lambda rank, size: choice.all_gather(rank, lengths, element, self.tuning),
+            ("all-gather", lengths, element, in_place),
+            lambda rank, size: choice.all_gather(rank, lengths, element, self.tuning, in_place),
         )
         return self._submit(plan, source, out, _NO_REDUCTION, how)
 
@@ -115,27 +124,31 @@ class Collectives:
     def gather(self, source: torch.Tensor, out: torch.Tensor, root: int, counts: Sequence[int], how: How) -> Handle:
         """`root`'s OUT = all ranks' `source`, `counts[r]` elements of rank r."""
         element = source.element_size()
+        in_place = self._in_place(source, out, sum(counts[:root]) * element)
         lengths = tuple(count * element for count in counts)
         plan = self._plan(
-            ("gather", root, lengths, element),
-            lambda rank, size: direct.gather(rank, root, lengths, element, self.tuning),
+            ("gather", root, lengths, element, in_place),
+            lambda rank, size: direct.gather(rank, root, lengths, element, self.tuning, in_place),
         )
         return self._submit(plan, source, out, _NO_REDUCTION, how)
 
     def scatter(self, source: torch.Tensor, out: torch.Tensor, root: int, counts: Sequence[int], how: How) -> Handle:
         """OUT = this rank's `counts[rank]` elements of `root`'s `source`."""
         element = out.element_size()
+        in_place = self._in_place(out, source, sum(counts[:root]) * element)
         lengths = tuple(count * element for count in counts)
         plan = self._plan(
-            ("scatter", root, lengths, element),
-            lambda rank, size: direct.scatter(rank, root, lengths, element, self.tuning),
+            ("scatter", root, lengths, element, in_place),
+            lambda rank, size: direct.scatter(rank, root, lengths, element, self.tuning, in_place),
         )
         return self._submit(plan, source, out, _NO_REDUCTION, how)
 
     def all_to_all(
         self, source: torch.Tensor, out: torch.Tensor, sends: Sequence[int], receives: Sequence[int], how: How
     ) -> Handle:
-        """`sends[r]` elements of `source` go to rank r, `receives[r]` elements of OUT come from it; disjoint memory."""
+        """`sends[r]` elements of `source` go to rank r, `receives[r]` elements of OUT come from it; never in place."""
+        if overlap(source, out):
+            raise ValueError("source and result of an all-to-all overlap: give a copy of one")
         element = out.element_size()
         given, taken = tuple(n * element for n in sends), tuple(n * element for n in receives)
         plan = self._plan(
@@ -179,6 +192,19 @@ class Collectives:
 
     # ---------------------------------------------------------------- plans
 
+    def _in_place(self, part: torch.Tensor, whole: torch.Tensor, offset: int = 0) -> bool:
+        """Whether the plan must be one for a call in place: `part` is the memory `offset` bytes into `whole`.
+
+        Staged calls never are: on the host their memory is apart, and on the card `Staged` keeps the order.
+        """
+        if part is not whole and not overlap(part, whole):
+            return False
+        if not lies_at(part, whole, offset):
+            raise ValueError(
+                f"source and result overlap, and the shorter is not {offset} bytes into the longer: give a copy of one"
+            )
+        return not self._staging.serves(whole)
+
     def _renew(self) -> None:
         """Plans belong to a rank and a size, counts to a generation."""
         if self._generation != self.communicator.generation:
@@ -204,11 +230,22 @@ class Collectives:
         how: How,
         wire: Wire | None = None,
     ) -> Handle:
-        return self.communicator.submit(
-            plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits
+        submit = self.communicator.submit
+        if not self._staging.serves(out) or self.communicator.size == 1:  # nothing to send: done where the tensors are
+            return submit(plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits)
+        staged = StagedOperation(self._staging, plan, source, out)
+        return submit(
+            plan,
+            staged.source,
+            staged.out,
+            reduction,
+            how.timeout_s,
+            wire=wire,
+            finish=lambda: staged.finish(how.finish),
+            staged=staged,
+            waits=how.waits,
         )
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-

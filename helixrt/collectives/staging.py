@@ -1,30 +1,35 @@
 """CUDA tensors through pinned host memory, so that a communicator and its links see host memory only.
 
-In: the tensors of one call, on a card or not. Out: `Staged`, host tensors to run the call on and what moves bytes between
-them and the card: copies in chunks, on side streams, with an event behind each chunk, so that a chunk can be sent when
-it has come while later ones are on their way (FT-HSDP section 4.2: the GPU stream copies to the send buffer and notifies
-the CPU). Nothing synchronises with the whole device. CPU tensors are their own host tensors: nothing is copied.
+In: the tensors of one call on a card, and which bytes of them the call reads and writes. Out: `Staged`, host tensors to
+run the call on and what moves bytes between them and the card: copies in chunks, on side streams, with an event behind
+each chunk, so that a chunk can be sent when it has come while later ones are on their way, and a part of the result goes
+back while others are still summed (FT-HSDP section 4.2: the GPU stream copies to the send buffer and notifies the CPU).
+Nothing synchronises with the whole device. Sums are made on the card, of its own memory and what came into pinned memory
+(`staged_operation`), on a third stream.
 
 The order of calls, from the thread that has the caller's current stream unless said otherwise:
 
-    staged = staging.stage(source, out)
+    staged = staging.stage(source, out, reads, writes)
     staged.ready(begin, end)          # any thread: may these bytes of `staged.source` be read yet?
     staged.landed(begin, end)         # any thread: these bytes of `staged.out` are final; optional
     staged.finish()                   # any thread: all of `staged.out` is final
     staged.join()                     # what the caller queues from now on sees the result
 
-Pinned memory comes from torch's own cache of it, which keeps a block until the copies that use it are done.
+Pinned memory comes from torch's own cache of it, which keeps a block until the copies that use it are done. Tests play
+the card on the host, with copies in any order; the lanes of a real card (`CudaLane`) are tested by those marked `gpu`,
+which have not been run on one yet.
 """
 
 from __future__ import annotations
 
+import bisect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from helixrt.collectives.memory import flat
+from helixrt.collectives.memory import flat, overlap
 
 CHUNK_BYTES = 8 << 20  # FT-HSDP section 4.2
 
@@ -42,19 +47,23 @@ class Mark(ABC):
 
 
 class Lane(ABC):
-    """Copies in one direction between a card and host memory, done in their order and beside everything else."""
+    """Work of one kind for a card, done in its order and beside everything else."""
 
     @abstractmethod
     def follow_caller(self, tensor: torch.Tensor) -> None:
-        """Later copies come after what the caller has queued, and `tensor` (on the card) lives until they are done."""
+        """Later work comes after what the caller has queued, and `tensor` (on the card) lives until it is done."""
 
     @abstractmethod
     def follow(self, mark: Mark) -> None:
-        """Later copies come after `mark`."""
+        """Later work comes after `mark`."""
 
     @abstractmethod
+    def run(self, work: Callable[[], object]) -> Mark:
+        """Queue what `work` does on the card; the mark is behind it."""
+
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> Mark:
         """Queue a copy; the mark is behind it."""
+        return self.run(lambda: into.copy_(source, non_blocking=True))
 
     @abstractmethod
     def lead_caller(self, mark: Mark) -> None:
@@ -65,62 +74,93 @@ class Lane(ABC):
         """Flat host memory that copies of this lane can use, as large as `tensor` and of its type."""
 
 
+Spans = Sequence[tuple[int, int]]  # (begin, end) in bytes, whole elements, sorted and disjoint
+Lanes = tuple[Lane, Lane, Lane]  # card to host, host to card, sums
+
+
 class Staging:
-    """Stages the calls of one communicator. Owns two lanes for each card that it has met."""
+    """Stages the calls of one communicator. Owns three lanes for each card that it has met: in, out, and sums."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES, make_lane: Callable[[torch.device], Lane] | None = None) -> None:
         assert chunk_bytes >= 16, chunk_bytes
         self._chunk_bytes = chunk_bytes
         self._make_lane = make_lane or CudaLane
-        self._lanes: dict[torch.device, tuple[Lane, Lane]] = {}
+        self._lanes: dict[torch.device, Lanes] = {}
+        self._kept: list[tuple[Mark, object]] = []
         self._lock = threading.Lock()
 
-    def stage(self, source: torch.Tensor, out: torch.Tensor) -> Staged:
-        """For a call on contiguous tensors of one device; the same tensor twice for a call in place.
+    def serves(self, tensor: torch.Tensor) -> bool:
+        """Whether a call on this tensor needs staging: links reach host memory only."""
+        return not tensor.is_cpu
 
-        A source on a card begins to move at once, behind what the current stream of the card has queued. On the host a
-        staged call is never in place: a chunk of the result may arrive before a chunk of the source.
+    def stage(
+        self, source: torch.Tensor, out: torch.Tensor, reads: Spans | None = None, writes: Spans | None = None
+    ) -> Staged:
+        """For a call on contiguous tensors of one device, which may overlap; `reads` of the source and `writes` of the
+        result are all that moves (None: everything).
+
+        The source begins to move at once, behind what the current stream of the card has queued. On the host a staged
+        call is never in place: a chunk of the result may arrive before a chunk of the source.
         """
         if source.device != out.device:
             raise ValueError(f"source and result must be on one device, got {source.device} and {out.device}")
         if not source.is_contiguous() or not out.is_contiguous():
             raise ValueError("source and result must be contiguous")
-        flat_source = flat(source)
-        flat_out = flat_source if out is source else flat(out)
-        if source.device.type == "cpu":
-            return Staged(flat_source, flat_out, None, self._chunk_bytes)
-        return Staged(flat_source, flat_out, self._lanes_of(source.device), self._chunk_bytes)
+        return Staged(flat(source), flat(out), self._lanes_of(source.device), self._chunk_bytes, reads, writes)
 
-    def _lanes_of(self, device: torch.device) -> tuple[Lane, Lane]:
+    def keep(self, mark: Mark, *what: object) -> None:
+        """The call failed, and the card uses this host memory until `mark`: torch's cache of it knows of copies only."""
+        with self._lock:
+            self._kept.append((mark, what))
+
+    def _lanes_of(self, device: torch.device) -> Lanes:
         with self._lock:
             if device not in self._lanes:
-                self._lanes[device] = (self._make_lane(device), self._make_lane(device))
+                self._lanes[device] = (self._make_lane(device), self._make_lane(device), self._make_lane(device))
+            self._kept = [(mark, what) for mark, what in self._kept if not mark.passed()]
             return self._lanes[device]
 
 
 class Staged:
-    """One call's tensors: `source` and `out` are flat host tensors, the caller's own when those are on the host."""
+    """One call's tensors: `source` and `out` are flat host tensors that stand for the caller's.
 
-    def __init__(self, source: torch.Tensor, out: torch.Tensor, lanes: tuple[Lane, Lane] | None, chunk_bytes: int) -> None:
-        self.source, self.out = source, out
+    Bytes of the source that are not read, and of the result that are not written, are undefined on the host.
+    """
+
+    def __init__(
+        self,
+        source: torch.Tensor,
+        out: torch.Tensor,
+        lanes: Lanes,
+        chunk_bytes: int,
+        reads: Spans | None = None,
+        writes: Spans | None = None,
+    ) -> None:
         self._element = out.element_size()
-        self._device_out = out
-        self._lanes = lanes
-        self._chunk = max(1, chunk_bytes // self._element)  # elements
-        self._marks: list[Mark] = []  # of the source's chunks
-        self._in_place = source.data_ptr() == out.data_ptr()
+        self._device_source, self._device_out = source, out
+        self._writes = [(0, out.numel() * self._element)] if writes is None else writes
+        self._shared = overlap(source, out)
+        self._inward, self._outward, self._summing = lanes
         self._lock = threading.Lock()  # of the two below
         self._landed: list[tuple[int, int]] = []  # elements of `out` whose copies are queued: sorted, disjoint
         self._last: Mark | None = None
-        if lanes is None:
-            return
-        inward, outward = lanes
-        self.source, self.out = inward.host_like(source), outward.host_like(out)
-        inward.follow_caller(source)
-        outward.follow_caller(out)
-        for begin in range(0, source.numel(), self._chunk):
-            end = min(begin + self._chunk, source.numel())
-            self._marks.append(inward.copy(self.source[begin:end], source[begin:end]))
+        self._last_sum: Mark | None = None
+        self.source, self.out = self._inward.host_like(source), self._outward.host_like(out)
+        self._inward.follow_caller(source)
+        self._outward.follow_caller(out)
+        for tensor in (source, out):
+            self._summing.follow_caller(tensor)
+        self._begins: list[int] = []  # bytes of the source: of each chunk that moves
+        self._ends: list[int] = []
+        self._marks: list[Mark] = []
+        chunk = max(1, chunk_bytes // self._element)
+        for first, last in [(0, source.numel() * self._element)] if reads is None else reads:
+            assert first % self._element == 0 and last % self._element == 0, (first, last)
+            for begin in range(first // self._element, last // self._element, chunk):
+                end = min(begin + chunk, last // self._element)
+                self._begins.append(begin * self._element)
+                self._ends.append(end * self._element)
+                self._marks.append(self._inward.copy(self.source[begin:end], source[begin:end]))
 
     def ready(self, begin: int, end: int) -> bool:
         """Whether bytes `begin` to `end` of `source` have come; never blocks."""
@@ -134,34 +174,58 @@ class Staged:
     def landed(self, begin: int, end: int) -> None:
         """Bytes `begin` to `end` of `out`, whole elements, are final: their copy to the card is queued.
 
-        Bytes that landed before are left out. In place, they must not land before the source's have come.
+        Bytes that landed before are left out.
         """
-        if self._lanes is None:
-            return
         assert begin % self._element == 0 and end % self._element == 0, (begin, end)
-        outward = self._lanes[1]
         with self._lock:
             for first, last in self._missing(begin // self._element, end // self._element):
-                if self._in_place:  # nor on the card: two lanes have no order between them
-                    for mark in self._marks_of(first * self._element, last * self._element):
-                        outward.follow(mark)
-                self._last = outward.copy(self._device_out[first:last], self.out[first:last])
+                if self._shared:  # it replaces what is still to come from there: two lanes have no order between them
+                    for mark in self._marks:
+                        self._outward.follow(mark)
+                self._last = self._outward.copy(self._device_out[first:last], self.out[first:last])
                 self._landed = _with(self._landed, first, last)
 
-    def finish(self) -> None:
-        """All of `out` is final: what has not landed yet does. Not to be called for a call that failed."""
-        self.landed(0, self.out.numel() * self._element)
+    def on_card(self, source: bool, begin: int, end: int) -> torch.Tensor:
+        """Bytes `begin` to `end` of the caller's source, or of its result."""
+        tensor = self._device_source if source else self._device_out
+        return tensor[begin // self._element : end // self._element]
+
+    def sum(self, work: Callable[[], object], written: tuple[int, int] | None) -> Mark:
+        """Queue a reduction behind what the caller had queued; it writes these bytes of the caller's result as well."""
+        with self._lock:
+            if written is not None:
+                first, last = written[0] // self._element, written[1] // self._element
+                assert self._missing(first, last) == [(first, last)], "written twice"
+                if self._shared:  # it replaces what is still to come from there
+                    for mark in self._marks:
+                        self._summing.follow(mark)
+                self._landed = _with(self._landed, first, last)
+            self._last_sum = self._summing.run(work)
+            return self._last_sum
+
+    def scratch(self, size: int) -> torch.Tensor:
+        """Host memory of so many bytes that the card reaches."""
+        return self._inward.host_like(torch.empty(size, dtype=torch.uint8, device="meta"))
+
+    def finish(self, then: Callable[[], object] | None = None) -> None:
+        """All of `out` is final: what has not landed yet does; `then` works on it on the card. Not for a call that failed."""
+        for begin, end in self._writes:
+            self.landed(begin, end)
+        if then is not None:
+            if self._last_sum is not None:
+                self._outward.follow(self._last_sum)
+            self._last = self._outward.run(then)
 
     def join(self) -> None:
         """After `finish`: what the caller's current stream does next sees the result. Does not block."""
-        if self._lanes is not None and self._last is not None:
-            self._lanes[1].lead_caller(self._last)
+        for lane, last in ((self._outward, self._last), (self._summing, self._last_sum)):
+            if last is not None:
+                lane.lead_caller(last)
 
     def _marks_of(self, begin: int, end: int) -> list[Mark]:
-        if not self._marks or begin >= end:
+        if begin >= end:
             return []
-        chunk = self._chunk * self._element
-        return self._marks[begin // chunk : (end - 1) // chunk + 1]
+        return self._marks[bisect.bisect_right(self._ends, begin) : bisect.bisect_left(self._begins, end)]
 
     def _missing(self, begin: int, end: int) -> list[tuple[int, int]]:
         """The parts of [begin, end) that have not landed."""
@@ -215,9 +279,9 @@ class CudaLane(Lane):
         assert isinstance(mark, CudaMark)
         self._stream.wait_event(mark.event)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Mark:
+    def run(self, work: Callable[[], object]) -> Mark:
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            into.copy_(source, non_blocking=True)
+            work()
             event = torch.cuda.Event()
             event.record(self._stream)
         return CudaMark(event)

@@ -81,7 +81,8 @@ class HelixWork(dist.Work):
         what follows such a one (torch 2.13).
         """
         if self._future is None:
-            first: Any = torch.futures.Future()
+            cards = {tensor.device for tensor in self._tensors if tensor.is_cuda}
+            first: Any = torch.futures.Future(devices=sorted(cards, key=str))
             waiting = [len(self._handles)]
 
             def count() -> None:
@@ -90,6 +91,8 @@ class HelixWork(dist.Work):
                     return
                 error = self.exception()
                 if error is None:
+                    for handle in self._handles:  # the future brings its waiters' streams behind this thread's
+                        handle.join()
                     first.set_result(self._tensors)
                 else:
                     first.set_exception(error)

@@ -19,43 +19,7 @@ from helixrt.collectives.handle import CollectiveError, End, Handle
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.errors import Cause, Retryable
-from helixrt.protocol.algorithms.layout import Tuning
-from tests.collectives.queue_endpoint import Hub
-
-DEADLINE_S = 20.0
-SUM = Reduction(Op.SUM)
-SMALL = Tuning(chunk_bytes=1 << 10, chunks=2, least_chunk_bytes=128, direct_bytes=2 << 10, two_step_bytes=4 << 10)
-
-
-class Group:
-    """All ranks of one communicator in this process, a thread for each."""
-
-    def __init__(self, size: int, tuning: Tuning = SMALL) -> None:
-        self.hub, self.size = Hub(), size
-        self.endpoints = [self.hub.endpoint() for _ in range(size)]
-        self.ranks = [Collectives(Communicator(e, tuning, f"test-{i}")) for i, e in enumerate(self.endpoints)]
-        self.pool = ThreadPoolExecutor(size)
-        self.configure(1, range(size))
-
-    def configure(self, generation: int, members: Any) -> None:
-        members = list(members)
-
-        def begin(rank: int) -> None:
-            peers = {i: self.endpoints[m].address() for i, m in enumerate(members) if m != rank}
-            self.ranks[rank].communicator.begin()
-            self.ranks[rank].communicator.configure(generation, members.index(rank), peers, DEADLINE_S)
-
-        self.on_each(begin, members)
-
-    def on_each(self, call: Callable[[int], Any], members: Any = None) -> list[Any]:
-        futures = [self.pool.submit(call, rank) for rank in (range(self.size) if members is None else members)]
-        return [future.result(DEADLINE_S) for future in futures]
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.communicator.close()
-            rank.communicator.close()
-        self.pool.shutdown()
+from tests.collectives.queue_group import DEADLINE_S, SUM, Group, tensor
 
 
 @pytest.fixture
@@ -63,10 +27,6 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     made = Group(request.param)
     yield made
     made.close()
-
-
-def tensor(rank: int, length: int) -> torch.Tensor:
-    return torch.randn(length, generator=torch.Generator().manual_seed(rank))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3], indirect=True)
@@ -110,6 +70,78 @@ def test_collectives_of_all_kinds_at_once(group: Group) -> None:
         assert torch.equal(blocking, torch.full((3,), float(size)))
 
     group.on_each(run)
+
+
+@pytest.mark.parametrize("group", [1, 3], indirect=True)
+def test_source_and_result_share_memory_in_their_place_and_nowhere_else(group: Group) -> None:
+    """By whatever tensors they are given: the same memory counts, not the same object."""
+    size = group.size
+
+    def of(rank: int, length: int) -> torch.Tensor:
+        return tensor(rank, length).mul(4).round()
+
+    def run(me: int) -> None:
+        calls, how = group.ranks[me], How(DEADLINE_S)
+        for n in (2, 40, 900, 5000):
+            total = sum((of(r, n) for r in range(1, size)), of(0, n))
+            every = torch.cat([of(r, n) for r in range(size)])
+            value = of(me, n)
+            calls.all_reduce(value[:], value.view(-1), SUM, how).wait()
+            assert torch.equal(value, total)
+            value = of(me, n)
+            calls.reduce(value[:], value, 0, SUM, how).wait()
+            assert torch.equal(value, of(me, n) if me else total)
+            whole = torch.full((size * n,), torch.nan)
+            mine = whole[me * n : (me + 1) * n]
+            mine.copy_(of(me, n))
+            calls.all_gather(mine, whole, [n] * size, how).wait()
+            assert torch.equal(whole, every)
+            calls.reduce_scatter(whole, mine, [n] * size, SUM, how).wait()
+            assert torch.equal(mine, size * of(me, n))
+            others = [r for r in range(size) if r != me]
+            assert all(torch.equal(whole[r * n : (r + 1) * n], of(r, n)) for r in others)
+            if me == 0:
+                whole.copy_(every)
+            calls.scatter(whole if me == 0 else whole[:0], mine, 0, [n] * size, how).wait()
+            assert torch.equal(mine, of(me, n))
+            mine.mul_(2)
+            calls.gather(mine, whole if me == 0 else mine[:0], 0, [n] * size, how).wait()
+            assert me or torch.equal(whole, 2 * every)
+
+            shifted = torch.zeros(size * n + 1)
+            for refused in (
+                lambda s=shifted, k=n: calls.all_reduce(s[:k], s[1 : k + 1], SUM, how),
+                lambda s=shifted, k=n: calls.reduce(s[1 : k + 1], s[:k], 0, SUM, how),
+                lambda s=shifted, k=n: calls.all_gather(s[1 + me * k :][:k], s[:-1], [k] * size, how),
+                lambda s=shifted, k=n: calls.reduce_scatter(s[:-1], s[1 + me * k :][:k], [k] * size, SUM, how),
+                lambda s=shifted, k=n: calls.all_to_all(s[:-1], s[:-1], [k] * size, [k] * size, how),
+            ):
+                with pytest.raises(ValueError, match="overlap.*give a copy of one"):
+                    refused()
+        calls.barrier(how).wait()  # after refusals all are still in step
+
+    group.on_each(run)
+
+
+def test_closing_while_a_callback_runs_on_gives_up_waiting_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("helixrt.collectives.communicator._JOIN_S", 0.05)
+    group = Group(2)
+    enters, goes_on = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        enters.set()
+        goes_on.wait(DEADLINE_S)
+
+    waits = group.ranks[0].receive(torch.zeros(1), 1, 0, How(DEADLINE_S))
+    waits.then(stay)  # nobody waits: it runs in the communicator's thread
+    group.ranks[1].send(torch.ones(1), 0, 0, How(DEADLINE_S)).wait()
+    assert enters.wait(DEADLINE_S)
+    group.ranks[0].communicator.close()
+    assert "a callback takes more than 0.05 s" in caplog.text
+    goes_on.set()
+    group.close()
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
