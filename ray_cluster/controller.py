@@ -22,7 +22,7 @@ from helixrt.errors import Cause, Retryable
 from helixrt.ray_cluster import policies
 from helixrt.ray_cluster.policies import Options, Phase, RunState, StopRun
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.run_keys import EXIT_KEY, done_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, running_key
 
 
 class Happening(Enum):
@@ -63,6 +63,9 @@ _NEW_PHASE = {
     Phase.FINISHED: Happening.FINISHED,
     Phase.GIVEN_UP: Happening.GIVEN_UP,
 }
+
+
+_OVER = frozenset({Phase.LOST, Phase.RESTARTING, Phase.GIVEN_UP})  # of the incarnation before
 
 
 class Controller:
@@ -151,12 +154,21 @@ class Controller:
             if isinstance(event, policies.Began):
                 self._tell(Happening.STARTED, index, new.incarnation)
             elif (old.phase, old.incarnation) != (new.phase, new.incarnation):
+                if new.phase in _OVER:
+                    self._tell_survivors(index, old.incarnation)
                 # Lost and started again at once is one change of state but two happenings.
                 if new.phase is Phase.RESTARTING and old.phase is not Phase.LOST:
                     self._tell(Happening.LOST, index, old.incarnation, new.why)
                 self._tell(_NEW_PHASE[new.phase], index, new.incarnation, new.why)
         for decision in decisions:
             self._execute(decision)
+
+    def _tell_survivors(self, replica: int, incarnation: int) -> None:
+        """So that they do not wait for its heartbeats to pass."""
+        try:
+            self._store.put_if_absent(lost_key(replica, incarnation), "yes")
+        except Retryable:
+            pass  # then they do; a store that stays away ends the run in `_round`
 
     def _execute(self, decision: policies.Decision) -> None:
         if isinstance(decision, policies.StartReplica):

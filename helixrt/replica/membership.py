@@ -12,7 +12,8 @@ What the lighthouse does (torchft 0.2, found by trying), which the step protocol
 - Otherwise (the first quorum of a run, or a member of the last one is missing) more than half of
   the replicas that send heartbeats must have asked, and living ones that have not are waited for up
   to the join timeout, counted from the first that asked.
-- A member that dies is waited for until its last heartbeat is older than the heartbeat timeout.
+- A member that dies is waited for until its last heartbeat is older than the heartbeat timeout,
+  unless somebody asks in its name (`lost_members`).
 - A `join` given up by its caller is not withdrawn at the server: until its heartbeat stops, the
   next quorum may still count it in. The others then fail to connect to it, which is Retryable.
 
@@ -32,6 +33,7 @@ from typing import Any
 from helixrt.errors import Cause, MissingExtra, Retryable
 from helixrt.protocol.quorum import Member
 from helixrt.replica.contracts import Formed, Membership
+from helixrt.replica.lost_members import ASK_S, GONE, Lost, LostMembers
 from helixrt.timeouts import Timeouts
 
 _TICK_MS = 10
@@ -95,16 +97,26 @@ class TorchftMembership(Membership):
     """A replica's place at a lighthouse, where it is known as `replica:incarnation`.
 
     `lighthouse` is the address from `serve_lighthouse`; `run_epoch_s` is the same for all replicas
-    and all drivers of the run. The heartbeat thread runs from `announce` to `close`.
+    and all drivers of the run. `lost` tells whether the driver saw a replica's incarnation end; without it, only heartbeats
+    tell. The heartbeat thread runs from `announce` to `close`.
     """
 
-    def __init__(self, replica: int, incarnation: int, lighthouse: str, timeouts: Timeouts, run_epoch_s: float) -> None:
+    def __init__(
+        self,
+        replica: int,
+        incarnation: int,
+        lighthouse: str,
+        timeouts: Timeouts,
+        run_epoch_s: float,
+        lost: Lost = lambda replica, incarnation: False,
+    ) -> None:
         self._id = f"{replica}:{incarnation}"
         self._address = lighthouse
         self._timeouts = timeouts
         self._run_epoch_s = run_epoch_s
         self._coordination = _coordination()
         self._client: Any = None  # of `join` alone
+        self._lost = LostMembers(self._id, self._ask_for, lost)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._heart: threading.Thread | None = None
@@ -135,16 +147,27 @@ class TorchftMembership(Membership):
         try:
             if self._client is None:
                 self._client = self._connect()
-            quorum = self._client.quorum(
-                replica_id=self._id, timeout=timedelta(seconds=timeout_s), step=me.step, data=to_data(me)
-            )
+            with self._lost.spoken_for():
+                quorum = self._client.quorum(
+                    replica_id=self._id, timeout=timedelta(seconds=timeout_s), step=me.step, data=to_data(me)
+                )
         except (TimeoutError, RuntimeError, OSError) as error:
             self._client = None
             late = isinstance(error, TimeoutError)
             what = f"no quorum formed within {timeout_s:g} s" if late else "the lighthouse cannot be reached"
             raise Retryable(Cause(f"{what} ({self._address}): {error}")) from error
-        members = newest_incarnations(from_data(p.data) for p in quorum.participants if p.data)
+        gone = {p.replica_id for p in quorum.participants if p.data == GONE}
+        self._lost.formed((p.replica_id for p in quorum.participants), gone)
+        if self._id in gone:
+            raise Retryable(f"the driver saw incarnation {me.incarnation} of replica {me.replica} end; it is over")
+        members = newest_incarnations(from_data(p.data) for p in quorum.participants if p.data and p.data != GONE)
         return Formed(generation_of(quorum.created.seconds, quorum.created.nanos, self._run_epoch_s), members)
+
+    def _ask_for(self, member: str) -> None:
+        try:
+            self._connect().quorum(replica_id=member, timeout=timedelta(seconds=ASK_S), step=0, data=GONE)
+        except (TimeoutError, RuntimeError, OSError):
+            pass  # asked all the same, or the lighthouse is away, which shows in `join`
 
     def close(self) -> None:
         self._stop.set()
@@ -152,6 +175,7 @@ class TorchftMembership(Membership):
             heart = self._heart
         if heart is not None and heart is not threading.current_thread():
             heart.join(2 * self._call_timeout_s)
+        self._lost.close()
         atexit.unregister(self.close)
 
     @property

@@ -17,3 +17,8 @@ def running_key(replica: int, incarnation: int) -> str:
 def done_key(replica: int) -> str:
     """Put by the replica's leader after its last step, with everything it had to write written."""
     return f"done/{replica}"
+
+
+def lost_key(replica: int, incarnation: int) -> str:
+    """Put by the driver when a process of this incarnation has ended too early: it takes part no more."""
+    return f"lost/{replica}/{incarnation}"

@@ -38,7 +38,7 @@ from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTrans
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership, TorchftMembership
 from helixrt.replica.rank import Done, Hooks, RankWorker
-from helixrt.replica.run_keys import EXIT_KEY, done_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, running_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, split_address
 from helixrt.timeouts import Timeouts, derive
@@ -189,7 +189,12 @@ class Rank:
         if self.config.mesh.replicas == 1:
             return SoloMembership(self.spec.run_epoch_s)
         return TorchftMembership(
-            self.replica, self.spec.incarnation, self.spec.lighthouse, self.timeouts, self.spec.run_epoch_s
+            self.replica,
+            self.spec.incarnation,
+            self.spec.lighthouse,
+            self.timeouts,
+            self.spec.run_epoch_s,
+            lambda replica, incarnation: self.store.get(lost_key(replica, incarnation)) is not None,
         )
 
     # ---------------------------------------------------------------- the state to begin with

@@ -12,7 +12,7 @@ from helixrt.errors import Cause, Retryable
 from helixrt.ray_cluster.controller import Controller, Happening, Terminated
 from helixrt.ray_cluster.policies import FATAL_EXIT, Options, StopRun
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.run_keys import EXIT_KEY, done_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, running_key
 
 
 class MemoryStore(RunStore):
@@ -150,6 +150,8 @@ def test_a_killed_rank_takes_its_replica_down_and_a_new_incarnation_comes() -> N
     ]
     lost = next(e for e in world.controller.history if e.kind is Happening.LOST)
     assert lost.why == "killed by SIGKILL at r1.pp0"
+    said = [lost_key(*life) for life in ((0, 0), (1, 0), (1, 1)) if lost_key(*life) in world.store.values]
+    assert said == [lost_key(1, 0)]
 
 
 def test_a_done_replica_that_exits_in_the_same_round_is_finished_not_lost() -> None:

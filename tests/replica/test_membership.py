@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from helixrt.errors import Retryable
 from helixrt.protocol.quorum import Member
 from helixrt.replica.contracts import Formed
+from helixrt.replica.lost_members import GONE
 from helixrt.replica.membership import SoloMembership, TorchftMembership, newest_incarnations, serve_lighthouse
 from helixrt.timeouts import Timeouts
 
@@ -28,13 +30,15 @@ DEADLINE_S = 20.0
 class World:
     """A lighthouse and the members that tests make."""
 
-    def __init__(self) -> None:
-        self.server, self.address = serve_lighthouse(TIMEOUTS)
+    def __init__(self, timeouts: Timeouts = TIMEOUTS) -> None:
+        self.timeouts, self.lost = timeouts, set[tuple[int, int]]()
+        self.server, self.address = serve_lighthouse(timeouts)
         self.epoch_s = time.time() - 100
         self.made: list[TorchftMembership] = []
 
     def member(self, replica: int, incarnation: int = 0) -> tuple[TorchftMembership, Member]:
-        membership = TorchftMembership(replica, incarnation, self.address, TIMEOUTS, self.epoch_s)
+        lost = lambda replica, incarnation: (replica, incarnation) in self.lost  # noqa: E731
+        membership = TorchftMembership(replica, incarnation, self.address, self.timeouts, self.epoch_s, lost)
         self.made.append(membership)
         me = Member(replica, incarnation, 3, "abc", "def", 7, (f"http://h{replica}:1", "x"))
         return membership, me
@@ -130,6 +134,56 @@ def test_survivors_form_without_the_dead_and_take_back_the_restarted(world: Worl
     assert returned[0] == latest
     assert latest.members[2] == restarted[1]
     assert generations == sorted(set(generations))
+
+
+def test_nobody_waits_for_a_member_that_the_driver_saw_end() -> None:
+    """Its heart even beats on; and its successors come and go while it is still a member to the lighthouse."""
+    world = World(replace(TIMEOUTS, heartbeat_s=300.0, join_s=300.0))
+    try:
+        members = [world.member(r) for r in range(3)]
+        announce_all(members)
+        join_all(members)
+        for incarnation in (0, 1):
+            world.lost.add((2, incarnation))
+            for _ in range(5):
+                assert [m.replica for m in join_all(members[:2])[0].members] == [0, 1]
+            successor = world.member(2, incarnation + 1)
+            returned: list[Formed] = []
+            waiting = threading.Thread(target=lambda s=successor, r=returned: r.append(s[0].join(s[1], DEADLINE_S)))
+            waiting.start()
+            deadline = time.monotonic() + DEADLINE_S
+            while len((latest := join_all(members[:2])[0]).members) < 3:
+                assert time.monotonic() < deadline
+            waiting.join(DEADLINE_S)
+            assert returned == [latest] and latest.members[2] == successor[1]
+            assert join_all([*members[:2], successor])[0].members == latest.members
+        for membership in world.made:
+            membership.close()
+        assert not [t for t in threading.enumerate() if t.name.startswith("helixrt-lost-member")]
+    finally:
+        world.close()
+
+
+def test_of_many_that_ended_the_lighthouse_forgets_some(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helixrt.replica.lost_members.MOST", 1)
+    members = [world.member(r) for r in range(4)]
+    announce_all(members)
+    join_all(members)
+    for replica in (3, 2):
+        members[replica][0].close()
+        world.lost.add((replica, 0))
+    for _ in range(4):  # one of these waits until the heartbeats of the two are too old
+        assert [m.replica for m in join_all(members[:2])[0].members] == [0, 1]
+    assert len(members[0][0]._lost._gone) <= 1
+
+
+def test_a_member_that_others_speak_for_learns_that_it_is_over(world: World) -> None:
+    membership, me = world.member(1)
+    created = SimpleNamespace(seconds=round(world.epoch_s) + 1, nanos=0)
+    spoken = SimpleNamespace(participants=[SimpleNamespace(replica_id="1:0", data=dict(GONE))], created=created)
+    membership._client = SimpleNamespace(quorum=lambda **request: spoken)
+    with pytest.raises(Retryable, match="saw incarnation 0 of replica 1 end; it is over"):
+        membership.join(me, 1.0)
 
 
 def test_a_restarted_replica_is_not_confused_with_its_living_predecessor(world: World) -> None:
