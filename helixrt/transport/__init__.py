@@ -1,5 +1,5 @@
-"""Room for what carries bytes between hosts: TCP, shared memory and verbs behind one link contract. Empty so far.
+"""What carries bytes between ranks, behind one contract (`contract.Endpoint`): TCP, shared memory, and a choice of them.
 
-The rules of links (exactly-once delivery, failover, path hopping) belong in `protocol/` as pure state
-machines; this room is for the drivers that do the input and output.
+The rules of links (exactly-once delivery, failover, liveness) are pure state machines in `protocol/`; the drivers here do
+the input and output. `auto` picks for every peer the best way that reaches it.
 """

@@ -10,7 +10,6 @@ resend and no ledger: a ring in memory loses nothing, and when it does, the peer
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -19,7 +18,6 @@ import select
 import socket
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,6 +25,7 @@ from functools import partial
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.protocol.liveness import Liveness
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
+from helixrt.transport.forking import disown_in_children
 from helixrt.transport.shared_memory_handshake import (
     Handshake,
     HandshakeError,
@@ -76,8 +75,7 @@ class SharedMemoryEndpoint(Endpoint):
         self._outcomes: deque[Outcome] = deque()
         self._strangers = self._stale = 0
         self._closed = False
-        _call_in_forked_children()
-        _living.add(self)
+        disown_in_children(self)
 
     # ---------------------------------------------------------------- meeting
 
@@ -316,8 +314,9 @@ class SharedMemoryEndpoint(Endpoint):
         self._listener.close()
         self._epoll.close()
 
-    def _disown(self) -> None:
-        """In a forked child: all of it is the parent's, and not a byte of the segments or the epoll is touched."""
+    def disown(self) -> None:
+        if self._closed:
+            return
         self._closed = True
         for link in self._links.values():
             link.disown()
@@ -334,20 +333,6 @@ class SharedMemoryEndpoint(Endpoint):
         for link in self._links.values():  # they stay, deaf, for those who did not hear of the end yet
             end(link)
         self._outcomes.clear()
-
-
-_living: weakref.WeakSet[SharedMemoryEndpoint] = weakref.WeakSet()
-
-
-@functools.cache
-def _call_in_forked_children() -> None:
-    os.register_at_fork(after_in_child=_forked)
-
-
-def _forked() -> None:
-    for endpoint in list(_living):
-        if not endpoint._closed:
-            endpoint._disown()
 
 
 def unsupported() -> str | None:

@@ -34,6 +34,7 @@ from helixrt.transport.tcp_watch import READ, WRITE, Timer, Watch
 
 HANDSHAKE_S = 2.0
 MAX_HALF_OPEN = 64
+MAX_WAITING = 1024
 _ACCEPTED_AT_ONCE = 32
 _NO_DESCRIPTORS_S = 0.1
 
@@ -175,6 +176,44 @@ class Door:
         for listener in self._listeners:
             self._watch.remove(listener)
             listener.close()
+
+
+class WaitingRoom:
+    """Who is ahead of this end waits here, proved and without a verdict, until this end is in its generation too."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._inside: dict[tuple[int, int, int], Accepted] = {}  # (sender, rail, purpose), the oldest first
+
+    def enter(self, accepted: Accepted) -> None:
+        """In place of the same sender's for the same purpose; where there is no room, in place of the oldest."""
+        hello = accepted.hello
+        assert hello is not None
+        key = (hello.sender, hello.rail, int(hello.purpose))
+        if key not in self._inside and len(self._inside) >= MAX_WAITING:
+            self._turn_out(next(iter(self._inside)))
+        if key in self._inside:
+            self._turn_out(key)
+        self._inside[key] = accepted
+        # It has nothing to say now: it went away, or says more than it should.
+        self._watch.add(accepted.sock, READ, lambda mask: self._turn_out(key))
+
+    def leave(self, generation: int) -> list[Accepted]:
+        """Those of `generation` and older ones; they are the caller's now."""
+        keys = [key for key, each in self._inside.items() if each.hello and each.hello.generation <= generation]
+        left = [self._inside.pop(key) for key in keys]
+        for accepted in left:
+            self._watch.remove(accepted.sock)
+        return left
+
+    def close(self) -> None:
+        for key in list(self._inside):
+            self._turn_out(key)
+
+    def _turn_out(self, key: tuple[int, int, int]) -> None:
+        accepted = self._inside.pop(key)
+        self._watch.remove(accepted.sock)
+        accepted.sock.close()
 
 
 class Dial:

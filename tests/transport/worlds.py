@@ -213,7 +213,8 @@ class Process:
     """
 
     def __init__(self, make: Make, rank: int, size: int, heartbeat_s: float | None) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # imports once, for all processes
+        context.set_forkserver_preload([__name__])
         self.rank, self.size = rank, size
         self.pipe, theirs = context.Pipe()
         arguments = (make, rank, size, heartbeat_s, theirs)
