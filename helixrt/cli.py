@@ -27,7 +27,7 @@ COMMANDS = {  # each a module of helixrt.commands
     "replay": "replay a trace of slow links under several policies",
     "strands": "two interwoven strands of a model: operators, pairs, times, pictures, graphs",
     "profile": "which operators hide behind which on this machine",
-    "lab": "networks of namespaces with rated links on this machine",
+    "lab": "networks on this machine: namespaces with rated links, a VM with RDMA NICs",
 }
 
 

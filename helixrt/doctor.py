@@ -22,7 +22,10 @@ from importlib import import_module, util
 from pathlib import Path
 
 import helixrt
+from helixrt.errors import ConfigError
+from helixrt.lab import vm_setup
 from helixrt.lab.machine import Lack, lacking
+from helixrt.transport import verbs_devices, verbs_library
 
 PYTHON = (3, 11)
 TOP_FOLDERS = ("passes", "triton_kernels", "ray_cluster", "conf")
@@ -197,6 +200,13 @@ def rdma_finding(pyverbs: bool, devices: Sequence[str]) -> Finding:
     return Finding("rdma", State.ON, f"pyverbs, {', '.join(devices)}")
 
 
+def lab_finding(lack: Lack | None, kernel: str) -> Finding:
+    """The VM with Soft-RoCE NICs: only `helixrt lab run` and tests marked `rdma` or `vm` use it."""
+    if lack is not None:
+        return Finding("rdma lab", State.OFF, lack.what, lack.fix)
+    return Finding("rdma lab", State.ON, f"QEMU, kernel {kernel}")
+
+
 def can_run(findings: Iterable[Finding], what: Need) -> bool:
     """Whether the main job can run in local processes (`JOB`) or also on Ray (`RAY_JOB`)."""
     wanted = {Need.JOB, what}
@@ -328,9 +338,18 @@ def look_at_namespaces() -> Finding:
 
 
 def look_at_rdma() -> Finding:
-    folder = Path("/sys/class/infiniband")
-    devices = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    return rdma_finding(_findable("pyverbs"), devices)
+    try:
+        verbs_library.library()
+    except ConfigError:
+        found = False
+    else:
+        found = True
+    return rdma_finding(found, [str(port) for port in verbs_devices.survey()])
+
+
+def look_at_lab() -> Finding:
+    parts = vm_setup.find_parts()
+    return lab_finding(vm_setup.lacking(), parts.version if parts else "")
 
 
 def examine() -> list[Finding]:
@@ -350,6 +369,7 @@ def examine() -> list[Finding]:
         look_at_ports(),
         look_at_namespaces(),
         look_at_rdma(),
+        look_at_lab(),
     ]
 
 

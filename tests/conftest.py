@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from helixrt import doctor
+from helixrt.lab.vm_tests import Forwarder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
 settings.register_profile("helixrt", deadline=None, print_blob=True, derandomize=True)  # tests never assert time
@@ -28,10 +29,11 @@ settings.load_profile("helixrt")
 RunStages = Callable[..., list[Any]]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Started in the background or under nohup, a process has these ignored, and so would all that tests start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    config.pluginmanager.register(Forwarder(), "lab")  # tests marked rdma run in the VM lab
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,8 +65,8 @@ def lacking(marker: str) -> str:
         finding = next(doctor.look_at_package(package) for package in doctor.PACKAGES if package.distribution == "ray")
     elif marker == "netns":
         finding = doctor.look_at_namespaces()
-    elif marker == "rdma":
-        finding = doctor.look_at_rdma()
+    elif marker == "vm":
+        finding = doctor.look_at_lab()
     elif marker == "gpu":
         finding = doctor.look_at_accelerator()
     elif marker == "notebook":
@@ -82,15 +84,15 @@ def machine_lacks() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _needs(request: pytest.FixtureRequest, machine_lacks: dict[str, str]) -> None:
-    """Skips, with the reason, what this machine cannot run; in CI a missing Ray or namespace is a failure."""
-    for marker in ("ray", "netns", "rdma", "gpu", "notebook"):
+    """Skips, with the reason, what this machine cannot run; in CI a missing Ray, namespace or VM is a failure."""
+    for marker in ("ray", "netns", "vm", "gpu", "notebook"):
         if request.node.get_closest_marker(marker) is None:
             continue
         if marker not in machine_lacks:
             machine_lacks[marker] = lacking(marker)
         if not (reason := machine_lacks[marker]):
             continue
-        if os.environ.get("CI") == "true" and marker in ("ray", "netns", "notebook"):
+        if os.environ.get("CI") == "true" and marker in ("ray", "netns", "vm", "notebook"):
             pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
         pytest.skip(reason)
 

@@ -1,0 +1,174 @@
+"""Tests that run in the lab's VM, told outside as any other: one boot and one pytest in the guest for all of a session's.
+
+In: what pytest collected. Out: for each item marked `rdma` one in its place that, when it is its turn, takes what the
+guest's pytest (`guest_tests`) says of it. The first one boots a VM for this session, or uses the kept one if it runs
+(`helixrt lab run`). Where the lab cannot run, they skip with the reason, and in CI they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from helixrt.lab import vm, vm_setup
+from helixrt.lab.guest_tests import Phase
+from helixrt.lab.nics import GUEST
+from helixrt.lab.vm import Connection
+from helixrt.lab.vm_channel import Command, Frame, Kind
+from helixrt.lab.vm_keeper import Shape
+from helixrt.lab.vm_setup import LabError
+
+MARK = "rdma"
+PAIRS = 2
+KEPT = "default"  # name of the VM that `helixrt lab run` keeps
+IDLE_S = 120.0  # of a VM that a session booted and, killed, could not end
+DEADLINE_S = 600  # of one test, its wait for the boot included; the guest's own limit is the usual one
+
+
+class FailedInGuest(Exception):
+    """A test failed in the guest; the text is what pytest said there."""
+
+
+class Machine:
+    """The VM of this session's tests: the kept one if it runs, else one that ends with the session."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._booted = False
+
+    @property
+    def name(self) -> str:
+        """For `helixrt lab run --name`. LabError when it cannot boot."""
+        if not self._name:
+            self.connect().close()
+        return self._name
+
+    def connect(self) -> Connection:
+        """LabError when it cannot boot."""
+        if not self._name:
+            if (kept := vm.running(KEPT)) is not None:
+                self._name = KEPT
+                return kept
+            self._name, self._booted = f"pytest-{os.getpid()}", True
+        return vm.open_kept(self._name, Shape(), print, IDLE_S)
+
+    def close(self) -> None:
+        if self._booted:
+            vm.stop(self._name)
+            shutil.rmtree(vm.folder_of(self._name), ignore_errors=True)
+
+
+class GuestSession:
+    """One pytest in the guest, started when the first test is asked for."""
+
+    def __init__(self, machine: Machine, folder: str) -> None:
+        self._machine, self._folder = machine, folder
+        self._connection: Connection | None = None
+        self._frames: Iterator[Frame] | None = None
+        self._phases: dict[str, list[Phase]] = defaultdict(list)
+        self._line, self._errors = b"", b""
+        self._end = ""
+
+    def phases(self, node: str, nodes: list[str]) -> list[Phase]:
+        """What the guest says of a test, to its teardown. FailedInGuest when it says nothing. nodes: all that will be asked."""
+        if self._frames is None and not self._end:
+            self._start(nodes)
+        while not any(phase.when in ("teardown", "collect") for phase in self._phases[node]):
+            if self._end:
+                raise FailedInGuest(self._end)
+            self._read()
+        return self._phases[node]
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _start(self, nodes: list[str]) -> None:
+        argv = ("python", "-m", "helixrt.lab.guest_tests", *nodes)
+        command = Command(argv, self._folder, vm.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, PAIRS)
+        try:
+            self._connection = self._machine.connect()
+            self._frames = self._connection.run(command)
+        except LabError as error:
+            self._end = str(error)
+
+    def _read(self) -> None:
+        assert self._frames is not None
+        try:
+            frame = next(self._frames)
+        except LabError as error:
+            self._end = str(error)
+            return
+        if frame.kind is Kind.EXIT:
+            said = self._errors.decode(errors="replace").strip()
+            self._end = f"the guest's pytest ended with {vm.exit_code(frame)}, without a word about this test\n{said}"
+        elif frame.kind is Kind.ERRORS:
+            self._errors += frame.payload
+        elif frame.kind is Kind.OUTPUT:
+            *lines, self._line = (self._line + frame.payload).split(b"\n")
+            for phase in map(Phase.decode, filter(None, (line.decode() for line in lines))):
+                self._phases[phase.node].append(phase)
+                if phase.when == "collect":  # a module that cannot be imported: none of its tests is heard of
+                    self._end = phase.text
+
+
+class GuestItem(pytest.Item):
+    """Stands for a test that runs in the guest."""
+
+    guest: GuestSession
+
+    def runtest(self) -> None:
+        if (lack := vm_setup.lacking()) is not None:
+            if os.environ.get("CI") == "true":
+                pytest.fail(f"CI must run tests marked {MARK}, but {lack}", pytrace=False)
+            pytest.skip(str(lack))
+        asked = [item.nodeid for item in self.session.items if isinstance(item, GuestItem)]
+        phases = self.guest.phases(self.nodeid, asked)
+        for phase in phases:
+            for title, text in phase.sections:
+                self.add_report_section("call", f"in the guest: {title}", text)
+        for phase in phases:
+            if phase.outcome == "failed":
+                raise FailedInGuest(phase.text)
+            if phase.outcome == "skipped":
+                pytest.skip(phase.text)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> object:  # type: ignore[override]
+        if isinstance(excinfo.value, FailedInGuest):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[os.PathLike[str] | str, int | None, str]:
+        return self.path, None, self.nodeid
+
+
+class Forwarder:
+    """The plugin of the pytest outside; inside the guest it changes nothing."""
+
+    def __init__(self) -> None:
+        self.machine = Machine()
+        self._guest: GuestSession | None = None
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if GUEST in os.environ:
+            return
+        for place, item in enumerate(items):
+            if item.get_closest_marker(MARK) is None:
+                continue
+            self._guest = self._guest or GuestSession(self.machine, str(config.rootpath))
+            parent = item.parent
+            assert parent is not None
+            stand_in = GuestItem.from_parent(parent, name=item.name)
+            stand_in.guest = self._guest
+            stand_in.own_markers = [*item.own_markers, pytest.mark.timeout(DEADLINE_S).mark]
+            stand_in.keywords.update({mark.name: mark for mark in stand_in.own_markers})
+            items[place] = stand_in
+
+    def pytest_unconfigure(self) -> None:
+        if self._guest is not None:
+            self._guest.close()
+        self.machine.close()
