@@ -78,7 +78,7 @@ def _combine(left, right, divisor, OP: tl.constexpr, WIDE: tl.constexpr, DIVIDE:
 
 
 @triton.jit
-def _reduce_at(
+def _at(
     left,
     right,
     out,
@@ -91,8 +91,10 @@ def _reduce_at(
     DIVIDE: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    result = _combine(tl.load(left + offsets, mask=mask), tl.load(right + offsets, mask=mask), divisor, OP, WIDE, DIVIDE)
-    result = result.to(out.dtype.element_ty)
+    result = tl.load(left + offsets, mask=mask)
+    if OP != "copy":
+        result = _combine(result, tl.load(right + offsets, mask=mask), divisor, OP, WIDE, DIVIDE)
+        result = result.to(out.dtype.element_ty)
     tl.store(out + offsets, result, mask=mask)
     if TWO:
         tl.store(also + offsets, result, mask=mask)
@@ -101,13 +103,13 @@ def _reduce_at(
 @triton.jit(do_not_specialize=["length", "head", "divisor"])
 def reduce_copy_kernel(
     left,
-    right,
+    right,  # of a copy, anything
     out,
     also,
     length,  # elements from the pointers on
     head,  # elements before them, fewer than a vector holds
     divisor,
-    OP: tl.constexpr,
+    OP: tl.constexpr,  # "copy", or the value of an `Op`
     WIDE: tl.constexpr,
     DIVIDE: tl.constexpr,
     TWO: tl.constexpr,
@@ -122,54 +124,16 @@ def reduce_copy_kernel(
     lane = tl.arange(0, TILE)
     tiles = length // TILE
     for start in tl.range(program * TILE, tiles * TILE, programs * TILE):
-        _reduce_at(left + start, right + start, out + start, also + start, divisor, lane, None, OP, WIDE, DIVIDE, TWO)
+        _at(left + start, right + start, out + start, also + start, divisor, lane, None, OP, WIDE, DIVIDE, TWO)
     # What is left begins with the program whose turn it is.
     turn = (program + programs - tiles % programs) % programs
     few = tl.arange(0, PIECE)
     for start in tl.range(tiles * TILE + turn * PIECE, length, programs * PIECE):
         rest = length - start
-        _reduce_at(left + start, right + start, out + start, also + start, divisor, few, few < rest, OP, WIDE, DIVIDE, TWO)
+        _at(left + start, right + start, out + start, also + start, divisor, few, few < rest, OP, WIDE, DIVIDE, TWO)
     if program == 0:
         first = tl.arange(0, VECTOR)
-        _reduce_at(left - head, right - head, out - head, also - head, divisor, first, first < head, OP, WIDE, DIVIDE, TWO)
-
-
-@triton.jit
-def _copy_at(source, out, also, offsets, mask, TWO: tl.constexpr):
-    value = tl.load(source + offsets, mask=mask)
-    tl.store(out + offsets, value, mask=mask)
-    if TWO:
-        tl.store(also + offsets, value, mask=mask)
-
-
-@triton.jit(do_not_specialize=["length", "head"])
-def copy_kernel(
-    source,
-    out,
-    also,
-    length,
-    head,
-    TWO: tl.constexpr,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    programs = tl.num_programs(0).to(tl.int64)
-    length = length.to(tl.int64)
-    lane = tl.arange(0, TILE)
-    tiles = length // TILE
-    for start in tl.range(program * TILE, tiles * TILE, programs * TILE):
-        _copy_at(source + start, out + start, also + start, lane, None, TWO)
-    # What is left begins with the program whose turn it is.
-    turn = (program + programs - tiles % programs) % programs
-    few = tl.arange(0, PIECE)
-    for start in tl.range(tiles * TILE + turn * PIECE, length, programs * PIECE):
-        rest = length - start
-        _copy_at(source + start, out + start, also + start, few, few < rest, TWO)
-    if program == 0:
-        first = tl.arange(0, VECTOR)
-        _copy_at(source - head, out - head, also - head, first, first < head, TWO)
+        _at(left - head, right - head, out - head, also - head, divisor, first, first < head, OP, WIDE, DIVIDE, TWO)
 
 
 _WIDE: dict[torch.dtype, Any] = {
@@ -201,34 +165,30 @@ def launch_reduce_copy(
     given = [left, right, out, out if also is None else also]
     if left.dtype == torch.bool:
         given, op = [each.view(torch.uint8) for each in given], _OF_BOOL.get(op, op)
-    head, given = _from_boundary(given)
-    reduce_copy_kernel[(launch.programs,)](
-        *given,
-        length=given[0].numel(),
-        head=head,
-        divisor=divisor,
-        OP=op.value,
-        WIDE=_WIDE[given[0].dtype],
-        DIVIDE=divisor != 1,
-        TWO=also is not None,
-        TILE=launch.tile(left.element_size()),
-        PIECE=launch.piece(left.element_size()),
-        VECTOR=VECTOR_BYTES,
-        num_warps=launch.warps,
-    )
+    _launch(given, also is not None, op.value, _WIDE[given[0].dtype], divisor, launch)
 
 
 def launch_copy(source: torch.Tensor, out: torch.Tensor, also: torch.Tensor | None, launch: Launch = DEFAULT) -> None:
     """As `launch_reduce_copy`, for any type: elements are moved as integers of their size, so every bit arrives."""
     as_integers = _SAME_SIZE.get(source.element_size(), torch.int64)
-    head, given = _from_boundary([each.view(as_integers) for each in (source, out, out if also is None else also)])
-    copy_kernel[(launch.programs,)](
+    given = [each.view(as_integers) for each in (source, source, out, out if also is None else also)]
+    _launch(given, also is not None, "copy", _WIDE[as_integers], 1, launch)
+
+
+def _launch(given: list[torch.Tensor], two: bool, op: str, wide: Any, divisor: int, launch: Launch) -> None:
+    head, given = _from_boundary(given)
+    itemsize = given[0].element_size()
+    reduce_copy_kernel[(launch.programs,)](
         *given,
         length=given[0].numel(),
         head=head,
-        TWO=also is not None,
-        TILE=launch.tile(given[0].element_size()),
-        PIECE=launch.piece(given[0].element_size()),
+        divisor=divisor,
+        OP=op,
+        WIDE=wide,
+        DIVIDE=divisor != 1,
+        TWO=two,
+        TILE=launch.tile(itemsize),
+        PIECE=launch.piece(itemsize),
         VECTOR=VECTOR_BYTES,
         num_warps=launch.warps,
     )

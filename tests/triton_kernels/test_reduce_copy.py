@@ -322,12 +322,12 @@ def test_the_main_loop_moves_16_bytes_per_instruction(name: str, tmp_path: Path,
     pointer, constants = {
         "float32-sum": ("*fp32", {"OP": "sum", "WIDE": tl.float32, "DIVIDE": False, "TILE": launch.tile(4)}),
         "bfloat16-mean": ("*bf16", {"OP": "sum", "WIDE": tl.float32, "DIVIDE": True, "TILE": launch.tile(2)}),
-        "int8-copy": ("*i8", {"TILE": launch.tile(1)}),
+        "int8-copy": ("*i8", {"OP": "copy", "WIDE": tl.int64, "DIVIDE": False, "TILE": launch.tile(1)}),
     }[name]
-    kernel = kernels.copy_kernel if "OP" not in constants else kernels.reduce_copy_kernel
+    kernel = kernels.reduce_copy_kernel
     itemsize = launch.tile(1) // constants["TILE"]
     constants |= {"TWO": True, "PIECE": launch.piece(itemsize), "VECTOR": kernels.VECTOR_BYTES}
-    kinds = dict.fromkeys(("left", "right", "source", "out", "also"), pointer) | {
+    kinds = dict.fromkeys(("left", "right", "out", "also"), pointer) | {
         "length": "i64",
         "head": "i32",
         "divisor": "i32",
@@ -337,7 +337,7 @@ def test_the_main_loop_moves_16_bytes_per_instruction(name: str, tmp_path: Path,
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps})
     ptx = compiled.asm["ptx"]
-    inputs = 1 if kernel is kernels.copy_kernel else 2
+    inputs = 1 if constants["OP"] == "copy" else 2
     assert ptx.count("ld.global.v4.b32") == inputs * launch.vectors
     assert ptx.count("st.global.v4.b32") == 2 * launch.vectors
     written = tmp_path / "kernel.ptx"
