@@ -43,11 +43,11 @@ def folders(under: Path) -> set[str]:
 def examples() -> list[tuple[str, str]]:
     """Each program, and what the README says it prints."""
     found = re.findall(r"^```python\n(.*?)^```\n+It prints:\n\n```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert len(found) == len(blocks("python")) == 2
+    assert len(found) == len(blocks("python")) == 3
     return found
 
 
-@pytest.mark.parametrize(("code", "printed"), examples(), ids=["strands", "library"])
+@pytest.mark.parametrize(("code", "printed"), examples(), ids=["strands", "collectives", "library"])
 def test_an_example_prints_what_the_readme_says(code: str, printed: str, tmp_path: Path) -> None:
     assert len(code.strip().splitlines()) <= 11, "about ten lines"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
