@@ -93,6 +93,7 @@ class Link:
             self._paths = Paths(self._wire, self.options.hopping, draw or random.Random(0))
             self._outbox.room = self._paths.room
         self._liveness: Liveness | None = None  # from the first rail on
+        self._connect_by = -math.inf  # when there must be one; a link begins with its first event
         self._deadlines: list[tuple[float, bool, int, int]] = []
         self._farewell: int | None = None  # the peer closes, and this was its newest sequence number
         self._farewells: set[int] = set()  # rails on which it said so
@@ -119,6 +120,8 @@ class Link:
         out: list[Action] = []
         if self.closed:
             return out
+        if self._liveness is None and self._connect_by == -math.inf:
+            self._connect_by = now + self.options.connect_s
         try:
             self._handlers[type(event)](event, now, out)
             if not self.closed:
@@ -131,7 +134,7 @@ class Link:
 
     @property
     def deadline(self) -> float:
-        """When it wants a `Tick`, at the latest; inf: not by itself."""
+        """When it wants a `Tick`, at the latest; inf: not by itself, -inf: at once, it has heard nothing yet."""
         if self.closed:
             return math.inf
         due = self._wire.acknowledge_at
@@ -140,12 +143,13 @@ class Link:
         if self._deadlines:
             due = min(due, self._deadlines[0][0])
         live = self._liveness
-        if live is None or not self.options.fault_tolerance:
-            return due
-        due = min(due, live.deadline_s)
-        for rail in self.rails:
-            if rail.up and rail.spoke_s + live.beat_s < due:
-                due = rail.spoke_s + live.beat_s
+        if live is None:
+            due = min(due, self._connect_by)
+        elif self.options.fault_tolerance:
+            due = min(due, live.deadline_s)
+            for rail in self.rails:
+                if rail.up and rail.spoke_s + live.beat_s < due:
+                    due = rail.spoke_s + live.beat_s
         return min(due, self._failover.due_s()) if self._failover.recovering else due
 
     @property
@@ -214,10 +218,10 @@ class Link:
         self._failover.up(self.rails[event.rail], event.incarnation, now, out)
 
     def _rail_down(self, event: m.RailDown, now: float, out: list[Action]) -> None:
-        self._failover.down(self.rails[event.rail], event.failure, event.reason, now)
+        self._failover.down(self.rails[event.rail], event.failure, event.reason, now, out)
 
     def _rail_slow(self, event: m.RailSlow, now: float, out: list[Action]) -> None:
-        self._failover.slow(self.rails[event.rail])
+        self._failover.slow(self.rails[event.rail], now, out)
 
     # ---- what arrives
 
@@ -291,7 +295,7 @@ class Link:
         if self._paths is not None:
             self._paths.acknowledged(now, out)
         if self._failover.recovering:
-            self._failover.acknowledged(now)
+            self._failover.acknowledged(now, out)
 
     def _payload_arrived(self, event: m.PayloadArrived, now: float, out: list[Action]) -> None:
         rail = self.rails[event.rail]
@@ -326,7 +330,11 @@ class Link:
             self._paths.tick(now, out)
         self._expire(now, out)
         live, options = self._liveness, self.options
-        if live is None or not options.fault_tolerance:
+        if live is None:
+            if now >= self._connect_by:
+                raise Broken(Failure.PATH, f"no rail came up in {options.connect_s:g} s")
+            return
+        if not options.fault_tolerance:
             return
         for rail in self.rails:
             if not rail.up:

@@ -13,7 +13,7 @@ import math
 
 from helixrt.errors import Cause
 from helixrt.protocol.frames import ANSWER, Frame, FrameError, Kind
-from helixrt.protocol.link_messages import Action, Failure, ResetRail, RestoreRail
+from helixrt.protocol.link_messages import Action, Failure, RailBack, RailLeft, ResetRail, RestoreRail
 from helixrt.protocol.link_rails import Rail, ReceiveState, SendState, rest_s
 from helixrt.protocol.link_wire import Broken, Wire
 
@@ -36,20 +36,21 @@ class Failover:
                 rail.wake_s = now + self.options.retry_s
             return
         if rail.up:
-            self.fail(rail, Failure.PATH, "connected anew", now)
+            self.fail(rail, Failure.PATH, "connected anew", now, out)
         rail.up, rail.incarnation, rail.arrival = True, incarnation, None
         rail.heard_s = rail.spoke_s = now
         if rail.fresh:
             rail.receive = ReceiveState.DEFAULT
-        if rail.fresh and (self.options.striped or not any(other.flights for other in self.rails)):
+        plain = self.options.striped or not any(other.flights for other in self.rails)
+        if (rail.fresh and plain) or not self.options.fault_tolerance:
             rail.send, rail.default_s, rail.wake_s = SendState.DEFAULT, now, math.inf
         else:
             rail.fresh, rail.wake_s = False, now  # to be probed
         self.recount()
 
-    def down(self, rail: Rail, failure: Failure, reason: str, now: float) -> None:
+    def down(self, rail: Rail, failure: Failure, reason: str, now: float, out: list[Action]) -> None:
         if rail.up:
-            self.fail(rail, failure, reason, now)
+            self.fail(rail, failure, reason, now, out)
         elif failure is Failure.PROGRAM:
             raise Broken(failure, reason)
         elif failure is not Failure.CASCADE:  # its restoration failed
@@ -57,27 +58,29 @@ class Failover:
             rail.wake_s = now + self.options.retry_s
             self._check_gone(rail)
 
-    def slow(self, rail: Rail) -> None:
+    def slow(self, rail: Rail, now: float, out: list[Action]) -> None:
         """Leave a working rail, unless it is the last one."""
-        if rail.usable and any(other.usable for other in self.rails if other is not rail):
+        others = any(other.usable for other in self.rails if other is not rail)
+        if others and rail.usable and self.options.fault_tolerance:
             rail.leaving, rail.fresh, rail.reason = True, False, "left as slow"
-            rail.flaps += 1
+            self._flaps(rail, now)
             self.recount()
+            out.append(RailLeft(rail.number, None, rail.reason, self._usable()))
 
     def leave(self, rail: Rail, reason: str, now: float, out: list[Action]) -> None:
         """We found out ourselves that the rail does not work: its path has failed, and the driver closes it."""
         out.append(ResetRail(rail.number))
-        self.fail(rail, Failure.PATH, reason, now)
+        self.fail(rail, Failure.PATH, reason, now, out)
 
-    def fail(self, rail: Rail, failure: Failure, reason: str, now: float) -> None:
+    def fail(self, rail: Rail, failure: Failure, reason: str, now: float, out: list[Action]) -> None:
         """Fence `rail`: nothing more of this connection counts. Raises Broken if nothing can come after that."""
         options = self.options
         self.wire.inbox.cut(rail)
-        wait = options.retry_s
+        wait, carried = options.retry_s, rail.usable
         if rail.send is SendState.DEFAULT:
             self.failovers += 1
             if not rail.leaving:
-                rail.flaps = 1 if now - rail.default_s >= options.steady_s else rail.flaps + 1
+                self._flaps(rail, now)
             wait = rest_s(rail.flaps, options.rest_s, options.longest_rest_s)
             if failure is Failure.DEVICE:
                 wait = max(wait, options.retry_s)
@@ -90,6 +93,15 @@ class Failover:
             raise Broken(failure, reason)
         self.recount()
         self._check_gone(rail)
+        if carried:
+            out.append(RailLeft(rail.number, failure, reason, self._usable()))
+
+    def _flaps(self, rail: Rail, now: float) -> None:
+        """It was in service and is no more."""
+        rail.flaps = 1 if now - rail.default_s >= self.options.steady_s else rail.flaps + 1
+
+    def _usable(self) -> int:
+        return sum(rail.usable for rail in self.rails)
 
     def _check_gone(self, rail: Rail) -> None:
         if rail.failure is Failure.PEER_GONE and not any(other.up for other in self.rails):
@@ -141,13 +153,14 @@ class Failover:
             rail.receive = ReceiveState.DEFAULT
         self.wire.prompt = rail
 
-    def acknowledged(self, now: float) -> None:
+    def acknowledged(self, now: float, out: list[Action]) -> None:
         """Acknowledgements came in while some rail was not usable: it may have been a SWITCH's."""
         for rail in self.rails:
             if rail.switch and rail.switch not in self.outbox.flights:
                 rail.switch, rail.send, rail.default_s, rail.wake_s = 0, SendState.DEFAULT, now, math.inf
                 self.failbacks += 1
                 self.recount()
+                out.append(RailBack(rail.number, self._usable()))
 
     # ---- recovery
 

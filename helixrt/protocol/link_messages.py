@@ -51,6 +51,7 @@ class LinkOptions:
     window_bytes: int = 64 << 20  # on rails and unacknowledged; one message may always go
     window_frames: int = 256  # likewise
 
+    connect_s: float = 60.0  # from the first event until a rail is up; else the peer is lost
     period_s: float = 1.0  # of liveness: a silent peer is lost within 1.5 of it
     attempt_s: float = 30.0  # software deadline of a frame on a rail; more than `window_bytes` take on the slowest rail
     probe_s: float = 0.25  # for the answer to PROBE, SWITCH or RESUME
@@ -61,7 +62,7 @@ class LinkOptions:
     acknowledge_s: float = 0.02  # what needs no prompt acknowledgement gets it this late, or along with other traffic
 
     def __post_init__(self) -> None:
-        for key in ("window_bytes", "window_frames", "period_s", "attempt_s", "probe_s", "retry_s"):
+        for key in ("window_bytes", "window_frames", "connect_s", "period_s", "attempt_s", "probe_s", "retry_s"):
             if not getattr(self, key) > 0:
                 raise ConfigError(key, getattr(self, key), "must be more than 0")
         if not 0 <= self.eager_bytes <= self.eager_memory_bytes:
@@ -312,6 +313,25 @@ class ResetRail:
 
 
 @dataclass(frozen=True, slots=True)
+class RailLeft:
+    """For the record: `rail` carried traffic, or stood by, and does so no more; the link goes on over the others. Whoever
+    runs the job should be told: the next failure may be the last one that is survived."""
+
+    rail: int
+    failure: Failure | None  # None: it works, and is left as slow
+    reason: str
+    usable: int  # rails that new traffic may still go on; 0: it waits for one
+
+
+@dataclass(frozen=True, slots=True)
+class RailBack:
+    """For the record: `rail` carries traffic again, or stands by."""
+
+    rail: int
+    usable: int  # rails that new traffic may go on now
+
+
+@dataclass(frozen=True, slots=True)
 class Hopped:
     """For the record: new messages take another path (`hopping`). RTTs are of messages of the standard size, in seconds: of
     the old path its average, of the new one its probe, 0 if there was none."""
@@ -366,6 +386,8 @@ Action = (
     | Failed
     | RestoreRail
     | ResetRail
+    | RailLeft
+    | RailBack
     | Hopped
     | PathProbed
     | Lost

@@ -42,7 +42,8 @@ class Flight:
 
     @property
     def bytes(self) -> int:
-        return self.message.length if self.message else 0
+        """Of its payload: a SKIP has none."""
+        return self.message.length if self.message and self.kind is Kind.DATA else 0
 
 
 @dataclass(slots=True, eq=False)

@@ -30,7 +30,7 @@ class Outbox:
         self.again: deque[Flight] = deque()  # of failed rails, to be sent on others
         self.control: deque[tuple[Kind, Name]] = deque()
         self.flights: dict[int, Flight] = {}  # unacknowledged, on whatever rail or in `again`
-        self.bytes = 0  # of `flights`
+        self.bytes = 0  # of the messages of `flights`
         self.newest = 0  # sequence number
         self.acknowledged = 0  # all up to it
         self.eager_out = 0  # eager memory of the peer that was used, in total
@@ -226,7 +226,7 @@ class Outbox:
                 rail.begun_s = min(rail.begun_s, flight.at_s)
         if message is None:
             return
-        self.bytes -= flight.bytes
+        self.bytes -= message.length
         if message.kept:
             del self.messages[message.op, message.index]
             out.append(Release(message.op, message.index))

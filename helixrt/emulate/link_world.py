@@ -1,0 +1,233 @@
+"""A simulated world for the link: two ends, rails that misbehave, and callers that send, wait, give up and forget.
+
+In: a seed, which decides everything. Out: a `Verdict`, or a `Violation` that says what was broken and the one line
+that replays it (`python -m helixrt.emulate.link_world --seed N --text` writes the run out, message by message).
+
+Every message arrives exactly once, whole, in memory that its owner still lends; or the link says `Lost`, and it may
+say so only when the peer died or no rail was left. In the end every rail that works is in use again, and nothing is
+unacknowledged. Nothing hangs: each world has a virtual deadline. `path_world` is the same with rails that are paths.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from helixrt.emulate.link_end import End, Wrong, check
+from helixrt.emulate.link_network import LONG_BYTES, Network
+from helixrt.errors import HelixError
+from helixrt.protocol import link_messages as m
+from helixrt.protocol.link import Link
+from helixrt.protocol.link_rails import ReceiveState, SendState
+
+OPTIONS = m.LinkOptions(
+    eager_bytes=LONG_BYTES, eager_memory_bytes=4000, window_bytes=12_000, window_frames=6, attempt_s=2.0, longest_rest_s=0.4
+)
+GENERATION, END_S = 7, 60.0
+EXCUSED_S = 1.0  # a living peer is not lost for standing still so long
+
+
+class Violation(AssertionError):
+    """An invariant was broken; the message ends with the line that replays it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run did, both ends together."""
+
+    seed: int
+    virtual_s: float
+    events: int
+    received: int
+    failovers: int
+    failbacks: int
+    resent: int
+    duplicates: int
+    failed: int  # messages, alone
+    lost: int  # links
+
+
+class LinkWorld(Network):
+    module = "helixrt.emulate.link_world"
+    lengths: Sequence[int] = (0, 10, 900, LONG_BYTES, LONG_BYTES + 1, 5000)
+    spans_s: Sequence[float] = (0.05, 0.5, 3.0)  # in which everything begins
+    lasting = 1.0  # how long faults last, in relation
+
+    def __init__(self, seed: int, trace: bool = False) -> None:
+        rng = random.Random(seed)
+        super().__init__(rng, self.draw_rails(rng), trace)
+        self.seed = seed
+        self.options = self.draw_options(rng)
+        self.ends = [self.make_end(me) for me in range(2)]
+        self.draw_weather(rng)
+        plain = not (self.options.striped or self.reorders or self.doubles or self.loses)
+        self.ordered = plain  # as long as no rail falls silent
+        self.excused = not self.safe  # Lost may be said
+        self.killed = False
+
+    # ---- what a world is like
+
+    def draw_rails(self, rng: random.Random) -> int:
+        return rng.choice((1, 2, 2, 3))
+
+    def draw_options(self, rng: random.Random) -> m.LinkOptions:
+        return replace(OPTIONS, striped=rng.random() < 0.6)
+
+    def make_end(self, me: int) -> End:
+        return End(self, me, Link(GENERATION, 1 - me, self.rails, self.options))
+
+    def draw_weather(self, rng: random.Random) -> None:
+        self.reorders, self.doubles = rng.random() < 0.4, rng.choice((0.0, 0.0, 0.1))
+        self.loses = rng.choice((0.0, 0.0, 0.0, 0.02))
+        self.safe = rng.random() < 0.5 and self.rails > 1  # the last rail never fails
+
+    # ---- running
+
+    def run(self) -> Verdict:
+        """To the end; raises Violation when a promise is broken, the machine finds itself misused or nothing ends."""
+        try:
+            until = self.random.choice(self.spans_s)
+            for rail in range(self.rails):
+                self.connect(rail)
+            self.traffic(until)
+            self.trouble(until)
+            while self.step(END_S):
+                if self.now > 2 * until + self.lasting and self.done():
+                    break
+            self.judge()
+        except (AssertionError, LookupError, ValueError, HelixError) as error:
+            name = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+            replay = f"python -m {self.module} --seed {self.seed} --text"
+            raise Violation(f"{name}{error}; at t={self.now:.4f}; replay: {replay}") from error
+        return self.verdict()
+
+    def traffic(self, until: float) -> None:
+        for end in self.ends:
+            for op in range(self.random.randint(1, 3)):
+                for index in range(self.random.randint(1, 5)):
+                    self.message(end, self.ends[1 - end.me], op, index, until)
+        if self.random.random() < 0.1:
+            self.at(self.random.uniform(0, until), self.random.choice(self.ends).forget, 0)
+
+    def message(self, sender: End, receiver: End, op: int, index: int, until: float) -> None:
+        rng = self.random
+        length = rng.choice(self.lengths)
+        deadlines = [rng.uniform(0, until + 1) if rng.random() < 0.05 else math.inf for _ in range(2)]
+        submit = m.Submit(op, index, length, rng.random() < 0.85, deadlines[0])
+        self.at(rng.uniform(0, until), sender.submit, submit)
+        self.at(rng.uniform(0, until), receiver.post, m.Post(op, index, length, deadlines[1]))
+
+    def trouble(self, until: float) -> None:
+        rng = self.random
+        for _ in range(rng.choice((0, 1, 1, 2, 3, 6))):
+            self.fault(until)
+        if rng.random() < 0.2:
+            seconds = rng.choice((0.3, EXCUSED_S, 4.0))
+            self.excused |= seconds > EXCUSED_S
+            self.at(rng.uniform(0, until), self.stop, rng.randrange(2), seconds)
+        if rng.random() < 0.05:
+            self.killed = self.excused = True
+            self.at(rng.uniform(0, until), self.kill, rng.randrange(2))
+
+    def fault(self, until: float) -> None:
+        rng, when = self.random, self.random.uniform(0, until)
+        rails = self.draw_victims(rng)
+        kind = rng.random()
+        if kind < 0.5:
+            self.on_each(rails, when, self.cut)
+        elif kind < 0.65:
+            self.on_each(rails, when, self.set_cable, False)
+            self.on_each(rails, when + self.lasting * rng.uniform(0.1, 1.5), self.set_cable, True)
+        elif kind < 0.85:
+            me, self.ordered = rng.randrange(2), False
+            self.on_each(rails, when, self.set_mute, me, True)
+            self.on_each(rails, when + self.lasting * rng.uniform(0.1, 3.0), self.set_mute, me, False)
+        else:
+            self.on_each(rails, when, rng.choice(self.ends).slow)
+
+    def draw_victims(self, rng: random.Random) -> Sequence[int]:
+        """The rails that a fault strikes."""
+        return [rng.randrange(self.rails - 1 if self.safe else self.rails)]
+
+    def on_each(self, rails: Sequence[int], when: float, what: Any, *more: Any) -> None:
+        for rail in rails:
+            self.at(when, what, rail, *more)
+
+    # ---- judgement
+
+    def done(self) -> bool:
+        alone = any(end.dead for end in self.ends)
+        return all(end.dead or end.ended or not (alone or self.waits(end)) for end in self.ends)
+
+    def waits(self, end: End) -> list[str]:
+        """What `end` still waits for."""
+        peer = self.ends[1 - end.me]
+        over = end.forgotten | peer.forgotten
+        waits = []
+        for name in end.submitted:
+            given_up = name[0] in over or (name, True) in end.failed or (name, False) in peer.failed
+            if name not in end.sent and not given_up:
+                waits.append(f"{end.me} has not Sent {name}")
+        for name in end.lent:
+            if name[0] not in over and (name, True) not in peer.failed:
+                waits.append(f"{end.me} has not Received {name}")
+        if any(rail.send is not SendState.DEFAULT or rail.receive is not ReceiveState.DEFAULT for rail in end.link.rails):
+            waits.append(f"{end.me}: rails {[(rail.send.value, rail.receive.value) for rail in end.link.rails]} are not back")
+        if end.link._outbox.flights:
+            waits.append(f"{end.me}: {len(end.link._outbox.flights)} frames are not acknowledged")
+        return waits
+
+    def judge(self) -> None:
+        for end in self.ends:
+            if end.dead:
+                continue
+            if end.ended is None:
+                check(not self.killed, f"{end.me} did not notice that its peer died")
+                if not self.ends[1 - end.me].ended:
+                    waits = self.waits(end)
+                    check(not waits, "; ".join(waits))
+            else:
+                check(self.excused, f"{end.me} says {end.ended} while a rail was sound")
+                check(isinstance(end.ended, m.Lost) and end.ended.failure is not m.Failure.PROGRAM, f"{end.ended}")
+
+    def verdict(self) -> Verdict:
+        return Verdict(**self.findings())
+
+    def findings(self) -> dict[str, Any]:
+        links = [end.link for end in self.ends]
+        return dict(
+            seed=self.seed,
+            virtual_s=self.now,
+            events=self.events,
+            received=sum(len(end.received) for end in self.ends),
+            failovers=sum(link.failovers for link in links),
+            failbacks=sum(link.failbacks for link in links),
+            resent=sum(link.resent for link in links),
+            duplicates=sum(link.duplicates for link in links),
+            failed=sum(len(end.failed) for end in self.ends),
+            lost=sum(isinstance(end.ended, m.Lost) for end in self.ends),
+        )
+
+
+def main(arguments: Sequence[str] | None = None, world: type[LinkWorld] = LinkWorld) -> None:
+    """`--seed N [--count M]`: run one seed, or M seeds from N on, and print what happened; `--text`: message by message."""
+    import argparse
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--text", action="store_true")
+    options = parser.parse_args(arguments)
+    for seed in range(options.seed, options.seed + options.count):
+        run = world(seed, options.text)
+        try:
+            print(run.run())
+        finally:
+            print(*(run.trace or ()), sep="\n", end="\n" if run.trace else "")
+
+
+if __name__ == "__main__":
+    main()

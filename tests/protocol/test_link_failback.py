@@ -1,0 +1,213 @@
+"""A rail of a link returns: rest, probe, fence, drain, switch; slow rails leave the same way; who is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from helixrt.emulate.link_pair import Pair
+from helixrt.protocol import link_messages as m
+from helixrt.protocol.frames import Kind
+from helixrt.protocol.link_rails import ReceiveState, SendState
+
+
+def fall_back(pair: Pair) -> None:
+    pair.cut(0)
+    pair.flow()
+    assert pair.states(0) == [SendState.FALLBACK, SendState.DEFAULT]
+    assert pair.links[0].rails[0].receive is ReceiveState.FALLBACK
+
+
+def test_the_four_send_states_and_the_two_receive_states_of_a_failback() -> None:
+    pair = Pair(rails=2, striped=False, window_frames=1)
+    fall_back(pair)
+    for index in range(3):
+        pair.post(1, 1, index)
+    pair.flow()
+    pair.hold(1, 1)
+    pair.submit(0, 1, 0), pair.submit(0, 1, 1)  # one on the backup, one waits for the window
+    pair.hold(0)
+    pair.up(0)
+    assert pair.kinds(0, 0)[-1] is Kind.PROBE and pair.states(0)[0] is SendState.FALLBACK
+    pair.deliver(0, 1), pair.deliver(0, 0), pair.deliver(0, 0)  # PROBE; the peer's PROBE; PROBED
+    assert pair.states(0)[0] is SendState.WAIT_SIGNALED
+    pair.deliver(1, 1)
+    pair.flow()  # acknowledged: the next message goes out on the backup, and it is the fence
+    assert pair.states(0)[0] is SendState.WAIT_DRAINED
+    pair.submit(0, 1, 2)
+    assert pair.kinds(0).count(Kind.DATA) == 2  # withheld
+    assert Kind.SWITCH not in pair.kinds(0, 0) and pair.links[1].rails[0].receive is ReceiveState.FALLBACK
+    pair.release(1)
+    assert pair.kinds(0, 0)[-1] is Kind.SWITCH and pair.states(0)[0] is SendState.WAIT_DRAINED
+    pair.release(0)
+    assert pair.links[1].rails[0].receive is ReceiveState.DEFAULT
+    assert pair.states(0) == [SendState.DEFAULT] * 2 and pair.links[0].failbacks == 1
+    assert pair.kinds(0, 0).count(Kind.DATA) == 1  # the withheld one, on the default rail again
+    assert pair.said(1, m.Received) == [m.Received(1, 0), m.Received(1, 1), m.Received(1, 2)]
+
+
+def test_a_striped_link_goes_on_over_the_others_while_a_rail_returns() -> None:
+    pair = Pair(rails=2)
+    fall_back(pair)
+    for index in range(3):
+        pair.post(1, 1, index)
+    pair.flow()
+    pair.hold(1, 1)
+    pair.submit(0, 1, 0)
+    pair.up(0)
+    pair.flow()
+    assert pair.states(0)[0] is SendState.WAIT_DRAINED
+    pair.submit(0, 1, 1)
+    assert pair.kinds(0, 1).count(Kind.DATA) == 2
+    pair.release(1)
+    assert pair.states(0) == [SendState.DEFAULT] * 2
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_a_second_failure_while_draining_is_survived(second: int) -> None:
+    pair = Pair(rails=2, striped=False)
+    fall_back(pair)
+    pair.post(1, 1)
+    pair.flow()
+    pair.hold(1, 1)
+    pair.submit(0, 1, 0)
+    pair.up(0)
+    pair.flow()
+    assert pair.states(0)[0] is SendState.WAIT_DRAINED
+    pair.cut(second)  # the rail that returned, or the backup with the message on it
+    pair.release(1)
+    pair.flow()
+    assert pair.said(1, m.Received) == [m.Received(1, 0)] and pair.said(0, m.Sent) == [m.Sent(1, 0)]
+    pair.up(second)
+    pair.wait(1.0)
+    assert pair.states(0) == pair.states(1) == [SendState.DEFAULT] * 2
+
+
+def test_a_rail_that_answers_no_probe_is_reset_and_tried_again() -> None:
+    pair = Pair(rails=2)
+    fall_back(pair)
+    pair.hold(0)
+    pair.up(0)
+    pair.wait(0.3)
+    assert m.ResetRail(0) in pair.log[0] and pair.states(0)[0] is SendState.FALLBACK
+    before = len(pair.said(0, m.RestoreRail))
+    pair.wait(0.3)
+    assert len(pair.said(0, m.RestoreRail)) == before + 1
+
+
+def test_a_rail_that_flaps_rests_longer_each_time_until_it_was_steady() -> None:
+    pair = Pair(rails=2, rest_s=0.1, longest_rest_s=0.5, steady_s=10.0)
+
+    def rest() -> float:
+        pair.cut(0)
+        pair.flow()
+        before, began = len(pair.said(0, m.RestoreRail)), pair.now
+        if pair.log[0][-1:] == [m.RestoreRail(0)] or m.RestoreRail(0) in pair.log[0][-4:]:
+            before -= 1
+        while len(pair.said(0, m.RestoreRail)) == before:
+            pair.wait(0.01)
+        rested = pair.now - began
+        pair.up(0)
+        pair.wait(0.05)
+        assert pair.states(0)[0] is SendState.DEFAULT
+        return rested
+
+    rests = [rest() for _ in range(6)]
+    assert rests == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.5, 0.5], abs=0.03)
+    pair.wait(11.0)
+    assert rest() == pytest.approx(0.0, abs=0.02)
+
+
+def test_a_slow_rail_is_drained_left_and_taken_back_by_the_fenced_way() -> None:
+    pair = Pair(rails=2, striped=False)
+    for index in range(2):
+        pair.post(1, 1, index)
+    pair.flow()
+    pair.hold(0, 1)
+    pair.submit(0, 1, 0)
+    pair.tell(0, m.RailSlow(0))
+    pair.submit(0, 1, 1)
+    assert pair.kinds(0).count(Kind.DATA) == 1  # withheld until the slow rail is drained: order is kept
+    pair.release(0)
+    assert pair.kinds(0, 1).count(Kind.DATA) == 1 and pair.said(1, m.Received) == [m.Received(1, 0), m.Received(1, 1)]
+    assert pair.states(0)[0] is SendState.FALLBACK and pair.links[0].resent == 0
+    pair.wait(1.0)
+    assert pair.states(0)[0] is SendState.DEFAULT and Kind.SWITCH in pair.kinds(0, 0)
+    assert not pair.said(0, m.ResetRail)
+
+
+def test_the_last_rail_is_not_left_for_being_slow() -> None:
+    pair = Pair(rails=2)
+    pair.tell(0, m.RailSlow(0))
+    pair.tell(0, m.RailSlow(1))
+    pair.post(1, 1, length=5)
+    pair.submit(0, 1, length=5)
+    pair.flow()
+    assert pair.said(1, m.Received)
+    pair.cut(1)  # now the slow one is better than none, and still there
+    pair.post(1, 2, length=5)
+    pair.submit(0, 2, length=5)
+    pair.wait(0.5)
+    assert m.Received(2, 0) in pair.log[1] and not pair.links[0].closed
+
+
+def test_a_lower_numbered_rail_that_connects_late_is_switched_to_by_the_fenced_way() -> None:
+    pair = Pair(rails=2, connect=False, striped=False)
+    pair.up(1)
+    pair.hold(1, 1)
+    pair.submit(0, 1, 0, length=10)
+    pair.up(0)
+    pair.submit(0, 1, 1, length=10)
+    pair.flow()
+    assert pair.kinds(0, 0).count(Kind.DATA) == 0 and pair.states(0)[0] is SendState.WAIT_DRAINED
+    pair.release(1)
+    pair.wait(0.1)
+    assert pair.kinds(0, 0).count(Kind.DATA) + pair.kinds(0, 1).count(Kind.DATA) == 2
+    assert pair.states(0) == pair.states(1) == [SendState.DEFAULT] * 2
+    assert {rail.receive for link in pair.links for rail in link.rails} == {ReceiveState.DEFAULT}
+
+
+
+
+# ---------------------------------------------------------------- who is told
+
+
+def test_whoever_keeps_the_record_is_told_once_of_a_rail_that_is_left_and_of_its_return() -> None:
+    pair = Pair(rails=2)
+    pair.cut(0)
+    assert pair.said(0, m.RailLeft) == [m.RailLeft(0, m.Failure.PATH, "cable cut", usable=1)]
+    pair.flow()
+    pair.up(0)
+    pair.wait(1.0)
+    assert pair.said(0, m.RailBack) == [m.RailBack(0, usable=2)]
+    pair.tell(0, m.RailSlow(1))
+    pair.cut(1)  # on its way out already
+    assert pair.said(0, m.RailLeft)[1:] == [m.RailLeft(1, None, "left as slow", usable=1)]
+    assert pair.said(1, m.RailLeft)[1:] == [m.RailLeft(1, m.Failure.PATH, "cable cut", usable=1)]
+    pair.cut(0)
+    assert pair.said(0, m.RailLeft)[2:] == [m.RailLeft(0, m.Failure.PATH, "cable cut", usable=0)]
+    pair.up(1)
+    pair.up(0)
+    pair.wait(1.0)
+    assert [(back.rail, back.usable) for back in pair.said(0, m.RailBack)][1:] in ([(1, 1), (0, 2)], [(0, 1), (1, 2)])
+
+
+def test_the_end_of_the_link_is_not_reported_as_a_rail_that_was_left() -> None:
+    pair = Pair(rails=2)
+    pair.tell(0, m.RailDown(0, m.Failure.PROGRAM, "bad key"))
+    assert pair.said(0, m.Lost) and not pair.said(0, m.RailLeft)
+
+
+def test_a_rail_left_as_slow_rests_longer_each_time_until_it_was_steady() -> None:
+    pair = Pair(rails=2, rest_s=0.5, retry_s=0.1, steady_s=10.0)
+
+    def rest() -> float:
+        began = pair.now
+        pair.tell(0, m.RailSlow(0))
+        pair.flow()
+        while pair.states(0)[0] is not SendState.DEFAULT:
+            pair.wait(0.01)
+        return pair.now - began
+
+    assert [rest() for _ in range(4)] == pytest.approx([0.1, 0.5, 1.0, 2.0], abs=0.05)
+    pair.wait(11.0)
+    assert rest() == pytest.approx(0.1, abs=0.05)
