@@ -34,6 +34,7 @@ class Paths:
         self.policy = policy_of(options, len(self.rails), draw)
         self._carriers: Sequence[Rail] = ()
         self._usable = set(range(len(self.rails)))
+        self._coming = self._usable  # not connected for the first time yet: not lost either, or the first to come got all
         self._acknowledged_s = [-math.inf] * len(self.rails)
         self._told_s = -math.inf  # when the policy heard of messages under way
         self._from_s = -math.inf  # long messages wait until then
@@ -47,14 +48,14 @@ class Paths:
     def attend(self, carriers: Sequence[Rail], now: float, out: list[m.Action]) -> None:
         """Something may be sent over `carriers`."""
         self._now = now
-        if carriers is not self._carriers:
+        if carriers is not self._carriers or self._coming:
             self._carriers = carriers
-            usable = {rail.number for rail in carriers}
+            self._coming = {rail.number for rail in self.rails if rail.fresh and not rail.up}
+            usable = {rail.number for rail in carriers} | self._coming
+            for path in sorted(self._usable - usable):
+                self._tell(h.PathLost(path), now, out)
             for path in sorted(usable - self._usable):
                 self._tell(h.PathBack(path), now, out)
-            in_use = self.policy.path  # last: no other lost path is taken for it
-            for path in sorted(self._usable - usable, key=lambda path: (path == in_use, path)):
-                self._tell(h.PathLost(path), now, out)
             self._usable = usable
         if not self._started and carriers and self._waits():
             self._started = True

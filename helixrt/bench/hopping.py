@@ -1,0 +1,338 @@
+"""Path hopping beside FlowBender and ECMP on real unequal paths: four senders, four fast links and two slow ones, 10:1.
+
+The testbed of Hopper (section 4.2) in network namespaces: every sender has a way over each of six links to the leaf of the
+receivers; a way is a rail, a link is rated where the ways join, so the senders share it. In rounds with a barrier all
+senders send one flow of 1 MB chunks; the sides take turns, round by round, on new connections, so that each flow
+begins on a path drawn at random. Measured: how much longer a flow takes than alone on a fast link (mean, p99), the
+share of bytes on slow links (the kernel's counters), and the time of all rounds.
+
+Flows have the sizes of GPT-3's collectives, as the paper's: activations of a tensor-parallel layer (50 MB), a layer's
+gradient (453 MB) and the embedding's (154 MB), 40 : 10 : 1, divided so that they last as many chunks as `--scale` says.
+The base RTT is what an unloaded fast link takes, measured at the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from helixrt.bench._figures import Spread, write
+from helixrt.errors import ConfigError, Fatal
+from helixrt.lab.net import Network
+from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Unloaded
+
+SENDERS, FAST, SLOW = 4, 4, 2
+RECEIVER = SENDERS  # the host
+CHUNK = 1 << 20
+QUEUE_BYTES = 256 << 10  # of a link; packets beyond are dropped, as by a switch that keeps queues short
+GPT3_MB = ((50.3, 40), (453.0, 10), (154.4, 1))  # sizes of flows, and how often each comes
+ALONE = "alone"
+LEAD_S = 0.02  # from the word to the senders until all begin
+
+SIDES: dict[str, dict[str, Any]] = {
+    "helix": {"policy": PolicyName.HOPPER.value},
+    "flowbender": {"policy": PolicyName.FLOWBENDER.value},
+    "ecmp": {"policy": PolicyName.ECMP.value},
+    "paper": {"policy": PolicyName.HOPPER.value, "look_first": False},  # Hopper without the look before the first message
+}
+COMPARED = ("helix", "flowbender", "ecmp")
+
+
+@dataclass(frozen=True)
+class Settings:
+    fast_mbit: float
+    slow_mbit: float
+    rounds: int
+    repetitions: int
+    scale: float
+    sides: tuple[str, ...]
+    options: dict[str, float]  # of the policies, all alike
+    seed: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    side: str
+    repetition: int
+    round: int
+    chunks: int
+    begin: float  # monotonic
+    end: float
+    bytes: tuple[int, ...]  # on each path
+    hops: int
+    probes: int
+
+
+class Testbed:
+    """The network and a program on each host; ranks are hosts."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._stack = ExitStack()
+        self._hosts: list[subprocess.Popen[str]] = []
+        self._addresses: dict[str, list[str]] = {}
+        self._generation = 0
+
+    def __enter__(self) -> Testbed:
+        with self._stack:
+            net = self._stack.enter_context(Network(hosts=SENDERS + 1, rails=FAST + SLOW))
+            for path in range(FAST + SLOW):
+                rate = self.settings.fast_mbit if path < FAST else self.settings.slow_mbit
+                net.set_rate(RECEIVER, path, rate)
+                net.set_queue(RECEIVER, path, QUEUE_BYTES / (rate * 125))
+            argv = [sys.executable, "-P", "-m", "helixrt.bench._hopping_rank"]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            for host in range(SENDERS + 1):
+                self._hosts.append(net.run(host, argv, **pipes))
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def ask(self, hosts: Sequence[int], requests: Sequence[dict[str, Any]]) -> list[Any]:
+        """Each host its request, all at once; the answers. Raises Fatal when a host ended."""
+        for host, request in zip(hosts, requests, strict=True):
+            stream = self._hosts[host].stdin
+            assert stream is not None
+            stream.write(json.dumps(request) + "\n")
+            stream.flush()
+        answers = []
+        for host in hosts:
+            out = self._hosts[host].stdout
+            assert out is not None
+            line = out.readline()
+            if not line:
+                raise Fatal(f"host {host} ended: its error is above")
+            answers.append(json.loads(line))
+        return answers
+
+    def open(self, side: str, rails: int, hopping: dict[str, Any] | None) -> None:
+        everyone = range(SENDERS + 1)
+        self._addresses[side] = self.ask(everyone, [{"do": "open", "side": side, "rails": rails, "hopping": hopping}] * 5)
+
+    def round(self, side: str, chunks: dict[int, int]) -> dict[int, dict[str, Any]]:
+        """Every sender one flow of so many chunks, begun together on new connections; what each said of its own."""
+        self._generation += 1
+        hosts = [*chunks, RECEIVER]
+        addresses = {host: self._addresses[side][host] for host in hosts}
+        self.ask(
+            hosts,
+            [
+                {
+                    "do": "connect",
+                    "side": side,
+                    "generation": self._generation,
+                    "me": me,
+                    "peers": {peer: raw for peer, raw in addresses.items() if RECEIVER in (me, peer) and peer != me},
+                }
+                for me in hosts
+            ],
+        )
+        self.ask([RECEIVER], [{"do": "receive", "op": 1, "chunk": CHUNK, "chunks": chunks}])
+        at_s = time.monotonic() + LEAD_S
+        flows = [
+            {"do": "send", "to": RECEIVER, "op": 1, "chunk": CHUNK, "count": count, "at_s": at_s} for count in chunks.values()
+        ]
+        *answers, arrived = self.ask(hosts, [*flows, {"do": "arrived", "count": sum(chunks.values())}])
+        if arrived != sum(chunks.values()):
+            raise Fatal(f"{arrived} chunks arrived of {sum(chunks.values())}")
+        return dict(zip(chunks, answers, strict=True))
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def sizes(rounds: int, scale: float) -> list[int]:
+    """Chunks of the flows of each round, in no order; all kinds in their proportion, the frequent ones first if few."""
+    kinds = [(max(1, round(mb / scale)), weight) for mb, weight in GPT3_MB]
+    whole = sum(weight for _, weight in kinds)
+    found: list[int] = []
+    for number in range(rounds):
+        owed = [weight * (number + 1) / whole - found.count(chunks) for chunks, weight in kinds]
+        found.append(kinds[owed.index(max(owed))][0])
+    return found
+
+
+def alone(bed: Testbed, sizes: Sequence[int]) -> tuple[Unloaded, dict[int, float]]:
+    """The floor of the fast link, and how long a flow of each size takes alone on it (seconds, median of five)."""
+    bed.open(ALONE, 1, None)
+    took: dict[int, float] = {}
+    for chunks in sorted({1, *sizes}):
+        flows = [bed.round(ALONE, {0: chunks})[0] for _ in range(5)]
+        took[chunks] = statistics.median(flow["end"] - flow["begin"] for flow in flows)
+    most = max(took)
+    if most == 1:
+        raise ConfigError("--scale", "", "must leave some flows more than one chunk")
+    rate = (most - 1) * CHUNK / (took[most] - took[1])
+    return Unloaded(rate, max(1e-3, took[1] - CHUNK / rate)), took
+
+
+def measure(settings: Settings) -> tuple[list[Flow], Unloaded, dict[int, float]]:
+    """All flows of all sides, the floor, and each size's time alone."""
+    draw = random.Random(settings.seed)
+    flows: list[Flow] = []
+    with Testbed(settings) as bed:
+        rounds = sizes(settings.rounds, settings.scale)
+        unloaded, took = alone(bed, rounds)
+        for side in settings.sides:
+            options = {**SIDES[side], **settings.options, "message_bytes": CHUNK, "depth_bytes": 2 * CHUNK}
+            floor = {"rate_bytes_per_s": unloaded.rate_bytes_per_s, "latency_s": unloaded.latency_s}
+            bed.open(side, FAST + SLOW, options | {"unloaded": floor})
+        for repetition in range(settings.repetitions):
+            draw.shuffle(rounds)
+            for number, chunks in enumerate(rounds):
+                for side in draw.sample(settings.sides, len(settings.sides)):
+                    for said in bed.round(side, dict.fromkeys(range(SENDERS), chunks)).values():
+                        said["bytes"] = tuple(said["bytes"])
+                        flows.append(Flow(side, repetition, number, chunks, **said))
+            _progress(flows, repetition, took, settings)
+    return flows, unloaded, took
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one side, over some flows."""
+
+    mean: float  # slow-down
+    p95: float
+    p99: float
+    slow_share: float  # of the bytes
+    total_s: float  # of the rounds
+    hops: float  # per flow
+    probes: float
+
+    @staticmethod
+    def of(flows: Sequence[Flow], took: dict[int, float]) -> Result:
+        downs = sorted((flow.end - flow.begin) / took[flow.chunks] for flow in flows)
+        on = [sum(flow.bytes[path] for flow in flows) for path in range(FAST + SLOW)]
+        rounds: dict[tuple[int, int], list[Flow]] = {}
+        for flow in flows:
+            rounds.setdefault((flow.repetition, flow.round), []).append(flow)
+        return Result(
+            statistics.mean(downs),
+            downs[math.ceil(0.95 * len(downs)) - 1],
+            downs[math.ceil(0.99 * len(downs)) - 1],
+            sum(on[FAST:]) / sum(on),
+            sum(max(f.end for f in group) - min(f.begin for f in group) for group in rounds.values()),
+            statistics.mean(flow.hops for flow in flows),
+            statistics.mean(flow.probes for flow in flows),
+        )
+
+
+def results(flows: Sequence[Flow], took: dict[int, float]) -> dict[str, Result]:
+    """By side."""
+    by_side: dict[str, list[Flow]] = {}
+    for flow in flows:
+        by_side.setdefault(flow.side, []).append(flow)
+    return {side: Result.of(own, took) for side, own in by_side.items()}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = HoppingOptions(unloaded=Unloaded(1.0))
+    parser.add_argument("--fast-mbit", type=float, default=200.0, help="rate of the four fast links")
+    parser.add_argument("--slow-mbit", type=float, default=20.0, help="rate of the two slow links")
+    parser.add_argument("--rounds", type=int, default=51, help="rounds of four flows (the paper: 204 flows)")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=12.5, help="MB of a collective of GPT-3 that become one chunk")
+    parser.add_argument("--sides", nargs="+", default=list(COMPARED), choices=SIDES, help="what is measured")
+    parser.add_argument("--alpha", type=float, default=defaults.alpha)
+    parser.add_argument("--probe-above", type=float, default=defaults.probe_above, help="base RTTs")
+    parser.add_argument("--switch-above", type=float, default=defaults.switch_above, help="base RTTs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write. Returns 0. Raises ConfigError for settings that cannot work, before anything starts."""
+    for key, least in (("rounds", 1), ("repetitions", 1)):
+        if getattr(args, key) < least:
+            raise ConfigError(f"--{key}", getattr(args, key), f"must be at least {least}")
+    if not 0 < args.slow_mbit <= args.fast_mbit:
+        raise ConfigError("--slow-mbit", args.slow_mbit, f"must be more than 0 and at most --fast-mbit={args.fast_mbit:g}")
+    if not args.scale > 0:
+        raise ConfigError("--scale", args.scale, "must be more than 0")
+    options = {"alpha": args.alpha, "probe_above": args.probe_above, "switch_above": args.switch_above}
+    HoppingOptions(unloaded=Unloaded(1.0), **options)
+    sides = tuple(dict.fromkeys(args.sides))
+    settings = Settings(
+        args.fast_mbit, args.slow_mbit, args.rounds, args.repetitions, args.scale, sides, options, args.seed
+    )
+    flows, unloaded, took = measure(settings)
+    whole = results(flows, took)
+    print(f"{len(flows)} flows; a fast link carries {unloaded.rate_bytes_per_s * 8e-6:.0f} Mbit/s of payload unloaded")
+    _print(whole)
+    if args.json is not None:
+        _write(args, flows, unloaded, took, whole)
+        print(f"wrote {args.json}")
+    return 0
+
+
+def _progress(flows: Sequence[Flow], repetition: int, took: dict[int, float], settings: Settings) -> None:
+    print(f"repetition {repetition + 1} of {settings.repetitions}", flush=True)
+    _print(results([flow for flow in flows if flow.repetition == repetition], took))
+
+
+def _print(whole: dict[str, Result]) -> None:
+    print(f"  {'':12}{'mean':>8}{'p95':>8}{'p99':>8}{'slow links':>12}{'total s':>10}{'hops':>7}{'probes':>8}")
+    for side, r in whole.items():
+        print(
+            f"  {side:12}{r.mean:>8.2f}{r.p95:>8.2f}{r.p99:>8.2f}{100 * r.slow_share:>10.1f} %{r.total_s:>10.1f}"
+            f"{r.hops:>7.2f}{r.probes:>8.2f}",
+            flush=True,
+        )
+    if "flowbender" in whole:
+        theirs = whole["flowbender"]
+        for side, r in whole.items():
+            if side != "flowbender":
+                print(
+                    f"  {side} to FlowBender: mean {_percent(r.mean / theirs.mean)}, p99 {_percent(r.p99 / theirs.p99)}, "
+                    f"total time x{r.total_s / theirs.total_s:.2f}",
+                    flush=True,
+                )
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def _write(
+    args: argparse.Namespace, flows: Sequence[Flow], unloaded: Unloaded, took: dict[int, float], whole: dict[str, Result]
+) -> None:
+    repetitions = [results([f for f in flows if f.repetition == n], took) for n in range(args.repetitions)]
+    spreads: dict[str, Spread] = {}
+    for side in whole:
+        for name in ("mean", "p95", "p99", "slow_share", "total_s", "hops", "probes"):
+            values = [getattr(one[side], name) for one in repetitions]
+            spreads[f"{side}_{name}"] = Spread.of(values * 2 if len(values) == 1 else values)
+    for side in set(whole) - {"flowbender"} if "flowbender" in whole else ():
+        for name in ("mean", "p99", "total_s"):
+            values = [getattr(one[side], name) / getattr(one["flowbender"], name) for one in repetitions]
+            spreads[f"{side}_to_flowbender_{name}"] = Spread.of(values * 2 if len(values) == 1 else values)
+    settings = {key: value for key, value in vars(args).items() if key not in ("json", "benchmark", "command")}
+    measured = {
+        "unloaded_bytes_per_s": unloaded.rate_bytes_per_s,
+        "unloaded_latency_s": unloaded.latency_s,
+        "alone_s": {str(chunks): seconds for chunks, seconds in took.items()},
+        "all_flows": {side: asdict(result) for side, result in whole.items()},
+        "senders": SENDERS,
+        "fast_links": FAST,
+        "slow_links": SLOW,
+        "chunk_bytes": CHUNK,
+        "queue_bytes": QUEUE_BYTES,
+    }
+    write(args.json, "hopping", settings, spreads, measured=measured)
