@@ -12,11 +12,11 @@ import fcntl
 import socket
 import struct
 from collections import deque
-from typing import Protocol
 
 from helixrt.protocol import frames
-from helixrt.protocol.frames import HEADER_BYTES, MAX_BODY_BYTES, Frame, FrameError, Kind
+from helixrt.protocol.frames import HEADER_BYTES, MAX_BODY_BYTES, FrameError, Kind
 from helixrt.protocol.link_messages import Failure
+from helixrt.transport.rail_connection import Carrier
 from helixrt.transport.tcp_rails import failure_of
 
 _AHEAD_BYTES = 128 << 10
@@ -27,21 +27,6 @@ _GATHER_FRAMES = 16
 _SINK_BYTES = 256 << 10
 _SIOCOUTQ = 0x5411  # of Linux: bytes of a socket that the other end has not acknowledged
 _FLAGS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
-
-
-class Carrier(Protocol):
-    """Whom a connection tells. Each call may close the connection."""
-
-    def frame_came(self, connection: Connection, frame: Frame) -> None:
-        """With its body checked; for DATA the header alone, and `connection.landing` is to be set."""
-
-    def payload_came(self, connection: Connection, sequence: int) -> None: ...
-
-    def frame_left(self, connection: Connection, sequence: int) -> None:
-        """The last byte of a DATA frame is the kernel's."""
-
-    def broke(self, connection: Connection, failure: Failure, reason: str) -> None:
-        """Nothing more goes or comes; the carrier closes it."""
 
 
 class _Out:
@@ -149,6 +134,14 @@ class Connection:
         for out in self._queue:
             if out.name == name and out.payload is not None:
                 out.payload = memoryview(bytes(out.payload))
+
+    def say_last(self, word: bytes) -> None:
+        """Before it is closed: a last frame, as far as that goes without blocking."""
+        if not self.closed and self.idle:
+            try:
+                self.sock.send(word, _FLAGS)
+            except OSError:
+                pass  # another connection, or its silence, tells the peer
 
     # ---------------------------------------------------------------- reading
 

@@ -9,8 +9,9 @@ import heapq
 import itertools
 import math
 import select
-import socket
 from collections.abc import Callable
+
+from helixrt.transport.rail_connection import Waitable
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 ENDED = select.EPOLLHUP | select.EPOLLERR
@@ -33,7 +34,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._handlers: dict[int, tuple[int, Callable[[int], None], socket.socket]] = {}
+        self._handlers: dict[int, tuple[int, Callable[[int], None], Waitable]] = {}
         self._turn = 0
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
@@ -42,14 +43,14 @@ class Watch:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def add(self, sock: socket.socket, mask: int, handler: Callable[[int], None]) -> None:
+    def add(self, sock: Waitable, mask: int, handler: Callable[[int], None]) -> None:
         self._handlers[sock.fileno()] = (self._turn, handler, sock)
         self._epoll.register(sock, mask)
 
-    def change(self, sock: socket.socket, mask: int) -> None:
+    def change(self, sock: Waitable, mask: int) -> None:
         self._epoll.modify(sock, mask)
 
-    def remove(self, sock: socket.socket) -> None:
+    def remove(self, sock: Waitable) -> None:
         """Before it is closed."""
         if self._handlers.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock)

@@ -1,0 +1,83 @@
+"""What a peer needs of a rail's connection, whatever carries its bytes, and whom the connection tells.
+
+In and out: frames, and payloads straight from memory to memory. Implemented over TCP (`tcp_connection`) and over RDMA
+verbs (`verbs_connection`); `tcp_peer.Peer` drives both alike.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from helixrt.protocol.frames import Frame
+from helixrt.protocol.link_messages import Failure
+
+
+class Waitable(Protocol):
+    """What an epoll can watch."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class RailConnection(Protocol):
+    @property
+    def peer(self) -> int: ...
+
+    @property
+    def number(self) -> int:
+        """The rail's."""
+
+    @property
+    def sock(self) -> Waitable: ...
+
+    landing: memoryview | None  # of the payload under way; None: nowhere
+    length: int  # of all of it
+    closed: bool
+    blocked: bool  # it has more to write and waits until it can
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits to be written."""
+
+    @property
+    def watches_writing(self) -> bool:
+        """Whether its descriptor is watched for writing."""
+
+    @watches_writing.setter
+    def watches_writing(self, value: bool) -> None: ...
+
+    def put(
+        self, header: bytes, payload: memoryview | None = None, name: tuple[int, int] | None = None, sequence: int = 0
+    ) -> None:
+        """Queue a frame; `name` and `sequence` of DATA."""
+
+    def write(self, budget: int) -> None: ...
+
+    def read(self, budget: int) -> bool: ...
+
+    def detach(self, name: tuple[int, int]) -> None:
+        """What is still to be written of the message comes from a copy from now on."""
+
+    def say_last(self, word: bytes) -> None:
+        """Before it is closed: a last frame, as far as that goes without blocking."""
+
+    def emptied(self) -> bool:
+        """Everything was written, and the other end has it."""
+
+    def close(self) -> None: ...
+
+
+class Carrier(Protocol):
+    """Whom a connection tells. Each call may close the connection."""
+
+    def frame_came(self, connection: RailConnection, frame: Frame) -> None:
+        """With its body checked; for DATA the header alone, and `connection.landing` is to be set."""
+
+    def payload_came(self, connection: RailConnection, sequence: int) -> None: ...
+
+    def frame_left(self, connection: RailConnection, sequence: int) -> None:
+        """The last byte of a DATA frame is the kernel's, or the NIC's."""
+
+    def broke(self, connection: RailConnection, failure: Failure, reason: str) -> None:
+        """Nothing more goes or comes; the carrier closes it."""
