@@ -35,11 +35,13 @@ READ_BYTES = 1 << 16
 def add_commands(kinds: Any) -> None:
     kinds.add_parser("setup", help="fetch what the VM needs: programs with apt (root), a kernel into the cache folder")
 
-    size = argparse.ArgumentParser(add_help=False)
+    named = argparse.ArgumentParser(add_help=False)
+    default = os.environ.get(vm.NAMED) or "default"
+    named.add_argument("--name", default=default, help=f"of the VM that is kept (default ${vm.NAMED}, else default)")
+    size = argparse.ArgumentParser(add_help=False, parents=[named])
     size.add_argument("--memory", type=float, default=2.0, metavar="GB", help="of the VM (default 2)")
     size.add_argument("--cpus", type=int, default=min(2, os.cpu_count() or 1), help="of the VM (default 2)")
     size.add_argument("--accel", choices=("tcg", "kvm"), default="tcg", help="tcg (default) works anywhere; kvm is faster")
-    size.add_argument("--name", default="default", help="of the VM that is kept; another name is another VM")
     size.add_argument("--share", action="append", default=[], metavar="DIR", help="a folder that the command may change")
 
     run_ = kinds.add_parser(
@@ -57,8 +59,7 @@ def add_commands(kinds: Any) -> None:
     shell = kinds.add_parser("shell", parents=[size], help="a shell in the VM")
     shell.add_argument("--nics", type=int, help="make this many NIC pairs anew; without it they stay as they are")
 
-    stop = kinds.add_parser("stop", help="end the VM that is kept")
-    stop.add_argument("--name", default="default", help="of the VM")
+    kinds.add_parser("stop", parents=[named], help="end the VM that is kept")
 
 
 def run(args: argparse.Namespace) -> int:

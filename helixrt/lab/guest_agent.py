@@ -12,7 +12,6 @@ import os
 import pty
 import queue
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -226,7 +225,6 @@ def serve(port: Port) -> None:
 
 
 def main(modules: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         prepare(modules)
         serve(Port())

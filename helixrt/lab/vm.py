@@ -24,6 +24,7 @@ from helixrt.lab.vm_channel import Command, Frame, Frames, Kind, Status
 from helixrt.lab.vm_keeper import CONSOLE, LOG, SOCKET, Shape, locked
 from helixrt.lab.vm_setup import LabError
 
+NAMED = "HELIXRT_LAB_VM"  # which kept VM to use
 MOST_NICS = 32  # pairs
 IDLE_S = 1800.0  # a VM nobody uses ends by itself
 START_S = 30.0  # for a keeper to open its socket
@@ -159,11 +160,6 @@ def _start_keeper(folder: Path, settings: list[str]) -> subprocess.Popen[bytes]:
             cwd="/",
             start_new_session=True,
         )
-
-
-def running(name: str) -> Connection | None:
-    """To the kept VM of this name; None when it does not run."""
-    return _connect(folder_of(name))
 
 
 def open_kept(name: str, shape: Shape, say: Callable[[str], None], idle_s: float = IDLE_S) -> Connection:

@@ -1,8 +1,8 @@
 """Tests that run in the lab's VM, told outside as any other: one boot and one pytest in the guest for all of a session's.
 
 In: what pytest collected. Out: for each item marked `rdma` one in its place that, when it is its turn, takes what the
-guest's pytest (`guest_tests`) says of it. The first one boots a VM for this session, or uses the kept one if it runs
-(`helixrt lab run`). Where the lab cannot run, they skip with the reason, and in CI they fail.
+guest's pytest (`guest_tests`) says of it. The first one boots a VM for this session, or uses the kept one
+that HELIXRT_LAB_VM names (`helixrt lab run --name`). Where the lab cannot run, they skip with the reason, and in CI they fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from helixrt.lab.vm_setup import LabError
 
 MARK = "rdma"
 PAIRS = 2
-KEPT = "default"  # name of the VM that `helixrt lab run` keeps
 IDLE_S = 120.0  # of a VM that a session booted and, killed, could not end
 DEADLINE_S = 600  # of one test, its wait for the boot included; the guest's own limit is the usual one
 
@@ -34,32 +33,26 @@ class FailedInGuest(Exception):
 
 
 class Machine:
-    """The VM of this session's tests: the kept one if it runs, else one that ends with the session."""
+    """The VM of this session's tests: one that ends with it, or the kept one that the environment names."""
 
     def __init__(self) -> None:
-        self._name = ""
+        self._kept = os.environ.get(vm.NAMED, "")
         self._booted = False
 
     @property
     def name(self) -> str:
-        """For `helixrt lab run --name`. LabError when it cannot boot."""
-        if not self._name:
-            self.connect().close()
-        return self._name
+        """For `helixrt lab run --name`."""
+        return self._kept or f"pytest-{os.getpid()}"
 
     def connect(self) -> Connection:
-        """LabError when it cannot boot."""
-        if not self._name:
-            if (kept := vm.running(KEPT)) is not None:
-                self._name = KEPT
-                return kept
-            self._name, self._booted = f"pytest-{os.getpid()}", True
-        return vm.open_kept(self._name, Shape(), print, IDLE_S)
+        """Boots it when it does not run yet. LabError when it cannot."""
+        self._booted = True
+        return vm.open_kept(self.name, Shape(), print, vm.IDLE_S if self._kept else IDLE_S)
 
     def close(self) -> None:
-        if self._booted:
-            vm.stop(self._name)
-            shutil.rmtree(vm.folder_of(self._name), ignore_errors=True)
+        if self._booted and not self._kept:
+            vm.stop(self.name)
+            shutil.rmtree(vm.folder_of(self.name), ignore_errors=True)
 
 
 class GuestSession:

@@ -23,8 +23,9 @@ Lab = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def vm_name(pytestconfig: pytest.Config) -> str:
-    """Of the VM that this session's tests share."""
+    """Of the VM that this session's tests share. It runs."""
     forwarder: Any = pytestconfig.pluginmanager.get_plugin("lab")
+    forwarder.machine.connect().close()
     return str(forwarder.machine.name)
 
 
