@@ -9,66 +9,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from typing import cast
 
+from helixrt.emulate.collective_node import Name, Node
 from helixrt.emulate.fabric import Clock, Connection, Fabric, Payload, Receiver
-from helixrt.emulate.plans import Memory
 from helixrt.errors import Cause
 from helixrt.protocol import collective_messages as c
+from helixrt.protocol import frames
 from helixrt.protocol import link_messages as l
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.frames import Frame
-from helixrt.protocol.link import Link
-
-Name = tuple[int, int, int]  # peer's index in the generation, op, index
-
-
-@dataclass(eq=False)
-class Node:
-    """One process: a rank's incarnation, and what it holds for its generation. Peers are numbered by their place in it."""
-
-    rank: int
-    incarnation: int
-    ahead: int  # collectives it submits before the first of them has ended
-    alive: bool = True
-    unreachable: bool = False  # it died with its host: nobody is there to refuse a connection
-    paused_until: float = 0.0
-    backlog: list[tuple[object, ...]] = field(default_factory=list)
-
-    generation: int = 0  # 0: it is in none
-    ranks: tuple[int, ...] = ()
-    me: int = 0
-    machine: CollectiveMachine = field(default_factory=lambda: CollectiveMachine(0, 1, 0))
-    links: dict[int, Link] = field(default_factory=dict)
-    ticks: dict[int, float] = field(default_factory=dict)  # when the link's next Tick is due
-    rails: dict[tuple[int, int], Connection] = field(default_factory=dict)  # (peer, rail)
-    reached: set[int] = field(default_factory=set)
-    submitted: int = 0
-    finished: set[int] = field(default_factory=set)
-    given_up: set[int] = field(default_factory=set)  # collectives that failed or were skipped
-
-    memories: dict[int, Memory] = field(default_factory=dict)
-    after: dict[int, bytes] = field(default_factory=dict)  # op -> what OUT was when it ended
-    outgoing: dict[Name, memoryview] = field(default_factory=dict)
-    kept: dict[Name, bytes] = field(default_factory=dict)
-    flying: dict[Name, list[Payload]] = field(default_factory=dict)
-    posted: dict[Name, memoryview] = field(default_factory=dict)
-    held: dict[Name, bytes] = field(default_factory=dict)
-    landing: dict[Connection, memoryview | Name | None] = field(default_factory=dict)
-    received: set[Name] = field(default_factory=set)
-
-    def begin_again(self) -> None:
-        """Nothing of the last generation is left."""
-        for numbers in (self.reached, self.finished, self.given_up):
-            numbers.clear()
-        self.received.clear()
-        self.memories.clear()
-        self.after.clear()
-        self.rails.clear()
-        self.landing.clear()
-        for by_name in (self.outgoing, self.kept, self.flying, self.posted, self.held):
-            cast("dict[Name, object]", by_name).clear()
+from helixrt.protocol.frames import Frame, FrameError, Kind
 
 
 class Driver(Receiver):
@@ -95,6 +44,10 @@ class Driver(Receiver):
     @abstractmethod
     def ended(self, node: Node, op: int) -> None:
         """A collective is done."""
+
+    @abstractmethod
+    def peer_ended(self, node: Node, peer: int, how: l.Lost | l.PeerAborted) -> None:
+        """A link is over."""
 
     @abstractmethod
     def leave(self, node: Node, cause: Cause) -> None:
@@ -167,11 +120,20 @@ class Driver(Receiver):
         """What the collective machine asks for; the cause when it has broken."""
         match action:
             case c.Transmit(op, peer, index, region):
-                node.outgoing[peer, op, index] = node.memories[op].view(region)
-                todo.append((peer, l.Submit(op, index, region.length)))
+                name = (peer, op, index)
+                node.outgoing[name] = node.memories[op].view(region)
+                node.unsent.add(name)
+                todo.append(self.gone(node, peer) if peer in node.left else (peer, l.Submit(op, index, region.length)))
             case c.Await(op, peer, index, region):
-                node.posted[peer, op, index] = node.memories[op].view(region)
-                todo.append((peer, l.Post(op, index, region.length)))
+                name = (peer, op, index)
+                node.posted[name] = node.memories[op].view(region)
+                if peer not in node.left:
+                    todo.append((peer, l.Post(op, index, region.length)))
+                elif name in node.held:
+                    self.carry(node, peer, l.Deliver(op, index), todo)
+                    self.carry(node, peer, l.Received(op, index), todo)
+                else:
+                    todo.append(self.gone(node, peer))
             case c.Compute():
                 self.clock.after((0.00005, 0.0005), self.computed, node, node.generation, action.op, action)
             case c.Done(op):
@@ -207,6 +169,7 @@ class Driver(Receiver):
             case l.Discard():
                 node.landing[node.rails[peer, act.rail]] = None
             case l.Sent():
+                node.unsent.discard((peer, act.op, act.index))
                 todo.append((-1, c.Sent(act.op, peer, act.index)))
             case l.Received():
                 name = (peer, act.op, act.index)
@@ -230,9 +193,20 @@ class Driver(Receiver):
             case l.ResetRail():
                 self.drop(node, peer, act.rail)
             case l.Lost() | l.PeerAborted():
+                self.peer_ended(node, peer, act)
                 todo.append((-1, c.PeerLost(peer, act.cause)))
+            case l.PeerClosed():
+                node.left.add(peer)
+                if any(name[0] == peer for name in node.unsent | (node.posted.keys() - node.received)):
+                    todo.append(self.gone(node, peer))
+            case l.RailLeft() | l.RailBack():
+                self.note(f"rank {node.rank} says of rank {node.ranks[peer]}: {act}")
             case _:
                 raise self.fail(f"rank {node.rank}: unexpected {act} of the link to {peer}")
+
+    def gone(self, node: Node, peer: int) -> tuple[int, object]:
+        """A peer that has closed is missed after all."""
+        return -1, c.PeerLost(peer, Cause("it closed while messages with it were not done", f"rank {node.ranks[peer]}"))
 
     # ---- rails
 
@@ -357,3 +331,24 @@ class Driver(Receiver):
         elif place is not None:
             node.held[place] = bytes(payload.data)
         self.drive(node, peer, l.PayloadArrived(connection.rail, frame.sequence))
+
+    def garbage(self, connection: Connection, end: int, wire: bytes) -> None:
+        found = self.receiver_of(connection, end)
+        if found is None or self.paused(found[0], self.garbage, connection, end, wire):
+            return
+        node, peer = found
+        if node.rails.get((peer, connection.rail)) is not connection:
+            return
+        event: l.Event
+        try:
+            frame = frames.parse(wire[: frames.HEADER_BYTES])
+            if frame.kind is not Kind.DATA:
+                frame = frames.with_body(frame, wire[frames.HEADER_BYTES :])
+            event = l.FrameArrived(connection.rail, frame)
+        except FrameError as error:
+            self.drop(node, peer, connection.rail)
+            event = l.RailDown(connection.rail, l.Failure.PROGRAM, str(error))
+        self.drive(node, peer, event)
+        if node.generation == connection.generation:
+            raise self.fail(f"rank {node.rank} goes on with rank {node.ranks[peer]}, which sent garbage: {event}")
+        self.count["refused"] += 1

@@ -1,4 +1,4 @@
-"""What the ranks of a simulated world do: collectives on small numbers, and what must come of them.
+"""What the ranks of a simulated world do: collectives and single messages of small numbers, and what must come of them.
 
 In: a task, a rank, how many ranks. Out: its plan, its numbers, and the numbers it must end with.
 """
@@ -26,6 +26,22 @@ class Task:
     what: str
     count: int
     in_place: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point-to-point message of the list, between two ranks of the world; where one of them is missing it is left out."""
+
+    sender: int
+    receiver: int
+    count: int
+
+
+@functools.lru_cache(maxsize=1000)
+def point_plan(point: Point, sends: bool, peer: int) -> Plan:
+    """What one of the two does; the other is `peer` to it."""
+    plan = direct.send_to if sends else direct.receive_from
+    return plan(peer, point.count * ELEMENT, ELEMENT, TUNING)
 
 
 @functools.lru_cache(maxsize=20_000)

@@ -5,48 +5,41 @@ In: a seed, the number of ranks, rails and collectives, and which kinds of fault
 
 The machines are the ones that run in production (`CollectiveMachine`, `Link` with its liveness, and the plans of
 `protocol/algorithms`); simulated are the clock, the network (`fabric`), memory, and whoever forms generations.
-Every generation runs the same list of collectives, several at once. A break ends it; the ranks that are
-there form the next one and run the list again, until one generation gets to its end with every living rank in it.
+Every generation runs the same list of collectives, several at once, and of point-to-point messages beside them. A break
+ends it; the ranks that are there form the next one and run the list again, until one generation gets to its end with
+every living rank in it.
 
 Checked all the time: sums are right and bitwise equal on all ranks that have them, no message is received
-twice, nothing is written after its collective ended, the first cause stands, sources are preserved, there
-is an end. Where rails alone fail, for less than the peers' patience, the first generation must reach the end.
+twice, nothing is written after its collective ended, the first cause stands, sources are preserved, garbage ends the
+generation before it touches memory, there is an end. Where rails alone fail, for less than the peers' patience, the
+first generation must reach the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
-from helixrt.emulate.collective_driver import Driver, Node
-from helixrt.emulate.collective_tasks import COLLECTIVES, SAME_EVERYWHERE, Task, expected, given, plan_of, sizes_of
-from helixrt.emulate.plans import ELEMENT, Memory
-from helixrt.errors import Cause
-from helixrt.protocol import collective_messages as c
-from helixrt.protocol import link_messages as l
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.link import Link
-
-RAIL_FAULTS = ("break", "half-open", "slow", "double")  # a link survives these by itself
-FAULTS = (*RAIL_FAULTS, "loss", "silence", "crash", "pause", "partition", "late")
-
-OPTIONS = l.LinkOptions(
-    eager_bytes=64,
-    eager_memory_bytes=512,
-    window_bytes=512,
-    window_frames=16,
-    period_s=0.4,
-    attempt_s=0.25,
-    probe_s=0.04,
-    retry_s=0.02,
-    rest_s=0.01,
-    longest_rest_s=0.1,
-    steady_s=1.0,
-    acknowledge_s=0.004,
+from helixrt.emulate.collective_faults import FAULTS, RAIL_FAULTS, Faults
+from helixrt.emulate.collective_node import Node
+from helixrt.emulate.collective_tasks import (
+    COLLECTIVES,
+    SAME_EVERYWHERE,
+    Point,
+    Task,
+    expected,
+    given,
+    plan_of,
+    point_plan,
+    sizes_of,
 )
-WINDOW_BYTES, DEADLINE_S, CONNECT_S, QUORUM_S, PATIENCE_S = 384, 0.5, 0.6, 0.5, 30.0
+from helixrt.emulate.plans import ELEMENT, Memory
+from helixrt.protocol import collective_messages as c
+from helixrt.protocol.plan import Plan
+
+DEADLINE_S, PATIENCE_S = 0.5, 30.0
 PATIENCE_EVENTS = 100_000
+COUNTS = (3, 20, 50)  # elements
 
 
 class Violation(AssertionError):
@@ -61,7 +54,10 @@ class Verdict:
     virtual_s: float
     events: int
     generations: int
+    points: int  # point-to-point messages that were done, over all generations
     crashes: int
+    closes: int
+    refused: int  # frames of garbage
     failovers: int
     failbacks: int
     resent: int
@@ -73,7 +69,7 @@ class Verdict:
     left_out: int
 
 
-class CollectiveWorld(Driver):
+class CollectiveWorld(Faults):
     """Runs one seed. `faults` are kinds out of FAULTS; they happen in the first part of the run."""
 
     def __init__(
@@ -85,23 +81,18 @@ class CollectiveWorld(Driver):
         faults: tuple[str, ...] = FAULTS,
         trace: bool = False,
     ) -> None:
-        self.seed, self.size, self.rails, self.faults = seed, size, rails, faults
-        super().__init__(seed, trace)
-        counts = (3, 20, 50)
+        super().__init__(seed, size, rails, faults, trace)
+        self.seed = seed
         self.tasks = [
-            Task(self.random.choice(COLLECTIVES), self.random.choice(counts), self.random.random() < 0.5)
+            Task(self.random.choice(COLLECTIVES), self.random.choice(COUNTS), self.random.random() < 0.5)
             for _ in range(collectives)
         ]
-        self.concurrent = self.random.choice((1, 1, 2, 3))
-        self.options = replace(OPTIONS, striped=self.random.random() < 0.7)
-        self.generation = 0
-        self.members: tuple[int, ...] = ()
-        self.configured: dict[int, list[Node]] = {}
-        self.joining: dict[int, tuple[Node, float]] = {}
-        self.cut_off: dict[int, float] = {}  # rank -> partitioned until
-        self.late: set[int] = set()
+        self.points = [self.draw_point() for _ in range(self.random.choice((0, 0, 1, 2, 4)) if size > 1 else 0)]
         self.results: dict[tuple[int, int], bytes] = {}
-        self.pending = 0  # faults and restarts yet to come
+
+    def draw_point(self) -> Point:
+        sender, receiver = self.random.sample(range(self.size), 2)
+        return Point(sender, receiver, self.random.choice(COUNTS))
 
     # ---- running
 
@@ -115,12 +106,7 @@ class CollectiveWorld(Driver):
         try:
             for rank in range(self.size):
                 self.boot(rank, 0)
-            if self.faults:
-                when = self.random.uniform(0.002, 0.03)
-                for _ in range(self.random.randint(1, 4)):  # the next one often while the last one is being repaired
-                    self.pending += 1
-                    self.clock.at(when, self.fault)
-                    when += self.random.choice((0.002, 0.01, 0.05)) * self.random.random()
+            self.threaten()
             while not self.over():
                 if not self.clock.step() or self.clock.now > PATIENCE_S or self.clock.events > PATIENCE_EVENTS:
                     raise self.fail(f"no end in sight: {self.situation()}")
@@ -134,11 +120,19 @@ class CollectiveWorld(Driver):
         if self.pending or self.joining or len(self.members) < self.size:
             return False
         nodes = self.nodes.values()
-        return all(n.alive and n.generation == self.generation and len(n.finished) == len(self.tasks) for n in nodes)
+        return all(n.alive and n.generation == self.generation and n.finished >= self.to_do(n) for n in nodes)
+
+    def to_do(self, node: Node) -> set[int]:
+        return {*range(len(self.tasks)), *self.points_of(node)}
+
+    def points_of(self, node: Node) -> list[int]:
+        """The operations that are point-to-point messages from or to this node, of this generation."""
+        there = [(-1 - k, (p.sender, p.receiver)) for k, p in enumerate(self.points)]
+        return [op for op, pair in there if node.rank in pair and set(pair) <= set(node.ranks)]
 
     def situation(self) -> str:
         nodes = [
-            f"rank {n.rank}{'' if n.alive else ' (dead)'} in {n.generation}: {sorted(n.finished)} of {len(n.memories)} done"
+            f"rank {n.rank}{'' if n.alive else ' (dead)'} in {n.generation}: {sorted(n.finished)} of {sorted(n.memories)} done"
             for n in self.nodes.values()
         ]
         return f"generation {self.generation} of {self.members}; " + "; ".join(nodes)
@@ -152,202 +146,28 @@ class CollectiveWorld(Driver):
         found = {f.name: self.count[f.name] for f in fields(Verdict)[4:]}
         return Verdict(self.seed, self.clock.now, self.clock.events, self.generation, **found)
 
-    def tally(self, node: Node) -> None:
-        for link in node.links.values():
-            self.count["failovers"] += link.failovers
-            self.count["failbacks"] += link.failbacks
-            self.count["resent"] += link.resent
-            self.count["duplicates"] += link.duplicates
-            self.count["stale"] += link.stale
-
-    # ---- faults
-
     def boot(self, rank: int, incarnation: int) -> None:
         self.pending -= incarnation > 0
         node = Node(rank, incarnation, self.random.randint(1, len(self.tasks)))
+        node.points_first = self.random.random() < 0.5
         self.nodes[rank] = node
         self.note(f"rank {rank} starts, incarnation {incarnation}")
         self.clock.after((0.0005, 0.005), self.join, node)
 
-    def fault(self) -> None:
-        self.pending -= 1
-        kind, rank = self.random.choice(self.faults), self.random.randrange(self.size)
-        node = self.nodes[rank]
-        now = self.clock.now
-        long = kind not in RAIL_FAULTS
-        until = now + self.random.choice((0.005, 0.03, 0.3, 0.8) if long else (0.005, 0.02, 0.06))
-        self.note(f"fault: {kind} of rank {rank}, until {until * 1e3:.3f} ms")
-        if not node.alive:
-            return
-        if kind == "crash":
-            self.crash(node)
-        elif kind == "pause":
-            node.paused_until = max(node.paused_until, until)
-            self.clock.at(node.paused_until, self.awake, node)
-        elif kind == "partition":
-            self.cut_off[rank] = until
-            for other in range(self.size):
-                for rail in range(self.rails) if other != rank else ():
-                    weather = self.fabric.of(rank, other, rail)
-                    weather.silent = [max(until, s) for s in weather.silent]
-                    weather.ails = max(weather.ails, until)
-        elif kind == "late":
-            self.late.add(rank)
-        else:
-            self.rail_fault(kind, node, until)
-
-    def rail_fault(self, kind: str, node: Node, until: float) -> None:
-        peer = self.random.choice([r for r in range(self.size) if r != node.rank])
-        rail = self.random.randrange(self.rails)
-        weather = self.fabric.of(node.rank, peer, rail)
-        weather.ails = max(weather.ails, until)
-        match kind:
-            case "break":
-                weather.broken = max(weather.broken, until)
-            case "slow":
-                weather.slow = max(weather.slow, until)
-            case "loss":
-                weather.losing = max(weather.losing, until)
-            case "double":
-                weather.doubling = max(weather.doubling, until)
-            case "silence":
-                direction = self.random.randrange(2)
-                weather.silent[direction] = max(weather.silent[direction], until)
-        if not node.generation or peer not in node.ranks:
-            return
-        index = node.ranks.index(peer)
-        connection = node.rails.get((index, rail))
-        if connection is None:
-            return
-        if kind == "break":
-            self.fabric.break_(connection, (0, 1))
-        elif kind == "half-open":
-            self.fabric.break_(connection, (self.random.randrange(2),))
-        elif kind == "slow":
-            self.drive(node, index, l.RailSlow(rail))
-
-    def crash(self, node: Node) -> None:
-        node.alive = False
-        self.count["crashes"] += 1
-        self.joining.pop(node.rank, None)
-        silent = node.unreachable = self.random.random() < 0.3
-        for (peer, _), connection in node.rails.items():
-            self.fabric.crash(connection, self.end(node, peer), silent)
-        self.tally(node)
-        # a death is noticed by the connection at once, by silence within one and a half periods
-        plain = not silent and set(self.faults) <= {"crash", "late"}
-        bound = 0.02 if plain else 1.55 * OPTIONS.period_s
-        for other in self.nodes.values():
-            if node.generation and other.alive and other.generation == node.generation and other.rank in node.ranks:
-                self.clock.at(self.clock.now + bound, self.noticed, other, node, self.clock.now)
-        self.pending += 1
-        self.clock.after((0.01, 0.8), self.boot, node.rank, node.incarnation + 1)
-
-    def noticed(self, node: Node, dead: Node, since: float) -> None:
-        if node.alive and node.generation == dead.generation and node.paused_until < since:
-            raise self.fail(f"rank {node.rank} has not noticed the death of rank {dead.rank} at {since:.4f}")
-
-    # ---- generations
-
-    def join(self, node: Node) -> None:
-        if not node.alive or self.paused(node, self.join, node):
-            return
-        if self.cut_off.get(node.rank, 0.0) > self.clock.now:
-            self.clock.at(self.cut_off[node.rank] + 0.001, self.join, node)
-            return
-        self.joining[node.rank] = (node, self.clock.now)
-        self.clock.after((0.0005, 0.002), self.form)
-        self.clock.at(self.clock.now + QUORUM_S, self.form)
-
-    def form(self) -> None:
-        """A quorum: all who are there, or whoever has come when the first one has waited long enough."""
-        now = self.clock.now
-        if not self.joining:
-            return
-        there = {n.rank for n in self.nodes.values() if n.alive and max(n.paused_until, self.cut_off.get(n.rank, 0)) <= now}
-        if not there <= self.joining.keys() and now < min(since for _, since in self.joining.values()) + QUORUM_S:
-            for rank in self.members:  # those who still run are asked to come too
-                node = self.nodes[rank]
-                if node.generation == self.generation and rank not in self.joining:
-                    self.clock.after((0.001, 0.01), self.ask_to_reconfigure, node, self.generation)
-            return
-        self.generation += 1
-        members = tuple(sorted(self.joining))
-        self.count["left_out"] += self.size - len(members)
-        self.members = members
-        self.note(f"generation {self.generation}: ranks {members}")
-        for node, _ in self.joining.values():
-            self.clock.after((0.0005, 0.004), self.configure, node, self.generation, members)
-        self.joining.clear()
-        for node in self.nodes.values():
-            if node.rank not in members:
-                self.clock.after((0.001, 0.01), self.ask_to_reconfigure, node, node.generation)
-
-    def ask_to_reconfigure(self, node: Node, generation: int) -> None:
-        """A member of `generation` is told that it is over, as soon as it can be reached."""
-        if not node.alive or self.paused(node, self.ask_to_reconfigure, node, generation):
-            return
-        if self.cut_off.get(node.rank, 0.0) > self.clock.now:
-            self.clock.at(self.cut_off[node.rank], self.ask_to_reconfigure, node, generation)
-        elif generation and node.generation == generation:
-            self.drive(node, -1, c.Aborted(Cause("another rank wants to join", f"rank {node.rank}")))
-
-    def configure(self, node: Node, generation: int, members: tuple[int, ...]) -> None:
-        if not node.alive or self.paused(node, self.configure, node, generation, members):
-            return
-        if generation != self.generation:  # it went on without us
-            self.join(node)
-            return
-        node.generation, node.ranks, node.me = generation, members, members.index(node.rank)
-        node.machine = CollectiveMachine(node.me, len(members), WINDOW_BYTES, self.concurrent)
-        node.links = {p: Link(generation, p, self.rails, self.options) for p in range(len(members)) if p != node.me}
-        node.ticks = dict.fromkeys(node.links, math.inf)
-        node.submitted = 0
-        node.begin_again()
-        others = self.configured.setdefault(generation, [])
-        for other in others:
-            if other.alive and other.generation == generation:
-                for rail in range(self.rails):
-                    self.dial(generation, node.rank, other.rank, rail)
-        others.append(node)
-        self.clock.at(self.clock.now + CONNECT_S, self.connected_in_time, node, generation)
-        self.connected(node)
-
-    def connected_in_time(self, node: Node, generation: int) -> None:
-        if not node.alive or self.paused(node, self.connected_in_time, node, generation):
-            return
-        if node.generation == generation and len(node.reached) < len(node.links):
-            self.drive(node, -1, c.Aborted(Cause("not all peers came", f"rank {node.rank}")))
+    # ---- operations
 
     def connected(self, node: Node) -> None:
-        if len(node.reached) == len(node.links):
-            for _ in range(min(node.ahead, len(self.tasks))):
-                self.submit_next(node)
+        if len(node.reached) < len(node.links):
+            return
+        points = self.points_of(node)
+        for op in points:
+            self.clock.after((0.0, 0.01), self.submit, node, node.generation, op)
+        if not points or not node.points_first:
+            self.begin_collectives(node)
 
-    def leave(self, node: Node, cause: Cause) -> None:
-        """What a communicator does at Break: tell the peers, close, take back memory, ask for the next generation."""
-        self.note(f"rank {node.rank} leaves generation {node.generation}: {cause}")
-        if node.finished & node.given_up or node.finished | node.given_up != node.memories.keys():
-            ends = f"done {sorted(node.finished)}, failed or skipped {sorted(node.given_up)}"
-            raise self.fail(f"rank {node.rank}: collectives {sorted(node.memories)} were submitted; {ends}")
-        for peer, link in node.links.items():
-            for action in link.on(l.Abort(cause), self.clock.now):
-                if isinstance(action, l.SendFrame):
-                    self.write(node, peer, action.rail, action.frame, None)
-        for (peer, _), connection in node.rails.items():
-            self.fabric.close(connection, self.end(node, peer), flush=self.random.random() < 0.5)
-        for payloads in node.flying.values():
-            for payload in payloads:
-                payload.data = bytes(payload.data)
-        self.check_memories(node)
-        for memory in node.memories.values():
-            memory.out[:] = b"\xbb" * len(memory.out)  # the caller's again, to do with what it likes
-        self.tally(node)
-        node.links.clear()
-        node.generation = 0
-        self.clock.after((0.0005, 0.01), self.join, node)
-
-    # ---- collectives
+    def begin_collectives(self, node: Node) -> None:
+        for _ in range(min(node.ahead, len(self.tasks))):
+            self.submit_next(node)
 
     def submit_next(self, node: Node) -> None:
         if node.submitted < len(self.tasks):
@@ -360,18 +180,32 @@ class CollectiveWorld(Driver):
     def submit(self, node: Node, generation: int, op: int) -> None:
         if not node.alive or self.paused(node, self.submit, node, generation, op) or node.generation != generation:
             return
-        if op != len(node.memories):  # an earlier one is late
+        if op > 0 and op - 1 not in node.memories:  # an earlier one is late
             self.clock.after((0.001, 0.002), self.submit, node, generation, op)
             return
+        plan = self.prepare(node, op) if op >= 0 else self.prepare_point(node, op)
+        if "late" in self.faults:
+            self.clock.at(self.clock.now + DEADLINE_S, self.expire, node, generation, op)
+        self.drive(node, -1, c.Submitted(op, plan))
+
+    def prepare(self, node: Node, op: int) -> Plan:
+        """The plan of a collective, and its memory."""
         task, size = self.tasks[op], len(node.ranks)
         plan = plan_of(task, node.me, size)
         source, out = sizes_of(task, size)
         shift = 0 if task.in_place and task.what in ("all_reduce", "broadcast") else None
-        numbers = given(generation, op, node.me, source)
+        numbers = given(node.generation, op, node.me, source)
         node.memories[op] = Memory(numbers, out * ELEMENT, plan.scratch_bytes, shift, "d")
-        if "late" in self.faults:
-            self.clock.at(self.clock.now + DEADLINE_S, self.expire, node, generation, op)
-        self.drive(node, -1, c.Submitted(op, plan))
+        return plan
+
+    def prepare_point(self, node: Node, op: int) -> Plan:
+        """The same of a point-to-point message."""
+        point = self.points[-1 - op]
+        sends = point.sender == node.rank
+        plan = point_plan(point, sends, node.ranks.index(point.receiver if sends else point.sender))
+        numbers = given(node.generation, op, node.me, point.count) if sends else ()
+        node.memories[op] = Memory(numbers, 0 if sends else point.count * ELEMENT, plan.scratch_bytes, None, "d")
+        return plan
 
     def expire(self, node: Node, generation: int, op: int) -> None:
         if not node.alive or self.paused(node, self.expire, node, generation, op):
@@ -381,27 +215,40 @@ class CollectiveWorld(Driver):
             self.drive(node, -1, c.Expired(op))
 
     def ended(self, node: Node, op: int) -> None:
-        """Compares a result with the sum, and its bits with everyone else's."""
-        task, memory, size = self.tasks[op], node.memories[op], len(node.ranks)
-        result = bytes(memory.out)
-        who = f"rank {node.rank}, generation {node.generation}, {task.what} {op}"
-        wanted = expected(task, node.generation, op, node.me, size)
-        for i, (number, right) in enumerate(zip(memory.numbers(), wanted, strict=True)):
-            if not abs(number - right) <= 1e-9 * abs(right):
-                raise self.fail(f"{who}: element {i} is {number!r}, not {right!r}")
-        if task.what in SAME_EVERYWHERE:
-            if self.results.setdefault((node.generation, op), result) != result:
-                raise self.fail(f"{who}: other bits than another rank's")
+        """Compares a result with what it must be, and its bits with everyone else's."""
+        result = bytes(node.memories[op].out)
+        what = self.tasks[op].what if op >= 0 else "message"
+        self.check_result(node, op, what)
+        if what in SAME_EVERYWHERE and self.results.setdefault((node.generation, op), result) != result:
+            raise self.fail(f"rank {node.rank}, generation {node.generation}, {what} {op}: other bits than another rank's")
         node.finished.add(op)
         node.after[op] = result
-        self.note(f"rank {node.rank}: {task.what} {op} is done")
-        self.submit_next(node)
+        self.note(f"rank {node.rank}: {what} {op} is done")
+        if op >= 0:
+            self.submit_next(node)
+            return
+        self.count["points"] += 1
+        if node.points_first and node.finished.issuperset(self.points_of(node)):
+            self.begin_collectives(node)
+
+    def check_result(self, node: Node, op: int, what: str) -> None:
+        generation, size = node.generation, len(node.ranks)
+        if op >= 0:
+            wanted = expected(self.tasks[op], generation, op, node.me, size)
+        else:
+            point = self.points[-1 - op]
+            sender = node.ranks.index(point.sender)
+            wanted = list(given(generation, op, sender, point.count)) if point.receiver == node.rank else []
+        for i, (number, right) in enumerate(zip(node.memories[op].numbers(), wanted, strict=True)):
+            if not abs(number - right) <= 1e-9 * abs(right):
+                who = f"rank {node.rank}, generation {generation}, {what} {op}"
+                raise self.fail(f"{who}: element {i} is {number!r}, not {right!r}")
 
     def check_memories(self, node: Node) -> None:
         for op, memory in node.memories.items():
             if op in node.after and bytes(memory.out) != node.after[op]:
                 raise self.fail(f"rank {node.rank}: result of collective {op} changed after its end")
-            shared = self.tasks[op].in_place and self.tasks[op].what in ("all_reduce", "broadcast")
+            shared = op >= 0 and self.tasks[op].in_place and self.tasks[op].what in ("all_reduce", "broadcast")
             if not shared and bytes(memory.source) != memory.given:
                 raise self.fail(f"rank {node.rank}: source of collective {op} was not preserved")
 

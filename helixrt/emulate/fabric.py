@@ -83,6 +83,10 @@ class Receiver(ABC):
     def payload(self, connection: Connection, end: int, frame: Frame, payload: Payload) -> None:
         """What followed the header."""
 
+    @abstractmethod
+    def garbage(self, connection: Connection, end: int, wire: bytes) -> None:
+        """Bytes that no correct peer sends."""
+
 
 @dataclass(slots=True)
 class Weather:
@@ -189,6 +193,15 @@ class Fabric:
             self.clock.at(self._arrival(connection, end), self._header, connection, 1 - end, frame)
             if payload is not None:
                 self.clock.at(self._arrival(connection, end), self._payload, connection, 1 - end, frame, payload)
+
+    def inject(self, connection: Connection, end: int, wire: bytes) -> None:
+        """This end sends `wire`, in its turn, whatever it is."""
+        if connection.open[end]:
+            self.clock.at(self._arrival(connection, end), self._garbage, connection, 1 - end, wire)
+
+    def _garbage(self, connection: Connection, end: int, wire: bytes) -> None:
+        if connection.open[end] and self.clock.now < connection.cut[1 - end]:
+            self.receiver.garbage(connection, end, wire)
 
     def _header(self, connection: Connection, end: int, frame: Frame) -> None:
         if connection.open[end] and self.clock.now < connection.cut[1 - end]:
