@@ -143,11 +143,11 @@ BROKEN_LINES: dict[str, Line] = {
         "actions.extend(Skipped(queued.op, cause) for queued in self._queued)",
         "pass",
     ),
-    "collective: a single message waits behind collectives": (
+    "collective: a single message takes the place of a collective": (
         CollectiveMachine,
-        "_submitted",
-        "elif event.op >= 0 and self._collectives == self.concurrent:",
-        "elif self._collectives >= self.concurrent:",
+        "_start",
+        "self._collectives += run.op >= 0",
+        "self._collectives += 1",
     ),
     "ledger: what came before is taken again": (Ledger, "__contains__", "return sequence <= self.floor or", "return"),
     "link: frames of older generations count": (
