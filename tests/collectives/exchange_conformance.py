@@ -6,7 +6,6 @@ runs in a process of its own; `abort` and rendezvous are tried with threads too.
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ import torch
 
 from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Retryable
+from tests.ranks_context import ranks_context
 
 DEADLINE_S = 40.0
 SECRET = b"the secret of a run of tests"
@@ -115,7 +115,7 @@ class ExchangeConformance:
         return make_exchange(self.kind, timeout_s)
 
     def test_processes_get_the_same_sums_and_all_notice_a_killed_member(self, store_address: str) -> None:
-        size, context = 3, mp.get_context("spawn")
+        size, context = 3, ranks_context()
         processes, pipes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

@@ -5,7 +5,6 @@ The processes start once; each test asks them for one part.
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from tests.ranks_context import ranks_context
 
 SIZE = 3
 DEADLINE_S = 60.0
@@ -239,7 +240,7 @@ def subgroups(gloo: Any) -> None:
 
 class Ranks:
     def __init__(self, folder: Path) -> None:
-        context = mp.get_context("spawn")
+        context = ranks_context()
         self.pipes, self.processes = [], []
         for rank in range(SIZE):
             ours, theirs = context.Pipe()

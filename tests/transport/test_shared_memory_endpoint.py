@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import mmap
-import multiprocessing
 import os
 import random
 import signal
@@ -41,6 +40,7 @@ from helixrt.transport.shared_memory_segment import (
     State,
     Word,
 )
+from tests.ranks_context import ranks_context
 from tests.transport.conformance import MIB, EndpointConformance
 from tests.transport.worlds import LIMIT_S, Inbox, Message, Process, World
 
@@ -158,7 +158,7 @@ def test_process_memory_is_read_only_with_proof() -> None:
 def test_no_wake_up_is_lost(make: Callable[[bytes, float | None], Endpoint]) -> None:
     """Both ends sleep after every message, with no heartbeat that would wake them by and by."""
     world = World(make, 1)
-    other = multiprocessing.get_context("spawn").Process(target=_ping, args=(make, world.addresses[0], pipe := _Pipe()))
+    other = ranks_context().Process(target=_ping, args=(make, world.addresses[0], pipe := _Pipe()))
     other.start()
     try:
         world.endpoints[0].connect(1, 0, {1: pipe.hear()}, LIMIT_S)
@@ -180,7 +180,7 @@ class _Pipe:
     """Says one thing to the process that made it."""
 
     def __init__(self) -> None:
-        self._here, self._there = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        self._here, self._there = ranks_context().Pipe(duplex=False)
 
     def hear(self) -> bytes:
         assert self._here.poll(LIMIT_S)
@@ -221,7 +221,7 @@ def _ping(make: Callable[[bytes, float | None], Endpoint], address: bytes, pipe:
 def test_death_shows_although_a_child_inherited_the_socket() -> None:
     world = World(direct, 1, heartbeat_s=30.0)
     pipe = _Pipe()
-    other = multiprocessing.get_context("spawn").Process(target=_ping, args=(direct, world.addresses[0], pipe, True))
+    other = ranks_context().Process(target=_ping, args=(direct, world.addresses[0], pipe, True))
     other.start()
     try:
         world.endpoints[0].connect(1, 0, {1: pipe.hear()}, LIMIT_S)

@@ -6,7 +6,6 @@ endpoint that forgets to ask to be called hangs here.
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import random
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helixrt.transport.contract import Endpoint, Lost, Outcome, PeerAborted, Received, Sent
+from tests.ranks_context import ranks_context
 
 SECRET = b"the secret of a run of tests"
 LIMIT_S = 30.0  # of every wait; only what hangs comes near it
@@ -213,8 +213,7 @@ class Process:
     """
 
     def __init__(self, make: Make, rank: int, size: int, heartbeat_s: float | None) -> None:
-        context = multiprocessing.get_context("forkserver")  # imports once, for all processes
-        context.set_forkserver_preload([__name__])
+        context = ranks_context()
         self.rank, self.size = rank, size
         self.pipe, theirs = context.Pipe()
         arguments = (make, rank, size, heartbeat_s, theirs)
