@@ -9,6 +9,7 @@ Only the standard library is used here.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -111,15 +112,29 @@ class FlightRecord:
 class JsonLinesSink:
     """Appends every event to a file, one JSON object a line, written through at once.
 
-    Unbuffered `os.write` of whole lines: what a process wrote before SIGKILL is in the file.
+    Unbuffered `os.write` of whole lines: what a process wrote before SIGKILL is in the file. An event that the device does
+    not take is counted in `lost`, and everything goes on.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._cut = False  # the last line is not whole
+        self.lost = 0  # events that the device did not take
 
     def __call__(self, event: Event) -> None:
-        os.write(self._fd, (event.to_json() + "\n").encode())
+        line = ("\n" * self._cut + event.to_json() + "\n").encode()
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                raise
+            written = 0  # the disk is full, or broken: no reason to stop what is recorded
+        if written < len(line):
+            self.lost += 1
+            self._cut = self._cut or written > 0
+        else:
+            self._cut = False
 
     def close(self) -> None:
         os.close(self._fd)

@@ -1,0 +1,408 @@
+"""Runs cells of the fault matrix: starts the ranks, brings them into the phase, lets the fault strike, hears what came of it.
+
+In: a `Cell`. Out: its `Finding`. A `Troupe` owns all processes and the network of namespaces that half-open cells need;
+each cell has fresh ranks. Every wait has a deadline, and who answers too late has hung.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from helixrt.bench.fault_matrix import cues
+from helixrt.bench.fault_matrix.cells import (
+    RANKS,
+    SURVIVORS,
+    VICTIM,
+    Answer,
+    Cell,
+    Consequence,
+    Fault,
+    Finding,
+    Observed,
+    Outcome,
+    Phase,
+    Refusals,
+    judge,
+)
+from helixrt.bench.fault_matrix.zygote import Ended, Fork, Forked, fork_ranks
+from helixrt.errors import Fatal
+from helixrt.lab.net import Cut, Network
+
+HEARTBEAT_S = 1.0  # the default of all transports
+TIMEOUT_S = 10.0  # of an exchange's calls
+_START_S = 60.0
+_LIMIT_S = 3 * TIMEOUT_S  # for one answer: a call waits at most for the store and for its peers
+_SECRET, _WRONG = b"the secret of a fault matrix", b"the secret of another run"
+ALL = tuple(range(RANKS))
+
+
+class Stuck(Exception):
+    """A process did not answer as it should, and the cell cannot go on."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(str(answer))
+        self.answer = answer
+
+
+class Actor:
+    """One process: a rank, or an intruder."""
+
+    def __init__(self, rank: int, pid: int, pipe: Connection) -> None:
+        self.rank, self.pid, self._pipe = rank, pid, pipe
+        ready = self.hear()
+        assert isinstance(ready, cues.Ready), ready
+        self.ready = ready
+
+    def tell(self, order: cues.ORDERS) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it ended: to be found when it should answer
+            self._pipe.send(order)
+
+    def hear(self, limit_s: float = _LIMIT_S) -> Any:
+        """Its next word. Raises Stuck when there is none."""
+        try:
+            if self._pipe.poll(limit_s):
+                return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise Stuck(Answer(self.rank, Outcome.ENDED, time.monotonic())) from None
+        raise Stuck(Answer(self.rank, Outcome.HUNG, time.monotonic(), f"no answer within {limit_s:g} s"))
+
+    def ask(self, order: cues.ORDERS) -> Any:
+        self.tell(order)
+        return self.hear()
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+class Troupe:
+    """`with Troupe() as troupe: ...` owns what cells need; when the block is left everything is gone."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._network: Network | None = None
+        self._codes: dict[int, int] = {}  # of processes that ended
+        self._casts = 0
+
+    def __enter__(self) -> Troupe:
+        with ExitStack() as stack:
+            self._folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="helixrt-faults-"))
+            self._path = os.path.join(self._folder, "door")
+            self._door = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._door.settimeout(_START_S)
+            self._door.bind(self._path)
+            self._door.listen(16)
+            ours, theirs = multiprocessing.get_context("spawn").Pipe()
+            self._pipe = stack.enter_context(ours)
+            self._zygote = multiprocessing.get_context("spawn").Process(
+                target=fork_ranks, args=(theirs,), name="helixrt-faults", daemon=True
+            )
+            with _one_thread_each():
+                self._zygote.start()
+            stack.callback(self._end_zygote)
+            theirs.close()
+            self._next(_START_S)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _end_zygote(self) -> None:
+        self._pipe.close()
+        self._zygote.join(10)
+        if self._zygote.is_alive():
+            self._zygote.kill()
+            self._zygote.join()
+
+    def network(self) -> Network:
+        """Three hosts with one rail each. Raises ConfigError where namespaces cannot be had."""
+        if self._network is None:
+            self._network = self._stack.enter_context(Network(hosts=RANKS))
+        return self._network
+
+    def cast(self, ranks: Iterable[int], transport: str, network: Network | None, secret: bytes = _SECRET) -> list[Actor]:
+        self._casts += 1
+        actors = []
+        for rank in ranks:
+            folder = os.path.join(self._folder, f"{self._casts}-{rank}")
+            os.mkdir(folder)
+            part = cues.Part(rank, transport, folder, HEARTBEAT_S, TIMEOUT_S, secret)
+            if network is not None:
+                file = f"/run/netns/{network.namespace(rank)}"
+                part = cues.Part(rank, transport, folder, HEARTBEAT_S, TIMEOUT_S, secret, network.address(rank), file)
+            self._pipe.send(Fork(part, self._path))
+            forked = self._next(_START_S)
+            try:
+                connection, _ = self._door.accept()
+            except TimeoutError:
+                raise Fatal(f"rank {rank} did not start: {self.log(folder)}") from None
+            connection.setblocking(True)
+            try:
+                actors.append(Actor(rank, forked.pid, Connection(connection.detach())))
+            except Stuck:
+                raise Fatal(f"rank {rank} did not start: {self.log(folder)}") from None
+        return actors
+
+    @staticmethod
+    def log(folder: str) -> str:
+        """The end of a rank's log."""
+        with suppress(OSError):
+            return " / ".join(Path(folder, "log").read_text().splitlines()[-5:])
+        return "it said nothing"
+
+    def _next(self, limit_s: float) -> Forked:
+        """The zygote's next process. Raises Fatal."""
+        until = time.monotonic() + limit_s
+        try:
+            while self._pipe.poll(max(0.0, until - time.monotonic())):
+                word = self._pipe.recv()
+                if isinstance(word, Forked):
+                    return word
+                self._codes[word.pid] = word.code
+        except EOFError:
+            pass
+        raise Fatal("the process that ranks are forked from ended, or does not answer")
+
+    def exit_code(self, actor: Actor, limit_s: float = _LIMIT_S) -> int | None:
+        """How its process ended; None: it has not."""
+        until = time.monotonic() + limit_s
+        with suppress(EOFError):
+            while actor.pid not in self._codes and self._pipe.poll(max(0.0, until - time.monotonic())):
+                word = self._pipe.recv()
+                assert isinstance(word, Ended)
+                self._codes[word.pid] = word.code
+        return self._codes.get(actor.pid)
+
+    def dismiss(self, actors: Iterable[Actor]) -> None:
+        """Whoever is still there ends now."""
+        for actor in actors:
+            if actor.pid not in self._codes:
+                with suppress(ProcessLookupError):
+                    os.kill(actor.pid, signal.SIGKILL)
+                self.exit_code(actor)
+            actor.close()
+
+
+def _one_thread_each() -> ExitStack:
+    """Processes that are started meanwhile reckon with one thread."""
+    before, stack = os.environ.get("OMP_NUM_THREADS"), ExitStack()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if before is None:
+        stack.callback(os.environ.pop, "OMP_NUM_THREADS")
+    else:
+        stack.callback(os.environ.__setitem__, "OMP_NUM_THREADS", before)
+    return stack
+
+
+def run_cell(troupe: Troupe, cell: Cell) -> Finding:
+    """Raises ConfigError where a half-open cell has no namespaces, Fatal when not even the ranks start."""
+    play = _Play(troupe, cell)
+    try:
+        play.run()
+    except Stuck as stuck:
+        play.seen.after.append(stuck.answer)
+    finally:
+        play.end()
+    return judge(play.seen, TIMEOUT_S)
+
+
+class _Play:
+    """One cell's run."""
+
+    def __init__(self, troupe: Troupe, cell: Cell) -> None:
+        self.seen = Observed(cell)
+        self._troupe, self._cell = troupe, cell
+        self._network = troupe.network() if cell.fault is Fault.HALF_OPEN else None
+        self._generation, self._step = 0, 0
+        self._cut = self._stopped = False
+        self._actors = troupe.cast(ALL, cell.transport, self._network)
+        self._victim = self._actors[VICTIM]
+        self._intruder: Actor | None = None
+        if cell.fault in (Fault.SECRET, Fault.STALE):
+            secret = _WRONG if cell.fault is Fault.SECRET else _SECRET
+            self._intruder = troupe.cast((RANKS,), cell.transport, None, secret)[0]
+
+    @property
+    def _harmless(self) -> bool:
+        return self._cell.consequence is Consequence.NONE
+
+    def run(self) -> None:
+        if self._cell.phase is not Phase.CONNECTING:
+            self._generation = 1
+            self._fine(ALL, self._configure(ALL))
+            self._sum(ALL)
+        self._bring_to_its_place()
+        self._strike()
+        self._hear_the_struck()
+        self._recover()
+        self._come_back()
+        self._leave()
+
+    # ---- calls of several ranks at once
+
+    def _ask(self, ranks: Sequence[int], order: cues.ORDERS) -> dict[int, Answer]:
+        for rank in ranks:
+            self._actors[rank].tell(order)
+        return {rank: self._actors[rank].hear() for rank in ranks}
+
+    def _fine(self, ranks: Sequence[int], order: cues.ORDERS) -> None:
+        """What must go well."""
+        for answer in self._ask(ranks, order).values():
+            if answer.outcome is not Outcome.FINE:
+                raise Stuck(Answer(answer.rank, answer.outcome, answer.end_s, f"{type(order).__name__}: {answer.said}"))
+
+    def _configure(self, members: tuple[int, ...]) -> cues.Configure:
+        return cues.Configure(self._generation, members, self._actors[0].ready.store)
+
+    def _all_reduce(self, members: tuple[int, ...]) -> cues.AllReduce:
+        self._step += 1
+        return cues.AllReduce(self._step, members)
+
+    def _sum(self, members: tuple[int, ...]) -> None:
+        self._fine(members, self._all_reduce(members))
+
+    # ---- the fault
+
+    def _bring_to_its_place(self) -> None:
+        phase, fault = self._cell.phase, self._cell.fault
+        if phase is Phase.IDLE:
+            if not self._harmless and not self._cell.parts:
+                for rank in SURVIVORS:
+                    self._actors[rank].tell(cues.Notice())
+            self._victim.tell(cues.Strike(fault))
+        else:
+            self._victim.tell(cues.Arm(fault, phase))
+            if phase is Phase.SHUTTING_DOWN:
+                self._victim.tell(cues.Close())
+            else:
+                if phase in (Phase.CONNECTING, Phase.RECONFIGURING):
+                    self._generation += 1
+                collective = phase in (Phase.REDUCE_SCATTER, Phase.ALL_GATHER)
+                order = self._all_reduce(ALL) if collective else self._configure(ALL)
+                for actor in self._actors:
+                    actor.tell(order)
+        word = self._victim.hear()
+        assert isinstance(word, cues.Here), word
+
+    def _strike(self) -> None:
+        fault, victim = self._cell.fault, self._victim
+        if self._intruder is not None:
+            generation = self._generation - (fault is Fault.STALE)
+            targets = {actor.rank: actor.ready.address for actor in self._actors}
+            word = self._intruder.ask(cues.Attack(generation, targets))
+            assert isinstance(word, cues.Here), word
+        if self._cell.phase is Phase.SHUTTING_DOWN:
+            self._count()  # of endpoints that are about to close
+            for rank in SURVIVORS:
+                self._actors[rank].tell(cues.Close())
+        self.seen.struck_s = time.monotonic()
+        if fault is Fault.KILL:
+            os.kill(victim.pid, signal.SIGKILL)
+        elif fault is Fault.STOP:
+            os.kill(victim.pid, signal.SIGSTOP)
+            self._stopped = True
+        else:
+            if fault is Fault.HALF_OPEN:
+                assert self._network is not None
+                self._network.cut(VICTIM, 0, Cut.PATH)
+                self._cut = True
+            self._now()
+
+    def _now(self) -> None:
+        word = self._victim.ask(cues.Now())
+        assert isinstance(word, cues.Struck), word
+        if self._cell.fault not in (Fault.STOP, Fault.HALF_OPEN):
+            self.seen.struck_s = word.at_s
+
+    def _hear_the_struck(self) -> None:
+        seen, phase = self.seen, self._cell.phase
+        if phase is not Phase.IDLE:
+            for rank in ALL if self._harmless else SURVIVORS:
+                seen.struck[rank] = self._actors[rank].hear()
+        elif self._harmless:
+            self.seen.after.append(self._victim.hear())  # to the order to strike
+            seen.struck = self._ask(ALL, self._all_reduce(ALL))
+        elif self._cell.parts:
+            self._troupe.exit_code(self._victim)
+            self.seen.struck_s = time.monotonic()
+            seen.struck = self._ask(SURVIVORS, self._all_reduce(ALL))
+        else:
+            for rank in SURVIVORS:
+                answer = self._actors[rank].hear()
+                if answer.outcome is Outcome.FINE:
+                    seen.noticed_s[rank] = answer.end_s
+            seen.struck = self._ask(SURVIVORS, self._all_reduce(ALL))
+
+    def _count(self) -> None:
+        if self._intruder is not None:
+            for rank in SURVIVORS:
+                answer = self._actors[rank].ask(cues.Count())
+                assert isinstance(answer, Refusals), answer
+                self.seen.refusals[rank] = answer
+
+    # ---- and afterwards
+
+    def _recover(self) -> None:
+        """The next generation, without the faulty rank if it is faulty: exact sums."""
+        members = ALL if self._harmless else SURVIVORS
+        if self._cell.phase is Phase.SHUTTING_DOWN:
+            for rank in members:
+                ready = self._actors[rank].ask(cues.Open())
+                assert isinstance(ready, cues.Ready), ready
+        else:
+            self._count()
+            if self._harmless:
+                self._sum(members)
+        self._generation += 1
+        self._fine(members, self._configure(members))
+        self._sum(members)
+        self._sum(members)
+
+    def _come_back(self) -> None:
+        """A victim that lives must learn that it is out, and must not harm the others."""
+        fault, phase, victim = self._cell.fault, self._cell.phase, self._victim
+        if fault not in (Fault.STOP, Fault.HALF_OPEN, Fault.GARBAGE):
+            return
+        if self._stopped:
+            os.kill(victim.pid, signal.SIGCONT)
+            self._stopped = False
+            self._now()
+        if self._cut:
+            assert self._network is not None
+            self._network.restore(VICTIM, 0)
+            self._cut = False
+        if fault is Fault.GARBAGE and phase in (Phase.CONNECTING, Phase.RECONFIGURING):
+            victim.tell(cues.Now())  # enough of it
+        answer = victim.hear()
+        if phase is Phase.IDLE:
+            answer = victim.ask(self._all_reduce(ALL))
+        self.seen.victim = answer
+        self._sum(SURVIVORS)
+
+    def _leave(self) -> None:
+        peaceful = [actor for actor in self._actors if actor is not self._victim]
+        if self._harmless or self.seen.victim is not None:
+            peaceful.append(self._victim)
+        if self._intruder is not None:
+            self.seen.after.append(self._intruder.ask(cues.Cease()))
+            peaceful.append(self._intruder)
+        for actor in peaceful:
+            actor.tell(cues.End())
+        for actor in peaceful:
+            self.seen.exit_codes[actor.rank] = self._troupe.exit_code(actor)
+
+    def end(self) -> None:
+        if self._cut and self._network is not None:
+            self._network.restore(VICTIM, 0)
+        self._troupe.dismiss([*self._actors, *filter(None, [self._intruder])])

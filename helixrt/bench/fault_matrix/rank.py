@@ -1,0 +1,232 @@
+"""A process of the fault matrix: a rank that does what it is told, one call at a time, or an intruder.
+
+In: orders (`cues`). Out: how each call ended. The rank is a program like a replica's: an exchange over an endpoint,
+gradients that are preserved, a log and a flight record in files. Forked from a process that has imported everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helixrt.bench.fault_matrix import cues, strikes
+from helixrt.bench.fault_matrix.cells import RANKS, Answer, Fault, Outcome, Phase, Refusals
+from helixrt.bench.fault_matrix.strikes import StruckEndpoint
+from helixrt.collectives.endpoints import open_endpoint
+from helixrt.collectives.ftar import FtarExchange
+from helixrt.errors import Retryable
+from helixrt.protocol.algorithms.layout import Tuning, grain, grid_of_whole
+from helixrt.record import FlightRecord, JsonLinesSink, Kind
+from helixrt.replica.store import host_store, split_address
+
+ELEMENTS = 500_003  # of float32: two partitions of four lanes each, uneven
+TUNING = Tuning(chunk_bytes=128 << 10, chunks=4, least_chunk_bytes=64 << 10, two_step_bytes=256 << 10)  # so the ring serves it
+_ATTEMPT_S = 0.15  # of an intruder
+_PAUSES = (0.0, 0.0, 0.1, 0.5, 3.0)  # in heartbeat periods, between all-reduces that endure
+
+
+def source(rank: int, step: int, elements: int = ELEMENTS) -> torch.Tensor:
+    """Whole numbers, small enough that sums of them are exact in whatever order."""
+    return (torch.arange(elements) % 1021 * (rank + 1) + step).to(torch.float32)
+
+
+def expected(members: tuple[int, ...], step: int, elements: int = ELEMENTS) -> torch.Tensor:
+    ranks, whole = sum(rank + 1 for rank in members), torch.arange(elements) % 1021
+    return (whole * ranks + step * len(members)).to(torch.float32)
+
+
+def place(phase: Phase) -> int:
+    """The index of the message that the victim is about to send when it is in the middle of `phase`."""
+    grid = grid_of_whole(4 * ELEMENTS, RANKS, TUNING, grain(4))
+    partitions, lanes, steps = len(grid), len(grid[0][0]), 2 * RANKS - 2
+    assert partitions > 1 and lanes > 1
+    partition, step = (0, 1) if phase is Phase.REDUCE_SCATTER else (partitions - 1, RANKS - 1)
+    return (partition * steps + step) * lanes + 1
+
+
+class Rank:
+    """Carries out orders until `End`, or a fault."""
+
+    def __init__(self, part: cues.Part, pipe: Connection) -> None:
+        self._part, self._pipe = part, pipe
+        self._host = host_store(part.host) if part.rank == 0 else None
+        self._record = FlightRecord(str(part.rank))
+        self._record.attach(JsonLinesSink(Path(part.folder, "flight.jsonl")))
+        self._store_port = 0
+        self._endpoint: StruckEndpoint
+        self._exchange: FtarExchange
+        self._open()
+
+    def _open(self) -> None:
+        part = self._part
+        inner = open_endpoint(part.secret, part.host, part.transport, part.heartbeat_s)
+        self._endpoint = StruckEndpoint(inner, self._strike)
+        self._exchange = FtarExchange(self._endpoint, part.timeout_s, TUNING)
+        store = self._host[1] if self._host is not None else ""
+        self._pipe.send(cues.Ready(part.rank, os.getpid(), self._endpoint.address(), store))
+
+    def perform(self) -> None:
+        while True:
+            match self._pipe.recv():
+                case cues.Configure() as order:
+                    self._answer(partial(self._configure, order))
+                case cues.AllReduce() as order:
+                    self._answer(partial(self._all_reduce, order))
+                case cues.Arm(fault, phase):
+                    self._endpoint.wait_for(fault, phase, place(phase))
+                case cues.Strike(fault):
+                    self._answer(partial(self._strike, fault))
+                case cues.Notice():
+                    self._answer(self._notice)
+                case cues.Count():
+                    refused = self._endpoint.refused()
+                    self._pipe.send(Refusals(refused.strangers, refused.stale))
+                case cues.Close():
+                    self._answer(self._exchange.close)
+                case cues.Open():
+                    self._open()
+                case cues.Endure() as order:
+                    self._pipe.send(self._endure(order))
+                case cues.End():
+                    self._exchange.close()
+                    return
+                case order:
+                    raise AssertionError(f"{order} is no order for a rank")
+
+    # ---- calls
+
+    def _answer(self, call: Callable[[], Any]) -> None:
+        outcome, said = Outcome.FINE, ""
+        self._record.write(Kind.EXCHANGE_BEGIN)
+        try:
+            if call() is False:
+                outcome = Outcome.WRONG
+        except Retryable as error:
+            outcome, said = Outcome.RETRYABLE, str(error)
+        except strikes.ProgramFault:
+            raise
+        except Exception as error:
+            logging.exception("a call failed")
+            outcome, said = Outcome.CRASHED, repr(error)
+        end_s = time.monotonic()
+        self._record.write(Kind.EXCHANGE_END)
+        logging.info("%s %s", outcome.value, said)
+        self._pipe.send(Answer(self._part.rank, outcome, end_s, said))
+
+    def _configure(self, order: cues.Configure) -> None:
+        self._store_port = split_address(order.store)[1]
+        self._exchange.configure(order.generation, order.members, self._part.rank, f"{order.store}/{order.generation}")
+
+    def _all_reduce(self, order: cues.AllReduce) -> bool:
+        mine, out = source(self._part.rank, order.step), torch.full((ELEMENTS,), torch.nan)
+        self._exchange.all_reduce(mine, out)
+        return torch.equal(out, expected(order.members, order.step))
+
+    def _notice(self) -> None:
+        if not self._endpoint.lost.wait(self._part.timeout_s):
+            raise TimeoutError("no loss was reported")
+
+    def _endure(self, order: cues.Endure) -> cues.Endured:
+        rng = random.Random(order.seed)  # alike on all ranks
+        me, until = self._part.rank, time.monotonic() + order.seconds
+        sums, longest_s, over = 0, 0.0, torch.zeros(1)
+        try:
+            while not over.item():
+                elements = rng.choice((1, 1000, ELEMENTS))
+                mine, out = source(me, sums, elements), torch.full((elements,), torch.nan)
+                begin = time.monotonic()
+                self._exchange.all_reduce(mine, out)
+                longest_s = max(longest_s, time.monotonic() - begin)
+                if not torch.equal(out, expected(order.members, sums, elements)):
+                    return cues.Endured(me, sums, longest_s, f"sum {sums} is wrong")
+                sums += 1
+                self._exchange.all_reduce(torch.tensor([float(time.monotonic() >= until)]), over)
+                time.sleep(rng.choice(_PAUSES) * self._part.heartbeat_s)
+        except Retryable as error:
+            return cues.Endured(me, sums, longest_s, str(error))
+        return cues.Endured(me, sums, longest_s)
+
+    # ---- faults
+
+    def _strike(self, fault: Fault) -> None:
+        """At its place. It talks with the conductor by the pipe that the main thread does not use while it is in a call."""
+        self._pipe.send(cues.Here())
+        word = self._pipe.recv()  # a victim that is killed hears nothing
+        assert isinstance(word, cues.Now)
+        self._pipe.send(cues.Struck(time.monotonic()))
+        match fault:
+            case Fault.EXIT | Fault.EXCEPTION:
+                strikes.raise_in_main_thread(fault)
+            case Fault.CLOSED:
+                strikes.close_connections(self._store_port)
+            case Fault.GARBAGE if self._endpoint.connecting:
+                strikes.babble(self._endpoint.peers, self._store_port, self._pipe)
+            case Fault.GARBAGE:
+                strikes.send_garbage(self._store_port)
+            case Fault.SLOW:
+                self._endpoint.pause_s = strikes.SLOW * self._part.heartbeat_s
+                self._endpoint.throttle_s = strikes.THROTTLE_S
+            case Fault.DISK:
+                strikes.fill_disk(self._part.folder)
+            case Fault.CLOCK:
+                strikes.jump_clock()
+            case _:  # the conductor's, which is done: the victim goes on, if it can
+                assert fault in (Fault.STOP, Fault.HALF_OPEN, Fault.SECRET, Fault.STALE)
+
+
+def intrude(part: cues.Part, pipe: Connection) -> None:
+    """Somebody who knows addresses and wants to be taken for a rank."""
+    pipe.send(cues.Ready(part.rank, os.getpid(), b""))
+    order = pipe.recv()
+    if isinstance(order, cues.End):
+        return
+    assert isinstance(order, cues.Attack)
+    rounds, said = 0, ""
+    while not pipe.poll():
+        for claimed in (0, RANKS - 1):  # one that dials, one that knocks
+            endpoint = open_endpoint(part.secret, part.host, part.transport, part.heartbeat_s)
+            peers = {rank: address for rank, address in order.targets.items() if rank != claimed}
+            try:
+                endpoint.connect(order.generation, claimed, peers, _ATTEMPT_S)
+                said = f"it was taken for rank {claimed}"
+            except Retryable:
+                pass
+            endpoint.close()
+        rounds += 1
+        if rounds == 1:
+            pipe.send(cues.Here())
+    word = pipe.recv()
+    assert isinstance(word, cues.Cease)
+    pipe.send(Answer(part.rank, Outcome.CRASHED if said else Outcome.FINE, time.monotonic(), said))
+    pipe.recv()  # End
+
+
+def main(part: cues.Part, path: str) -> None:
+    """In a forked process: everything it says from now on goes to `part.folder`, and to the conductor at `path`."""
+    strikes.end_with_parent()
+    log = Path(part.folder, "log")
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    logging.basicConfig(filename=log, level=logging.DEBUG, force=True)
+    if part.namespace:
+        strikes.move_to_namespace(part.namespace)
+    strikes.prepare()
+    torch.set_num_threads(1)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        pipe = Connection(sock.detach())
+    if part.intrudes:
+        intrude(part, pipe)
+    else:
+        Rank(part, pipe).perform()

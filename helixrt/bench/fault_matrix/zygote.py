@@ -1,0 +1,69 @@
+"""The process that ranks are forked from: it has imported everything, so that a rank costs milliseconds, not seconds.
+
+In: `Fork`s over a pipe. Out: `Forked` and `Ended`. It has one thread and no exchange of its own. It ends with its owner,
+and so do its ranks. A forked rank that is done, exits or raises leaves as any Python program does, with all that runs
+at the end of one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from helixrt.bench.fault_matrix.cues import Part
+
+_LOOK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Fork:
+    part: Part
+    path: str  # of the socket at which the conductor waits for the rank
+
+
+@dataclass(frozen=True)
+class Forked:
+    pid: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    pid: int
+    code: int  # negative: the signal
+
+
+def fork_ranks(pipe: Connection) -> None:
+    """The process's main function."""
+    from helixrt.bench.fault_matrix import rank
+    from helixrt.transport import auto, shared_memory, tcp  # noqa: F401, what ranks would import later
+
+    gc.collect()
+    gc.freeze()  # what was imported is never looked at again: its pages stay shared
+    living: set[int] = set()
+    try:
+        pipe.send(Forked(os.getpid()))
+        while True:
+            if pipe.poll(_LOOK_S):
+                order = pipe.recv()
+                assert isinstance(order, Fork)
+                pid = os.fork()
+                if pid == 0:
+                    living.clear()
+                    pipe.close()
+                    rank.main(order.part, order.path)
+                    return
+                living.add(pid)
+                pipe.send(Forked(pid))
+            for pid in list(living):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    living.discard(pid)
+                    pipe.send(Ended(pid, os.waitstatus_to_exitcode(status)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the owner is gone
+        pass
+    finally:
+        for pid in living:
+            os.kill(pid, signal.SIGKILL)
