@@ -52,7 +52,8 @@ class Paths:
             self._carriers = carriers
             self._coming = {rail.number for rail in self.rails if rail.fresh and not rail.up}
             usable = {rail.number for rail in carriers} | self._coming
-            for path in sorted(self._usable - usable):
+            in_use = self.policy.path  # told last: no other lost path is taken for it
+            for path in sorted(self._usable - usable, key=lambda path: (path == in_use, path)):
                 self._tell(h.PathLost(path), now, out)
             for path in sorted(usable - self._usable):
                 self._tell(h.PathBack(path), now, out)

@@ -239,10 +239,14 @@ BROKEN = [
 ]
 
 
+FIRST_SEEDS = {older_copies_keep_writing: 900}  # the others are noticed among the first fifty from 0 on
+
+
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_worlds_notice_a_broken_rule(rule: Callable[[Patch], None], monkeypatch: Patch) -> None:
     rule(monkeypatch)
-    for seed in range(3000):  # most are noticed among the first fifty
+    first = FIRST_SEEDS.get(rule, 0)
+    for seed in range(first, first + 3000):
         try:
             LinkWorld(seed).run()
         except Violation as found:

@@ -1,0 +1,245 @@
+"""Links over NICs with several paths under seeded faults and noise: nothing lost or doubled, and no flow oscillates.
+
+A failing seed prints the line that replays it (`python -m helixrt.emulate.path_world --seed …`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+from collections import Counter
+from dataclasses import fields, replace
+
+import pytest
+
+from helixrt.emulate import path_world
+from helixrt.emulate.link_world import Violation
+from helixrt.emulate.path_world import RATE, HoppingEnd, PathVerdict, PathWorld
+from helixrt.protocol.hopping import Hopper, Policy
+from helixrt.protocol.hopping_messages import PolicyName, Reason
+from helixrt.protocol.ledger import Ledger
+from helixrt.protocol.link_failover import Failover
+from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.link_paths import Paths
+from helixrt.protocol.link_send import Outbox
+from tests.emulate.break_line import Line, break_line
+
+SEEDS = 2_000
+SLOW_SEEDS = 10_000
+HARD_CASES = tuple(f.name for f in fields(PathVerdict)[4:])
+
+
+def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
+    totals: Counter[str] = Counter()
+    violations = []
+    for seed in seeds:
+        try:
+            verdict = PathWorld(seed).run()
+        except Violation as broken:
+            violations.append(str(broken))
+        else:
+            totals.update({what: getattr(verdict, what) for what in HARD_CASES})
+    return totals, violations
+
+
+def sweep_all(first: int, count: int) -> None:
+    parts = [range(first + i, first + count, 32) for i in range(32)]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        results = pool.map(sweep, parts, chunksize=1)
+    violations = [v for _, found in results for v in found]
+    assert not violations, f"{len(violations)} of {count} seeds:\n" + "\n".join(violations[:5])
+    totals: Counter[str] = sum((t for t, _ in results), Counter())
+    print(f"{count} seeds from {first}: {dict(totals)}")
+    for what in HARD_CASES:  # the sweep is worth nothing if the hard cases never happen
+        assert totals[what] > count / 100, (what, totals)
+
+
+@pytest.mark.timeout(300)
+def test_2000_seeds(seed: int) -> None:
+    sweep_all(seed % 1_000_000_000, SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_10000_seeds(seed: int) -> None:
+    sweep_all(seed % 1_000_000_000, SLOW_SEEDS)
+
+
+def test_a_run_replays_exactly_and_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    path_world.main(["--seed", "3", "--text"])
+    first = capsys.readouterr().out
+    path_world.main(["--seed", "3", "--text"])
+    assert capsys.readouterr().out == first
+    assert first.startswith("PathVerdict(seed=3") and re.search(r"both   NIC 0: path 0 at", first)
+    assert re.search(r"end [01]  rail \d takes PROBE", first) and re.search(r"end [01]  Hopped\(", first)
+
+
+def test_a_violation_prints_the_line_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helixrt.emulate.link_world.END_S", 0.02)
+    with pytest.raises(Violation) as broken:
+        PathWorld(3).run()
+    line = str(broken.value).split("; replay: ")[1]
+    assert line == "python -m helixrt.emulate.path_world --seed 3 --text"
+    with pytest.raises(Violation) as again:
+        path_world.main(line.split()[3:])
+    assert str(again.value) == str(broken.value)
+
+
+# ---------------------------------------------------------------- what hopping is for
+
+
+class Busy(PathWorld):
+    """Equal paths, no faults, and always something to send."""
+
+    lengths = (5000,)
+    noise = (0.0, 0.0002, 0.0005)
+
+    def draw_weather(self, rng: random.Random) -> None:
+        super().draw_weather(rng)
+        self.doubles = self.loses = self.stalls = 0.0
+        self.noise_s, self.safe = rng.choice(self.noise), True
+        self.rates = [RATE] * self.rails
+
+    def traffic(self, until: float) -> None:
+        for index in range(60):
+            for end in self.ends:
+                self.message(end, self.ends[1 - end.me], 0, index, until)
+
+    def trouble(self, until: float) -> None:
+        pass
+
+
+class Noisy(Busy):
+    """Equal paths at first; then every delay is noise, and rates jump. Some average RTTs as the paper does: not at all."""
+
+    noise = (0.002, 0.005, 0.01)
+
+    def draw_options(self, rng: random.Random) -> LinkOptions:
+        options = super().draw_options(rng)
+        assert options.hopping is not None
+        return replace(options, hopping=replace(options.hopping, alpha=rng.choice((0.25, 1.0))))
+
+    def trouble(self, until: float) -> None:
+        when = 0.0
+        while when < until:
+            when += self.random.uniform(0.002, 0.02)
+            self.at(when, self.set_rate, self.random.randrange(self.rails), self.random.choice((0.05, 0.1, 0.3, 1.0)))
+
+
+class Slowed(Busy):
+    """A path gets ten times slower and stays so: the one that end 0 uses."""
+
+    def trouble(self, until: float) -> None:
+        self.at(SLOW_S, self.slow_down)
+
+    def slow_down(self) -> None:
+        (end, _) = self.ends
+        assert isinstance(end, HoppingEnd)
+        self.slowed = end.path
+        self.set_rate(self.slowed, 0.1)
+
+
+class Kept(Slowed):
+    policy = PolicyName.ECMP
+
+
+SLOW_S, LEFT_S = 0.05, 0.15
+
+
+def begun_late(world: Slowed) -> int:
+    """Long messages of end 0 that began on the slow path though it has been slow for long."""
+    world.spans_s = (0.4,)
+    world.run()
+    (end, _) = world.ends
+    assert isinstance(end, HoppingEnd)
+    return sum(path == world.slowed and when > LEFT_S for when, path in end.begun)
+
+
+def test_noise_on_equal_paths_moves_no_flow() -> None:
+    for seed in range(20):
+        world = Busy(seed)
+        world.run()
+        for end in world.ends:
+            assert isinstance(end, HoppingEnd)
+            assert not end.hops[Reason.CONGESTED], f"seed {seed}: {end.hops}"
+
+
+def test_no_noise_makes_a_flow_oscillate() -> None:
+    """Every hop is checked by the world: none for congestion within the time-to-live of another one."""
+    totals: Counter[Reason] = Counter()
+    for seed in range(30):
+        world = Noisy(seed)
+        world.run()
+        for end in world.ends:
+            assert isinstance(end, HoppingEnd)
+            rest_s = end.hopping.remember * end.hopping.base_s
+            assert end.hops[Reason.CONGESTED] <= 1 + world.now / rest_s
+            totals += end.hops
+    assert totals[Reason.CONGESTED] > 100, totals  # it would, if it could
+
+
+def test_a_path_that_turns_slow_is_left_and_not_taken_again() -> None:
+    assert [begun_late(Slowed(seed)) for seed in range(20)] == [0] * 20
+    assert sum(begun_late(Kept(seed)) > 0 for seed in range(20)) == 20  # what there is to gain
+
+
+# ---------------------------------------------------------------- the world notices a wrong protocol
+
+SWITCH_AT_ONCE = "hopper: another switch at once"
+
+BROKEN_LINES: dict[str, Line] = {
+    SWITCH_AT_ONCE: (
+        Hopper,
+        "_decide",
+        "if self._decided or self._asked or now < self._hold_until_s:",
+        "if self._decided or self._asked:",
+    ),
+    "hopper: a path that failed is taken": (
+        Policy,
+        "_others",
+        "sorted(self._usable - {self.path})",
+        "sorted(set(range(len(self.under_way))) - {self.path})",
+    ),
+    "hopper: a path that failed is kept": (
+        Policy,
+        "_leave_lost",
+        "if self.path not in self._usable and self._usable:",
+        "if False:",
+    ),
+    "paths: a path gets all there is": (
+        Paths,
+        "room",
+        "return not used or used + length <= self.options.depth_bytes",
+        "return True",
+    ),
+    "paths: nobody waits for a look that was not answered": (
+        Hopper,
+        "_start",
+        "self._ask((self.path, *self._drawn(others)), now + self.base_s, out)",
+        "self._ask((self.path, *self._drawn(others)), math.inf, out)",
+    ),
+    "paths: long messages go where least waits": (
+        Paths,
+        "rail_for",
+        "if not self._long(flight) or rail not in carriers:",
+        "if True:",
+    ),
+    "ledger: what came before is taken again": (Ledger, "__contains__", "return sequence <= self.floor or", "return"),
+    "link: what a failed path carried is not sent again": (Outbox, "resolve", "self.again.append(flight)", "pass"),
+    "failover: the last path is left for being slow": (Failover, "slow", "if others and rail.usable and", "if rail.usable and"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_LINES)
+def test_the_world_notices_a_broken_line(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    break_line(monkeypatch, BROKEN_LINES[what])
+    world = Noisy if what is SWITCH_AT_ONCE else PathWorld
+    for seed in range(SEEDS):
+        try:
+            world(seed).run()
+        except Violation as found:
+            print(f"{what}: seed {seed}: {found}")
+            return
+    pytest.fail(f"{SEEDS} seeds did not notice: {what}")
