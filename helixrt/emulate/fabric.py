@@ -134,14 +134,14 @@ class Fabric:
             return
         connection.open[end] = False
         if not flush and self.random.random() < 0.6:
-            connection.cut[end] = self.clock.now + self.random.uniform(0.0, DELAY_S[1])
+            self._cut(connection, end)
         when = self._arrival(connection, end)
         self.clock.at(when, self._told, connection, 1 - end, Failure.PATH, "closed by the peer")
 
     def crash(self, connection: Connection, end: int, silent: bool) -> None:
         """The process at this end is gone; a silent one leaves no host that would tell."""
         connection.open[end] = False
-        connection.cut[end] = self.clock.now + self.random.uniform(0.0, DELAY_S[1])
+        self._cut(connection, end)
         if not silent:
             when = self._arrival(connection, end)
             self.clock.at(when, self._told, connection, 1 - end, Failure.PEER_GONE, "closed, its process is gone")
@@ -149,11 +149,15 @@ class Fabric:
     def break_(self, connection: Connection, ends: tuple[int, ...]) -> None:
         """The connection fails; only `ends` learn of it from their drivers."""
         for end in ends:
-            connection.cut[end] = min(connection.cut[end], self.clock.now + self.random.uniform(0.0, DELAY_S[1]))
+            self._cut(connection, end)
             self.clock.after((0.0, 0.004), self._told, connection, end, Failure.PATH, "link down")
         if len(ends) == 1:  # half-open: what the other end sends goes nowhere
             other = 1 - ends[0]
             connection.cut[other] = min(connection.cut[other], self.clock.now)
+
+    def _cut(self, connection: Connection, end: int) -> None:
+        """What this end has sent is lost from some point on; what was lost before does not come back."""
+        connection.cut[end] = min(connection.cut[end], self.clock.now + self.random.uniform(0.0, DELAY_S[1]))
 
     def _told(self, connection: Connection, end: int, failure: Failure, reason: str) -> None:
         if connection.open[end]:
