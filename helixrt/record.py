@@ -48,6 +48,8 @@ class Kind(StrEnum):
     SNAPSHOT = "snapshot"  # lineage, bytes
     CHECKPOINT_BEGIN = "checkpoint_begin"  # lineage
     CHECKPOINT_END = "checkpoint_end"  # lineage, path
+    RAIL_LEFT = "rail_left"  # peer, rail, failure (null: it works, and is slow), reason, usable: rails that are left; 0: none
+    RAIL_BACK = "rail_back"  # peer, rail, usable
     HOP = "hop"  # peer, old, path, reason, old_rtt_s (null: no answer), rtt_s: new messages to the peer take another path
     PATH_PROBED = "path_probed"  # peer, path, rtt_s
     FAILURE = "failure"  # replica, reason

@@ -371,6 +371,8 @@ class PeerClosed:
     """The peer closed on purpose; else as `Lost`."""
 
 
+ForTheRecord = RailLeft | RailBack | Hopped | PathProbed
+
 Action = (
     SendFrame
     | SendData

@@ -59,7 +59,7 @@ class TcpOptions:
     missing_rail_s: float = 1.0  # `connect` waits so long for the other rails of a peer that came on one
     restore_s: float = 2.0  # one attempt to restore a rail
     linger_s: float = 1.0  # `close` waits at most so long until the last bytes are out
-    record: FlightRecord | None = None  # gets the history of paths, when the link hops
+    record: FlightRecord | None = None  # gets the history of rails and paths
 
     def __post_init__(self) -> None:
         if self.period_s is not None and not self.period_s > 0:
@@ -471,7 +471,7 @@ class TcpEndpoint(Endpoint):
     def touched(self, peer: Peer) -> None:
         self._touched.append(peer)
 
-    def note(self, peer: Peer, event: m.Hopped | m.PathProbed) -> None:
+    def note(self, peer: Peer, event: m.ForTheRecord) -> None:
         if self.options.record is not None:
             path_history.write(self.options.record, peer.rank, event)
 

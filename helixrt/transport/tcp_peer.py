@@ -48,7 +48,7 @@ class Host(Protocol):
     def touched(self, peer: Peer) -> None:
         """Its deadline may be another."""
 
-    def note(self, peer: Peer, event: m.Hopped | m.PathProbed) -> None:
+    def note(self, peer: Peer, event: m.ForTheRecord) -> None:
         """For the flight record."""
 
 
@@ -256,7 +256,7 @@ class Peer:
                 self.rails[rail] = None
             case m.RestoreRail(rail):
                 self._host.restore(self, rail)
-            case m.Hopped() | m.PathProbed():
+            case m.RailLeft() | m.RailBack() | m.Hopped() | m.PathProbed():
                 self._host.note(self, action)
             case m.Lost(cause, _):
                 self._end(Lost(self.rank, cause))

@@ -14,6 +14,8 @@ import pytest
 from helixrt.errors import ConfigError
 from helixrt.protocol.frames import Frame, Kind, pack
 from helixrt.protocol.link_messages import LinkOptions
+from helixrt.record import FlightRecord
+from helixrt.record import Kind as Recorded
 from helixrt.transport import tcp_admission
 from helixrt.transport.authentication import nonce
 from helixrt.transport.contract import Endpoint, Lost
@@ -81,6 +83,25 @@ class TestRails:
         two.run(lambda: all(link.failbacks for link in links))
         assert all(rail.usable for link in links for rail in link.rails)
         two.exchange([Message(0, 1, 0, i, MIB) for i in range(6)], random.Random(1))
+
+    def test_rails_that_are_left_and_that_return_are_in_the_flight_record(self) -> None:
+        record = FlightRecord("rank 0")
+
+        def make(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+            options = TcpOptions(period_s=heartbeat_s, link=LinkOptions(rest_s=0.01, retry_s=0.02), record=record)
+            return TcpEndpoint(secret, [TcpRail("127.0.0.1"), TcpRail("127.0.0.2")], options)
+
+        two = World(make, 2)
+        try:
+            two.connect()
+            connections(two.endpoints[0])[0].sock.shutdown(socket.SHUT_RDWR)
+            two.run(lambda: [event.kind for event in record.events()].count(Recorded.RAIL_BACK) == 2)
+        finally:
+            two.close()
+        left = [event.detail for event in record.events() if event.kind is Recorded.RAIL_LEFT]
+        back = [event.detail for event in record.events() if event.kind is Recorded.RAIL_BACK]
+        assert sorted((e["peer"], e["rail"], e["failure"], e["usable"]) for e in left) == [(0, 0, "path", 1), (1, 0, "path", 1)]
+        assert sorted((e["peer"], e["rail"], e["usable"]) for e in back) == [(0, 0, 2), (1, 0, 2)]
 
     def test_a_rail_that_cannot_be_used_from_the_beginning_is_done_without(self) -> None:
         def make(secret: bytes, heartbeat_s: float | None) -> Endpoint:
