@@ -1,0 +1,150 @@
+"""Memory that a NIC may reach: registered in place, and kept registered by range.
+
+In: contiguous views of the caller's memory. Out: for a NIC's send queue their address and key. Registering takes longer
+than sending what is registered, so a range is remembered with the memory that owns it: an allocator cannot give the
+addresses to anybody else while they are in the table, which would have the NIC read what is no longer there. Memory
+whose owner the view does not tell (a bare address) is registered for one message only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from helixrt.transport.process_memory import address_of
+
+
+class Registered(Protocol):
+    """A memory region of pyverbs."""
+
+    lkey: int
+    rkey: int
+
+    def close(self) -> None: ...
+
+
+class Range:
+    """`address` to `end`, registered. Alive until nobody uses it and the table has let go of it."""
+
+    __slots__ = ("address", "end", "kept", "keeper", "region", "users")
+
+    def __init__(self, address: int, end: int, region: Registered, keeper: memoryview | None) -> None:
+        self.address, self.end, self.region = address, end, region
+        self.keeper = keeper  # holds the memory as long as the range is remembered
+        self.users = 0  # messages on a send queue
+        self.kept = keeper is not None  # in the table
+
+    @property
+    def key(self) -> int:
+        return self.region.lkey
+
+
+class Registrations:
+    """One NIC's. `register(address, length, writable)` registers; the least recently used ranges go beyond `capacity_bytes`.
+
+    `take` and `release` may be called by any thread.
+    """
+
+    def __init__(self, register: Callable[[int, int, bool], Registered], capacity_bytes: int = 1 << 30) -> None:
+        self._register, self._capacity = register, capacity_bytes
+        self._lock = threading.Lock()
+        self._ranges: OrderedDict[tuple[int, int], Range] = OrderedDict()  # least recently used first
+        self._bytes = 0
+        self.made = 0  # registrations so far
+
+    def take(self, view: memoryview) -> tuple[Range, int]:
+        """A range that covers `view`, and where the view begins; `release` it when the NIC has done with it.
+
+        Raises what `register` does."""
+        keeper = self._keeper(view)
+        key = _span(view if keeper is None else keeper)
+        with self._lock:
+            found = self._ranges.get(key)
+            if found is None:
+                found = self._make(key, keeper, not view.readonly)
+            else:
+                self._ranges.move_to_end(key)
+            found.users += 1
+            self._make_room()
+            return found, address_of(view)
+
+    def _keeper(self, view: memoryview) -> memoryview | None:
+        """What holds its memory, and is registered with it; None if nothing does."""
+        if not _owned(view.obj):
+            return None
+        whole = _whole(view)
+        return view if len(whole) > self._capacity else whole  # a part will do
+
+    def _make(self, key: tuple[int, int], keeper: memoryview | None, writable: bool) -> Range:
+        address, end = key
+        made = Range(address, end, self._register(address, end - address, writable), keeper)
+        self.made += 1
+        if keeper is not None:
+            self._ranges[key] = made
+            self._bytes += end - address
+        return made
+
+    def _make_room(self) -> None:
+        if self._bytes <= self._capacity:
+            return
+        for key, each in list(self._ranges.items()):
+            if self._bytes <= self._capacity:
+                return
+            if not each.users:
+                self._drop(key, each)
+
+    def _drop(self, key: tuple[int, int], each: Range) -> None:
+        del self._ranges[key]
+        self._bytes -= each.end - each.address
+        each.kept, each.keeper = False, None
+        if not each.users:
+            each.region.close()
+
+    def knows(self, view: memoryview) -> bool:
+        """Nothing is to be registered for it, now or later."""
+        keeper = self._keeper(view)
+        return keeper is None or _span(keeper) in self._ranges
+
+    def remember(self, view: memoryview) -> None:
+        """Register it before it is sent."""
+        self.release(self.take(view)[0])
+
+    def release(self, each: Range) -> None:
+        with self._lock:
+            each.users -= 1
+            if not each.users and not each.kept:
+                each.region.close()
+            self._make_room()
+
+    def clear(self) -> None:
+        """Nothing is on a send queue any more."""
+        with self._lock:
+            for key, each in list(self._ranges.items()):
+                each.users = 0
+                self._drop(key, each)
+
+
+def _span(view: memoryview) -> tuple[int, int]:
+    address = address_of(view)
+    return address, address + len(view)
+
+
+def _owned(exporter: Any) -> bool:
+    """Whether holding `exporter` holds its memory. A ctypes object made from a bare address does not, unless whoever
+    made it hung the owner on it as `owner`."""
+    if not isinstance(exporter, ctypes.Array | ctypes.Structure):
+        return True
+    raw: Any = exporter
+    return bool(raw._b_needsfree_) or raw._b_base_ is not None or raw._objects is not None or hasattr(raw, "owner")
+
+
+def _whole(view: memoryview) -> memoryview:
+    """All the memory that `view` is a part of, where its exporter shows that; else the view."""
+    try:
+        whole = memoryview(view.obj)
+        return whole.cast("B") if whole.c_contiguous else view
+    except (TypeError, ValueError, BufferError):
+        return view

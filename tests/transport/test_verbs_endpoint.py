@@ -1,0 +1,265 @@
+"""Endpoints over real verbs, in the lab's VM: the shared suite, and rails that fail in mid-stream.
+
+Endpoints of a world take the two ends of the NIC pairs in turn, so what goes between neighbouring ranks crosses the cables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from helixrt.errors import Cause, Retryable
+from helixrt.lab.nics import NicPair
+from helixrt.transport.contract import Endpoint, Lost
+from tests.transport.conformance import MIB, EndpointConformance
+from tests.transport.worlds import Inbox, Message, World
+
+pytestmark = pytest.mark.rdma
+
+_turns = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _first_is_a() -> None:
+    global _turns
+    _turns = itertools.count()
+
+
+def make(secret: bytes, heartbeat_s: float | None, **changes: Any) -> Endpoint:
+    """The next end of both pairs; a process of its own is the other end of its parent's first."""
+    from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
+    from helixrt.transport.verbs_devices import VerbsRail
+    from helixrt.transport.verbs_queue_pair import Patience
+
+    end = "ab"[(next(_turns) + (multiprocessing.parent_process() is not None)) % 2]
+    rails = [VerbsRail(device=NicPair(number).rdma(end)) for number in (1, 2)]
+    # An emulated machine, busy with other tests, may answer late, and be slow to set a queue pair up.
+    options = {"period_s": heartbeat_s, "patience": Patience(timeout=14, retries=2), "restore_s": 10.0, **changes}
+    return VerbsEndpoint(secret, rails, options=VerbsOptions(**options))
+
+
+class TestVerbsEndpoint(EndpointConformance):
+    make = staticmethod(make)
+
+
+# ---------------------------------------------------------------- rails that fail
+
+
+class Stream:
+    """Messages of rank 0 to rank 1, one after the other, a few under way at a time; each is checked when it has come."""
+
+    def __init__(self, world: World, sizes: list[int]) -> None:
+        self.world = world
+        self.messages = [Message(0, 1, 1, index, size) for index, size in enumerate(sizes)]
+        self.contents = [memoryview(message.content()) for message in self.messages]
+        self.inboxes = [world.receive(message) for message in self.messages]
+        self.begun = 0
+
+    def done(self) -> int:
+        return sum(1 for o in self.world.outcomes[1] if not isinstance(o, Lost))
+
+    def go_on(self, under_way: int = 4) -> bool:
+        """Begin what may go; whether all has come."""
+        while self.begun < len(self.messages) and self.begun < self.done() + under_way:
+            self.world.send(self.messages[self.begun], self.contents[self.begun].obj)  # type: ignore[arg-type]
+            self.begun += 1
+        return self.world.received(self.messages) and self.world.sent(self.messages)
+
+    def check(self) -> None:
+        assert not self.world.ended(0) and not self.world.ended(1)
+        assert len(self.world.outcomes[1]) == len(self.messages)  # nothing twice
+        for message, inbox in zip(self.messages, self.inboxes, strict=True):
+            inbox.check(message.content())
+
+
+def link_of(world: World, rank: int) -> Any:
+    return world.endpoints[rank]._peers[1 - rank].link  # type: ignore[attr-defined]
+
+
+def wait_for_all_rails(world: World) -> None:
+    """Backups are set up in the background."""
+    world.run(lambda: all(rail.usable for rank in (0, 1) for rail in link_of(world, rank).rails))
+
+
+@pytest.fixture
+def two(nic_pairs: list[NicPair]) -> Iterator[World]:
+    world = World(make, 2)
+    world.connect()
+    wait_for_all_rails(world)
+    yield world
+    world.close()
+
+
+def spoil_next_request(world: World) -> None:
+    """The next long write names memory that is not registered: its completion is an error of the sender's own device."""
+    pair = world.endpoints[0]._peers[1].rails[0]._pair  # type: ignore[attr-defined]
+    post = pair.post
+
+    def spoiled(requests: list[Any]) -> None:
+        for request in requests:
+            if request.remote_key is not None:
+                request.key ^= 0x55
+                pair.post = post
+        post(requests)
+
+    pair.post = spoiled
+
+
+HOW: dict[str, Callable[[World, NicPair], object]] = {
+    "local down": lambda world, pair: pair.down("a"),
+    "remote down": lambda world, pair: pair.down("b"),
+    "blackhole": lambda world, pair: pair.blackhole(),
+    "answers lost": lambda world, pair: pair.blackhole("b"),
+    "wrong request": lambda world, pair: spoil_next_request(world),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_stream_goes_on_over_the_backup_and_comes_back(two: World, nic_pairs: list[NicPair], how: str) -> None:
+    rng = random.Random(how)
+    stream = Stream(two, [rng.choice([100, 40_000, 300_000, MIB]) for _ in range(40)])
+    two.run(lambda: stream.go_on() or stream.done() >= 12)
+    HOW[how](two, nic_pairs[0])
+    two.run(lambda: stream.go_on() or stream.done() >= 30)
+    assert link_of(two, 0).failovers >= 1
+    nic_pairs[0].heal()
+    two.run(stream.go_on)
+    stream.check()
+    wait_for_all_rails(two)
+    assert link_of(two, 0).failbacks >= 1
+    two.exchange([Message(0, 1, 2, 0, MIB), Message(1, 0, 2, 0, MIB)], random.Random(1))
+
+
+def test_with_all_nics_down_the_link_goes_on_over_tcp_and_returns(two: World, nic_pairs: list[NicPair]) -> None:
+    stream = Stream(two, [300_000] * 30)
+    two.run(lambda: stream.go_on() or stream.done() >= 8)
+    for pair in nic_pairs[:2]:
+        pair.down("a")
+    two.run(lambda: stream.go_on() or stream.done() >= 20)
+    assert [rail.usable for rail in link_of(two, 0).rails] == [False, False, True]
+    for pair in nic_pairs:
+        pair.heal()
+    two.run(stream.go_on)
+    stream.check()
+    wait_for_all_rails(two)
+
+
+def test_the_backup_dies_during_the_fallback(two: World, nic_pairs: list[NicPair]) -> None:
+    stream = Stream(two, [MIB] * 16)
+    two.run(lambda: stream.go_on() or stream.done() >= 4)
+    nic_pairs[0].down("a")
+    two.turn()
+    nic_pairs[1].blackhole()
+    two.run(lambda: stream.go_on() or stream.done() >= 12)
+    for pair in nic_pairs:
+        pair.heal()
+    two.run(stream.go_on)
+    stream.check()
+
+
+def test_without_tcp_a_link_with_no_rail_left_is_lost_in_time(nic_pairs: list[NicPair]) -> None:
+    world = World(lambda secret, heartbeat_s: make(secret, heartbeat_s, tcp_fallback=False), 2, 0.5)
+    try:
+        world.connect()
+        wait_for_all_rails(world)
+        assert len(link_of(world, 0).rails) == 2
+        world.send(Message(0, 1, 1, 0, MIB))
+        for pair in nic_pairs[:2]:
+            pair.down("a")
+        world.run(lambda: bool(world.ended(0)) and bool(world.ended(1)))
+        (lost,) = world.ended(0)
+        assert isinstance(lost, Lost) and "rail" in lost.cause.what
+    finally:
+        world.close()
+
+
+def test_noise_in_slots_never_reaches_a_message(two: World, nic_pairs: list[NicPair]) -> None:
+    """What was half delivered when the rail failed is overwritten: nobody reads it before it is written again."""
+    stream = Stream(two, [MIB] * 12)
+    two.run(lambda: stream.go_on() or stream.done() >= 4)
+    nic_pairs[0].blackhole()
+    pair = two.endpoints[1]._peers[0].rails[0]._pair  # type: ignore[attr-defined]
+    two.settle(0.02)
+    for slot in range(pair.sizes.slots):
+        pair.slot(slot)[:] = random.Random(slot).randbytes(pair.sizes.chunk_bytes)
+    two.run(stream.go_on)
+    stream.check()
+
+
+# ---------------------------------------------------------------- reads and atomic operations
+
+
+def test_a_peers_memory_is_read_and_operated_on(two: World) -> None:
+    content = bytearray(random.Random(1).randbytes(MIB))
+    window = two.endpoints[1].expose(memoryview(content))  # type: ignore[attr-defined]
+    reader: Any = two.endpoints[0]
+    into = Inbox(300_000)
+    read = reader.read(1, window, 4096, into.view)
+    two.run(lambda: read.done)
+    assert read.result() == 0
+    into.check(bytes(content[4096 : 4096 + 300_000]))
+    content[:8] = (40).to_bytes(8, "little")
+    for expected in (40, 42):
+        add = reader.fetch_add(1, window, 0, 2)
+        two.run(lambda add=add: add.done)  # type: ignore[misc]
+        assert add.result() == expected
+    for compared, found in ((7, 44), (44, 44), (44, 99)):
+        swap = reader.compare_swap(1, window, 0, compared, 99)
+        two.run(lambda swap=swap: swap.done)  # type: ignore[misc]
+        assert swap.result() == found
+    assert int.from_bytes(content[:8], "little") == 99
+    with pytest.raises(ValueError, match="window"):
+        reader.read(1, window, MIB - 10, into.view)
+    with pytest.raises(ValueError, match="aligned"):
+        reader.fetch_add(1, window, 4, 1)
+
+
+@pytest.mark.parametrize("how", ["local down", "blackhole"])
+def test_reads_go_on_over_the_backup_and_give_equal_data(two: World, nic_pairs: list[NicPair], how: str) -> None:
+    content = random.Random(2).randbytes(8 * MIB)
+    window = two.endpoints[1].expose(memoryview(bytearray(content)))  # type: ignore[attr-defined]
+    reader: Any = two.endpoints[0]
+    boxes = [Inbox(MIB) for _ in range(8)]
+    reads = [reader.read(1, window, index * MIB, box.view) for index, box in enumerate(boxes)]
+    two.run(lambda: sum(read.done for read in reads) >= 2)
+    assert not all(read.done for read in reads)
+    HOW[how](two, nic_pairs[0])
+    two.run(lambda: all(read.done for read in reads))
+    for index, (read, box) in enumerate(zip(reads, boxes, strict=True)):
+        assert read.result() == 0
+        box.check(content[index * MIB : (index + 1) * MIB])
+    assert link_of(two, 0).failovers >= 1
+
+
+def test_atomic_operations_in_flight_raise_and_are_not_done_twice(two: World, nic_pairs: list[NicPair]) -> None:
+    counter = bytearray(64)
+    window = two.endpoints[1].expose(memoryview(counter))  # type: ignore[attr-defined]
+    asker: Any = two.endpoints[0]
+    sure = [asker.fetch_add(1, window, 0, 1) for _ in range(5)]
+    two.run(lambda: all(add.done for add in sure))
+    assert [add.result() for add in sure] == [0, 1, 2, 3, 4]
+    nic_pairs[0].blackhole("b")  # they arrive, and their answers do not
+    unsure = [asker.fetch_add(1, window, 0, 1) for _ in range(3)]
+    two.run(lambda: all(add.done for add in unsure))
+    for add in unsure:
+        with pytest.raises(Retryable, match="may have taken effect"):
+            add.result()
+    two.run(lambda: link_of(two, 0).failovers >= 1)
+    after = asker.fetch_add(1, window, 0, 1)  # over the backup
+    two.run(lambda: after.done)
+    assert 5 <= after.result() <= 8  # each of the three once, or not at all
+    two.exchange([Message(0, 1, 2, 0, MIB)], random.Random(1))
+
+
+def test_an_abort_reaches_the_peer_while_rails_are_down(two: World, nic_pairs: list[NicPair]) -> None:
+    for pair in nic_pairs[:2]:
+        pair.blackhole()
+    two.endpoints[0].abort(Cause("enough"))
+    two.driven = {1}
+    two.run(lambda: bool(two.ended(1)))
+    assert two.ended(1)[0].cause.what == "enough"
