@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,13 +150,14 @@ class Execution:
     def _advance(self, now: float) -> bool:
         self._now, moved = now, False
         outcomes = self._endpoint.progress(now)
-        for outcome in outcomes:
-            if isinstance(outcome, (contract.Received, contract.Sent)):  # noqa: UP038, a union costs five times more
-                self._delivered(outcome)
-            else:
-                self.failure = self.failure or CollectiveError(outcome.cause, End.PEER)
-                lost = isinstance(outcome, contract.Lost)
-                self._feed(PeerLost(outcome.peer, outcome.cause) if lost else Aborted(outcome.cause))
+        if ends := self._deliver(outcomes):
+            # An operation that all others ended well ends well here, too: what they sent for it has come by now, and only
+            # the word of an end, on another link, was faster.
+            ends += self._deliver(self._endpoint.progress(now))
+            for end in ends:
+                self.failure = self.failure or CollectiveError(end.cause, End.PEER)
+                lost = isinstance(end, contract.Lost)
+                self._feed(PeerLost(end.peer, end.cause) if lost else Aborted(end.cause))
         if self._held or self._summing:
             moved = self._look_at_the_card()
         deadlines = self._deadlines
@@ -165,6 +166,16 @@ class Execution:
             if op in self.running:
                 self._feed(Expired(op))
         return bool(outcomes) or moved
+
+    def _deliver(self, outcomes: Sequence[contract.Outcome]) -> list[contract.Lost | contract.PeerAborted]:
+        """Hand on what arrived and what left; the ends of links remain."""
+        ends: list[contract.Lost | contract.PeerAborted] = []
+        for outcome in outcomes:
+            if isinstance(outcome, (contract.Received, contract.Sent)):  # noqa: UP038, a union costs five times more
+                self._delivered(outcome)
+            else:
+                ends.append(outcome)
+        return ends
 
     def _look_at_the_card(self) -> bool:
         """Go on with what waited for it; whether there was anything."""

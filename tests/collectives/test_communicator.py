@@ -19,6 +19,7 @@ from helixrt.collectives.handle import CollectiveError, End, Handle
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.errors import Cause, Retryable
+from helixrt.transport.contract import Lost, PeerAborted
 from tests.collectives.queue_group import DEADLINE_S, SUM, Group, tensor
 
 
@@ -192,6 +193,36 @@ def test_a_lost_peer_ends_everything_with_the_first_cause_and_survivors_go_on(gr
         return out
 
     assert all(torch.equal(out, torch.full((2000,), 2.0)) for out in group.on_each(again, [0, 1]))
+
+
+@pytest.mark.parametrize("group", [3], indirect=True)
+def test_the_word_of_an_end_does_not_overtake_what_was_sent_before(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 2 have ended a collective well, and the generation after it, before rank 1 looks at its links."""
+    late = group.endpoints[1]
+    late.silent = True
+    outs = [torch.zeros(6) for _ in range(3)]
+    handles = [group.ranks[r].all_gather(torch.full((2,), float(r)), outs[r], [2, 2, 2], How(DEADLINE_S)) for r in range(3)]
+    after = group.ranks[1].barrier(How(DEADLINE_S))
+    for rank in (0, 2):
+        handles[rank].wait()
+    group.ranks[0].communicator.abort(Cause("enough"))
+    progress, held = late.progress, list[Any]()
+
+    def ends_first(now: float) -> Any:
+        outcomes = [*held, *progress(now)]
+        held.clear()
+        ends = [each for each in outcomes if isinstance(each, Lost | PeerAborted)]
+        if not ends:
+            return outcomes
+        held.extend(each for each in outcomes if each not in ends)
+        return ends
+
+    monkeypatch.setattr(late, "progress", ends_first)
+    late.silent = False
+    assert handles[1].wait(DEADLINE_S)
+    assert all(torch.equal(out, torch.tensor([0.0, 0, 1, 1, 2, 2])) for out in outs)
+    with pytest.raises(CollectiveError, match="enough"):
+        after.wait(DEADLINE_S)
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
