@@ -9,19 +9,28 @@ import socket
 
 import torch.distributed as dist
 
+from helixrt.record import FlightRecord
 from helixrt.transport.contract import Endpoint
 
 LOOPBACK = "127.0.0.1"
 
 
-def open_endpoint(secret: bytes, host: str, transport: str = "auto", heartbeat_s: float | None = 1.0) -> Endpoint:
+def open_endpoint(
+    secret: bytes,
+    host: str,
+    transport: str = "auto",
+    heartbeat_s: float | None = 1.0,
+    record: FlightRecord | None = None,
+) -> Endpoint:
     """An endpoint that binds to `host`; peers must know `secret`. Raises ConfigError for a transport that cannot be.
 
-    A peer that is silent for 1.5 `heartbeat_s` is lost; None: only one that is gone.
+    A peer that is silent for 1.5 `heartbeat_s` is lost; None: only one that is gone. `record` is told of rails that are
+    left and that return.
     """
     from helixrt.transport.auto import AutoEndpoint
+    from helixrt.transport.tcp import TcpOptions
 
-    return AutoEndpoint(secret, host, transport=transport, heartbeat_s=heartbeat_s)
+    return AutoEndpoint(secret, host, transport=transport, heartbeat_s=heartbeat_s, tcp=TcpOptions(record=record))
 
 
 def interface_towards(address: str) -> str:

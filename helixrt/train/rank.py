@@ -182,7 +182,7 @@ class Rank:
     def _exchange(self) -> Exchange:
         if self.config.exchange == "gloo":
             return GlooExchange(self.timeouts.exchange_s)
-        endpoint = open_endpoint(self.spec.secret.encode(), interface_towards(self.spec.store))
+        endpoint = open_endpoint(self.spec.secret.encode(), interface_towards(self.spec.store), record=self.record)
         return FtarExchange(endpoint, self.timeouts.exchange_s, name=f"exchange-{self.ring}")
 
     def _membership(self) -> Membership:
