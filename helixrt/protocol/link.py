@@ -13,7 +13,8 @@ keeps four promises, whatever rails do (lose a suffix, double, reorder, fall sil
   travel at once into bounded memory of the receiver, and wait for a credit when that is full.
 - What must not be repeated is not: it raises `Failed` if its rail fails before it is acknowledged.
 - Somebody learns of every failure in time: rails by probes, silence and software deadlines; the peer by
-  liveness (`liveness.py`); the caller by `Lost`, with the first cause.
+  liveness (`liveness.py`), or by `connect_s` if no rail ever came; the caller by `Lost`, with the first cause;
+  whoever runs the job by `RailLeft` and `RailBack`, as long as the link lives.
 
 Failover follows SHIFT section 4.3, per rail and direction (`link_rails.SendState`, `ReceiveState`):
 
