@@ -20,8 +20,12 @@ Where the paper is silent, or measures what we cannot:
   ten times slower path is not waited for.
 - After a switch there is none for a time-to-live, and the path that was left counts as probed. So switches are at
   most 1/(remember x base) a second whatever the RTTs do, and noise on equal paths cannot make a flow oscillate.
-- Messages may wait until three paths were looked at (`look_first`): two random choices are worth most where nothing is
-  known yet, and cost a probe's RTT, against ten base RTTs when the drawn path is ten times slower.
+- Before the first message three paths are looked at (`look_first`): two random choices are worth most where nothing is
+  known yet, and cost a probe's RTT, against ten base RTTs when the drawn path is ten times slower. If all look
+  congested, as they do when it was this machine that stalled, once or twice more. Senders that begin together, as those of
+  a collective do, look at random times within an eighth of a base RTT: so later ones see what earlier ones chose.
+- A path that neither a probe nor a message has shown to be fast is given one message at a time (`proven`).
+- An answer as fast as an idle path's ends the wait for the other one, which cannot be better.
 - What is known of a path counts for the time-to-live, though its probe is of an earlier epoch; a probe that takes
   longer than a message on the path in use is one that failed.
 - A receiver that takes messages in any order, as our links do, has no use for the delay.
@@ -36,6 +40,8 @@ import random
 
 from helixrt.protocol import hopping_messages as h
 from helixrt.protocol.hopping_messages import Action, Event, HoppingOptions, Reason
+
+LOOKS = 3  # before the first message, at the most, until a path looks uncongested
 
 
 class RttAverage:
@@ -96,6 +102,7 @@ class Policy:
         self.options, self.base_s = options, options.base_s
         self.path = draw.randrange(paths)
         self.looking = False  # messages wait, see `Starting`
+        self.proven = True  # else give the path in use one message at a time
         self.switches = 0
         self.average = RttAverage(options)
         self.under_way = [0] * paths
@@ -170,6 +177,7 @@ class Policy:
 class Hopper(Policy):
     def __init__(self, paths: int, options: HoppingOptions, draw: random.Random) -> None:
         super().__init__(paths, options, draw)
+        self.proven = False  # until a message or a probe says that it is not slow
         self._known: dict[int, tuple[float, float]] = {}  # path -> its RTT, and until when that is remembered
         self._asked: set[int] = set()  # probes without an answer
         self._give_up_s = math.inf  # on them
@@ -178,10 +186,12 @@ class Hopper(Policy):
         self._rest_until_s = -math.inf  # no probes: neither path was better
         self._hold_until_s = -math.inf  # no switch: there was one
         self._started = False
+        self._look_s = math.inf  # when to look, before the first message
+        self._looks = 0
 
     @property
     def deadline(self) -> float:
-        return self._give_up_s
+        return min(self._give_up_s, self._look_s)
 
     @property
     def patience_s(self) -> float:
@@ -198,6 +208,7 @@ class Hopper(Policy):
         if path != self.path:
             self._remember(path, rtt_s, now)
             return
+        self.proven = True
         self._look(rtt_s, now)
         self.average.take(rtt_s)
         self._judge(self.average.value_s, now, out)
@@ -246,14 +257,18 @@ class Hopper(Policy):
                 self._start(now, out)
             case h.Answered(path, rtt_s):
                 self._remember(path, max(rtt_s, self.base_s), now)
-                self._settled({path}, now, out)
+                idle = path in self._asked and rtt_s <= self.options.probe_above * self.base_s
+                self._settled(self._asked if idle else {path}, now, out)
             case h.Unanswered(path):
                 self._remember(path, math.inf, now)
                 self._settled({path}, now, out)
-            case h.Tick() if now >= self._give_up_s:
-                for path in self._asked:
-                    self._remember(path, math.inf, now)
-                self._settled(self._asked, now, out)
+            case h.Tick():
+                if now >= self._look_s:
+                    self._look_around(now, out)
+                if now >= self._give_up_s:
+                    for path in self._asked:
+                        self._remember(path, math.inf, now)
+                    self._settled(self._asked, now, out)
 
     def _settled(self, paths: set[int], now: float, out: list[Action]) -> None:
         """Of these paths is known what can be known; when that is so of all, decide."""
@@ -264,23 +279,35 @@ class Hopper(Policy):
             return
         self._give_up_s = math.inf
         if self.looking:
-            self.looking = False
-            known = self.known(now)
-            here_s = known.pop(self.path, math.inf)
-            best = self._best(known)
-            if best is not None and known[best] <= self.options.better * here_s:
-                self._go(best, Reason.LOOKED, here_s, known[best], now, now, out)
+            self._looked(now, out)
         elif self._judged_s > self.options.switch_above * self.base_s:
             self._decide(now, out)
 
+    # ---- before the first message
+
     def _start(self, now: float, out: list[Action]) -> None:
-        if self._started:
-            return
+        if not self._started and self.options.look_first and self._others():
+            self.looking, self._look_s = True, now + self._draw.random() * self.options.look_within * self.base_s
+            if self._look_s <= now:
+                self._look_around(now, out)
         self._started = True
-        others = self._others()
-        if self.options.look_first and others:
-            self.looking = True
-            self._ask((self.path, *self._drawn(others)), now + self.base_s, out)
+
+    def _look_around(self, now: float, out: list[Action]) -> None:
+        self._looks, self._look_s = self._looks + 1, math.inf
+        self._ask((self.path, *self._drawn(self._others())), now + self.base_s, out)
+
+    def _looked(self, now: float, out: list[Action]) -> None:
+        enough_s = self.options.switch_above * self.base_s
+        known = self.known(now)
+        here_s = known.pop(self.path, math.inf)
+        best = self._best(known)
+        there_s = math.inf if best is None else known[best]
+        if min(here_s, there_s) > enough_s and self._looks < LOOKS and self._others():
+            self._look_around(now, out)  # all are slow, or we were stalled when they answered
+            return
+        self.looking, self.proven = False, here_s <= enough_s
+        if best is not None and there_s <= self.options.better * here_s:
+            self._go(best, Reason.LOOKED, here_s, there_s, now, now, out)
 
     def _remember(self, path: int, rtt_s: float, now: float) -> None:
         self._known[path] = (rtt_s, now + self.options.remember * self.base_s)
@@ -289,7 +316,8 @@ class Hopper(Policy):
         self._known.pop(path, None)
         self._asked.discard(path)
         if not self._asked:
-            self._give_up_s, self.looking = math.inf, False
+            self._give_up_s = math.inf
+            self.looking = self._look_s < math.inf
 
     # ---- switches (section 3.3)
 
@@ -323,6 +351,7 @@ class Hopper(Policy):
         self, path: int, reason: Reason, old_rtt_s: float, rtt_s: float, at_s: float, now: float, out: list[Action]
     ) -> None:
         super()._go(path, reason, old_rtt_s, rtt_s, at_s, now, out)
+        self.proven = 0 < rtt_s <= self.options.switch_above * self.base_s
         self._hold_until_s = now + self.options.remember * self.base_s
         self._probed = self._decided = False
         self._judged_s = 0.0

@@ -69,6 +69,7 @@ class HoppingOptions:
     remember: float = 4.0  # base RTTs for which a probed path is not probed again; also between two switches, at the least
     choices: int = 2  # paths probed at a time
     look_first: bool = True  # before the first message too, the drawn path and two more; not in the paper
+    look_within: float = 0.125  # base RTTs, by chance: of senders that begin together later ones see what earlier ones do
     delayed: bool = False  # switches, so that little arrives out of order; a link needs no order
     message_bytes: int = 1 << 20  # the standard size
     probe_bytes: int = 64 << 10  # of one probe; less than a kernel's jitter and a shaper's burst tells nothing (paper: 10 KB)
@@ -81,6 +82,8 @@ class HoppingOptions:
         if not 1 <= self.probe_above <= self.switch_above:
             rule = f"must be at least 1 and at most switch_above={self.switch_above:g}"
             raise ConfigError("probe_above", self.probe_above, rule)
+        if not self.look_within >= 0:
+            raise ConfigError("look_within", self.look_within, "must not be negative")
         if not self.remember >= 1:
             raise ConfigError("remember", self.remember, "must be at least 1 base RTT")
         for key in ("choices", "message_bytes", "probe_bytes", "depth_bytes"):

@@ -69,7 +69,7 @@ class Paths:
         if self.policy.looking or self._now < self._from_s:
             return False
         used = self.rails[self.policy.path].bytes
-        return not used or used + length <= self.options.depth_bytes
+        return not used or (self.policy.proven and used + length <= self.options.depth_bytes)
 
     def rail_for(self, flight: Flight, carriers: Sequence[Rail], now: float, out: list[m.Action]) -> Rail:
         """Where `flight` goes, one of `carriers`."""

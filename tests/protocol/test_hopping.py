@@ -22,7 +22,7 @@ PATHS = 6
 
 
 def options(**changes: Any) -> HoppingOptions:
-    return HoppingOptions(**(dict(unloaded=ONE_S, message_bytes=1_000_000, look_first=False) | changes))
+    return HoppingOptions(**(dict(unloaded=ONE_S, message_bytes=1_000_000, look_first=False, look_within=0.0) | changes))
 
 
 class Sender:
@@ -82,6 +82,7 @@ def test_the_defaults_are_those_of_table_1_but_for_alpha() -> None:
         ({"probe_above": 0.9}, "probe_above"),
         ({"probe_above": 3.0}, "probe_above"),
         ({"remember": 0.5}, "remember"),
+        ({"look_within": -1.0}, "look_within"),
         ({"choices": 0}, "choices"),
         ({"probe_bytes": 0}, "probe_bytes"),
         ({"depth_bytes": 0}, "depth_bytes"),
@@ -239,7 +240,7 @@ def test_equally_good_paths_are_chosen_by_chance() -> None:
     for seed in range(200):
         sender = Sender(seed, alpha=1.0)
         sender.message(9.0)
-        sender.answer(1.0, 1.0)
+        sender.answer(2.0, 2.0)
         taken.append(sender.asked.index(sender.policy.path))
     assert 60 < sum(taken) < 140
 
@@ -267,7 +268,7 @@ def test_a_probe_that_is_not_answered_within_a_message_has_failed() -> None:
     sender.message(3.0)
     late, good = sender.asked
     assert sender.policy.deadline == sender.now + 3.0
-    assert sender.tell(h.Answered(good, 1.0)) == []
+    assert sender.tell(h.Answered(good, 1.6)) == []
     sender.now += 2.9
     assert sender.tell(h.Tick()) == [] and sender.policy.deadline < math.inf
     sender.now += 0.2
@@ -278,11 +279,36 @@ def test_a_probe_that_is_not_answered_within_a_message_has_failed() -> None:
     assert sender.policy.known(sender.now)[late] == 1.5, "late, but now it is known"
 
 
+def test_an_answer_as_fast_as_an_idle_paths_ends_the_wait() -> None:
+    sender = Sender(alpha=1.0)
+    sender.message(3.0)
+    slow, good = sender.asked
+    (switch,) = sender.tell(h.Answered(good, 1.5))
+    assert isinstance(switch, h.Switch) and switch.path == good and sender.policy.deadline == math.inf
+    assert sender.tell(h.Answered(slow, 9.0)) == []
+    assert isinstance(sender.policy, Hopper) and sender.policy.known(sender.now)[slow] == 9.0
+
+
+def test_a_path_is_proven_by_a_fast_probe_or_by_a_message() -> None:
+    sender = Sender(alpha=1.0)
+    assert not sender.policy.proven
+    sender.message(9.0)
+    assert sender.policy.proven, "that it is slow is known as well"
+    sender.answer(3.0, 4.0)
+    assert sender.switches and not sender.policy.proven
+    sender.message(1.0)
+    assert sender.policy.proven
+    sender.tell(h.PathLost(sender.policy.path))
+    assert not sender.policy.proven, "nobody looked"
+    for policy in (PolicyName.FLOWBENDER, PolicyName.ECMP):
+        assert Sender(policy=policy).policy.proven, "they do not ask"
+
+
 def test_a_lost_probe_is_not_waited_for() -> None:
     sender = Sender(alpha=1.0)
     sender.message(3.0)
     lost, good = sender.asked
-    sender.tell(h.Answered(good, 1.0))
+    assert sender.tell(h.Answered(good, 1.6)) == []
     (switch,) = sender.tell(h.Unanswered(lost))
     assert isinstance(switch, h.Switch) and switch.path == good
 
@@ -379,7 +405,7 @@ def test_a_path_that_is_lost_while_it_is_probed_is_not_waited_for_nor_taken() ->
     sender = Sender(alpha=1.0)
     sender.message(3.0)
     lost, other = sender.asked
-    sender.tell(h.Answered(lost, 1.0))
+    sender.tell(h.Answered(lost, 1.6))
     sender.tell(h.PathLost(lost))
     (switch,) = sender.tell(h.Answered(other, 1.3))
     assert isinstance(switch, h.Switch) and switch.path == other
@@ -403,22 +429,69 @@ def test_the_others_do_not_look(policy: PolicyName) -> None:
     assert sender.tell(h.Starting()) == [] and not sender.policy.looking
 
 
-def test_the_drawn_path_is_kept_if_it_is_as_good_and_nobody_waits_for_long() -> None:
+def test_the_drawn_path_is_kept_if_it_is_as_good_and_the_first_good_answer_decides() -> None:
     sender = Sender(look_first=True)
     sender.tell(h.Starting())
-    assert sender.answer(1.0, 1.0, 1.0) == [] and not sender.policy.looking
+    assert sender.answer(1.0, 1.0, 1.0) == [] and not sender.policy.looking and sender.policy.proven
     sender = Sender(2, look_first=True)
-    drawn = sender.policy.path
     sender.tell(h.Starting())
+    drawn, good, _ = sender.asked
+    (switch,) = sender.tell(h.Answered(good, 1.5))
+    assert isinstance(switch, h.Switch) and switch.path == good and not sender.policy.looking
+    assert sender.tell(h.Answered(drawn, 1.0)) == []
+
+
+def test_a_look_waits_a_base_rtt_for_better_answers_and_no_longer() -> None:
+    sender = Sender(look_first=True)
+    sender.tell(h.Starting())
+    drawn, fair, _ = sender.asked
     assert sender.policy.deadline == sender.now + 1.0
-    sender.tell(h.Answered(sender.asked[1], 1.0))
+    assert sender.tell(h.Answered(fair, 2.0)) == [] and sender.policy.looking
     sender.now += 1.0
     (switch,) = sender.tell(h.Tick())
-    assert isinstance(switch, h.Switch) and switch.path == sender.asked[1] != drawn and not sender.policy.looking
-    sender = Sender(3, look_first=True)
+    assert isinstance(switch, h.Switch) and (switch.old, switch.path, switch.old_rtt_s) == (drawn, fair, math.inf)
+    assert not sender.policy.looking and sender.policy.deadline == math.inf
+
+
+def test_who_sees_only_congested_paths_looks_twice_more() -> None:
+    sender = Sender(look_first=True)
     sender.tell(h.Starting())
+    drawn = sender.policy.path
+    (again,) = sender.answer(9.0, 9.0, 9.0)
+    assert isinstance(again, h.Probe) and again.paths[0] == drawn and sender.policy.looking
     sender.now += 1.0
-    assert sender.tell(h.Tick()) == [] and not sender.policy.looking, "none is known to be better"
+    (again,) = sender.tell(h.Tick())
+    assert isinstance(again, h.Probe) and len(sender.probes) == 3
+    (switch,) = sender.answer(9.0, 5.0, 4.0)
+    assert isinstance(switch, h.Switch) and switch.path == again.paths[2], "the best there is"
+    assert not sender.policy.looking and not sender.policy.proven
+
+
+def test_those_that_begin_together_do_not_look_together() -> None:
+    begun = set()
+    for seed in range(20):
+        sender = Sender(seed, look_first=True, look_within=0.5)
+        assert sender.tell(h.Starting()) == [] and sender.policy.looking
+        assert 100.0 <= sender.policy.deadline <= 100.5
+        sender.now = sender.policy.deadline
+        (probe,) = sender.tell(h.Tick())
+        assert isinstance(probe, h.Probe) and sender.policy.deadline == sender.now + 1.0
+        begun.add(sender.now)
+    assert len(begun) == 20
+
+
+def test_a_path_that_is_lost_before_the_look_is_not_looked_at() -> None:
+    sender = Sender(look_first=True, look_within=0.5)
+    sender.tell(h.Starting())
+    lost = sender.policy.path
+    sender.tell(h.PathLost(lost))
+    assert sender.policy.looking and sender.policy.path != lost
+    sender.now = sender.policy.deadline
+    (probe,) = sender.tell(h.Tick())
+    assert isinstance(probe, h.Probe) and lost not in probe.paths
+    for path in probe.paths:
+        sender.tell(h.PathLost(path))
+    assert not sender.policy.looking
 
 
 # ---------------------------------------------------------------- the others
@@ -471,7 +544,6 @@ def test_whatever_happens_the_rules_hold(
 ) -> None:
     sender = Sender(seed, alpha=alpha, look_first=look_first)
     usable = set(range(PATHS))
-    asked_at: dict[int, float] = {}
     if look_first:
         sender.tell(h.Starting())
         sender.probes.clear()
@@ -499,10 +571,9 @@ def test_whatever_happens_the_rules_hold(
                 event = h.PathBack(path)
         for action in sender.tell(event):
             if isinstance(action, h.Probe):
-                assert 1 <= len(action.paths) <= 2 and set(action.paths) <= usable - {sender.policy.path}
-                for one in action.paths:
-                    assert sender.now - asked_at.get(one, -math.inf) > 0
-                    asked_at[one] = sender.now
+                assert len(set(action.paths)) == len(action.paths) and set(action.paths) <= usable
+                assert len(action.paths) <= 2 + sender.policy.looking
+                assert sender.policy.looking == (sender.policy.path in action.paths)
                 continue
             assert action.path in usable and action.at_s == sender.now
             if action.reason is Reason.CONGESTED:

@@ -8,6 +8,7 @@ import random
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,8 +172,8 @@ def test_a_flow_that_begins_on_a_slow_path_leaves_it_after_what_it_gave_it() -> 
     sender = net.ends[0][0]
     (hop,) = sender.took(m.Hopped)
     assert (hop.old, hop.path, hop.reason) == (1, 0, Reason.CONGESTED) and hop.rtt_s < 0.8 * 7 * CHUNK / FAST
-    assert sender.bytes_on(1) == 2 * CHUNK, "the two chunks it was given before the first came back"
-    assert took < 2.0, "38 chunks on the fast path, none of which waited for those two"
+    assert sender.bytes_on(1) == CHUNK, "the one it was given before anything was known of it"
+    assert took < 2.1, "39 chunks on the fast path, none of which waited for that one"
 
 
 def test_ecmp_stays_there() -> None:
@@ -267,7 +268,7 @@ def test_a_path_that_fails_is_left_at_once_and_its_messages_go_elsewhere() -> No
 
 
 def test_a_probe_of_an_earlier_connection_counts_for_nothing() -> None:
-    net = Net([FAST, FAST, FAST], options=m.LinkOptions(hopping=HOPPING))
+    net = Net([FAST, FAST, FAST], options=m.LinkOptions(hopping=replace(HOPPING, look_within=0.0)))
     sender, receiver = net.ends[0]
     net.cut = {(0, path) for path in range(3)}
     receiver.tell(m.Post(1, 0, CHUNK))
@@ -335,7 +336,7 @@ def test_an_abort_is_heard_whatever_waits() -> None:
 # ---------------------------------------------------------------- the paper's testbed, in small
 
 
-def slow_downs(policy: PolicyName, seed: int, rounds: int = 12) -> tuple[list[float], float]:
+def slow_downs(policy: PolicyName, seed: int, rounds: int = 8) -> tuple[list[float], float]:
     """Of each flow; and the share of bytes on slow paths. Four senders, four fast paths and two slow ones; new links, so
     new draws, for every round."""
     rng, found, slow, total = random.Random(seed), [], 0, 0
