@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +46,8 @@ SIDES: dict[str, dict[str, Any]] = {
     "ecmp": {"policy": PolicyName.ECMP.value},
     "paper": {"policy": PolicyName.HOPPER.value, "look_first": False},  # Hopper without the look before the first message
 }
-COMPARED = ("helix", "flowbender", "ecmp")
+THEIRS = "flowbender"
+COMPARED = ("helix", THEIRS, "ecmp")
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,17 @@ def alone(bed: Testbed, sizes: Sequence[int]) -> tuple[Unloaded, dict[int, float
     return Unloaded(rate, max(1e-3, took[1] - CHUNK / rate)), took
 
 
-def measure(settings: Settings) -> tuple[list[Flow], Unloaded, dict[int, float]]:
-    """All flows of all sides, the floor, and each size's time alone."""
+@dataclass(frozen=True)
+class Measured:
+    """What was measured so far."""
+
+    flows: list[Flow]
+    unloaded: Unloaded  # a fast link
+    took: dict[int, float]  # chunks of a flow -> seconds it takes alone
+
+
+def measure(settings: Settings, each: Callable[[Measured], None]) -> Measured:
+    """All flows of all sides; `each` is called after every repetition."""
     draw = random.Random(settings.seed)
     flows: list[Flow] = []
     with Testbed(settings) as bed:
@@ -197,8 +207,8 @@ def measure(settings: Settings) -> tuple[list[Flow], Unloaded, dict[int, float]]
                     for said in bed.round(side, dict.fromkeys(range(SENDERS), chunks)).values():
                         said["bytes"] = tuple(said["bytes"])
                         flows.append(Flow(side, repetition, number, chunks, **said))
-            _progress(flows, repetition, took, settings)
-    return flows, unloaded, took
+            each(Measured(flows, unloaded, took))
+    return Measured(flows, unloaded, took)
 
 
 @dataclass(frozen=True)
@@ -272,19 +282,21 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         args.fast_mbit, args.slow_mbit, args.rounds, args.repetitions, args.scale, sides, options, args.seed
     )
-    flows, unloaded, took = measure(settings)
-    whole = results(flows, took)
-    print(f"{len(flows)} flows; a fast link carries {unloaded.rate_bytes_per_s * 8e-6:.0f} Mbit/s of payload unloaded")
-    _print(whole)
+
+    def each(measured: Measured) -> None:
+        last = measured.flows[-1].repetition
+        print(f"repetition {last + 1} of {settings.repetitions}", flush=True)
+        _print(results([flow for flow in measured.flows if flow.repetition == last], measured.took))
+        if args.json is not None:
+            _write(args, measured)  # a run that is broken off keeps what it has
+
+    measured = measure(settings, each)
+    rate = measured.unloaded.rate_bytes_per_s * 8e-6
+    print(f"{len(measured.flows)} flows; a fast link carries {rate:.0f} Mbit/s of payload unloaded")
+    _print(results(measured.flows, measured.took))
     if args.json is not None:
-        _write(args, flows, unloaded, took, whole)
         print(f"wrote {args.json}")
     return 0
-
-
-def _progress(flows: Sequence[Flow], repetition: int, took: dict[int, float], settings: Settings) -> None:
-    print(f"repetition {repetition + 1} of {settings.repetitions}", flush=True)
-    _print(results([flow for flow in flows if flow.repetition == repetition], took))
 
 
 def _print(whole: dict[str, Result]) -> None:
@@ -295,10 +307,10 @@ def _print(whole: dict[str, Result]) -> None:
             f"{r.hops:>7.2f}{r.probes:>8.2f}",
             flush=True,
         )
-    if "flowbender" in whole:
-        theirs = whole["flowbender"]
+    if THEIRS in whole:
+        theirs = whole[THEIRS]
         for side, r in whole.items():
-            if side != "flowbender":
+            if side != THEIRS:
                 print(
                     f"  {side} to FlowBender: mean {_percent(r.mean / theirs.mean)}, p99 {_percent(r.p99 / theirs.p99)}, "
                     f"total time x{r.total_s / theirs.total_s:.2f}",
@@ -310,29 +322,31 @@ def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.0f} %"
 
 
-def _write(
-    args: argparse.Namespace, flows: Sequence[Flow], unloaded: Unloaded, took: dict[int, float], whole: dict[str, Result]
-) -> None:
-    repetitions = [results([f for f in flows if f.repetition == n], took) for n in range(args.repetitions)]
-    spreads: dict[str, Spread] = {}
-    for side in whole:
-        for name in ("mean", "p95", "p99", "slow_share", "total_s", "hops", "probes"):
-            values = [getattr(one[side], name) for one in repetitions]
-            spreads[f"{side}_{name}"] = Spread.of(values * 2 if len(values) == 1 else values)
-    for side in set(whole) - {"flowbender"} if "flowbender" in whole else ():
-        for name in ("mean", "p99", "total_s"):
-            values = [getattr(one[side], name) / getattr(one["flowbender"], name) for one in repetitions]
-            spreads[f"{side}_to_flowbender_{name}"] = Spread.of(values * 2 if len(values) == 1 else values)
+def _write(args: argparse.Namespace, measured: Measured) -> None:
+    flows, unloaded, took = measured.flows, measured.unloaded, measured.took
+    count = flows[-1].repetition + 1
+    repetitions = [results([flow for flow in flows if flow.repetition == n], took) for n in range(count)]
+    values: dict[str, list[float]] = {}
+    for one in repetitions:
+        for side, result in one.items():
+            for name, value in asdict(result).items():
+                values.setdefault(f"{side}_{name}", []).append(value)
+            if side != THEIRS and THEIRS in one:
+                for name in ("mean", "p99", "total_s"):
+                    ratio = getattr(result, name) / getattr(one[THEIRS], name)
+                    values.setdefault(f"{side}_to_{THEIRS}_{name}", []).append(ratio)
+    spreads = {name: Spread.of(found * 2 if len(found) == 1 else found) for name, found in values.items()}
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "benchmark", "command")}
-    measured = {
+    details = {
+        "repetitions": count,
         "unloaded_bytes_per_s": unloaded.rate_bytes_per_s,
         "unloaded_latency_s": unloaded.latency_s,
         "alone_s": {str(chunks): seconds for chunks, seconds in took.items()},
-        "all_flows": {side: asdict(result) for side, result in whole.items()},
+        "all_flows": {side: asdict(result) for side, result in results(flows, took).items()},
         "senders": SENDERS,
         "fast_links": FAST,
         "slow_links": SLOW,
         "chunk_bytes": CHUNK,
         "queue_bytes": QUEUE_BYTES,
     }
-    write(args.json, "hopping", settings, spreads, measured=measured)
+    write(args.json, "hopping", settings, spreads, measured=details)
