@@ -68,11 +68,12 @@ def test_10000_seeds(seed: int) -> None:
 
 
 def test_a_run_replays_exactly_and_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    path_world.main(["--seed", "3", "--text"])
+    seed = next(seed for seed in range(100) if PathWorld(seed).run().congested)
+    path_world.main(["--seed", str(seed), "--text"])
     first = capsys.readouterr().out
-    path_world.main(["--seed", "3", "--text"])
+    path_world.main(["--seed", str(seed), "--text"])
     assert capsys.readouterr().out == first
-    assert first.startswith("PathVerdict(seed=3") and re.search(r"both   NIC 0: path 0 at", first)
+    assert first.startswith(f"PathVerdict(seed={seed}") and re.search(r"both   NIC 0: path 0 at", first)
     assert re.search(r"end [01]  rail \d takes PROBE", first) and re.search(r"end [01]  Hopped\(", first)
 
 
@@ -211,20 +212,15 @@ BROKEN_LINES: dict[str, Line] = {
     "paths: a path gets all there is": (
         Paths,
         "room",
-        "return not used or used + length <= self.options.depth_bytes",
-        "return True",
+        "used + length <= self.options.depth_bytes",
+        "True",
     ),
-    "paths: nobody waits for a look that was not answered": (
-        Hopper,
-        "_start",
-        "self._ask((self.path, *self._drawn(others)), now + self.base_s, out)",
-        "self._ask((self.path, *self._drawn(others)), math.inf, out)",
-    ),
+    "paths: the policy is not woken": (Paths, "tick", "if now >= self.policy.deadline:", "if False:"),
     "paths: long messages go where least waits": (
         Paths,
         "rail_for",
-        "if not self._long(flight) or rail not in carriers:",
-        "if True:",
+        "rail not in carriers",
+        "True",
     ),
     "ledger: what came before is taken again": (Ledger, "__contains__", "return sequence <= self.floor or", "return"),
     "link: what a failed path carried is not sent again": (Outbox, "resolve", "self.again.append(flight)", "pass"),
