@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.observe.failures import Failure, Loss, failures, replica_of
+from helixrt.observe.rails import RailOutage, rail_outages
 from helixrt.observe.timeline import Timeline, timeline, typical_step
 from helixrt.protocol.lineage import Audit, CommitRecord, Log, audit
 from helixrt.ray_cluster.controller import Happening, LifeEvent
@@ -51,6 +52,7 @@ class Figures:
     superseded: int
     audit: Audit
     failures: tuple[Failure, ...]
+    rails: tuple[RailOutage, ...]
     commits: tuple[tuple[float, CommitRecord], ...]  # when each record of the chain was first applied
     lives: tuple[tuple[int, float], ...]  # (replica, Unix time) of every start of a replica
     begin_s: float
@@ -91,6 +93,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         superseded=len(log.superseded()),
         audit=audit(chain),
         failures=found,
+        rails=tuple(rail_outages(events)),
         commits=commits,
         lives=_lives(events),
         begin_s=first_s,
@@ -137,6 +140,19 @@ def to_plain(found: Figures) -> dict[str, Any]:
                 "reason": f.reason,
             }
             for f in found.failures
+        ],
+        "rails_left": [
+            {
+                "rank": r.rank,
+                "peer": r.peer,
+                "rail": r.rail,
+                "step": r.step,
+                "failure": r.failure,
+                "reason": r.reason,
+                "usable": r.usable,
+                "back_after_s": r.back_after_s,
+            }
+            for r in found.rails
         ],
         "corpus": {
             "path": facts.corpus.path,

@@ -6,6 +6,7 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from helixrt.train.report_charts import ticks
 
 STEPS, LOST_IN, BACK_IN, STEP_S = 120, 20, 38, 0.5
 BEGIN_S = 1_800_000_000.0
+LEFT: dict[str, Any] = dict(peer=1, rail=0, failure="path", reason="the peer's end was closed", usable=0)
 
 
 class Clock:
@@ -136,6 +138,7 @@ class FakeRun:
         self.records[1, 0].write(Kind.FAILURE, replica=1, reason="chaos: killed at forward")
         self.history.append(LifeEvent(Happening.LOST, 1, 0, begin_s + 0.3, "signal 9"))
         self.at(begin_s + 1.3)
+        self.records[0, 1].write(Kind.RAIL_LEFT, step=LOST_IN, **LEFT)
         self.records[0, 1].write(Kind.EXCHANGE_FAILED, step=LOST_IN, generation=LOST_IN, reason="peer lost")
 
 
@@ -186,6 +189,7 @@ def test_figures_of_the_report(tmp_path: Path, facts: RunFacts) -> None:
     assert failure["detected_after_s"] == pytest.approx(1.2, abs=1e-3)
     assert failure["survivors_stalled_s"] == pytest.approx(1.8, abs=1e-3)
     assert failure["rejoined_after_s"] == pytest.approx(1.8 + STEP_S * away - 0.1, abs=0.1)
+    assert report["rails_left"] == [dict(rank="r0.pp1", step=LOST_IN, back_after_s=None, **LEFT)]
     tokens = (2 * STEPS - away - 2) * TrainConfig().data.batch * TrainConfig().data.seq_len
     assert report["tokens_per_s"] == pytest.approx(tokens / (STEP_S * (STEPS - 1) + 1.8), rel=1e-3)
     assert {"python", "torch", "numpy"} <= set(report["versions"])
