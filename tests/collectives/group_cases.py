@@ -53,7 +53,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def in_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements with others between them, and dimensions in another order."""
-    wide = torch.zeros((*reversed(tensor.shape), 2), dtype=tensor.dtype)
+    wide = torch.zeros((*reversed(tensor.shape), 2), dtype=tensor.dtype, device=tensor.device)
     strided = wide[..., 0].permute(list(reversed(range(tensor.dim()))))
     return strided.copy_(tensor)
 

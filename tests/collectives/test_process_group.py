@@ -62,6 +62,26 @@ def same_as_gloo(gloo: Any) -> list[str]:
     return [f"of {len(CASES)} cases, {sorted(refused)} compared by another type", *wrong]
 
 
+def on_a_card(gloo: Any) -> None:
+    """CUDA tensors, strided ones too, give what host tensors give; DDP's gradients come out of futures."""
+    from tests.collectives.group_cases import CASES, as_it_is, in_strides
+
+    me = dist.get_rank()
+    for name, case in CASES.items():
+        if name.startswith("objects"):
+            continue
+        lay = in_strides if case.strided else as_it_is
+        ours = case.run(dist.group.WORLD, lambda tensor, lay=lay: lay(tensor.cuda()), case.dtype)
+        theirs = case.run(dist.group.WORLD, as_it_is, case.dtype)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)), name
+    model = nn.parallel.DistributedDataParallel(_model().cuda(), bucket_cap_mb=0.001)
+    for _ in range(2):
+        model.zero_grad()
+        model(_batch()[4 * me : 4 * me + 4].cuda()).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), _whole_gradients(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), theirs)
+
+
 def what_gloo_has_not(gloo: Any) -> None:
     """Mean, booleans, bitwise operations, strides, lists of uneven parts; older names."""
     me, group = dist.get_rank(), dist.group.WORLD
@@ -281,3 +301,8 @@ def test_every_collective_type_and_operation_gives_what_gloo_gives(ranks: Ranks)
 )
 def test_in_processes(ranks: Ranks, part: str) -> None:
     ranks.each(part)
+
+
+@pytest.mark.gpu
+def test_in_processes_with_a_card(ranks: Ranks) -> None:
+    ranks.each("on_a_card")
