@@ -4,6 +4,8 @@ In: the run's secret, and the addresses of this host that TCP may use. Out: an `
 lists the transports it offers; both ends of a pair see both lists, test the same thing, and so choose alike.
 
 - shared memory, if the peer's socket answers on this host (`shared_memory.listens`: a proof, no guess by names);
+- else verbs, if both have RDMA ports of one kind (where those do not reach each other after all, their link runs over its
+  last rail, TCP);
 - else tcp.
 
 What was chosen and why is in `choices`, and in the log "helixrt.transport". A user can insist on one.
@@ -20,18 +22,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.transport import shared_memory
+from helixrt.transport import shared_memory, verbs_address
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
 from helixrt.transport.shared_memory import SharedMemoryEndpoint
 from helixrt.transport.tcp import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp_rails import TcpRail
 
-AUTO, SHARED_MEMORY, TCP = "auto", "shared_memory", "tcp"
-TRANSPORTS = (AUTO, TCP, SHARED_MEMORY)
+AUTO, SHARED_MEMORY, VERBS, TCP = "auto", "shared_memory", "verbs", "tcp"
+TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS)
 
 _PART = struct.Struct("<BH")  # lengths of a transport's name and address
 _KEEP_ALIVE_S = 0.02
 _LOOK_S = 0.001
+_JOIN_S = 5.0  # for a turn of the thread that keeps links alive, which never blocks
 
 _log = logging.getLogger("helixrt.transport")
 
@@ -62,6 +65,14 @@ def choose(
         why = "it offers no shared memory"
     elif SHARED_MEMORY in theirs:
         why = "this rank offers no shared memory"
+    if VERBS in mine and VERBS in theirs:
+        ours, other = (verbs_address.parse(a[VERBS]) for a in (mine, theirs))
+        if count := ours.agrees(other):
+            rails = f"{count} RDMA rail{'s' * (count > 1)}, the first from {ours.rails[0][1]} to {other.rails[0][1]}"
+            return Choice(VERBS, f"{why}; {rails}" if why else rails)
+        why = (why and why + "; ") + "its RDMA ports are of another kind"
+    elif VERBS in mine or VERBS in theirs:
+        why = (why and why + "; ") + ("it has no RDMA" if VERBS in mine else "this rank has no RDMA")
     if TCP in mine and TCP in theirs:
         return Choice(TCP, why or "the only transport of both")
     return None
@@ -73,6 +84,11 @@ def check_transport(value: str, key: str = "transport") -> None:
         raise ConfigError(key, value, f"must be one of {', '.join(TRANSPORTS)}")
     if value == SHARED_MEMORY and (reason := shared_memory.unsupported()) is not None:
         raise ConfigError(key, value, reason)
+    if value == VERBS:
+        from helixrt.transport import verbs
+
+        if (reason := verbs.unsupported()) is not None:
+            raise ConfigError(key, value, reason)
 
 
 class AutoEndpoint(Endpoint):
@@ -94,24 +110,34 @@ class AutoEndpoint(Endpoint):
         check_transport(transport)
         self._insists = transport
         self._endpoints: dict[str, Endpoint] = {}
-        if transport != TCP:
+        if transport in (AUTO, SHARED_MEMORY):
             if (reason := shared_memory.unsupported()) is None:
                 self._endpoints[SHARED_MEMORY] = SharedMemoryEndpoint(secret, heartbeat_s=heartbeat_s)
             else:
                 _log.info("no shared memory here: %s", reason)
-        if transport != SHARED_MEMORY:
-            rails = [TcpRail(host)] if isinstance(host, str) else [TcpRail(h) if isinstance(h, str) else h for h in host]
-            options = replace(tcp or TcpOptions(), period_s=heartbeat_s)
-            try:
-                self._endpoints[TCP] = TcpEndpoint(secret, rails, options)
-            except BaseException:
-                self.close()
-                raise
+        rails = [TcpRail(host)] if isinstance(host, str) else [TcpRail(h) if isinstance(h, str) else h for h in host]
+        try:
+            if transport in (AUTO, VERBS):
+                self._open_verbs(secret, rails[0], heartbeat_s)
+            if transport in (AUTO, TCP):
+                self._endpoints[TCP] = TcpEndpoint(secret, rails, replace(tcp or TcpOptions(), period_s=heartbeat_s))
+        except BaseException:
+            self.close()
+            raise
         self._ways: dict[int, Endpoint] = {}
         self._choices: dict[int, Choice] = {}
         self._used: set[str] = set()  # transports that have peers; the others only turn strangers away
         self._look_s = 0.0  # when to look at those again
         self._early: list[Outcome] = []  # what came while the last transport still connected
+
+    def _open_verbs(self, secret: bytes, management: TcpRail, heartbeat_s: float | None) -> None:
+        from helixrt.transport import verbs
+
+        if (reason := verbs.unsupported()) is not None:
+            _log.info("no RDMA verbs here: %s", reason)
+            return
+        options = verbs.VerbsOptions(period_s=heartbeat_s)
+        self._endpoints[VERBS] = verbs.VerbsEndpoint(secret, verbs.rails_here(), management, options)
 
     @property
     def choices(self) -> Mapping[int, Choice]:
@@ -151,7 +177,8 @@ class AutoEndpoint(Endpoint):
         connected: list[Endpoint] = []
         try:
             for name, endpoint in self._endpoints.items():
-                with self._kept_alive([e for e in connected if groups[name]]):
+                others = [e for e in self._endpoints.values() if e is not endpoint]
+                with self._kept_alive(others if groups[name] else [], connected):
                     endpoint.connect(generation, me, groups[name], max(0.0, until - time.monotonic()), stopped)
                 connected.append(endpoint)
         except BaseException:
@@ -162,14 +189,16 @@ class AutoEndpoint(Endpoint):
             _log.info("generation %d: rank %d reaches rank %d by %s: %s", generation, me, rank, choice.transport, choice.why)
 
     @contextmanager
-    def _kept_alive(self, endpoints: Collection[Endpoint]) -> Iterator[None]:
-        """Drive those that are connected while another connects: their peers wait for a sign of life."""
+    def _kept_alive(self, endpoints: Collection[Endpoint], connected: Collection[Endpoint]) -> Iterator[None]:
+        """Drive those while another connects: peers wait for a sign of life, of a link or at the door."""
         stop = threading.Event()
 
         def drive() -> None:
             while not stop.wait(_KEEP_ALIVE_S):
                 for endpoint in endpoints:
-                    self._early += endpoint.progress(time.monotonic())
+                    outcomes = endpoint.progress(time.monotonic())
+                    if endpoint in connected:  # else they are the last generation's
+                        self._early += outcomes
 
         thread = threading.Thread(target=drive, name="helixrt-keep-alive")
         if endpoints:
@@ -179,7 +208,9 @@ class AutoEndpoint(Endpoint):
         finally:
             stop.set()
             if endpoints:
-                thread.join()
+                thread.join(_JOIN_S)
+                if thread.is_alive():
+                    raise Retryable(f"links could not be kept alive while others connected: a turn took over {_JOIN_S:g} s")
 
     def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
         self._ways[peer].send(peer, op, index, data)

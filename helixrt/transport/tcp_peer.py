@@ -18,7 +18,9 @@ from helixrt.protocol.frames import Frame, Kind
 from helixrt.protocol.link import Link
 from helixrt.protocol.link_messages import Failure, Landing
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Received, Sent
+from helixrt.transport.rail_connection import RailConnection
 from helixrt.transport.tcp_connection import Connection
+from helixrt.transport.tcp_rails import TcpRail
 
 CONTROL = -1  # number of the connection that only carries the reason of an end
 _TICK = m.Tick()
@@ -31,13 +33,13 @@ class Host(Protocol):
 
     def add(self, outcome: Outcome) -> None: ...
 
-    def has_frames(self, connection: Connection) -> None:
+    def has_frames(self, connection: RailConnection) -> None:
         """It has something to write."""
 
-    def watch(self, connection: Connection) -> None:
+    def watch(self, connection: RailConnection) -> None:
         """From now on it is read when something comes."""
 
-    def unwatch(self, connection: Connection) -> None:
+    def unwatch(self, connection: RailConnection) -> None:
         """It is about to be closed."""
 
     def restore(self, peer: Peer, rail: int) -> None: ...
@@ -55,10 +57,11 @@ class Host(Protocol):
 class Peer:
     """A `Carrier` for all connections to one rank in one generation."""
 
-    def __init__(self, host: Host, rank: int, link: Link, addresses: list[tuple[str, int]]) -> None:
-        self.rank, self.link, self.addresses = rank, link, addresses
-        self.rails: list[Connection | None] = [None] * len(link.rails)
-        self.control: Connection | None = None
+    def __init__(self, host: Host, rank: int, link: Link, addresses: list[tuple[str, int]], ways: tuple[TcpRail, ...]) -> None:
+        """Per rail: where the peer listens, and the way out of this host to there."""
+        self.rank, self.link, self.addresses, self.ways = rank, link, addresses, ways
+        self.rails: list[RailConnection | None] = [None] * len(link.rails)
+        self.control: RailConnection | None = None
         self.ended = self.left = False  # left: it said goodbye
         self.cause: Cause | None = None  # of the end
         self.is_touched = False
@@ -114,25 +117,40 @@ class Peer:
     def adopt(self, sock: socket.socket, rail: int, incarnation: int) -> None:
         """A proved socket becomes rail `rail`, or the control connection."""
         connection = Connection(sock, self, self.rank, rail)
-        self._host.watch(connection)
         if rail == CONTROL:
+            self._host.watch(connection)
             self._drop(self.control)
             self.control = connection
         else:
-            self._drop(self.rails[rail])
-            self.rails[rail] = connection
-            self.tell(m.RailUp(rail, incarnation))
+            self.put_in_service(connection, incarnation)
+
+    def put_in_service(self, connection: RailConnection, incarnation: int) -> None:
+        """Both ends of it are ready: it is its rail from now on."""
+        rail = connection.number
+        self._host.watch(connection)
+        self._drop(self.rails[rail])
+        self.rails[rail] = connection
+        self.tell(m.RailUp(rail, incarnation))
 
     def connected(self) -> bool:
         """By everything it should have."""
         return self.control is not None and all(self.rails)
 
-    def read(self, connection: Connection, budget: int) -> None:
+    def never_came(self, rail: int) -> bool:
+        """It has not been up yet, and nothing is under way that would bring it up."""
+        return self.rails[rail] is None and self.link.rails[rail].fresh
+
+    def nobody(self, rail: int, failure: Failure, reason: str) -> None:
+        """Where the peer listens for `rail` nobody is there for us."""
+        if self.rails[rail] is None:
+            self.tell(m.RailDown(rail, failure, reason))
+
+    def read(self, connection: RailConnection, budget: int) -> None:
         self._heard = False
         if connection.read(budget) and not self._heard and connection.number >= 0 and not connection.closed:
             self.tell(m.Heard(connection.number))
 
-    def frame_came(self, connection: Connection, frame: Frame) -> None:
+    def frame_came(self, connection: RailConnection, frame: Frame) -> None:
         self._heard = True
         if connection.number == CONTROL:
             self._control_came(frame)
@@ -147,15 +165,15 @@ class Peer:
             self.link.closed = True
             self._end(PeerAborted(self.rank, cause))
 
-    def payload_came(self, connection: Connection, sequence: int) -> None:
+    def payload_came(self, connection: RailConnection, sequence: int) -> None:
         self._heard = True
         self.tell(m.PayloadArrived(connection.number, sequence))
 
-    def frame_left(self, connection: Connection, sequence: int) -> None:
+    def frame_left(self, connection: RailConnection, sequence: int) -> None:
         if not self.link.options.fault_tolerance:
             self.tell(m.FrameSent(connection.number, sequence))
 
-    def broke(self, connection: Connection, failure: Failure, reason: str) -> None:
+    def broke(self, connection: RailConnection, failure: Failure, reason: str) -> None:
         number = connection.number
         self._drop(connection)
         if number == CONTROL:
@@ -172,7 +190,7 @@ class Peer:
         if failure is Failure.PATH and not self.ended:
             self._host.look_for(self, number)
 
-    def _drop(self, connection: Connection | None) -> None:
+    def _drop(self, connection: RailConnection | None) -> None:
         if connection is not None and not connection.closed:
             self._host.unwatch(connection)
             connection.close()
@@ -304,11 +322,8 @@ class Peer:
             frames.Frame(Kind.ABORT, self.link.generation, body=(body := frames.cause_body(cause)), length=len(body))
         )
         for connection in (self.control, *self.rails):
-            if connection is not None and not connection.closed and connection.idle:
-                try:
-                    connection.sock.send(word, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-                except OSError:
-                    pass  # another connection, or its silence, tells the peer
+            if connection is not None:
+                connection.say_last(word)
 
     def unsaid(self) -> bool:
         """Something that counts as sent has yet to be handed to a rail."""
