@@ -96,7 +96,8 @@ class Endpoint(ABC):
 
         Ends what an earlier generation left. May be called again for the next generation.
         Raises Retryable naming the peers that did not come within `deadline_s` seconds, or soon after `stopped()`
-        is true, which it asks at least ten times a second.
+        is true, which it asks at least ten times a second. Over TCP also naming those that gave no sign of life for 1.5
+        heartbeats: an endpoint gives them while it connects, and while it is driven.
         """
 
     @abstractmethod

@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.protocol.liveness import Liveness
-from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
+from helixrt.protocol.liveness import SILENCE, Liveness
+from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, Refused
 from helixrt.transport.forking import disown_in_children
 from helixrt.transport.shared_memory_handshake import (
     Handshake,
@@ -34,14 +34,17 @@ from helixrt.transport.shared_memory_handshake import (
     Stranger,
     Terms,
     answer,
+    credentials,
     dial,
 )
 from helixrt.transport.shared_memory_link import SharedMemoryLink, Watch
+from helixrt.transport.stopped_processes import StoppedProcesses
 
 RING_BYTES = 1 << 20  # each costs its clearing at every reconfiguration (0.4 ms); larger ones are hardly faster
 _HANDSHAKE_S = 5.0  # for whoever connects to say something sensible
 _DIAL_AGAIN_S = 0.01
 _LOOK_S = 0.25  # how often to look whether a peer that has not come still exists
+_TURN_S = 0.05  # and whether it runs
 _PARKED = 64  # connections that wait for a later generation
 
 
@@ -120,7 +123,7 @@ class SharedMemoryEndpoint(Endpoint):
         for descriptor in [d for d in self._parked if self._hellos[d].generation <= self._generation]:
             self._resume(descriptor)
         to_dial = [peer for peer in names if peer < self._me]  # the higher rank dials
-        look = 0.0
+        look, standing = 0.0, StoppedProcesses()
         while self._expected:
             now = time.monotonic()
             if now >= until:
@@ -133,10 +136,13 @@ class SharedMemoryEndpoint(Endpoint):
             if now >= look:
                 look = now + _LOOK_S
                 for peer in self._expected - set(to_dial):
-                    if peer > self._me and not listens(names[peer]):
+                    process = listener(names[peer])
+                    if peer > self._me and process is None:
                         raise Retryable(f"rank {peer} is gone: nobody listens at its address on this host")
+                    standing.of[peer] = process or 0
+            self._give_up_silent(standing, now)
             to_dial = [peer for peer in to_dial if not self._dial(peer, names[peer], now)]
-            wait = min(until, look, now + 0.1) - now
+            wait = min(until, look, now + _TURN_S) - now
             for descriptor, _ in self._epoll.poll(min(wait, _DIAL_AGAIN_S) if to_dial else wait):
                 if (owner := self._watch.owner(descriptor)) is not None:
                     missing = ", ".join(map(str, sorted(self._expected)))
@@ -145,7 +151,18 @@ class SharedMemoryEndpoint(Endpoint):
             now = time.monotonic()
             self._expire(now)
             for link in self._links.values():
-                link.beat(now)
+                link.beat_and_look(now)
+            for outcome in self._outcomes:
+                if isinstance(outcome, Lost):
+                    raise Retryable(outcome.cause)
+
+    def _give_up_silent(self, standing: StoppedProcesses, now: float) -> None:
+        """Whose process stands still does not come; its kernel would take our calls for ever."""
+        if self._heartbeat_s is None:
+            return
+        for peer in sorted(self._expected):
+            if (silence_s := standing.for_s(peer, now)) >= SILENCE * self._heartbeat_s:
+                raise Retryable(f"rank {peer} on this host has been stopped for {silence_s:.2f} s")
 
     def _dial(self, peer: int, name: str, now: float) -> bool:
         """Whether the call went out; False if there is no room at the peer now."""
@@ -368,14 +385,19 @@ def parse_address(raw: bytes) -> tuple[str, str]:
 
 def listens(name: str) -> bool:
     """Whether an endpoint with that socket lives on this host, in this network namespace."""
+    return listener(name) is not None
+
+
+def listener(name: str) -> int | None:
+    """The process that listens there, 0 if that cannot be told; None: nobody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         try:
             probe.connect(_abstract(name))
         except BlockingIOError:
-            return True  # there, and busy
+            return 0  # there, and busy
         except OSError:
-            return False
-        return True
+            return None
+        return credentials(probe)[0]
 
 
 def _abstract(name: str) -> bytes:

@@ -146,7 +146,7 @@ class SharedMemoryLink:
             if self._gone and not self._again:
                 self._bury()
             elif not self._gone:
-                self._beat_and_look(now)
+                self.beat_and_look(now)
         except SegmentError as error:
             self._refuse(error)
 
@@ -227,17 +227,18 @@ class SharedMemoryLink:
             except OSError:  # full: the peer has bells enough to hear; broken: its descriptor says so
                 pass
 
-    def beat(self, now: float) -> None:
-        """A sign of life, at most as often as needed; also while other links are still being made."""
+    def _say_beat(self, now: float) -> None:
+        """At most as often as needed."""
         if self._liveness is not None and now >= self._beat_due_s and not self.ended:
             self._beat += 1
             self._own.store(Word.BEAT, self._beat)
             self._beat_due_s = now + self._liveness.beat_s
 
-    def _beat_and_look(self, now: float) -> None:
+    def beat_and_look(self, now: float) -> None:
+        """Give a sign of life, look for the peer's; also while other links are still being made."""
         if self._liveness is None:
             return
-        self.beat(now)
+        self._say_beat(now)
         beat = self._theirs.load(Word.BEAT)
         if beat != self._heard_beat:
             self._heard_beat = beat

@@ -40,6 +40,7 @@ EVERY_TIME = (  # of each fault one cell, and every phase
     Cell(Fault.DISK, Phase.REDUCE_SCATTER),
     Cell(Fault.CLOCK, Phase.IDLE),
     Cell(Fault.KILL, Phase.REDUCE_SCATTER, "shared_memory"),
+    Cell(Fault.STOP, Phase.CONNECTING, "shared_memory"),
 )
 
 

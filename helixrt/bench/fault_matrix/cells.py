@@ -90,7 +90,7 @@ TCP_CELLS = tuple(Cell(fault, phase) for fault in Fault for phase in Phase)
 SHARED_MEMORY_CELLS = tuple(
     Cell(fault, phase, "shared_memory")
     for fault in (Fault.KILL, Fault.STOP, Fault.EXIT)
-    for phase in (Phase.REDUCE_SCATTER, Phase.ALL_GATHER)
+    for phase in Phase
 )
 ALL_CELLS = TCP_CELLS + SHARED_MEMORY_CELLS
 
