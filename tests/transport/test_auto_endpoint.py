@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import pytest
 
 from helixrt.errors import Cause, ConfigError, Retryable
+from helixrt.transport import verbs, verbs_address
 from helixrt.transport.auto import AutoEndpoint, Choice, choose, pack_addresses, unpack_addresses
 from helixrt.transport.contract import Endpoint, PeerAborted
 from helixrt.transport.shared_memory import SharedMemoryEndpoint, host_identity
@@ -80,6 +81,31 @@ def test_both_ends_choose_alike(mine: dict[str, bytes], theirs: dict[str, bytes]
     assert asked in ([], ["2" * 32, "1" * 32])  # each asks for the other's socket
 
 
+def test_verbs_are_chosen_where_both_have_ports_of_one_kind() -> None:
+    tcp = b'{"tcp":1,"rails":[["10.1.0.1",9000]]}'
+    roce = verbs_address.pack([(True, "10.0.0.1"), (True, "10.0.1.1")], True, tcp)
+    other = verbs_address.pack([(True, "10.0.0.2")], True, tcp)
+    infiniband = verbs_address.pack([(False, "fe80::1")], True, tcp)
+    mine = {"verbs": roce, "tcp": b""}
+    for theirs in ({"verbs": other, "tcp": b""}, {"verbs": other}):
+        choice = choose(mine, theirs)
+        assert choice is not None and choice.transport == "verbs"
+        assert "1 RDMA rail," in choice.why and "10.0.0.1 to 10.0.0.2" in choice.why
+    kinds = {"verbs": infiniband, "tcp": b""}
+    assert choose(mine, kinds) == Choice("tcp", "its RDMA ports are of another kind")
+    assert choose(mine, {"tcp": b""}) == Choice("tcp", "it has no RDMA")
+    assert choose({"tcp": b""}, mine) == Choice("tcp", "this rank has no RDMA")
+    assert choose({"verbs": roce}, {"verbs": infiniband}) is None
+    with pytest.raises(ValueError):
+        choose(mine, {"verbs": b"{}", "tcp": b""})
+
+
+def test_who_insists_on_verbs_where_there_are_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "rails_here", lambda: [])
+    with pytest.raises(ConfigError, match="^transport=verbs: "):
+        AutoEndpoint(SECRET, transport="verbs")
+
+
 def test_addresses_survive_and_garbage_does_not() -> None:
     addresses = {"shared_memory": b"", "tcp": bytes(range(256)) * 10}
     packed = pack_addresses(addresses)
@@ -91,7 +117,7 @@ def test_addresses_survive_and_garbage_does_not() -> None:
 
 @pytest.mark.parametrize("value", ["", "TCP", "infiniband", "shm"])
 def test_a_transport_that_is_none_is_told_in_one_line(value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^transport={value}: must be one of auto, tcp, shared_memory$"):
+    with pytest.raises(ConfigError, match=f"^transport={value}: must be one of auto, tcp, shared_memory, verbs$"):
         AutoEndpoint(SECRET, transport=value)
 
 
@@ -158,9 +184,15 @@ def test_a_socket_that_does_not_answer_is_no_shared_host() -> None:
 
 
 def test_links_that_are_made_stay_alive_while_others_connect() -> None:
-    """The third rank, by TCP, is late by several heartbeats."""
+    """The third rank, by TCP, is late by several heartbeats, but at its door it answers."""
     world = world_of("auto", "auto", "tcp", heartbeat_s=0.2)
-    late = threading.Timer(0.8, world.endpoints[2].connect, (1, 2, {0: world.addresses[0], 1: world.addresses[1]}, LIMIT_S))
+    world.driven = {2}
+
+    def come_late() -> None:
+        world.settle(0.8)
+        world.endpoints[2].connect(1, 2, {0: world.addresses[0], 1: world.addresses[1]}, LIMIT_S)
+
+    late = threading.Thread(target=come_late)
     late.start()
     early = [
         threading.Thread(target=world.endpoints[me].connect, args=(1, me, dict(others), LIMIT_S))
@@ -173,6 +205,7 @@ def test_links_that_are_made_stay_alive_while_others_connect() -> None:
         thread.start()
     for thread in (*early, late):
         thread.join()
+    world.driven = {0, 1, 2}
     begin = time.monotonic()
     world.run(lambda: time.monotonic() > begin + 0.3)
     assert world.outcomes == [[], [], []]

@@ -1,0 +1,74 @@
+"""Meeting over TCP: who is late is waited for, who is silent is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from helixrt.errors import Retryable
+from helixrt.transport.contract import Endpoint
+from helixrt.transport.tcp import TcpEndpoint, TcpOptions
+from tests.transport.worlds import LIMIT_S, SECRET, Attempt, World
+
+HEARTBEAT_S = 0.2
+
+
+def make(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+    return TcpEndpoint(secret, options=TcpOptions(period_s=heartbeat_s))
+
+
+@pytest.fixture
+def two() -> Iterator[World]:
+    world = World(make, 2, HEARTBEAT_S)
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_peer_that_listens_and_says_nothing_is_given_up_long_before_the_deadline(two: World, me: int) -> None:
+    """As one does whose process is stopped: its kernel still takes connections."""
+    attempt = two.attempt(me, 1, me, {1 - me: two.addresses[1 - me]}, LIMIT_S)
+    error = attempt.finish()
+    assert isinstance(error, Retryable) and f"rank {1 - me}: no sign of life" in str(error), error
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_peer_that_is_behind_and_lives_is_waited_for(two: World, me: int) -> None:
+    two.connect(1)
+    two.driven = {1 - me}
+    attempt = two.attempt(me, 2, me, {1 - me: two.addresses[1 - me]}, LIMIT_S)
+    until = time.monotonic() + 4 * HEARTBEAT_S
+    while time.monotonic() < until:
+        two.settle(0.02)
+        assert attempt.running()
+    other = two.attempt(1 - me, 2, 1 - me, {me: two.addresses[me]}, LIMIT_S)
+    assert attempt.finish() is None and other.finish() is None
+
+
+def test_a_member_that_does_not_know_the_secret_is_given_up_too() -> None:
+    """It lives, answers at its door and comes to ours, and nobody takes it for a member."""
+    one, other = make(SECRET, HEARTBEAT_S), make(b"another secret", HEARTBEAT_S)
+    attempts = [
+        Attempt(lambda: one.connect(1, 0, {1: other.address()}, LIMIT_S)),
+        Attempt(lambda: other.connect(1, 1, {0: one.address()}, LIMIT_S)),
+    ]
+    for attempt in attempts:
+        assert "no sign of life" in str(attempt.finish())
+    one.close()
+    other.close()
+
+
+def test_without_heartbeats_only_the_deadline_ends_it() -> None:
+    silent, endpoint = make(SECRET, None), make(SECRET, None)
+    with pytest.raises(Retryable, match="rank 1 had not come"):
+        endpoint.connect(1, 0, {1: silent.address()}, 0.5)
+    silent.close()
+    endpoint.close()
+
+
+def test_who_was_in_no_generation_yet_answers_at_its_door(two: World) -> None:
+    two.driven = {1}
+    attempt = two.attempt(0, 1, 0, {1: two.addresses[1]}, 4 * HEARTBEAT_S)
+    assert "rank 1 had not come" in str(two.until(attempt))
