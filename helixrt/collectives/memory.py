@@ -22,11 +22,13 @@ _VIEWED_AS = {  # what arithmetic sees instead; the bytes are the same
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes. Whoever uses the view keeps the tensor."""
+    """The memory of a contiguous CPU tensor as writable bytes. The view keeps the tensor."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return _NOTHING
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # a NIC may have it registered for longer than it is used
+    return memoryview(memory).cast("B")
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

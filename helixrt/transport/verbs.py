@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from socket import socket
@@ -45,8 +47,10 @@ from helixrt.transport.verbs_memory import Registered, Registrations
 from helixrt.transport.verbs_one_sided import Action, OneSided, Window, parse_window
 from helixrt.transport.verbs_peer import VerbsPeer
 from helixrt.transport.verbs_queue_pair import Patience, QueuePair, Sizes
-from helixrt.transport.verbs_setup import Background, Exchange
+from helixrt.transport.verbs_setup import Background, Exchange, Rests
 from helixrt.transport.verbs_wire import Attributes
+
+_Place = tuple[str, int, int | None]  # a port, and the GID it is used by
 
 _log = logging.getLogger("helixrt.transport")
 
@@ -68,8 +72,8 @@ class VerbsOptions:
     record: FlightRecord | None = None  # hears of rails that are left and come back
 
     def __post_init__(self) -> None:
-        if self.link.striped:
-            raise ConfigError("striped", True, "must be False over verbs: rails are a default and its backups")
+        if self.link.striped and self.tcp_fallback:
+            raise ConfigError("striped", True, "needs tcp_fallback=False: TCP would carry its share of the traffic")
 
 
 def unsupported() -> str | None:
@@ -115,11 +119,13 @@ class VerbsEndpoint(TcpEndpoint):
         self._address = verbs_address.pack(said, o.tcp_fallback, self._address)
         self._ours: VerbsAddress = verbs_address.parse(self._address)
         self._background = Background(self._watch)
-        self._nics: dict[int, Nic] = {}  # by rail; opened in the background
-        self._watched: dict[int, Descriptor] = {}
-        self._spare: dict[int, list[QueuePair]] = {rail: [] for rail in range(len(rails))}
+        self._nics: dict[_Place, Nic] = {}  # opened in the background
+        self._watched: dict[_Place, Descriptor] = {}
+        self._places = [(rail.device, rail.port, rail.gid_index) for rail in rails]
+        self._spare: dict[_Place, list[QueuePair]] = {place: [] for place in self._places}
+        self._rests = Rests()
         self._exposed: list[tuple[Registered, Buffer]] = []
-        self._registrations = {rail: self._new_registrations(rail) for rail in range(len(rails))}
+        self._registrations = {place: self._new_registrations(place) for place in self._places}
 
     # ---------------------------------------------------------------- peers
 
@@ -129,7 +135,7 @@ class VerbsEndpoint(TcpEndpoint):
         rails = count + (self._ours.fallback and theirs.fallback)
         if not rails:
             raise ValueError("its RDMA ports are of another kind than this rank's")
-        link = Link(generation, rank, rails, self._link_options)
+        link = Link(generation, rank, rails, self._link_options, self._draw)
         return VerbsPeer(self, rank, link, [theirs.meeting] * rails, self._rails * rails, count)
 
     def joined(self, peer: Peer, sock: socket, rail: int, incarnation: int, dialled: bool) -> None:
@@ -140,20 +146,38 @@ class VerbsEndpoint(TcpEndpoint):
 
         def ready(pair: QueuePair, theirs: Attributes) -> None:
             peer.came(rail)
+            self._rests.succeeded(key)
             self._join(peer, pair, theirs, rail, incarnation)
+
+        key, took_s = (peer.rank, rail), 0.0
+        if self.now < (rested_s := self._rests.until(key)):
+            sock.close()
+            down = RailDown(rail, Failure.PATH, "it rests after a long attempt")
+            self._watch.at(rested_s, functools.partial(peer.tell, down))
+            return
 
         def failed(failure: Failure, reason: str) -> None:
             peer.came(rail)
-            peer.tell(RailDown(rail, failure, reason))
+            rested_s = self._rests.failed(key, took_s, self.now)
+            self._watch.at(rested_s, functools.partial(peer.tell, RailDown(rail, failure, reason)))
 
-        arm, retire = functools.partial(self._arm, rail), functools.partial(self._retire, rail)
+        def connect(pair: QueuePair, theirs: Attributes) -> None:
+            nonlocal took_s
+            begin = time.monotonic()
+            try:
+                pair.connect(theirs, self._verbs_rails[rail])
+            finally:
+                took_s = time.monotonic() - begin
+
+        arm, retire = functools.partial(self._arm, rail), functools.partial(self._retire, self._places[rail])
         expires_s = self.now + self.verbs_options.restore_s
-        exchange = Exchange(self._watch, self._background, sock, dialled, expires_s, arm, retire, ready, failed)
+        exchange = Exchange(self._watch, self._background, sock, dialled, expires_s, arm, connect, retire, ready, failed)
         peer.expect(rail, exchange)
 
     def _join(self, peer: VerbsPeer, pair: QueuePair, theirs: Attributes, rail: int, incarnation: int) -> None:
-        self._watch_events(rail)
-        registrations, retire = self._registrations[rail], functools.partial(self._retire, rail)
+        place = self._places[rail]
+        self._watch_events(place)
+        registrations, retire = self._registrations[place], functools.partial(self._retire, place)
         generation = peer.link.generation
         connection = VerbsConnection(
             pair, theirs, registrations, peer, peer.rank, rail, generation, self.has_frames, retire
@@ -164,7 +188,7 @@ class VerbsEndpoint(TcpEndpoint):
 
     def _arm(self, rail: int) -> tuple[QueuePair, Attributes]:
         """In the background: a queue pair of this rail's NIC, waiting to be connected."""
-        nic, spare = self._open(rail), self._spare[rail]
+        nic, spare = self._open(rail), self._spare[self._places[rail]]
         pair = spare.pop() if spare else QueuePair(nic, self.verbs_options.sizes, self.verbs_options.patience)
         try:
             return pair, pair.arm()
@@ -174,40 +198,41 @@ class VerbsEndpoint(TcpEndpoint):
 
     def _open(self, rail: int) -> Nic:
         """In the background."""
-        nic = self._nics.get(rail)
+        nic = self._nics.get(self._places[rail])
         if nic is None:
-            nic = self._nics[rail] = Nic(self._library, self._verbs_rails[rail])
+            nic = self._nics[self._places[rail]] = Nic(self._library, self._verbs_rails[rail])
         return nic
 
-    def _retire(self, rail: int, pair: QueuePair) -> None:
+    def _retire(self, place: _Place, pair: QueuePair) -> None:
         try:
             pair.disarm()
         except (self._library.Error, OSError):
             _close(pair)  # destroyed, it answers nobody either
         else:
-            self._spare[rail].append(pair)
+            self._spare[place].append(pair)
 
     # ---------------------------------------------------------------- NICs
 
-    def _watch_events(self, rail: int) -> None:
-        if rail not in self._watched:
-            self._watched[rail] = Descriptor(self._nics[rail].events)
-            self._watch.add(self._watched[rail], READ, lambda mask: self._nic_event(rail))
+    def _watch_events(self, place: _Place) -> None:
+        if place not in self._watched:
+            self._watched[place] = Descriptor(self._nics[place].events)
+            self._watch.add(self._watched[place], READ, lambda mask: self._nic_event(place))
 
-    def _nic_event(self, rail: int) -> None:
+    def _nic_event(self, place: _Place) -> None:
         """All rails on a port fail together, before their completions say so one by one."""
-        reason = port_failed(self._nics[rail].event(), self._library.enums)
+        reason = port_failed(self._nics[place].event(), self._library.enums)
         if reason is None:
             return
-        for peer in list(self._peers.values()):
+        failed = [rail for rail, other in enumerate(self._places) if other == place]
+        for peer, rail in itertools.product(list(self._peers.values()), failed):
             connection = peer.queue_pair(rail) if isinstance(peer, VerbsPeer) else None
             if connection is not None:
                 connection.fail(Failure.DEVICE, reason)
 
-    def _new_registrations(self, rail: int) -> Registrations:
+    def _new_registrations(self, place: _Place) -> Registrations:
         def register(address: int, length: int, writable: bool) -> Registered:
             access = self._library.enums.ACCESS_LOCAL_WRITE if writable else 0  # reads of a peer land in what is writable
-            region: Registered = self._library.MR(self._nics[rail].domain, length, access, address=address)
+            region: Registered = self._library.MR(self._nics[place].domain, length, access, address=address)
             return region
 
         return Registrations(register, self.verbs_options.registered_bytes)
@@ -219,8 +244,8 @@ class VerbsEndpoint(TcpEndpoint):
 
     def _register_everywhere(self, data: Buffer) -> None:
         """So that backups need not be told of the memory when a failure is being handled (SHIFT section 4.2)."""
-        for rail, registrations in self._registrations.items():
-            if rail in self._nics and not registrations.knows(data):
+        for place, registrations in self._registrations.items():
+            if place in self._nics and not registrations.knows(data):
                 self._background.submit(functools.partial(registrations.remember, data), _ignore)
 
     # ---------------------------------------------------------------- reads and atomic operations

@@ -259,13 +259,14 @@ class VerbsConnection:
     def _ask_next(self) -> bool:
         if self._posted - self._completed >= self._sizes.sends - CHAIN:
             return False
-        operation, e = self._asked.popleft(), self._enums
+        operation, e = self._asked[0], self._enums
         memory: Range | None = None
         _, address = self._pair.sending(self._posted)
         length, key = WORD_BYTES, self._pair.key
         if operation.into is not None:
             memory, address = self._registrations.take(operation.into)
             length, key = len(operation.into), memory.key
+        self._asked.popleft()
         self._asking.append((self._posted, operation, memory))
         opcodes = {
             Action.READ: e.WR_RDMA_READ,
@@ -304,7 +305,7 @@ class VerbsConnection:
     def _give_credit(self) -> None:
         """Tell the other end what was used, when it has no other way to know soon."""
         owed, chunks = self._heard - self._told, self._chunks_heard - self._chunks_told
-        if owed * 4 >= self._sizes.receives - _SPARE or chunks * 4 >= self._sizes.slots:
+        if owed * 4 >= self._sizes.receives - _SPARE or chunks * 2 >= self._sizes.slots:
             self._send_head()
 
     def _send_head(self, signalled: bool = False) -> None:
@@ -330,12 +331,16 @@ class VerbsConnection:
         if newest < self._completed or self.closed:
             return
         until = time.monotonic() + _LET_GO_S
-        self._flush()
-        while newest >= self._completed and self._broken is None and time.monotonic() < until:
-            self._poll()
-        if newest >= self._completed:
-            self._pair.disarm()
-            self._broken = self._broken or (Failure.PATH, "reset: it still held memory that its owner wanted back")
+        try:
+            self._flush()
+            while newest >= self._completed and self._broken is None and time.monotonic() < until:
+                self._poll()
+            if newest >= self._completed:
+                self._pair.disarm()
+                self._broken = self._broken or (Failure.PATH, "reset: it still held memory that its owner wanted back")
+        except (self._pair.nic.library.Error, OSError) as error:
+            self._broken = Failure.DEVICE, f"the queue pair does not work: {error}"
+        if self._broken is not None:
             self.blocked = False
             self._wake(self)
 
@@ -490,7 +495,10 @@ class VerbsConnection:
             return True
         if not self.idle:
             return False
-        self._flush()
+        try:
+            self._flush()
+        except (self._pair.nic.library.Error, OSError):
+            return True  # nothing more goes this way
         return self._completed == self._posted
 
     def close(self) -> None:

@@ -51,7 +51,8 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True)
 class VerbsRail:
-    """One way out of this host by RDMA: rail k of one rank is connected to rail k of the other."""
+    """One way out of this host by RDMA: rail k of one rank is connected to rail k of the other. Several rails on one port
+    with flow labels of their own are paths through the network (`LinkOptions.hopping`)."""
 
     device: str
     port: int = 1
@@ -194,6 +195,7 @@ class Nic:
     """A port, opened. Raises ConfigError if there is none of that name; what pyverbs raises when it cannot be opened."""
 
     def __init__(self, library: Library, rail: VerbsRail) -> None:
+        """Of the rails on one port, any."""
         self.library, self.rail = library, rail
         self.port, self.gid = find_port(rail)
         self.context, self.events = with_event_descriptor(lambda: library.Context(name=rail.device))

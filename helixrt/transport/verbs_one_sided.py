@@ -61,6 +61,8 @@ class OneSided:
             raise ValueError(f"{length} bytes at {offset} of a window of {window.length} bytes")
         if action is not Action.READ and (window.address + offset) % WORD_BYTES:
             raise ValueError(f"{action.value} at {window.address + offset:#x}: must be aligned to {WORD_BYTES} bytes")
+        if into is not None and into.readonly:
+            raise ValueError("a read needs memory that may be written")
         self.action, self.window, self.offset, self.into = action, window, offset, into
         self.operand, self.swap = operand, swap
         self.done = False

@@ -19,7 +19,7 @@ from typing import Any
 
 from helixrt.errors import ConfigError
 from helixrt.transport.process_memory import address_of
-from helixrt.transport.verbs_devices import Descriptor, Nic, with_event_descriptor
+from helixrt.transport.verbs_devices import Descriptor, Nic, VerbsRail, with_event_descriptor
 from helixrt.transport.verbs_wire import MAX_SLOTS, RECEIVE_BYTES, Attributes
 
 CHAIN = 8  # work requests posted with one call, at most
@@ -172,16 +172,16 @@ class QueuePair:
             self._ring_address, self._ring_key, sizes.slots, sizes.receives, sizes.chunk_bytes,
         )  # fmt: skip
 
-    def connect(self, theirs: Attributes) -> None:
-        """After `arm`: both directions are open when the other end has done the same."""
+    def connect(self, theirs: Attributes, rail: VerbsRail) -> None:
+        """After `arm`: both directions are open when the other end has done the same. `rail` is of this NIC."""
         nic, library = self.nic, self.nic.library
         e = library.enums
         route = library.GlobalRoute(
             dgid=library.GID(_gid_text(theirs.gid)),
             sgid_index=nic.gid.index,
             hop_limit=64,
-            flow_label=nic.rail.flow_label,
-            traffic_class=nic.rail.traffic_class,
+            flow_label=rail.flow_label,
+            traffic_class=rail.traffic_class,
         )
         is_global = int(nic.port.ethernet or not theirs.lid)
         attributes = library.QPAttr()

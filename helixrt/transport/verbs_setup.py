@@ -38,6 +38,7 @@ from helixrt.transport.verbs_wire import ATTRIBUTES_BYTES, READY, Attributes, pa
 
 Job = Callable[[], Any]
 Then = Callable[[Any, BaseException | None], None]  # what came of a job, or why nothing did
+SLOW_S, LONGEST_REST_S = 0.25, 30.0
 _STOP = object()
 _CALL_S = 30.0  # for jobs before it; none of them waits for another machine longer than its kernel does
 
@@ -112,11 +113,36 @@ class Background:
         os.close(self._wakes)
 
 
+class Rests:
+    """Which rails are not to be connected for a while.
+
+    Where nobody answers, the kernel looks for the peer's hardware address for about a second, and pyverbs holds the
+    interpreter's lock all the while. So after an attempt that failed slowly there is none for a second, then two, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._rests: dict[tuple[int, int], tuple[int, float]] = {}  # (rank, rail) -> how often in a row, until when
+
+    def until(self, rail: tuple[int, int]) -> float:
+        return self._rests.get(rail, (0, 0.0))[1]
+
+    def failed(self, rail: tuple[int, int], took_s: float, now: float) -> float:
+        """Connecting took so long, for nothing. When to speak of it: whoever hears of it tries again."""
+        if took_s < SLOW_S:
+            return now
+        times = self._rests.get(rail, (0, 0.0))[0]
+        self._rests[rail] = times + 1, now + min(LONGEST_REST_S, 2.0**times)
+        return self.until(rail)
+
+    def succeeded(self, rail: tuple[int, int]) -> None:
+        self._rests.pop(rail, None)
+
+
 class Exchange:
     """Brings one queue pair up over a proved connection. One of `joined` and `failed` is called, unless it is cancelled.
 
-    `arm` gives a queue pair and its attributes, `retire` takes one back. Both are called by the background thread, or
-    `retire` by the other one when no job is under way.
+    `arm` gives a queue pair and its attributes, `connect` connects it to the other's: jobs for the background. `retire`
+    takes one back.
     """
 
     def __init__(
@@ -127,12 +153,13 @@ class Exchange:
         dialled: bool,
         expires_s: float,
         arm: Callable[[], tuple[QueuePair, Attributes]],
+        connect: Callable[[QueuePair, Attributes], None],
         retire: Callable[[QueuePair], None],
         joined: Callable[[QueuePair, Attributes], None],
         failed: Callable[[Failure, str], None],
     ) -> None:
         self._watch, self._background, self._sock, self._dialled = watch, background, sock, dialled
-        self._retire, self._joined, self._failed = retire, joined, failed
+        self._connect_pair, self._retire, self._joined, self._failed = connect, retire, joined, failed
         self._pair: QueuePair | None = None
         self._ours: Attributes | None = None
         self._theirs: Attributes | None = None
@@ -164,7 +191,7 @@ class Exchange:
         if self.over or self._busy or self._connected or self._pair is None or self._theirs is None:
             return
         self._busy = True
-        self._background.submit(functools.partial(self._pair.connect, self._theirs), self._is_connected)
+        self._background.submit(functools.partial(self._connect_pair, self._pair, self._theirs), self._is_connected)
 
     def _is_connected(self, result: None, error: BaseException | None) -> None:
         self._busy = False

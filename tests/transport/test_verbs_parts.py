@@ -28,7 +28,7 @@ from helixrt.transport.verbs_failure import first_cause, port_failed
 from helixrt.transport.verbs_library import Enums
 from helixrt.transport.verbs_memory import Registrations
 from helixrt.transport.verbs_queue_pair import Patience, Sizes
-from helixrt.transport.verbs_setup import Background, Exchange
+from helixrt.transport.verbs_setup import LONGEST_REST_S, SLOW_S, Background, Exchange, Rests
 from helixrt.transport.verbs_wire import (
     ATTRIBUTES_BYTES,
     MAX_SLOTS,
@@ -418,7 +418,7 @@ class TwoEnds:
         sock.setblocking(False)
         return Exchange(
             self.watch, self.backgrounds[end], sock, end == 0, time.monotonic() + expires_s,
-            arm, self.retired.append, lambda pair, theirs: self.heard.__setitem__(name, (pair, theirs)),  # type: ignore[arg-type]
+            arm, FakePair.connect, self.retired.append, lambda pair, theirs: self.heard.__setitem__(name, (pair, theirs)),  # type: ignore[arg-type]
             lambda failure, reason: self.heard.__setitem__(name, (failure, reason)),
         )  # fmt: skip
 
@@ -493,6 +493,20 @@ def test_a_silent_end_and_garbage_end_the_set_up(ends: TwoEnds) -> None:
     ends.run(2)
     assert ends.heard["garbage"][0] is Failure.PROGRAM  # type: ignore[index]
     there.close()
+
+
+def test_a_rail_whose_connecting_stands_everything_still_rests_longer_each_time() -> None:
+    rests, rail, now = Rests(), (3, 1), 100.0
+    assert rests.failed(rail, SLOW_S / 2, now) == now and rests.until(rail) <= now
+    waits = []
+    for _ in range(8):
+        again = rests.failed(rail, 1.0, now)
+        assert rests.until(rail) == again and rests.until((3, 0)) <= now
+        waits.append(again - now)
+        now = again
+    assert waits[:4] == [1, 2, 4, 8] and waits[-1] == LONGEST_REST_S
+    rests.succeeded(rail)
+    assert rests.failed(rail, 1.0, now) == now + 1
 
 
 def test_a_cancelled_set_up_gives_its_queue_pair_back(ends: TwoEnds) -> None:
