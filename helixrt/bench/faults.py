@@ -28,8 +28,9 @@ from helixrt.bench.fault_matrix.cells import (
     Finding,
     Phase,
 )
-from helixrt.bench.fault_matrix.conductor import HEARTBEAT_S, Troupe, run_cell
+from helixrt.bench.fault_matrix.conductor import run_cell
 from helixrt.bench.fault_matrix.endurance import Endurance, endure
+from helixrt.bench.fault_matrix.troupe import HEARTBEAT_S, Troupe
 from helixrt.errors import ConfigError
 
 FAULTS = {fault.name.lower().replace("_", "-"): fault for fault in Fault}

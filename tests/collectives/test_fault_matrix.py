@@ -23,7 +23,8 @@ from helixrt.bench.fault_matrix.cells import (
     Refusals,
     judge,
 )
-from helixrt.bench.fault_matrix.conductor import Troupe, run_cell
+from helixrt.bench.fault_matrix.conductor import run_cell
+from helixrt.bench.fault_matrix.troupe import Troupe
 
 EVERY_TIME = (  # of each fault one cell, and every phase
     Cell(Fault.KILL, Phase.REDUCE_SCATTER),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from helixrt.bench.fault_matrix import cues
 from helixrt.bench.fault_matrix.cells import Outcome
-from helixrt.bench.fault_matrix.conductor import ALL, Actor, Stuck, Troupe
+from helixrt.bench.fault_matrix.troupe import ALL, Actor, Stuck, Troupe
 from helixrt.errors import Fatal
 
 _OVERTIME_S = 120.0
