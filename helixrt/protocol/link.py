@@ -60,6 +60,7 @@ from helixrt.errors import Cause
 from helixrt.protocol import frames
 from helixrt.protocol import link_messages as m
 from helixrt.protocol.frames import EAGER, LAST_SEQUENCED, MORE, Frame, FrameError, Kind
+from helixrt.protocol.hopping import Policy
 from helixrt.protocol.link_failover import Failover
 from helixrt.protocol.link_messages import Action, Event, Failure, LinkOptions
 from helixrt.protocol.link_paths import Paths
@@ -152,6 +153,11 @@ class Link:
                 if rail.up and rail.spoke_s + live.beat_s < due:
                     due = rail.spoke_s + live.beat_s
         return min(due, self._failover.due_s()) if self._failover.recovering else due
+
+    @property
+    def policy(self) -> Policy | None:
+        """Who chooses the path of a message, for those who look on."""
+        return None if self._paths is None else self._paths.policy
 
     @property
     def resent(self) -> int:
