@@ -47,8 +47,8 @@ class PathVerdict(Verdict):
 class HoppingEnd(End):
     def __init__(self, world: Surroundings, me: int, link: Link) -> None:
         super().__init__(world, me, link)
-        assert link._paths is not None and link.options.hopping is not None
-        self.policy, self.hopping = link._paths.policy, link.options.hopping
+        assert link.policy is not None and link.options.hopping is not None
+        self.policy, self.hopping = link.policy, link.options.hopping
         self.path = self.policy.path
         self.hopped_s = float("-inf")
         self.hops: Counter[Reason] = Counter()
