@@ -121,6 +121,12 @@ def test_rdma_needs_a_device_and_pyverbs() -> None:
     assert doctor.rdma_finding(True, []).state is State.OFF
 
 
+def test_the_vm_lab() -> None:
+    assert doctor.lab_finding(None, "6.1.0-9-amd64").state is State.ON
+    finding = doctor.lab_finding(Lack("not installed: kmod", "helixrt lab setup"), "")
+    assert (finding.state, finding.detail, finding.fix) == (State.OFF, "not installed: kmod", "helixrt lab setup")
+
+
 def test_what_can_run_follows_from_what_it_needs() -> None:
     fine = Finding("torch", State.ON, "2.13", needed_for=Need.JOB)
     no_ray = Finding("ray", State.OFF, "not installed", "pip install", Need.RAY_JOB)

@@ -5,9 +5,11 @@ What Soft-RoCE says of a failure is what the verbs driver classes, so it is aske
 
 from __future__ import annotations
 
+import gzip
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,19 @@ pytestmark = pytest.mark.rdma
 SIZE = 4096
 TIMEOUT, RETRIES = 12, 2  # 4.096 us x 2^12 x 3 = 50 ms
 LIMIT_S = 20.0
+
+RDMA_CORE_TESTS = Path("/usr/share/doc/rdma-core/tests")
+RDMA_CORE_MODULES = ("tests.test_atomic", "tests.test_qp.QPTest", "tests.test_cq_events", "tests.test_mr.MWTest")
+RUN_RDMA_CORE_TESTS = """
+import sys, types, unittest
+sys.path.insert(0, "only")
+package = sys.modules["tests"] = types.ModuleType("tests")  # its own would import the tests of every vendor
+package.__path__ = ["."]
+from tests.args_parser import parser
+sys.modules["args_parser"] = sys.modules["tests.args_parser"]
+parser.parse_args()
+unittest.main(module=None)
+"""
 
 
 def sent_bytes(pair: NicPair, end: End) -> int:
@@ -150,6 +165,25 @@ def test_ib_write_bw_runs_over_a_pair(nic_pairs: list[NicPair]) -> None:
     reported = re.search(rf"^\s*{size}\s+{count}\s+([\d.]+)\s+([\d.]+)", client.stdout, re.MULTILINE)
     assert reported is not None and float(reported[2]) > 0, client.stdout
     assert sent_bytes(pair, End.A) - before >= size * count
+
+
+@pytest.mark.skipif(not RDMA_CORE_TESTS.is_dir(), reason=f"this rdma-core comes without {RDMA_CORE_TESTS}")
+def test_rdma_cores_own_tests_pass_on_a_nic(nic_pairs: list[NicPair], tmp_path: Path) -> None:
+    """Atomic operations, memory windows, queue pairs and completion events, by the makers of pyverbs."""
+    library()
+    for file in RDMA_CORE_TESTS.iterdir():  # Debian packs the long ones
+        unpacked = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        (tmp_path / file.name.removesuffix(".gz")).write_bytes(unpacked)
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "pyverbs").symlink_to(sys.modules["pyverbs"].__path__[0])
+    (tmp_path / "run.py").write_text(RUN_RDMA_CORE_TESTS)
+    device, index = nic_pairs[0].rdma(End.A), nic_pairs[0].gid_index(End.A)
+    argv = [sys.executable, "run.py", "--dev", device, "--gid", str(index), *RDMA_CORE_MODULES]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    ran = re.search(r"Ran (\d+) tests", done.stderr)
+    assert done.returncode == 0 and ran is not None, done.stderr
+    skipped = re.search(r"skipped=(\d+)", done.stderr)
+    assert int(ran[1]) - (int(skipped[1]) if skipped else 0) >= 25, done.stderr
 
 
 @pytest.mark.parametrize("cut", ["local down", "remote down", "blackhole"])
