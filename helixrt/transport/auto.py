@@ -78,6 +78,12 @@ def choose(
     return None
 
 
+def same_host(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> bool:
+    """Whether both say so; who then does not answer has ended (or runs on a clone of this host). Raises ValueError."""
+    (here, _), (there, _) = (shared_memory.parse_address(a[SHARED_MEMORY]) for a in (mine, theirs))
+    return here == there
+
+
 def check_transport(value: str, key: str = "transport") -> None:
     """Raises ConfigError if `value` is no transport's name."""
     if value not in TRANSPORTS:
@@ -169,6 +175,8 @@ class AutoEndpoint(Endpoint):
             if choice is None:
                 rule = f"does not reach rank {rank}, which offers {', '.join(theirs) or 'nothing'}"
                 if SHARED_MEMORY in mine and SHARED_MEMORY in theirs:
+                    if same_host(mine, theirs):
+                        raise Retryable(f"rank {rank} is gone: nobody answers at its address on this host")
                     rule = f"does not reach rank {rank}, which is on another host; use {AUTO} or {TCP}"
                 raise ConfigError("transport", self._insists, rule)
             self._choices[rank], groups[choice.transport][rank] = choice, theirs[choice.transport]

@@ -211,3 +211,13 @@ def test_links_that_are_made_stay_alive_while_others_connect() -> None:
     assert world.outcomes == [[], [], []]
     world.exchange([Message(a, b, 0, 0, 1000) for a in range(3) for b in range(3) if a != b], random.Random(2))
     world.close()
+
+
+def test_who_insists_on_shared_memory_is_told_that_a_peer_ended_and_not_that_it_is_on_another_host() -> None:
+    """It ended after it had published its address, before anybody connected: a failure of the peer, no wrong setting."""
+    one, other = (AutoEndpoint(SECRET, transport="shared_memory") for _ in range(2))
+    address = other.address()
+    other.close()
+    with pytest.raises(Retryable, match="rank 1 is gone"):
+        one.connect(1, 0, {1: address}, LIMIT_S)
+    one.close()
