@@ -221,7 +221,8 @@ class Link:
     def _rail_up(self, event: m.RailUp, now: float, out: list[Action]) -> None:
         if self._liveness is None:
             self._liveness = Liveness(self.options.period_s, now)
-        self._liveness.heard(now)
+        if event.crossed:
+            self._liveness.heard(now)
         self._failover.up(self.rails[event.rail], event.incarnation, now, out)
 
     def _rail_down(self, event: m.RailDown, now: float, out: list[Action]) -> None:

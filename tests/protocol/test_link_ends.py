@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from helixrt.emulate.link_pair import Pair
 from helixrt.errors import Cause
 from helixrt.protocol import link_messages as m
+from helixrt.protocol.link import Link
+from helixrt.protocol.link_messages import LinkOptions
 from helixrt.protocol.link_rails import SendState
 
 # ---------------------------------------------------------------- peers and rails
@@ -52,6 +56,21 @@ def test_a_silent_peer_is_lost_within_one_and_a_half_periods() -> None:
         pair.wait(0.01)
         assert pair.now - began <= 1.5
     assert "no sign of life" in str(pair.said(0, m.Lost)[0].cause)
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_a_rail_that_was_set_up_without_crossing_it_is_no_sign_of_life(crossed: bool) -> None:
+    """Queue pairs are set up over another network: they come up again and again, and their NICs are cut off."""
+    link = Link(1, 1, 1, LinkOptions(period_s=1.0))
+    link.on(m.RailUp(0, 1), 0.0)
+    actions: list[m.Action] = []
+    for turn in range(2, 60):
+        now = turn / 20
+        actions += link.on(m.RailDown(0, m.Failure.PATH, "no answer"), now)
+        actions += link.on(m.RailUp(0, turn, crossed), now)
+        actions += link.on(m.Tick(), now)
+    lost = [each for each in actions if isinstance(each, m.Lost)]
+    assert link.closed is (not crossed) and len(lost) == (not crossed)
 
 
 def test_a_payload_that_trickles_in_is_a_sign_of_life() -> None:
