@@ -95,9 +95,10 @@ def _event(said: list[Any]) -> tuple[float, Event]:
     if name not in _EVENTS:
         raise ValueError(f"no event of a link: {name}")
     kind = _EVENTS[name]
-    if len(values) != len(fields(kind)):
+    if len(values) > len(fields(kind)):
         raise ValueError(f"{name} with {len(values)} fields: it has {len(fields(kind))}")
-    return now, kind(*(_READ.get(one.name, _as_it_is)(value) for one, value in zip(fields(kind), values, strict=True)))
+    found = zip(fields(kind), values, strict=False)  # fewer: it was recorded before the last ones, which have defaults, came
+    return now, kind(**{one.name: _READ.get(one.name, _as_it_is)(value) for one, value in found})
 
 
 def _as_it_is(value: Any) -> Any:
@@ -106,7 +107,7 @@ def _as_it_is(value: Any) -> Any:
 
 def _frame(said: list[Any]) -> Frame:
     kind, *numbers, body = said
-    return Frame(Kind[kind], *numbers, body=bytes.fromhex(body))
+    return Frame._make([Kind[kind], *numbers, bytes.fromhex(body)])
 
 
 _READ: dict[str, Any] = {"frame": _frame, "failure": Failure, "cause": lambda said: Cause(*said)}  # by name of a field

@@ -49,11 +49,19 @@ def test_every_event_reads_back_as_it_was() -> None:
     assert Recording.of([*lines, ""]) == recording
 
 
-@pytest.mark.parametrize("line", ['[1.0,"Nothing"]', '[1.0,"Heard"]', '[1.0,"RailDown",0,"bad luck",""]', "{}", "not JSON"])
+WRONG = ('[1.0,"Nothing"]', '[1.0,"Heard"]', '[1.0,"Tick",1]', '[1.0,"RailDown",0,"bad luck",""]', "{}", "not JSON")
+
+
+@pytest.mark.parametrize("line", WRONG)
 def test_what_is_no_recording(line: str) -> None:
     first = next(Recording(Opening(1, 1, 1), ()).lines())
     with pytest.raises(ValueError):
         Recording.of([first, line])
+
+
+def test_fields_that_came_later_have_their_defaults() -> None:
+    first = next(Recording(Opening(1, 1, 1), ()).lines())
+    assert Recording.of([first, '[1.0,"Submit",1,0,7]']).events == ((1.0, m.Submit(1, 0, 7)),)
 
 
 class Recorded:
