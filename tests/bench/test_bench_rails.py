@@ -41,7 +41,7 @@ def test_settings_that_cannot_be(wrong: list[str], capsys: pytest.CaptureFixture
 def test_a_recording_can_be_made_again(cut: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "rails", "--cut", cut, "--record", str(tmp_path)]) == 0
     failover, hop = (read(tmp_path / f"rails-{name}.jsonl") for name in ("failover", "hop"))
-    assert failover.about["counters"]["failovers"] == 1
+    assert failover.about["counters"]["failovers"] >= 1
     assert "RailLeft" in [kind for _, kind, *_ in failover.about["said"]]
     assert {rail for _, rail, _ in acknowledged(failover)} == {0, 1}
     assert {"PathProbed", "Hopped"} <= {kind for _, kind, *_ in hop.about["said"]}
