@@ -43,7 +43,7 @@ from helixrt.transport.stopped_processes import StoppedProcesses
 RING_BYTES = 1 << 20  # each costs its clearing at every reconfiguration (0.4 ms); larger ones are hardly faster
 _HANDSHAKE_S = 5.0  # for whoever connects to say something sensible
 _DIAL_AGAIN_S = 0.01
-_LOOK_S = 0.25  # how often to look whether a peer that has not come still exists
+_LOOK_S = 0.1  # how often to look whether a peer that has not come still exists
 _TURN_S = 0.05  # and whether it runs
 _PARKED = 64  # connections that wait for a later generation
 
