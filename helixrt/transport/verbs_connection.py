@@ -234,7 +234,8 @@ class VerbsConnection:
         remote_key: int | None = None,
         atomic: tuple[int, int] | None = None,
     ) -> None:
-        many = self._posted + 1 - self._signalled >= self._sizes.signal_every
+        # Every Nth, and the first after a pause: so one that will be completed by itself is always under way.
+        many = self._posted + 1 - self._signalled >= self._sizes.signal_every or self._signalled <= self._completed
         if signalled or many or self._bounced - self._bounces_signalled >= max(1, self._sizes.bounces // 4):
             signalled, self._signalled, self._bounces_signalled = True, self._posted + 1, self._bounced
         flags = self._enums.SEND_SIGNALED if signalled else 0

@@ -31,11 +31,13 @@ _BY_STATUS: Mapping[str, Failure] = {
     "REM_OP_ERR": Failure.PATH,
     "REM_ABORT_ERR": Failure.PATH,
     "BAD_RESP_ERR": Failure.PATH,
+    # Said of a request the other end cannot take. What is posted is checked to fit its memory, so what it could not take
+    # was garbled: Soft-RoCE answers so to packets that come again because their answers were late.
+    "REM_INV_REQ_ERR": Failure.PATH,
     # A consequence of one that came before.
     "WR_FLUSH_ERR": Failure.CASCADE,
     # The other end refuses: a key, an address or a length that was never agreed. It would be refused anywhere.
     "LOC_LEN_ERR": Failure.PROGRAM,  # what came is longer than any message can be
-    "REM_INV_REQ_ERR": Failure.PROGRAM,
     "REM_ACCESS_ERR": Failure.PROGRAM,
     "REM_INV_RD_REQ_ERR": Failure.PROGRAM,
 }

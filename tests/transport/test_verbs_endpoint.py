@@ -39,10 +39,12 @@ def make(secret: bytes, heartbeat_s: float | None, **changes: Any) -> Endpoint:
     end = "ab"[(next(_turns) + (multiprocessing.parent_process() is not None)) % 2]
     rails = [VerbsRail(device=NicPair(number).rdma(end)) for number in (1, 2)]
     # An emulated machine, busy with other tests, may answer late, and be slow to set a queue pair up.
-    options = {"period_s": heartbeat_s, "patience": Patience(timeout=14, retries=2), "restore_s": 10.0, **changes}
+    period_s = None if heartbeat_s is None else 5 * heartbeat_s
+    options = {"period_s": period_s, "patience": Patience(timeout=14, retries=2), "restore_s": 10.0, **changes}
     return VerbsEndpoint(secret, rails, options=VerbsOptions(**options))
 
 
+@pytest.mark.slow
 class TestVerbsEndpoint(EndpointConformance):
     make = staticmethod(make)
 
@@ -119,7 +121,7 @@ HOW: dict[str, Callable[[World, NicPair], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["local down", *(pytest.param(how, marks=pytest.mark.slow) for how in list(HOW)[1:])])
 def test_a_stream_goes_on_over_the_backup_and_comes_back(two: World, nic_pairs: list[NicPair], how: str) -> None:
     rng = random.Random(how)
     stream = Stream(two, [rng.choice([100, 40_000, 300_000, MIB]) for _ in range(40)])
@@ -135,6 +137,7 @@ def test_a_stream_goes_on_over_the_backup_and_comes_back(two: World, nic_pairs: 
     two.exchange([Message(0, 1, 2, 0, MIB), Message(1, 0, 2, 0, MIB)], random.Random(1))
 
 
+@pytest.mark.slow
 def test_with_all_nics_down_the_link_goes_on_over_tcp_and_returns(two: World, nic_pairs: list[NicPair]) -> None:
     stream = Stream(two, [300_000] * 30)
     two.run(lambda: stream.go_on() or stream.done() >= 8)
@@ -149,6 +152,7 @@ def test_with_all_nics_down_the_link_goes_on_over_tcp_and_returns(two: World, ni
     wait_for_all_rails(two)
 
 
+@pytest.mark.slow
 def test_the_backup_dies_during_the_fallback(two: World, nic_pairs: list[NicPair]) -> None:
     stream = Stream(two, [MIB] * 16)
     two.run(lambda: stream.go_on() or stream.done() >= 4)
@@ -162,6 +166,7 @@ def test_the_backup_dies_during_the_fallback(two: World, nic_pairs: list[NicPair
     stream.check()
 
 
+@pytest.mark.slow
 def test_without_tcp_a_link_with_no_rail_left_is_lost_in_time(nic_pairs: list[NicPair]) -> None:
     world = World(lambda secret, heartbeat_s: make(secret, heartbeat_s, tcp_fallback=False), 2, 0.5)
     try:
@@ -178,6 +183,7 @@ def test_without_tcp_a_link_with_no_rail_left_is_lost_in_time(nic_pairs: list[Ni
         world.close()
 
 
+@pytest.mark.slow
 def test_noise_in_slots_never_reaches_a_message(two: World, nic_pairs: list[NicPair]) -> None:
     """What was half delivered when the rail failed is overwritten: nobody reads it before it is written again."""
     stream = Stream(two, [MIB] * 12)
@@ -219,6 +225,7 @@ def test_a_peers_memory_is_read_and_operated_on(two: World) -> None:
         reader.fetch_add(1, window, 4, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["local down", "blackhole"])
 def test_reads_go_on_over_the_backup_and_give_equal_data(two: World, nic_pairs: list[NicPair], how: str) -> None:
     content = random.Random(2).randbytes(8 * MIB)
@@ -236,6 +243,7 @@ def test_reads_go_on_over_the_backup_and_give_equal_data(two: World, nic_pairs: 
     assert link_of(two, 0).failovers >= 1
 
 
+@pytest.mark.slow
 def test_atomic_operations_in_flight_raise_and_are_not_done_twice(two: World, nic_pairs: list[NicPair]) -> None:
     counter = bytearray(64)
     window = two.endpoints[1].expose(memoryview(counter))  # type: ignore[attr-defined]
@@ -256,6 +264,7 @@ def test_atomic_operations_in_flight_raise_and_are_not_done_twice(two: World, ni
     two.exchange([Message(0, 1, 2, 0, MIB)], random.Random(1))
 
 
+@pytest.mark.slow
 def test_an_abort_reaches_the_peer_while_rails_are_down(two: World, nic_pairs: list[NicPair]) -> None:
     for pair in nic_pairs[:2]:
         pair.blackhole()

@@ -217,7 +217,7 @@ def status(name: str) -> int:
         ("LOC_PROT_ERR", Failure.DEVICE),
         ("WR_FLUSH_ERR WR_FLUSH_ERR", Failure.CASCADE),
         ("REM_ACCESS_ERR RETRY_EXC_ERR", Failure.PROGRAM),
-        ("WR_FLUSH_ERR REM_INV_REQ_ERR", Failure.PROGRAM),
+        ("WR_FLUSH_ERR REM_INV_REQ_ERR", Failure.PATH),
         ("LOC_LEN_ERR", Failure.PROGRAM),
         ("RNR_RETRY_EXC_ERR LOC_QP_OP_ERR", Failure.PATH),
     ],
