@@ -158,8 +158,8 @@ def _feed(connection: Connection) -> None:
     """Standard input to the command, until it ends."""
     while True:
         try:
-            data = os.read(0, READ_BYTES)
-        except OSError:  # none is open
+            data = os.read(0, READ_BYTES) if sys.stdin is not None else b""  # None: closed, and 0 may be another file
+        except OSError:
             data = b""
         connection.send(Kind.INPUT, data)
         if not data:
