@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from helixrt.errors import Cause, ConfigError, Retryable
+from helixrt.record import FlightRecord
 from helixrt.transport import shared_memory, verbs_address
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
 from helixrt.transport.shared_memory import SharedMemoryEndpoint
@@ -124,7 +125,7 @@ class AutoEndpoint(Endpoint):
         rails = [TcpRail(host)] if isinstance(host, str) else [TcpRail(h) if isinstance(h, str) else h for h in host]
         try:
             if transport in (AUTO, VERBS):
-                self._open_verbs(secret, rails[0], heartbeat_s)
+                self._open_verbs(secret, rails[0], heartbeat_s, tcp.record if tcp is not None else None)
             if transport in (AUTO, TCP):
                 self._endpoints[TCP] = TcpEndpoint(secret, rails, replace(tcp or TcpOptions(), period_s=heartbeat_s))
         except BaseException:
@@ -133,16 +134,19 @@ class AutoEndpoint(Endpoint):
         self._ways: dict[int, Endpoint] = {}
         self._choices: dict[int, Choice] = {}
         self._used: set[str] = set()  # transports that have peers; the others only turn strangers away
+        self._told: set[str] = set()  # how peers are reached
         self._look_s = 0.0  # when to look at those again
         self._early: list[Outcome] = []  # what came while the last transport still connected
 
-    def _open_verbs(self, secret: bytes, management: TcpRail, heartbeat_s: float | None) -> None:
+    def _open_verbs(
+        self, secret: bytes, management: TcpRail, heartbeat_s: float | None, record: FlightRecord | None
+    ) -> None:
         from helixrt.transport import verbs
 
         if (reason := verbs.unsupported()) is not None:
             _log.info("no RDMA verbs here: %s", reason)
             return
-        options = verbs.VerbsOptions(period_s=heartbeat_s)
+        options = verbs.VerbsOptions(period_s=heartbeat_s, record=record)
         self._endpoints[VERBS] = verbs.VerbsEndpoint(secret, verbs.rails_here(), management, options)
 
     @property
@@ -193,8 +197,18 @@ class AutoEndpoint(Endpoint):
             for endpoint in connected:
                 endpoint.abort(Cause(f"rank {me} could not reach all its peers"))
             raise
-        for rank, choice in self._choices.items():
-            _log.info("generation %d: rank %d reaches rank %d by %s: %s", generation, me, rank, choice.transport, choice.why)
+        self._tell(me)
+
+    def _tell(self, me: int) -> None:
+        """Log how peers are reached, unless it is what was said before."""
+        ranks: dict[Choice, list[str]] = {}
+        for rank, choice in sorted(self._choices.items()):
+            ranks.setdefault(choice, []).append(str(rank))
+        for choice, reached in ranks.items():
+            ways = f"rank {me} reaches rank {', '.join(reached)} by {choice.transport}: {choice.why}"
+            if ways not in self._told:
+                self._told.add(ways)
+                _log.info(ways)
 
     @contextmanager
     def _kept_alive(self, endpoints: Collection[Endpoint], connected: Collection[Endpoint]) -> Iterator[None]:

@@ -78,11 +78,13 @@ class VerbsOptions:
 
 def unsupported() -> str | None:
     """Why verbs cannot be used here; None if they can."""
+    if not rails_here():
+        return "this host has no active RDMA port"
     try:
         library()
     except ConfigError as error:
         return error.args[0]
-    return None if rails_here() else "this host has no active RDMA port"
+    return None
 
 
 class VerbsEndpoint(TcpEndpoint):

@@ -11,8 +11,10 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -97,30 +99,45 @@ class Library:
 def library() -> Library:
     """Raises MissingExtra when pyverbs is not here or cannot be loaded."""
     try:
-        load = _loader()
-        error = load("pyverbs_error").PyverbsError
-        qp, wr, addr = load("qp"), load("wr"), load("addr")
-        return Library(
-            enums=Enums(_enums(load)),
-            Context=load("device").Context,
-            PD=load("pd").PD,
-            MR=load("mr").MR,
-            CompChannel=load("cq").CompChannel,
-            CQ=load("cq").CQ,
-            QP=qp.QP,
-            QPCap=qp.QPCap,
-            QPInitAttr=qp.QPInitAttr,
-            QPAttr=qp.QPAttr,
-            AHAttr=addr.AHAttr,
-            GlobalRoute=addr.GlobalRoute,
-            GID=addr.GID,
-            SGE=wr.SGE,
-            SendWR=wr.SendWR,
-            RecvWR=wr.RecvWR,
-            Error=error,
-        )
+        with _root_logger_as_it_was():
+            return _loaded(_loader())
     except ImportError as error:
         raise MissingExtra("pyverbs", "rdma", "RDMA verbs") from error
+
+
+@contextmanager
+def _root_logger_as_it_was() -> Iterator[None]:
+    """Some versions of pyverbs set up the logging of the whole program when they are imported."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _loaded(load: Callable[[str], ModuleType]) -> Library:
+    qp, wr, addr = load("qp"), load("wr"), load("addr")
+    return Library(
+        enums=Enums(_enums(load)),
+        Context=load("device").Context,
+        PD=load("pd").PD,
+        MR=load("mr").MR,
+        CompChannel=load("cq").CompChannel,
+        CQ=load("cq").CQ,
+        QP=qp.QP,
+        QPCap=qp.QPCap,
+        QPInitAttr=qp.QPInitAttr,
+        QPAttr=qp.QPAttr,
+        AHAttr=addr.AHAttr,
+        GlobalRoute=addr.GlobalRoute,
+        GID=addr.GID,
+        SGE=wr.SGE,
+        SendWR=wr.SendWR,
+        RecvWR=wr.RecvWR,
+        Error=load("pyverbs_error").PyverbsError,
+    )
 
 
 def _enums(load: Callable[[str], ModuleType]) -> ModuleType:

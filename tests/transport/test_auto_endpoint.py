@@ -135,7 +135,7 @@ def test_a_mixture_exchanges_and_says_what_it_chose(caplog: pytest.LogCaptureFix
         3: "shared_memory",
     }
     assert {choice.transport for choice in choices(world, 2).values()} == {"tcp"}
-    assert "rank 0 reaches rank 1 by shared_memory: on this host" in caplog.text
+    assert "rank 0 reaches rank 1, 3 by shared_memory: on this host" in caplog.text
     assert "rank 0 reaches rank 2 by tcp: it offers no shared memory" in caplog.text
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
     world.exchange(

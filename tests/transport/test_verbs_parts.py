@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import ipaddress
+import logging
 import random
 import socket
 import sys
@@ -518,3 +519,18 @@ def test_a_cancelled_set_up_gives_its_queue_pair_back(ends: TwoEnds) -> None:
     while len(ends.retired) < 2 and time.monotonic() < until:
         ends.watch.dispatch(0.02)
     assert sorted(pair.number for pair in ends.retired) == [1, 2] and "a" not in ends.heard
+
+
+def test_loading_pyverbs_leaves_the_logging_of_the_program_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "pyverbs"
+    package.mkdir()
+    (package / "__init__.py").write_text("import logging\nlogging.basicConfig(level=logging.DEBUG, force=True)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyverbs"]:
+        monkeypatch.delitem(sys.modules, name)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    with pytest.raises(MissingExtra):  # it has nothing else
+        verbs_library.library.__wrapped__()
+    assert (root.handlers, root.level) == (handlers, level)
+    monkeypatch.delitem(sys.modules, "pyverbs")
