@@ -114,9 +114,11 @@ class Checkpointer:
         state: Mapping[str, torch.Tensor],
         me_writes: bool,
         flush_lineage: Callable[[], object],
+        last: bool = False,
     ) -> bool:
         """Begin a checkpoint of `state`, if this step is due and this replica writes it (`writer_of`).
 
+        While one is being written another is given up, but not the `last` of a run, which waits its turn.
         `state` is cloned before this returns. `flush_lineage` must make the lineage durable up to the
         record; stage 0 calls it, on the background thread. Returns whether one was begun.
         """
@@ -124,7 +126,7 @@ class Checkpointer:
         if not (due and me_writes) or self._closed:
             return False
         with self._changed:
-            busy = self._unfinished > 0
+            busy = self._unfinished > 0 and not last
             self._unfinished += 1
         snapshot = None if busy else {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         if self._thread is None:

@@ -320,7 +320,8 @@ class Rank:
 
     def _updated(self, done: Done) -> None:
         flush = self.lineage.flush if self.lineage is not None else (lambda: None)
-        self.checkpointer.maybe_save(done.record, self.engine.state(), self._writes(done.record), flush)
+        last = done.record.step == self.config.steps
+        self.checkpointer.maybe_save(done.record, self.engine.state(), self._writes(done.record), flush, last)
         now = time.monotonic()
         seconds, self.last_update_s = now - self.last_update_s, now
         if self.metrics is not None and done.work is not None:

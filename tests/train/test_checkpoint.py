@@ -66,11 +66,11 @@ class Replica:
         ]
         self.flushed: list[int] = []
 
-    def save(self, record: CommitRecord, me_writes: bool = True) -> list[bool]:
+    def save(self, record: CommitRecord, me_writes: bool = True, last: bool = False) -> list[bool]:
         begun = []
         for stage, saver in enumerate(self.savers):
             state = state_of(stage, record.step)
-            begun.append(saver.maybe_save(record, state, me_writes, lambda: self.flushed.append(record.step)))
+            begun.append(saver.maybe_save(record, state, me_writes, lambda: self.flushed.append(record.step), last))
             state["weight"].zero_()  # the engine trains on
         return begun
 
@@ -150,6 +150,19 @@ def test_stage_that_never_writes_leaves_no_checkpoint_and_training_goes_on(tmp_p
     found = newest_complete(tmp_path)
     assert found is not None and found.record.step == 4
     replica.close()
+
+
+def test_the_last_checkpoint_of_a_run_waits_for_one_that_is_being_written(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    go = threading.Event()
+    replica.savers[1]._write_part = lambda *a, write=replica.savers[1]._write_part: (go.wait(20), write(*a))  # type: ignore[assignment,misc]
+    assert replica.save(record_of(2)) == [True, True]
+    assert replica.save(record_of(4), last=True) == [True, True]
+    go.set()
+    replica.close()
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 4
+    assert torch.equal(load(found, 1, state_of(1, 4))["weight"], state_of(1, 4)["weight"]), "as it was when it was asked for"
 
 
 def test_stage_that_is_still_busy_gives_the_next_one_up_for_all(tmp_path: Path) -> None:
