@@ -5,8 +5,6 @@ A failing seed prints the line that replays it (`python -m helixrt.emulate.colle
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 from collections import Counter
 from dataclasses import fields
@@ -24,6 +22,7 @@ from helixrt.protocol.link_receive import Inbox
 from helixrt.protocol.link_send import Outbox
 from helixrt.protocol.liveness import Liveness
 from tests.emulate.break_line import Line, break_line
+from tests.emulate.sweeps import sweep_all
 
 SEEDS = 5_000
 SLOW_SEEDS = 100_000
@@ -63,27 +62,15 @@ def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
     return totals, violations
 
 
-def sweep_all(first: int, count: int) -> None:
-    parts = [range(first + i, first + count, 32) for i in range(32)]
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        results = pool.map(sweep, parts, chunksize=1)
-    violations = [v for _, found in results for v in found]
-    assert not violations, f"{len(violations)} of {count} seeds:\n" + "\n".join(violations[:5])
-    totals: Counter[str] = sum((t for t, _ in results), Counter())
-    print(f"{count} seeds from {first}: {dict(totals)}")
-    for what in HARD_CASES:  # the sweep is worth nothing if the hard cases never happen
-        assert totals[what] > count / 100, (what, totals)
-
-
 @pytest.mark.timeout(300)
 def test_5000_seeds(seed: int) -> None:
-    sweep_all(seed % 1_000_000_000, SEEDS)
+    sweep_all(sweep, seed % 1_000_000_000, SEEDS, HARD_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_100000_seeds(seed: int) -> None:
-    sweep_all(seed % 1_000_000_000, SLOW_SEEDS)
+    sweep_all(sweep, seed % 1_000_000_000, SLOW_SEEDS, HARD_CASES)
 
 
 def test_a_seed_replays_exactly() -> None:
