@@ -7,7 +7,8 @@ In: RTTs of messages and probes, what is under way, time. Out: `Probe` and `Swit
 generator it is given. The rules, all numbers options (Table 1 of the paper):
 
     average     of the RTTs of the path in use, the newest with weight alpha; a path begins with the base RTT
-    epoch       as long as the RTT that began it; at most one round of probes and one decision in each
+    epoch       as long as the RTT that began it; at most one decision in each, and one round of probes as long as it is
+                remembered
     probe       average above 1.5 base: two random paths, of those not probed within the time-to-live
     switch      average above 2.5 base: to the best path known, if that has at most 0.8 of the average
     neither     both are remembered for the time-to-live, and nothing is probed for an epoch
@@ -182,7 +183,8 @@ class Hopper(Policy):
         self._asked: set[int] = set()  # probes without an answer
         self._give_up_s = math.inf  # on them
         self._judged_s = 0.0  # the average as it was judged last
-        self._probed = self._decided = False  # in this epoch
+        self._round: tuple[int, ...] = ()  # of probes, in this epoch
+        self._decided = False  # in this epoch
         self._rest_until_s = -math.inf  # no probes: neither path was better
         self._hold_until_s = -math.inf  # no switch: there was one
         self._started = False
@@ -222,7 +224,7 @@ class Hopper(Policy):
 
     def _look(self, rtt_s: float, now: float) -> None:
         if self.average.look(rtt_s, now):
-            self._probed = self._decided = False
+            self._round, self._decided = (), False
 
     def _judge(self, average_s: float, now: float, out: list[Action]) -> None:
         self._judged_s = average_s
@@ -236,13 +238,13 @@ class Hopper(Policy):
     # ---- probes (section 3.2)
 
     def _probe(self, now: float, out: list[Action]) -> None:
-        if self._probed or self._asked or now < self._rest_until_s:
-            return
         explored = self.known(now)
+        if self._asked or now < self._rest_until_s or not explored.keys().isdisjoint(self._round):
+            return
         unexplored = [path for path in self._others() if path not in explored]
         if unexplored:
-            self._probed = True
-            self._ask(self._drawn(unexplored), now + self._judged_s, out)
+            self._round = self._drawn(unexplored)
+            self._ask(self._round, now + self._judged_s, out)
 
     def _drawn(self, paths: list[int]) -> tuple[int, ...]:
         return tuple(self._draw.sample(paths, min(self.options.choices, len(paths))))
@@ -325,7 +327,9 @@ class Hopper(Policy):
         if self._decided or self._asked or now < self._hold_until_s:
             return
         known = self.known(now)
-        best = self._best(known)
+        if known.keys().isdisjoint(self._others()):
+            return  # in an epoch that outlasts the time-to-live all is forgotten: that is not "neither is better"
+        best, self._decided = self._best(known), True
         if best is not None and known[best] <= self.options.better * self._judged_s:
             rtt_s, at_s = known[best], now
             if self.options.delayed:
@@ -333,9 +337,8 @@ class Hopper(Policy):
                 at_s += max(0.0, last_s - rtt_s)
             self._remember(self.path, self._judged_s, now)
             self._go(best, Reason.CONGESTED, self._judged_s, rtt_s, at_s, now, out)
-        elif self._probed:
+        elif not known.keys().isdisjoint(self._round):
             self._rest_until_s = now + self._judged_s
-        self._decided = True
 
     def _best(self, known: dict[int, float]) -> int | None:
         """The usable path with the least RTT; by chance among equals, or all who probe would meet on one."""
@@ -353,5 +356,5 @@ class Hopper(Policy):
         super()._go(path, reason, old_rtt_s, rtt_s, at_s, now, out)
         self.proven = 0 < rtt_s <= self.options.switch_above * self.base_s
         self._hold_until_s = now + self.options.remember * self.base_s
-        self._probed = self._decided = False
+        self._round, self._decided = (), False
         self._judged_s = 0.0

@@ -263,6 +263,26 @@ def test_after_a_switch_there_is_none_for_the_time_to_live() -> None:
     assert len(sender.switches) == 2
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_in_an_epoch_that_outlasts_the_time_to_live_it_probes_again(heard: bool) -> None:
+    """What the epoch's probes said is forgotten when the hold after a switch ends: nothing was compared, so nothing rests."""
+    sender = Sender(alpha=1.0)
+    sender.message(3.0)
+    left = sender.policy.path
+    sender.answer(1.0, 1.0)
+    begun = sender.now
+    sender.tell(h.Measured(sender.policy.path, 50.0))  # an epoch of 50 s
+    sender.answer(2.0, 2.0)
+    assert len(sender.probes) == 2 and len(sender.switches) == 1
+    sender.now = begun + 4.5
+    if heard:
+        sender.tell(h.Measured(left, 60.0))  # is known, but by no probe: no reason to wait an epoch either
+    sender.tell(h.Pending(sender.policy.path, 40.0))
+    assert len(sender.probes) == 3
+    sender.answer(1.0, 1.0)
+    assert len(sender.switches) == 2
+
+
 def test_a_probe_that_is_not_answered_within_a_message_has_failed() -> None:
     sender = Sender(alpha=1.0)
     sender.message(3.0)
