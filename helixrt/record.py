@@ -47,12 +47,14 @@ class Kind(StrEnum):
     FETCH_END = "fetch_end"  # lineage, bytes, per_donor
     SNAPSHOT = "snapshot"  # lineage, bytes
     CHECKPOINT_BEGIN = "checkpoint_begin"  # lineage
-    CHECKPOINT_END = "checkpoint_end"  # lineage, path
+    CHECKPOINT_END = "checkpoint_end"  # lineage, path, after_failover (else its step was due)
+    REACHED = "reached"  # peers, transport, why
     RAIL_LEFT = "rail_left"  # peer, rail, failure (null: it works, and is slow), reason, usable: rails that are left; 0: none
     RAIL_BACK = "rail_back"  # peer, rail, usable
     HOP = "hop"  # peer, old, path, reason, old_rtt_s (null: no answer), rtt_s: new messages to the peer take another path
     PATH_PROBED = "path_probed"  # peer, path, rtt_s
     FAILURE = "failure"  # replica, reason
+    CHAOS = "chaos"  # command; has a duration
     RANK_START = "rank_start"  # pid, incarnation
     RANK_END = "rank_end"  # code
 

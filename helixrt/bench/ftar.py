@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from helixrt.bench._figures import Spread, write
-from helixrt.collectives.endpoints import open_endpoint
+from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.process_group import HelixGroup
 from helixrt.errors import ConfigError, Fatal, Retryable
@@ -69,7 +69,7 @@ class _Group(HelixGroup):
 
     def _endpoint(self, store: dist.Store) -> Endpoint:
         if self._side != "tcp_plain":
-            return open_endpoint(SECRET, HOST, self._side)
+            return open_endpoint(SECRET, HOST, Reach(transport=self._side))
         options = TcpOptions(period_s=None)
         return TcpEndpoint(SECRET, options=replace(options, link=replace(options.link, fault_tolerance=False)))
 

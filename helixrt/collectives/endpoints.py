@@ -6,31 +6,81 @@ In: the run's secret, and where the run's store is. Out: an `Endpoint` that its 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from helixrt.errors import ConfigError
+from helixrt.protocol.hopping_messages import HoppingOptions
+from helixrt.protocol.link_messages import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.transport.contract import Endpoint
 
+if TYPE_CHECKING:
+    from helixrt.transport.named_rails import NamedRails
+
 LOOPBACK = "127.0.0.1"
+_RESTORE_BEATS = 2.0  # one attempt to restore a rail takes at most so many heartbeats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """How peers are reached; all ranks of a run have the same, but for the names of their NICs. Times in seconds."""
+
+    transport: str = "auto"  # one of helixrt.transport.auto.TRANSPORTS
+    rails: tuple[str, ...] = ()  # NICs by name (`named_rails`), the default first; (): the interface towards the others,
+    # and every active RDMA port
+    paths: int = 1  # through the network, of each rail; more need hopping
+    hopping: HoppingOptions | None = None
+    heartbeat_s: float | None = 1.0  # a peer that is silent for 1.5 of it is lost; None: only one that is gone
+
+    def __post_init__(self) -> None:
+        if self.paths < 1:
+            raise ConfigError("paths", self.paths, "must be at least 1")
+        if self.paths > 1 and self.hopping is None:
+            raise ConfigError("paths", self.paths, "needs hopping: somebody has to choose among them")
+
+
+DEFAULT = Reach()
 
 
 def open_endpoint(
-    secret: bytes,
-    host: str,
-    transport: str = "auto",
-    heartbeat_s: float | None = 1.0,
-    record: FlightRecord | None = None,
+    secret: bytes, host: str, reach: Reach = DEFAULT, record: FlightRecord | None = None
 ) -> Endpoint:
-    """An endpoint that binds to `host`; peers must know `secret`. Raises ConfigError for a transport that cannot be.
+    """An endpoint that meets its peers at `host`, unless TCP rails are named; they must know `secret`.
 
-    A peer that is silent for 1.5 `heartbeat_s` is lost; None: only one that is gone. `record` is told of rails that are
-    left and that return.
+    `record` gets the history of rails and paths. Raises ConfigError for a transport or a rail that cannot be.
     """
     from helixrt.transport.auto import AutoEndpoint
+    from helixrt.transport.named_rails import NamedRails
     from helixrt.transport.tcp import TcpOptions
+    from helixrt.transport.tcp_rails import TcpRail
+    from helixrt.transport.verbs_devices import rails_here
 
-    return AutoEndpoint(secret, host, transport=transport, heartbeat_s=heartbeat_s, tcp=TcpOptions(record=record))
+    named = find_rails(reach)
+    here = NamedRails(named.tcp or (TcpRail(host),), named.rdma or tuple(rails_here())).as_paths(reach.paths)
+    options = TcpOptions(
+        record=record,
+        link=LinkOptions(hopping=reach.hopping),
+        restore_s=max(TcpOptions.restore_s, _RESTORE_BEATS * (reach.heartbeat_s or 0.0)),
+    )
+    return AutoEndpoint(
+        secret, here.tcp, transport=reach.transport, heartbeat_s=reach.heartbeat_s, tcp=options, rdma=here.rdma
+    )
+
+
+def find_rails(reach: Reach) -> NamedRails:
+    """The NICs that were named. Raises ConfigError (rail) for one that this host has not, or that the transport cannot use."""
+    from helixrt.transport.auto import TCP, VERBS
+    from helixrt.transport.named_rails import named_rails
+
+    named = named_rails(reach.rails)
+    if named.rdma and reach.transport == TCP:
+        raise ConfigError("rail", named.rdma[0].device, f"is an RDMA port, which {TCP} does not use")
+    if named.tcp and reach.transport == VERBS:
+        raise ConfigError("rail", named.tcp[0].device or named.tcp[0].address, f"is no RDMA port, and {VERBS} needs one")
+    return named
 
 
 def interface_towards(address: str) -> str:

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from helixrt.collectives.communicator import Communicator
-from helixrt.collectives.endpoints import open_endpoint, towards
+from helixrt.collectives.endpoints import Reach, open_endpoint, towards
 from helixrt.collectives.group_collectives import GroupCollectives
 from helixrt.collectives.operations import Collectives
 from helixrt.collectives.rendezvous import all_connected, meet, shared_secret
@@ -23,7 +23,7 @@ from helixrt.protocol.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
 
 SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks take one from their store
-TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp" or "shared_memory"; the same on all ranks
+TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp", "shared_memory" or "verbs"; the same on all ranks
 
 
 class GroupLifecycle(GroupCollectives):
@@ -60,7 +60,8 @@ class GroupLifecycle(GroupCollectives):
     def _endpoint(self, store: dist.Store) -> Endpoint:
         secret = os.environ.get(SECRET_VARIABLE) or shared_secret(store)
         transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
-        return open_endpoint(secret.encode(), towards(store), transport, self._heartbeat_s)
+        reach = Reach(transport=transport, heartbeat_s=self._heartbeat_s)
+        return open_endpoint(secret.encode(), towards(store), reach)
 
     def _leave(self, cause: Cause) -> None:
         collectives, self._collectives = self._collectives, None

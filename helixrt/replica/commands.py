@@ -33,6 +33,13 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Save:
+    """Write a checkpoint of the state, which is that of `record`, as the job does it."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True)
 class Digest:
     """Training is done: report the SHA-256 of this rank's parameters and of its whole state."""
 
@@ -71,6 +78,7 @@ RankCommand = (
     | p.FetchState
     | p.FetchReduced
     | Evaluate
+    | Save
     | Digest
     | Exit
 )

@@ -26,7 +26,7 @@ from helixrt.errors import Fatal, Retryable
 from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand, RankReport
+from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Engine, FetchReport, Shard, StateTransport, Update, WorkResult, layout_of
 from helixrt.timeouts import Timeouts
 
@@ -53,6 +53,7 @@ class Hooks:
 
     updated: Callable[[Done], None] = lambda done: None
     evaluated: Callable[[int, float, int], None] = lambda step, loss, tokens: None
+    save: Callable[[CommitRecord], None] = lambda record: None
     stuck: Callable[[str], None] = lambda why: None
 
 
@@ -154,7 +155,7 @@ class RankWorker:
                 self.transport.withdraw(_state_name(command.lineage))
             case p.FetchState() | p.FetchReduced():
                 self._start_fetch(command)
-            case Evaluate() | Digest() | Exit():
+            case Evaluate() | Save() | Digest() | Exit():
                 self._main.put(command)
 
     def _order_update(self, command: RankCommand) -> None:
@@ -199,6 +200,9 @@ class RankWorker:
             case Evaluate():
                 loss, tokens = self.engine.evaluate(command.batches)
                 self.hooks.evaluated(command.step, loss, tokens)
+                self._idle_since = time.monotonic()
+            case Save():
+                self.hooks.save(command.record)
                 self._idle_since = time.monotonic()
             case Digest():
                 self.report(digest(self.engine.state()))

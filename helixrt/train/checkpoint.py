@@ -56,9 +56,15 @@ class _Job:
     record: CommitRecord
     state: dict[str, torch.Tensor] | None  # None: this stage was still busy, the checkpoint is given up
     flush_lineage: Callable[[], object]
+    after_failover: bool
 
 
 # Decisions
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether this step's state is to be saved; `every` 0: no step's is."""
+    return every > 0 and step > 0 and step % every == 0
 
 
 def writer_of(record: CommitRecord) -> int:
@@ -122,8 +128,29 @@ class Checkpointer:
         `state` is cloned before this returns. `flush_lineage` must make the lineage durable up to the
         record; stage 0 calls it, on the background thread. Returns whether one was begun.
         """
-        due = self._every > 0 and commit_record.step > 0 and commit_record.step % self._every == 0
-        if not (due and me_writes) or self._closed:
+        due = is_due(commit_record.step, self._every) and me_writes
+        return due and self._begin(commit_record, state, flush_lineage, last, after_failover=False)
+
+    def save(
+        self, commit_record: CommitRecord, state: Mapping[str, torch.Tensor], flush_lineage: Callable[[], object]
+    ) -> bool:
+        """As `maybe_save`, out of turn. All stages of the replica that writes must be told to."""
+        return self._begin(commit_record, state, flush_lineage, last=False, after_failover=True)
+
+    @property
+    def busy(self) -> bool:
+        """One is being written."""
+        return self._unfinished > 0
+
+    def _begin(
+        self,
+        commit_record: CommitRecord,
+        state: Mapping[str, torch.Tensor],
+        flush_lineage: Callable[[], object],
+        last: bool,
+        after_failover: bool,
+    ) -> bool:
+        if self._closed:
             return False
         with self._changed:
             busy = self._unfinished > 0 and not last
@@ -132,7 +159,7 @@ class Checkpointer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
             self._thread.start()
-        self._jobs.put(_Job(commit_record, snapshot, flush_lineage))
+        self._jobs.put(_Job(commit_record, snapshot, flush_lineage, after_failover))
         return not busy
 
     def wait(self, timeout_s: float = 300.0) -> None:
@@ -211,7 +238,13 @@ class Checkpointer:
         }
         write_durably(target / MANIFEST, json.dumps(manifest, indent=1))
         sync_folder(self._folder)
-        self._record.write(Kind.CHECKPOINT_END, step=job.record.step, lineage=job.record.hash, path=str(target))
+        self._record.write(
+            Kind.CHECKPOINT_END,
+            step=job.record.step,
+            lineage=job.record.hash,
+            path=str(target),
+            after_failover=job.after_failover,
+        )
         for stage in range(1, self._stages):
             self._store.delete(self._key(job.record, stage))
         prune(self._folder, self._keep)
@@ -241,6 +274,11 @@ def prune(folder: Path, keep: int) -> None:
 def is_complete(folder: Path) -> bool:
     """Whether this checkpoint's folder was written to the end, and not pruned since."""
     return (folder / MANIFEST).exists()
+
+
+def saved_since(folder: Path, step: int) -> bool:
+    """Whether there is a complete checkpoint of this step or a later one. Reads names alone."""
+    return any(is_complete(f) for f in step_folders(folder) if int(f.name.split("_")[1]) >= step)
 
 
 def newest_complete(folder: Path, wanted: Callable[[CommitRecord], bool] = lambda record: True) -> Checkpoint | None:

@@ -72,12 +72,30 @@ class OptimConfig:
 class CheckpointConfig:
     every: int = 50  # steps; 0 turns checkpoints off
     keep: int = 3  # newest complete ones kept
+    after_failover: bool = True  # one more as soon as a link had to go on without one of its rails; needs `every` > 0
 
 
 @dataclass(frozen=True)
 class CatchupConfig:
     max_wait_s: float = 0.0  # how long an exchange waits for a replica that is fetching state
     replay: int = 16  # reduced steps a replica that is behind keeps while it fetches
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """How ranks of different replicas reach each other, with exchange=ftar. The same for all, but for the names of NICs."""
+
+    kind: str = "auto"  # auto | tcp | shared_memory | verbs
+    rails: tuple[str, ...] = ()  # NICs, the default first: eth0, 10.0.1.7, mlx5_0, mlx5_0/1 (a port); a|b: a for replica 0,
+    # b for replica 1, in turn. (): the interface towards the run's store, and every active RDMA port
+    paths: int = 1  # through the network, on each rail; more need hopping
+    hopping: str = "none"  # which path new messages take: none | hopper | flowbender | ecmp
+    rate_mbit: float = 0.0  # rated speed of a path, for hopping: what round-trip times are measured against
+    latency_ms: float = 1.0  # of an idle path, likewise
+    heartbeat_s: float = 1.0  # a peer that is silent for 1.5 of it is lost
+
+    def rails_of(self, replica: int) -> tuple[str, ...]:
+        return tuple(names[replica % len(names)] for names in (rail.split("|") for rail in self.rails))
 
 
 @dataclass(frozen=True)
@@ -96,8 +114,19 @@ class KillConfig:
 
 
 @dataclass(frozen=True)
+class CommandConfig:
+    """Run a command once, at a moment of a step of a replica, on that rank's machine: to cut a cable, or to mend it."""
+
+    command: str = ""  # a program and its arguments; no shell
+    replica: int = 0
+    step: int = 20
+    moment: str = "forward"  # as for a kill
+
+
+@dataclass(frozen=True)
 class ChaosConfig:
     kill: tuple[KillConfig, ...] = ()
+    run: tuple[CommandConfig, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,6 +156,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     catchup: CatchupConfig = field(default_factory=CatchupConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
@@ -139,7 +169,13 @@ class TrainConfig:
     def from_plain(raw: dict[str, Any]) -> TrainConfig:
         """Inverse of `to_plain`; lists (from JSON) become tuples again."""
         raw = dict(raw)
-        kills = tuple(KillConfig(**k) for k in raw["chaos"]["kill"])
+        chaos = ChaosConfig(
+            tuple(KillConfig(**kill) for kill in raw["chaos"]["kill"]),
+            tuple(CommandConfig(**command) for command in raw["chaos"].get("run", ())),  # runs of before had none
+        )
+        transport = dict(raw.get("transport", {}))
+        if "rails" in transport:
+            transport["rails"] = tuple(transport["rails"])
         return TrainConfig(
             **{
                 **raw,
@@ -151,7 +187,8 @@ class TrainConfig:
                 "checkpoint": CheckpointConfig(**raw["checkpoint"]),
                 "catchup": CatchupConfig(**raw["catchup"]),
                 "eval": EvalConfig(**raw["eval"]),
-                "chaos": ChaosConfig(kills),
+                "chaos": chaos,
+                "transport": TransportConfig(**transport),
                 "output": OutputConfig(**raw["output"]),
             }
         )

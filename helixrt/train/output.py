@@ -153,6 +153,13 @@ def summary_of(report: dict[str, Any]) -> list[str]:
             f"replica {f['replica']} lost in step {f['step']}: detected after {_seconds(f['detected_after_s'])}, survivors"
             f" stalled for {_seconds(f['survivors_stalled_s'])}, rejoined after {_seconds(f['rejoined_after_s'])}"
         )
+    for r in report["rails_left"]:
+        back = "did not return" if r["back_after_s"] is None else f"back after {_seconds(r['back_after_s'])}"
+        saved = "" if r["checkpoint_step"] is None else f", checkpoint of step {r['checkpoint_step']}"
+        lines.append(
+            f"{r['rank']} left rail {r['rail']} towards {r['towards'] or r['peer']} in step {r['step']}"
+            f" ({r['failure'] or 'slow'}: {r['reason']}), {r['usable']} went on; {back}{saved}"
+        )
     return lines
 
 

@@ -33,7 +33,7 @@ from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord, Log
 from helixrt.protocol.step import StepMachine
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
-from helixrt.replica.commands import Broken, Channel, Digest, Evaluate, Exit, RankCommand, RankReport
+from helixrt.replica.commands import Broken, Channel, Digest, Evaluate, Exit, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership, TorchftMembership
@@ -47,10 +47,12 @@ from helixrt.train.chaos import ChaosSink
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import PipelineEngine
+from helixrt.train.failover import FailoverNews
 from helixrt.train.heap import keep_freed_memory
 from helixrt.train.leader_reports import Finished, MetricsSender
 from helixrt.train.lineage_files import LineageWriter
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
+from helixrt.train.reach import reach
 
 FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
@@ -72,10 +74,15 @@ class Rank:
         self.record = FlightRecord(self.label)
         self.record.attach(JsonLinesSink(self.output / "flight" / f"{self.label}.inc{spec.incarnation}.jsonl"))
         self.record.attach(
-            ChaosSink(self.config.chaos, self.replica, spec.incarnation, self._kill_replica, self.record)
+            ChaosSink(self.config.chaos, self.replica, spec.incarnation, self._kill_replica, self.record, self._claims)
         )
         self.record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
         self.store.put_if_absent(f"pid/{self.life}/{self.ring}", str(os.getpid()))
+        self.failovers: FailoverNews | None = None
+        if self.config.checkpoint.after_failover and self.config.checkpoint.every:
+            self.failovers = FailoverNews(self.store, f"{self.label}.inc{spec.incarnation}")
+            self.record.attach(self.failovers)
+        self.asked_after = -1  # the failover that the last checkpoint out of turn was for
         self.leads = self.ring == 0
         self.said_running = False
         self.metrics = MetricsSender(self.store, self.replica, spec.incarnation) if self.leads else None
@@ -101,7 +108,7 @@ class Rank:
             self.timeouts,
             f"{self.spec.store}/exchange/{self.ring}",
             self._reporter,
-            Hooks(self._updated, self._evaluated, self._stuck),
+            Hooks(self._updated, self._evaluated, self._saved, self._stuck),
             self.config.catchup.max_wait_s,
         )
         self.worker, self.engine = worker, engine
@@ -182,7 +189,8 @@ class Rank:
     def _exchange(self) -> Exchange:
         if self.config.exchange == "gloo":
             return GlooExchange(self.timeouts.exchange_s)
-        endpoint = open_endpoint(self.spec.secret.encode(), interface_towards(self.spec.store), record=self.record)
+        here, secret = interface_towards(self.spec.store), self.spec.secret.encode()
+        endpoint = open_endpoint(secret, here, reach(self.config.transport, self.replica), self.record)
         return FtarExchange(endpoint, self.timeouts.exchange_s, name=f"exchange-{self.ring}")
 
     def _membership(self) -> Membership:
@@ -309,19 +317,38 @@ class Rank:
             with suppress(Retryable):  # the next exchange says it
                 self.store.put_if_absent(running_key(self.replica, self.spec.incarnation), "yes")
                 self.said_running = True
-        every = self.config.eval.every
-        if isinstance(command, p.Apply) and every and self._writes(command.record):
-            step = command.record.step
-            if step % every == 0 and step < self.config.steps:  # the last one is evaluated when all rest
+        if isinstance(command, p.Apply) and self._writes(command.record):
+            if self._saves_out_of_turn(command.record):
+                self._tell(Save(command.record))
+            every, step = self.config.eval.every, command.record.step
+            if every and step % every == 0 and step < self.config.steps:  # the last one is evaluated when all rest
                 self._tell(Evaluate(step, self.config.eval.batches))
+
+    def _saves_out_of_turn(self, record: CommitRecord) -> bool:
+        """After a failover, once, and as soon as the last checkpoint is written."""
+        if self.failovers is None or checkpoints.is_due(record.step, self.config.checkpoint.every):
+            return False
+        with suppress(Retryable):  # the next update asks again
+            left_in = self.failovers.newest()
+            if self.asked_after < left_in <= record.step and not self.checkpointer.busy:
+                self.asked_after = left_in
+                return not checkpoints.saved_since(self.output / "checkpoints", left_in)
+        return False
 
     def _writes(self, record: CommitRecord) -> bool:
         return self.replica == checkpoints.writer_of(record)
 
+    def _flush(self) -> None:
+        """Make the lineage durable, before a checkpoint that refers to it."""
+        if self.lineage is not None:
+            self.lineage.flush()
+
+    def _saved(self, record: CommitRecord) -> None:
+        self.checkpointer.save(record, self.engine.state(), self._flush)
+
     def _updated(self, done: Done) -> None:
-        flush = self.lineage.flush if self.lineage is not None else (lambda: None)
         last = done.record.step == self.config.steps
-        self.checkpointer.maybe_save(done.record, self.engine.state(), self._writes(done.record), flush, last)
+        self.checkpointer.maybe_save(done.record, self.engine.state(), self._writes(done.record), self._flush, last)
         now = time.monotonic()
         seconds, self.last_update_s = now - self.last_update_s, now
         if self.metrics is not None and done.work is not None:
@@ -378,6 +405,10 @@ class Rank:
         print(f"{self.spec.coordinate}: {why}; compute hangs, so this process ends", file=sys.stderr, flush=True)
         os._exit(RETRY_CODE)
 
+    def _claims(self, index: int) -> bool:
+        """Chaos: whether a command is this rank's to run; the first to come to its moment gets it."""
+        return self.store.put_if_absent(f"chaos/{index}", f"{self.life}/{self.ring}") == f"{self.life}/{self.ring}"
+
     def _kill_replica(self) -> None:
         """Chaos: SIGKILL to every process of this replica's life, this one last."""
         for ring in range(self.rings):
@@ -395,10 +426,9 @@ class Rank:
         if self.leads:
             self.leader.close() if hasattr(self, "leader") else None
             self.membership.close() if hasattr(self, "membership") else None
-        if self.metrics is not None:
-            self.metrics.close()
-        if self.lineage is not None:
-            self.lineage.close()
+        for part in (self.failovers, self.metrics, self.lineage):
+            if part is not None:
+                part.close()
         self.record.write(Kind.RANK_END, code=0)
 
 

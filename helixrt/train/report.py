@@ -53,6 +53,8 @@ class Figures:
     audit: Audit
     failures: tuple[Failure, ...]
     rails: tuple[RailOutage, ...]
+    ways: tuple[tuple[str, int, str, str], ...]  # (rank, its peer's rank in the exchange, transport, why), each once
+    checkpoints: tuple[Event, ...]  # that were written whole
     commits: tuple[tuple[float, CommitRecord], ...]  # when each record of the chain was first applied
     lives: tuple[tuple[int, float], ...]  # (replica, Unix time) of every start of a replica
     begin_s: float
@@ -94,6 +96,8 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         audit=audit(chain),
         failures=found,
         rails=tuple(rail_outages(events)),
+        ways=_ways(events),
+        checkpoints=tuple(e for e in events if e.kind is Kind.CHECKPOINT_END),
         commits=commits,
         lives=_lives(events),
         begin_s=first_s,
@@ -145,14 +149,24 @@ def to_plain(found: Figures) -> dict[str, Any]:
             {
                 "rank": r.rank,
                 "peer": r.peer,
+                "towards": r.towards,
                 "rail": r.rail,
                 "step": r.step,
+                "at_s": r.left_s - found.begin_s,
                 "failure": r.failure,
                 "reason": r.reason,
                 "usable": r.usable,
                 "back_after_s": r.back_after_s,
+                "checkpoint_step": r.saved_step,
+                "checkpoint_after_s": r.saved_after_s,
             }
             for r in found.rails
+        ],
+        "transports": [
+            {"rank": rank, "peer": peer, "transport": transport, "why": why} for rank, peer, transport, why in found.ways
+        ],
+        "checkpoints": [
+            {"step": c.step, "after_failover": bool(c.detail.get("after_failover"))} for c in found.checkpoints
         ],
         "corpus": {
             "path": facts.corpus.path,
@@ -203,6 +217,12 @@ def _newest(path: Path) -> tuple[tuple[StepMetrics, ...], tuple[ValidationMetric
         else:
             validations[line.step] = line
     return tuple(steps[k] for k in sorted(steps)), tuple(validations[k] for k in sorted(validations))
+
+
+def _ways(events: Sequence[Event]) -> tuple[tuple[str, int, str, str], ...]:
+    reached = [e for e in events if e.kind is Kind.REACHED]
+    told = [(e.rank, peer, e.detail["transport"], e.detail["why"]) for e in reached for peer in e.detail["peers"]]
+    return tuple(dict.fromkeys(told))
 
 
 def _commits(events: Sequence[Event], chain: Iterable[CommitRecord]) -> tuple[tuple[float, CommitRecord], ...]:

@@ -39,6 +39,7 @@ def page(found: Figures, report: dict[str, Any]) -> str:
             + participants_chart(found.commits, found.lives, found.failures, mesh.replicas, found.begin_s),
         ),
         _section("Failures", "", _failures(found.failures)),
+        *([_section("Rails that were left", "NICs, or networks, that links went on without.", _rails(report))] if found.rails else []),
         *(
             _section(caption, _what_it_shows() if i == 0 else "", _timeline_legend(shown) + timeline_chart(shown))
             for i, (caption, shown) in enumerate(found.timelines)
@@ -105,6 +106,26 @@ def _failures(failures: Sequence[Failure]) -> str:
             escape(f.reason),
         )
         for f in failures
+    ]
+    return _table(head, rows)
+
+
+def _rails(report: dict[str, Any]) -> str:
+    head = ("rank", "towards", "rail", "left in step", "after", "class", "why", "rails that went on", "back after", "checkpoint of step")
+    rows = [
+        (
+            escape(r["rank"]),
+            escape(r["towards"] or f"rank {r['peer']}"),
+            str(r["rail"]),
+            str(r["step"]),
+            _seconds(r["at_s"]),
+            escape(r["failure"] or "slow"),
+            escape(r["reason"]),
+            str(r["usable"]),
+            _seconds(r["back_after_s"]),
+            "&ndash;" if r["checkpoint_step"] is None else str(r["checkpoint_step"]),
+        )
+        for r in report["rails_left"]
     ]
     return _table(head, rows)
 

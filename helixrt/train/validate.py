@@ -10,16 +10,20 @@ import errno
 import importlib.util
 import json
 import math
+import shlex
 import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from helixrt.collectives.endpoints import find_rails
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.schedule.generators.policies import policy
 from helixrt.timeouts import derive
 from helixrt.train.chaos import DRIVER, MOMENTS
-from helixrt.train.config import TrainConfig
+from helixrt.train.config import TrainConfig, TransportConfig
+from helixrt.train.reach import NO_HOPPING, POLICIES, reach
+from helixrt.transport.auto import TRANSPORTS, check_transport
 
 FAMILIES = ("gpt", "llama")
 LAUNCHERS = ("auto", "local", "ray")
@@ -28,12 +32,13 @@ EXCHANGES = ("ftar", "gloo")
 
 def validate(config: TrainConfig) -> None:
     """Check every rule, cheap ones first. Raises the first ConfigError."""
-    for error in (*_numbers(config), *_relations(config), *_kills(config)):
+    for error in (*_numbers(config), *_relations(config), *_chaos(config)):
         raise error
     derive(config.step_timeout_s)
     require_extras(config)
     _schedule(config)
     _address(config.host, config.port)
+    _transport(config)
     _data(config)
     _output_root(config.output.root)
     if config.resume:
@@ -59,6 +64,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "optim.bucket_bytes": config.optim.bucket_bytes,
         "checkpoint.keep": config.checkpoint.keep,
         "eval.batches": config.eval.batches,
+        "transport.paths": config.transport.paths,
     }
     not_negative: dict[str, float] = {
         "seed": config.seed,
@@ -71,8 +77,15 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "optim.warmup_steps": config.optim.warmup_steps,
         "optim.weight_decay": config.optim.weight_decay,
         "optim.clip": config.optim.clip,
+        "transport.rate_mbit": config.transport.rate_mbit,
+        "transport.latency_ms": config.transport.latency_ms,
     }
-    positive = {"optim.lr": config.optim.lr, "optim.eps": config.optim.eps, "model.capacity": config.model.capacity}
+    positive = {
+        "optim.lr": config.optim.lr,
+        "optim.eps": config.optim.eps,
+        "model.capacity": config.model.capacity,
+        "transport.heartbeat_s": config.transport.heartbeat_s,
+    }
     yield from (ConfigError(k, v, "must be at least 1") for k, v in at_least_one.items() if v < 1)
     yield from (ConfigError(k, v, "must not be negative") for k, v in not_negative.items() if not 0 <= v < math.inf)
     yield from (ConfigError(k, v, "must be above 0") for k, v in positive.items() if not 0 < v < math.inf)
@@ -92,11 +105,13 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
 
 def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     """Rules about names and about settings that must fit each other."""
-    model, mesh = config.model, config.mesh
+    model, mesh, transport = config.model, config.mesh, config.transport
     for key, value, known in (
         ("model.family", model.family, FAMILIES),
         ("launcher", config.launcher, LAUNCHERS),
         ("exchange", config.exchange, EXCHANGES),
+        ("transport.kind", transport.kind, TRANSPORTS),
+        ("transport.hopping", transport.hopping, POLICIES),
     ):
         if value not in known:
             yield ConfigError(key, value, f"must be one of {', '.join(known)}")
@@ -110,9 +125,31 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
             yield ConfigError("model.kv_heads", model.kv_heads, f"must divide model.heads={model.heads}")
         if (model.dim // model.heads) % 2:
             yield ConfigError("model.heads", model.heads, f"must leave an even size per head of model.dim={model.dim}")
+    if config.exchange != "ftar" and transport != TransportConfig():
+        yield ConfigError("exchange", config.exchange, "knows no settings of transport; ftar does")
+    if transport.hopping == NO_HOPPING and transport.paths > 1:
+        choosers = ", ".join(POLICIES[1:])
+        yield ConfigError("transport.paths", transport.paths, f"needs transport.hopping, one of {choosers}")
+    if transport.hopping != NO_HOPPING and not transport.rate_mbit:
+        yield ConfigError("transport.rate_mbit", transport.rate_mbit, "must be the rated speed of a path, to hop between paths")
 
 
-def _kills(config: TrainConfig) -> Iterator[ConfigError]:
+def _chaos(config: TrainConfig) -> Iterator[ConfigError]:
+    for i, command in enumerate(config.chaos.run):
+        key = f"chaos.run[{i}]"
+        try:
+            words = shlex.split(command.command)
+        except ValueError as error:
+            yield ConfigError(f"{key}.command", command.command, str(error).lower())
+            continue
+        if not words:
+            yield ConfigError(f"{key}.command", "''", "must be a program and its arguments")
+        elif command.moment not in MOMENTS or command.moment == "driver":
+            yield ConfigError(f"{key}.moment", command.moment, f"must be one of {', '.join(MOMENTS[:-1])}")
+        elif not 0 <= command.replica < config.mesh.replicas:
+            yield ConfigError(f"{key}.replica", command.replica, f"must be below mesh.replicas={config.mesh.replicas}")
+        elif not 1 <= command.step <= config.steps:
+            yield ConfigError(f"{key}.step", command.step, f"must be from 1 to steps={config.steps}")
     for i, kill in enumerate(config.chaos.kill):
         key = f"chaos.kill[{i}]"
         if kill.moment not in MOMENTS:
@@ -149,6 +186,20 @@ def _address(host: str, port: int) -> None:
                 raise ConfigError("host", host, f"is no address of this machine: {error.strerror}") from error
             reason = "is in use; choose another, or 0 for any free one" if error.errno == errno.EADDRINUSE else error.strerror
             raise ConfigError("port", port, str(reason)) from error
+
+
+def _transport(config: TrainConfig) -> None:
+    """What is meant must be there, where the ranks run on this machine."""
+    from helixrt.train.driver import uses_ray
+
+    if uses_ray(config) or config.exchange != "ftar":
+        return
+    check_transport(config.transport.kind, "transport.kind")
+    for replica in range(config.mesh.replicas):
+        try:
+            find_rails(reach(config.transport, replica))
+        except ConfigError as error:
+            raise ConfigError("transport.rails", error.value, error.rule) from error
 
 
 def _schedule(config: TrainConfig) -> None:

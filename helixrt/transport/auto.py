@@ -8,7 +8,7 @@ lists the transports it offers; both ends of a pair see both lists, test the sam
   last rail, TCP);
 - else tcp.
 
-What was chosen and why is in `choices`, and in the log "helixrt.transport". A user can insist on one.
+What was chosen and why is in `choices`, in the log "helixrt.transport" and in the flight record. A user can insist on one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.record import FlightRecord
+from helixrt.protocol.link_messages import LinkOptions
+from helixrt.record import Kind
 from helixrt.transport import shared_memory, verbs_address
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
 from helixrt.transport.shared_memory import SharedMemoryEndpoint
 from helixrt.transport.tcp import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp_rails import TcpRail
+from helixrt.transport.verbs_devices import VerbsRail
 
 AUTO, SHARED_MEMORY, VERBS, TCP = "auto", "shared_memory", "verbs", "tcp"
 TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS)
@@ -99,7 +101,9 @@ def check_transport(value: str, key: str = "transport") -> None:
 
 
 class AutoEndpoint(Endpoint):
-    """`host`: the address of this host that TCP binds to, or several, one rail each. `tcp` has its further options.
+    """`host`: the address of this host that TCP binds to, or several, one rail each. `tcp` has its further options; what
+    verbs know of those is the heartbeat, the record and the hopping. `rdma`: the ports that verbs use, the default one
+    first; None: every active one. With hopping the rails are paths, and verbs have no TCP rail behind theirs.
 
     `transport` insists on one. Raises ConfigError if it has no such name or does not work on this machine; `connect`
     does, if it does not reach a peer.
@@ -113,9 +117,11 @@ class AutoEndpoint(Endpoint):
         transport: str = AUTO,
         heartbeat_s: float | None = 1.0,
         tcp: TcpOptions | None = None,
+        rdma: Sequence[VerbsRail] | None = None,
     ) -> None:
         check_transport(transport)
-        self._insists = transport
+        options = replace(tcp or TcpOptions(), period_s=heartbeat_s)
+        self._insists, self._record = transport, options.record
         self._endpoints: dict[str, Endpoint] = {}
         if transport in (AUTO, SHARED_MEMORY):
             if (reason := shared_memory.unsupported()) is None:
@@ -125,9 +131,9 @@ class AutoEndpoint(Endpoint):
         rails = [TcpRail(host)] if isinstance(host, str) else [TcpRail(h) if isinstance(h, str) else h for h in host]
         try:
             if transport in (AUTO, VERBS):
-                self._open_verbs(secret, rails[0], heartbeat_s, tcp.record if tcp is not None else None)
+                self._open_verbs(secret, rails[0], options, rdma)
             if transport in (AUTO, TCP):
-                self._endpoints[TCP] = TcpEndpoint(secret, rails, replace(tcp or TcpOptions(), period_s=heartbeat_s))
+                self._endpoints[TCP] = TcpEndpoint(secret, rails, options)
         except BaseException:
             self.close()
             raise
@@ -139,15 +145,22 @@ class AutoEndpoint(Endpoint):
         self._early: list[Outcome] = []  # what came while the last transport still connected
 
     def _open_verbs(
-        self, secret: bytes, management: TcpRail, heartbeat_s: float | None, record: FlightRecord | None
+        self, secret: bytes, management: TcpRail, tcp: TcpOptions, rails: Sequence[VerbsRail] | None
     ) -> None:
         from helixrt.transport import verbs
 
         if (reason := verbs.unsupported()) is not None:
             _log.info("no RDMA verbs here: %s", reason)
             return
-        options = verbs.VerbsOptions(period_s=heartbeat_s, record=record)
-        self._endpoints[VERBS] = verbs.VerbsEndpoint(secret, verbs.rails_here(), management, options)
+        hopping = tcp.link.hopping
+        options = verbs.VerbsOptions(
+            period_s=tcp.period_s,
+            record=tcp.record,
+            restore_s=tcp.restore_s,
+            link=LinkOptions(striped=hopping is not None, hopping=hopping),
+            tcp_fallback=hopping is None,
+        )
+        self._endpoints[VERBS] = verbs.VerbsEndpoint(secret, rails or verbs.rails_here(), management, options)
 
     @property
     def choices(self) -> Mapping[int, Choice]:
@@ -209,6 +222,9 @@ class AutoEndpoint(Endpoint):
             if ways not in self._told:
                 self._told.add(ways)
                 _log.info(ways)
+                if self._record is not None:
+                    peers = [int(rank) for rank in reached]
+                    self._record.write(Kind.REACHED, peers=peers, transport=choice.transport, why=choice.why)
 
     @contextmanager
     def _kept_alive(self, endpoints: Collection[Endpoint], connected: Collection[Endpoint]) -> Iterator[None]:

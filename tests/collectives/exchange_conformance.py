@@ -31,10 +31,10 @@ def make_exchange(kind: str, timeout_s: float) -> Exchange:
         from helixrt.collectives.gloo import GlooExchange
 
         return GlooExchange(timeout_s)
-    from helixrt.collectives.endpoints import open_endpoint
+    from helixrt.collectives.endpoints import Reach, open_endpoint
     from helixrt.collectives.ftar import FtarExchange
 
-    return FtarExchange(open_endpoint(SECRET, "127.0.0.1", transport=kind), timeout_s)
+    return FtarExchange(open_endpoint(SECRET, "127.0.0.1", Reach(transport=kind)), timeout_s)
 
 
 def _member(pipe: Connection, kind: str, rank: int, size: int, address: str) -> None:

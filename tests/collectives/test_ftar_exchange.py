@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from helixrt.collectives.endpoints import open_endpoint
+from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.rendezvous import meet
 from helixrt.errors import Retryable
 from helixrt.replica.store import host_store
@@ -34,7 +34,7 @@ class TestTcp(ExchangeConformance):
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_an_abort_while_a_member_that_announced_itself_does_not_connect(store_address: str, transport: str) -> None:
     """Its process lives, its endpoint listens, and it never begins."""
-    ghost, exchange = open_endpoint(SECRET, "127.0.0.1", transport), make_exchange(transport, DEADLINE_S)
+    ghost, exchange = open_endpoint(SECRET, "127.0.0.1", Reach(transport=transport)), make_exchange(transport, DEADLINE_S)
     host, _, port = store_address.rpartition(":")
     client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     meet_later = threading.Thread(

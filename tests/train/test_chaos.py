@@ -1,10 +1,13 @@
 """Each moment of a step is recognised in the flight record, and a kill happens once, in its own life."""
 
+from pathlib import Path
+
 import pytest
 
+from helixrt.errors import Fatal
 from helixrt.record import FlightRecord, Kind
 from helixrt.train.chaos import DRIVER, MOMENTS, ChaosSink, driver_is_due, kill_of
-from helixrt.train.config import ChaosConfig, KillConfig
+from helixrt.train.config import ChaosConfig, CommandConfig, KillConfig
 
 
 def play(record: FlightRecord, step: int, buckets: int = 3, due_checkpoint: bool = True) -> None:
@@ -116,3 +119,36 @@ def test_the_kill_is_noted_before_it_happens() -> None:
     assert noted[-2:] == [Kind.OPERATION, Kind.FAILURE]
     failures = [e for e in record.events() if e.kind is Kind.FAILURE]
     assert [(e.step, e.detail) for e in failures] == [(2, {"replica": 1, "reason": "chaos: killed at forward"})]
+
+
+def test_a_command_runs_once_at_its_moment_by_whoever_claims_it_first(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    commands = tuple(
+        CommandConfig(f"sh -c 'echo {word} >> {said}'", replica, step, moment)
+        for word, replica, step, moment in (("up", 1, 4, "exchange_late"), ("down", 1, 2, "exchange_early"), ("other", 0, 2, "forward"))
+    )
+    claimed: list[int] = []
+
+    def claim(index: int) -> bool:
+        claimed.append(index)
+        return claimed.count(index) == 1
+
+    for life in (0, 1):
+        record = FlightRecord("r1.pp0")
+        record.attach(ChaosSink(ChaosConfig(run=commands), 1, life, lambda: None, record, claim))
+        for step in range(1, 6):
+            play(record, step)
+        ran = [(e.step, e.detail["command"]) for e in record.events() if e.kind is Kind.CHAOS]
+        assert ran == ([] if life else [(2, commands[1].command), (4, commands[0].command)])
+    assert said.read_text() == "down\nup\n" and claimed == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("sh -c 'echo no such cable >&2; exit 3'", "ended with 3: no such cable"), ("no-such-program-here", "No such file")],
+)
+def test_a_command_that_fails_is_no_secret(command: str, message: str) -> None:
+    record = FlightRecord("r0.pp0")
+    record.attach(ChaosSink(ChaosConfig(run=(CommandConfig(command, 0, 1, "forward"),)), 0, 0, lambda: None, record))
+    with pytest.raises(Fatal, match=message):
+        play(record, 1)

@@ -41,6 +41,8 @@ class FakeRun:
         self.history: list[LifeEvent] = []
         self.metrics: list[str] = []
         self.records = {(r, s): self.rank(r, s, 0) for r in (0, 1) for s in (0, 1)}
+        for _ in range(2):  # told again by a second life
+            self.records[0, 1].write(Kind.REACHED, peers=[1], transport="tcp", why="on another host")
 
     def rank(self, replica: int, stage: int, incarnation: int) -> FlightRecord:
         record = FlightRecord(f"r{replica}.pp{stage}", clock=self.clock)
@@ -110,6 +112,8 @@ class FakeRun:
             if step == LOST_IN:
                 end += 1.8
                 self.lose(now)
+                self.at(end + 0.25)
+                self.records[0, 0].write(Kind.CHECKPOINT_END, lineage="", path="", after_failover=True, step=step)
             self.step(step, now, (0, 1) if both else (0,), (0,) if step == LOST_IN else (0, 1), end)
             now = end
             if step == LOST_IN:
@@ -189,7 +193,12 @@ def test_figures_of_the_report(tmp_path: Path, facts: RunFacts) -> None:
     assert failure["detected_after_s"] == pytest.approx(1.2, abs=1e-3)
     assert failure["survivors_stalled_s"] == pytest.approx(1.8, abs=1e-3)
     assert failure["rejoined_after_s"] == pytest.approx(1.8 + STEP_S * away - 0.1, abs=0.1)
-    assert report["rails_left"] == [dict(rank="r0.pp1", step=LOST_IN, back_after_s=None, **LEFT)]
+    (left,) = report["rails_left"]
+    assert left.pop("at_s") == pytest.approx(4 + STEP_S * (LOST_IN - 1) + 1.3)
+    saved = dict(checkpoint_step=LOST_IN, checkpoint_after_s=pytest.approx(1.25))
+    assert left == dict(rank="r0.pp1", towards="", step=LOST_IN, back_after_s=None, **saved, **LEFT)
+    assert report["transports"] == [{"rank": "r0.pp1", "peer": 1, "transport": "tcp", "why": "on another host"}]
+    assert report["checkpoints"] == [{"step": LOST_IN, "after_failover": True}]
     tokens = (2 * STEPS - away - 2) * TrainConfig().data.batch * TrainConfig().data.seq_len
     assert report["tokens_per_s"] == pytest.approx(tokens / (STEP_S * (STEPS - 1) + 1.8), rel=1e-3)
     assert {"python", "torch", "numpy"} <= set(report["versions"])
@@ -202,7 +211,7 @@ def test_page_stands_alone_and_shows_everything(tmp_path: Path, facts: RunFacts)
     assert page.open == [] and page.outside == [] and "@import" not in text and "url(" not in text
     assert text.count("<svg") == 4, "loss, participants, an undisturbed step, the step of the loss"
     for part in ("replica 1 lost in step 20", "1.20 s", "1.80 s", "chaos: killed at forward", "order-0 entropy of the corpus",
-                 facts.corpus.sha256, "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0",
+                 facts.corpus.sha256, "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0", "Rails that were left", "the peer&#x27;s end was closed",
                  'class="message-F"', "waiting for a message"):  # fmt: skip
         assert part in text, part
     numbers = [float(n) for n in re.findall(r' (?:x|y|x1|y1|cx|cy|width|height)="([-\d.]+)"', text)]

@@ -1,6 +1,7 @@
 """Every wrong setting is one line with key, value and rule, before anything is launched."""
 
 import dataclasses
+import json
 import socket
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import pytest
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train import validate as rules
-from helixrt.train.config import KillConfig, ScheduleConfig, TrainConfig
+from helixrt.train.config import CommandConfig, KillConfig, ScheduleConfig, TrainConfig
 from helixrt.train.schema import command, load_config
 from helixrt.train.validate import resume_conflicts, validate
+from helixrt.transport import verbs
 
 
 @pytest.fixture
@@ -35,14 +37,20 @@ def test_defaults_are_the_dataclasses_and_the_tiny_model() -> None:
     hash(config)  # frozen all through
 
 
-@pytest.mark.parametrize("experiment", ["tiny", "ci", "solo"])
+@pytest.mark.parametrize("experiment", ["tiny", "ci", "solo", "nano"])
 @pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny", "gpt-small", "moe-tiny"])
 def test_experiments_are_valid_with_every_model(experiment: str, model: str, root: str) -> None:
     config = load_config([f"+experiment={experiment}", f"model={model}", root])
     validate(config)
     assert config.name == experiment
-    if experiment != "solo":
+    if experiment in ("tiny", "ci"):
         assert config.chaos.kill == (KillConfig(1, 20, "forward"),)
+
+
+def test_nano_is_one_layer_and_few_steps_in_local_processes(root: str) -> None:
+    config = load_config(["+experiment=nano", root])
+    validate(config)
+    assert (config.model.layers, config.mesh.replicas, config.launcher) == (1, 2, "local") and config.steps <= 5
 
 
 def test_overrides_win_over_the_experiment_and_lists_become_tuples() -> None:
@@ -53,6 +61,22 @@ def test_overrides_win_over_the_experiment_and_lists_become_tuples() -> None:
     assert (config.steps, config.model.layers, config.optim.betas) == (7, 6, (0.5, 0.6))
     assert config.chaos.kill == (KillConfig(0, 3, "fetch"), KillConfig(1, 4, "forward"))
     assert config.data.path == "/a b/c=d"
+
+
+def test_a_rail_may_have_another_name_for_each_replica_and_chaos_runs_commands() -> None:
+    config = load_config(
+        ["transport.rails=[eth0, mlx5_0/1, rxe_a1|rxe_b1]", "chaos.run=[{step: 2, command: 'ip link set a1 down'}]"]
+    )
+    assert TrainConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config
+    assert config.transport.rails_of(0) == config.transport.rails_of(2) == ("eth0", "mlx5_0/1", "rxe_a1")
+    assert config.transport.rails_of(1) == ("eth0", "mlx5_0/1", "rxe_b1")
+    assert config.chaos.run == (CommandConfig("ip link set a1 down", 0, 2, "forward"),)
+
+
+def test_a_run_of_before_these_settings_can_be_resumed() -> None:
+    plain = TrainConfig().to_plain()
+    del plain["transport"], plain["chaos"]["run"], plain["checkpoint"]["after_failover"]
+    assert TrainConfig.from_plain(plain) == TrainConfig()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +93,7 @@ def test_overrides_win_over_the_experiment_and_lists_become_tuples() -> None:
         ("steps=null", r"^steps=null: .*not Optional"),
         ("optim.betas=[a,b]", r"^optim\.betas=\[a,b\]: .*could not be converted to Float"),
         ("chaos.kill=3", r"^chaos\.kill=3: "),
-        ("+experiment=huge", r"^experiment=huge: no such file in conf/experiment/; there are: ci, solo, tiny"),
+        ("+experiment=huge", r"^experiment=huge: no such file in conf/experiment/; there are: ci, nano, solo, tiny"),
         ("experiment=tiny", r"^experiment=tiny: is chosen with a plus sign: \+experiment=tiny"),
         ("model=bert", r"^model=bert: no such file .*gpt-tiny"),
         ("model=3", r"^model=3: "),
@@ -123,6 +147,19 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("chaos.kill=[{replica: 2}]", r"^chaos\.kill\[0\]\.replica=2: must be below mesh\.replicas=2"),
         ("chaos.kill=[{replica: -1}]", r"^chaos\.kill\[0\]\.replica=-1: must be -1 for the moment driver"),
         ("chaos.kill=[{moment: lunch}]", r"^chaos\.kill\[0\]\.moment=lunch: must be one of before_quorum"),
+        ("chaos.run=[{step: 3}]", r"^chaos\.run\[0\]\.command='': must be a program"),
+        ("chaos.run=[{command: 'sh \"'}]", r"^chaos\.run\[0\]\.command=sh \": no closing quotation"),
+        ("chaos.run=[{command: ls, moment: driver}]", r"^chaos\.run\[0\]\.moment=driver: must be one of before_quorum"),
+        ("chaos.run=[{command: ls, replica: -1}]", r"^chaos\.run\[0\]\.replica=-1: must be below mesh\.replicas=2"),
+        ("chaos.run=[{command: ls, step: 0}]", r"^chaos\.run\[0\]\.step=0: must be from 1 to steps=200"),
+        ("transport.kind=pigeon", r"^transport\.kind=pigeon: must be one of auto, tcp, shared_memory, verbs"),
+        ("transport.paths=0", r"^transport\.paths=0: must be at least 1"),
+        ("transport.paths=4", r"^transport\.paths=4: needs transport\.hopping, one of hopper, flowbender, ecmp"),
+        ("transport.hopping=random", r"^transport\.hopping=random: must be one of none, hopper, flowbender, ecmp"),
+        ("transport.hopping=hopper", r"^transport\.rate_mbit=0\.0: must be the rated speed of a path"),
+        ("transport.heartbeat_s=0", r"^transport\.heartbeat_s=0\.0: must be above 0"),
+        ("transport.rails=[nic9]", r"^transport\.rails=nic9: must be an IP address or an interface with one"),
+        ("transport.rails=[lo,lo]", r"^transport\.rails=lo: is named twice"),
         ("chaos.kill=[{step: 999}]", r"^chaos\.kill\[0\]\.step=999: must be from 1 to steps=200"),
         ("step_timeout_s=1", r"^step_timeout_s=1\.0: must be at least 5 seconds"),
         ("resume=true", r"^resume=true: no complete checkpoint in any run under"),
@@ -132,6 +169,19 @@ def test_values_that_cannot_work(argument: str, message: str, root: str, text: s
     with pytest.raises(ConfigError, match=message) as caught:
         validate(load_config([text, root, argument]))
     assert "\n" not in str(caught.value)
+
+
+def test_transport_rules(root: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopping = ["transport.hopping=hopper", "transport.rate_mbit=1000", "transport.paths=4"]
+    validate(load_config([text, root, *hopping, "transport.rails=[lo]", "transport.kind=tcp"]))
+    with pytest.raises(ConfigError, match=r"^exchange=gloo: knows no settings of transport"):
+        validate(load_config([text, root, *hopping, "exchange=gloo"]))
+    monkeypatch.setattr(verbs, "unsupported", lambda: "no port here")
+    with pytest.raises(ConfigError, match=r"^transport\.kind=verbs: no port here"):
+        validate(load_config([text, root, "transport.kind=verbs"]))
+    monkeypatch.setattr(verbs, "unsupported", lambda: None)
+    with pytest.raises(ConfigError, match=r"^transport\.rails=lo: is no RDMA port, and verbs needs one"):
+        validate(load_config([text, root, "transport.kind=verbs", "transport.rails=[lo]"]))
 
 
 def test_schedule_rules(root: str, text: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from helixrt.bench.fault_matrix import cues, strikes
 from helixrt.bench.fault_matrix.cells import RANKS, Answer, Fault, Outcome, Phase, Refusals
 from helixrt.bench.fault_matrix.strikes import StruckEndpoint
-from helixrt.collectives.endpoints import open_endpoint
+from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.errors import Retryable
 from helixrt.protocol.algorithms.layout import Tuning, grain, grid_of_whole
@@ -43,6 +43,10 @@ def source(rank: int, step: int, elements: int = ELEMENTS) -> torch.Tensor:
 def expected(members: tuple[int, ...], step: int, elements: int = ELEMENTS) -> torch.Tensor:
     ranks, whole = sum(rank + 1 for rank in members), torch.arange(elements) % 1021
     return (whole * ranks + step * len(members)).to(torch.float32)
+
+
+def _reach(part: cues.Part) -> Reach:
+    return Reach(transport=part.transport, heartbeat_s=part.heartbeat_s)
 
 
 def place(phase: Phase) -> int:
@@ -69,7 +73,7 @@ class Rank:
 
     def _open(self) -> None:
         part = self._part
-        inner = open_endpoint(part.secret, part.host, part.transport, part.heartbeat_s)
+        inner = open_endpoint(part.secret, part.host, _reach(part))
         self._endpoint = StruckEndpoint(inner, self._strike)
         self._exchange = FtarExchange(self._endpoint, part.timeout_s, TUNING)
         store = self._host[1] if self._host is not None else ""
@@ -194,7 +198,7 @@ def intrude(part: cues.Part, pipe: Connection) -> None:
     rounds, said = 0, ""
     while not pipe.poll():
         for claimed in (0, RANKS - 1):  # one that dials, one that knocks
-            endpoint = open_endpoint(part.secret, part.host, part.transport, part.heartbeat_s)
+            endpoint = open_endpoint(part.secret, part.host, _reach(part))
             peers = {rank: address for rank, address in order.targets.items() if rank != claimed}
             try:
                 endpoint.connect(order.generation, claimed, peers, _ATTEMPT_S)
