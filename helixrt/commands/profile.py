@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # now: loaded while there is a group, it keeps that to the end
 import torch.multiprocessing as multiprocessing
 
 from helixrt.commands import output
