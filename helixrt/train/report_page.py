@@ -39,7 +39,11 @@ def page(found: Figures, report: dict[str, Any]) -> str:
             + participants_chart(found.commits, found.lives, found.failures, mesh.replicas, found.begin_s),
         ),
         _section("Failures", "", _failures(found.failures)),
-        *([_section("Rails that were left", "NICs, or networks, that links went on without.", _rails(report))] if found.rails else []),
+        *(
+            [_section("Rails that were left", "NICs or networks that links went on without.", _rails(report))]
+            if found.rails
+            else []
+        ),
         *(
             _section(caption, _what_it_shows() if i == 0 else "", _timeline_legend(shown) + timeline_chart(shown))
             for i, (caption, shown) in enumerate(found.timelines)
@@ -111,7 +115,7 @@ def _failures(failures: Sequence[Failure]) -> str:
 
 
 def _rails(report: dict[str, Any]) -> str:
-    head = ("rank", "towards", "rail", "left in step", "after", "class", "why", "rails that went on", "back after", "checkpoint of step")
+    head = ("rank", "towards", "rail", "in step", "after", "class", "why", "went on", "back after", "checkpoint of step")
     rows = [
         (
             escape(r["rank"]),

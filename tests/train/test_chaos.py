@@ -125,7 +125,9 @@ def test_a_command_runs_once_at_its_moment_by_whoever_claims_it_first(tmp_path: 
     said = tmp_path / "said"
     commands = tuple(
         CommandConfig(f"sh -c 'echo {word} >> {said}'", replica, step, moment)
-        for word, replica, step, moment in (("up", 1, 4, "exchange_late"), ("down", 1, 2, "exchange_early"), ("other", 0, 2, "forward"))
+        for word, replica, step, moment in (
+            ("up", 1, 4, "exchange_late"), ("down", 1, 2, "exchange_early"), ("other", 0, 2, "forward")
+        )
     )
     claimed: list[int] = []
 

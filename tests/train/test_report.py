@@ -211,7 +211,8 @@ def test_page_stands_alone_and_shows_everything(tmp_path: Path, facts: RunFacts)
     assert page.open == [] and page.outside == [] and "@import" not in text and "url(" not in text
     assert text.count("<svg") == 4, "loss, participants, an undisturbed step, the step of the loss"
     for part in ("replica 1 lost in step 20", "1.20 s", "1.80 s", "chaos: killed at forward", "order-0 entropy of the corpus",
-                 facts.corpus.sha256, "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0", "Rails that were left", "the peer&#x27;s end was closed",
+                 facts.corpus.sha256, "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0",
+                 "Rails that were left", "the peer&#x27;s end was closed",
                  'class="message-F"', "waiting for a message"):  # fmt: skip
         assert part in text, part
     numbers = [float(n) for n in re.findall(r' (?:x|y|x1|y1|cx|cy|width|height)="([-\d.]+)"', text)]

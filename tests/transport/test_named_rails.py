@@ -23,7 +23,8 @@ def ports(tmp_path: Path) -> Path:
     """What the kernel shows of two RDMA devices, one of them with two ports."""
     for device, number in (("mlx5_0", 1), ("mlx5_1", 1), ("mlx5_1", 2)):
         port = tmp_path / device / "ports" / str(number)
-        for file, text in (("gids/0", "fe80::1"), ("gid_attrs/types/0", "RoCE v2"), ("gid_attrs/ndevs/0", "eth1"), ("state", "4")):
+        gid = (("gids/0", "fe80::1"), ("gid_attrs/types/0", "RoCE v2"), ("gid_attrs/ndevs/0", "eth1"))
+        for file, text in (*gid, ("state", "4")):
             (port / file).parent.mkdir(parents=True, exist_ok=True)
             (port / file).write_text(text + "\n")
     return tmp_path
