@@ -69,7 +69,7 @@ class HoppingOptions:
     remember: float = 4.0  # base RTTs for which a probed path is not probed again; also between two switches, at the least
     choices: int = 2  # paths probed at a time
     look_first: bool = True  # before the first message too, the drawn path and two more; not in the paper
-    look_within: float = 0.125  # base RTTs, by chance: of senders that begin together later ones see what earlier ones do
+    look_within: float = 4.0  # unloaded probes, by chance: of senders that begin together later ones see what earlier ones do
     delayed: bool = False  # switches, so that little arrives out of order; a link needs no order
     message_bytes: int = 1 << 20  # the standard size
     probe_bytes: int = 64 << 10  # of one probe; less than a kernel's jitter and a shaper's burst tells nothing (paper: 10 KB)
@@ -94,6 +94,10 @@ class HoppingOptions:
     def base_s(self) -> float:
         """The base RTT."""
         return self.unloaded.of(self.message_bytes)
+
+    @property
+    def look_within_s(self) -> float:
+        return self.look_within * self.unloaded.of(self.probe_bytes)
 
 
 # ---------------------------------------------------------------- events

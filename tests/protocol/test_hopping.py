@@ -487,10 +487,28 @@ def test_who_sees_only_congested_paths_looks_twice_more() -> None:
     assert not sender.policy.looking and not sender.policy.proven
 
 
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_path_taken_although_its_probe_was_slow_is_judged_by_its_first_message_alone(slow: bool) -> None:
+    sender = Sender(look_first=True, choices=1)
+    sender.tell(h.Starting())
+    for _ in range(2):
+        sender.answer(9.0, 8.0)
+    sender.answer(9.0, 6.0 if slow else 2.0)
+    assert len(sender.switches) == 1 and sender.policy.patience_s == pytest.approx(1.5 if slow else 3.5)
+    begun = sender.now
+    sender.now += 4.1  # the time-to-live: there was a switch
+    sender.tell(h.Pending(sender.policy.path, 4.1))
+    sender.answer(1.0)
+    assert len(sender.switches) == (2 if slow else 1)
+    if slow:
+        assert sender.switches[1][1].old_rtt_s == pytest.approx(4.1) and sender.now == begun + 4.1
+        assert sender.policy.patience_s == pytest.approx(3.5), "of the next one there is no suspicion"
+
+
 def test_those_that_begin_together_do_not_look_together() -> None:
     begun = set()
     for seed in range(20):
-        sender = Sender(seed, look_first=True, look_within=0.5)
+        sender = Sender(seed, look_first=True, look_within=0.5, probe_bytes=1_000_000)
         assert sender.tell(h.Starting()) == [] and sender.policy.looking
         assert 100.0 <= sender.policy.deadline <= 100.5
         sender.now = sender.policy.deadline
@@ -501,7 +519,7 @@ def test_those_that_begin_together_do_not_look_together() -> None:
 
 
 def test_a_path_that_is_lost_before_the_look_is_not_looked_at() -> None:
-    sender = Sender(look_first=True, look_within=0.5)
+    sender = Sender(look_first=True, look_within=0.5, probe_bytes=1_000_000)
     sender.tell(h.Starting())
     lost = sender.policy.path
     sender.tell(h.PathLost(lost))
