@@ -27,7 +27,7 @@ from helixrt.lab.nics import GUEST, NicError
 from helixrt.lab.vm_channel import PORT, Command, Frame, Frames, Kind
 from helixrt.lab.vm_image import WRITABLE
 
-KERNEL_MODULES = ("crc32_generic", "veth", "rdma_rxe", "ib_uverbs", "sch_netem", "sch_tbf")
+KERNEL_MODULES = ("crc32_generic", "veth", "rdma_rxe", "ib_uverbs", "sch_netem", "sch_tbf", "sch_prio", "cls_u32")
 GROUPS = Path("/sys/fs/cgroup")
 READ_BYTES = 1 << 16
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

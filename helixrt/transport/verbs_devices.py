@@ -60,6 +60,18 @@ class VerbsRail:
     traffic_class: int = 0
     flow_label: int = 0  # decides the route of RoCE traffic through the network; 0: the device's choice
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.flow_label < 1 << 20:
+            raise ConfigError("flow_label", self.flow_label, "must be 0 to 1048575: it has 20 bits")
+
+    @property
+    def udp_port(self) -> int | None:
+        """The source port of its RoCE v2 packets, by which switches choose among equal ways; None: the device's choice.
+
+        As InfiniBand's annex 17 has drivers derive it from the flow label of a queue pair's address.
+        """
+        return 0xC000 | (self.flow_label & 0x3FFF) ^ (self.flow_label >> 14) if self.flow_label else None
+
 
 def readable(gid: ipaddress.IPv6Address) -> str:
     return str(gid.ipv4_mapped or gid)
