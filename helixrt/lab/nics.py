@@ -4,6 +4,8 @@ In: how many. Out: `NicPair`s whose two ends are RDMA devices rxe_aN and rxe_bN.
 first network namespace, so both ends live in one; rules and route tables of their own, and neighbours that never expire,
 make what goes between a pair's two addresses cross its cable all the same, for RDMA and for TCP (from a bound address).
 Runs in the guest as root; `make` rebuilds the guest's rules, so it refuses to run anywhere else.
+
+    python -m helixrt.lab.nics down a1 | blackhole b2 | heal 1     from a shell there
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,9 @@ CALL_S = 60.0
 RDMA_FOLDER, NETWORK_FOLDER = Path("/sys/class/infiniband"), Path("/sys/class/net")
 MAPPED = "0000:0000:0000:0000:0000:ffff:"  # an IPv4 address as a GID
 GET_FLAGS, SET_FLAGS, UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
+RTM_NEWQDISC, TC_H_ROOT, TCA_KIND, TCA_OPTIONS = 36, 0xFFFFFFFF, 1, 2
+REPLACE = 0x1 | 0x4 | 0x100 | 0x400  # NLM_F_REQUEST, _ACK, _REPLACE, _CREATE
+NLMSG_HEADER_BYTES, ALL = 16, 0xFFFFFFFF  # netem counts probabilities in 2^-32
 OURS, LOCAL = (10, 50), 1000  # priorities of our rules, and of the table of local addresses behind them
 
 
@@ -99,9 +105,16 @@ class NicPair:
         ip(self._ways())
         return at
 
-    def blackhole(self, *ends: End | str) -> None:
-        """Lose all that these ends send (both, when none is named): both stay up, only silence tells."""
-        self.impair("loss 100%", *ends)
+    def blackhole(self, *ends: End | str) -> float:
+        """Lose all that these ends send (both, when none is named): both stay up, only silence tells. Gives the monotonic
+        time just before.
+
+        By messages to the kernel, as `down`.
+        """
+        at = time.monotonic()
+        for end in ends or End:
+            _lose_all(self.netdev(end))
+        return at
 
     def delay(self, one_way_ms: float, *ends: End | str) -> None:
         """Hold all that these ends send."""
@@ -227,6 +240,26 @@ def _set_up(device: str, up: bool) -> float:
     return at
 
 
+def _lose_all(device: str) -> None:
+    """`tc qdisc replace dev DEVICE root netem limit LIMIT_PACKETS loss 100%`, without a process for it."""
+    attributes = _attribute(TCA_KIND, b"netem\0") + _attribute(TCA_OPTIONS, struct.pack("=6I", 0, LIMIT_PACKETS, ALL, 0, 0, 0))
+    body = struct.pack("=BxxxiIII", socket.AF_UNSPEC, socket.if_nametoindex(device), 0, TC_H_ROOT, 0) + attributes
+    header = struct.pack("=IHHII", NLMSG_HEADER_BYTES + len(body), RTM_NEWQDISC, REPLACE, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.settimeout(CALL_S)
+        try:
+            kernel.send(header + body)
+            (code,) = struct.unpack_from("=i", kernel.recv(4096), NLMSG_HEADER_BYTES)
+        except OSError as error:
+            raise NicError(f"losing all of {device}: {error}") from error
+    if code:
+        raise NicError(f"losing all of {device}: {os.strerror(-code)}")
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
 def ip(lines: Sequence[str]) -> None:
     """Many `ip` commands by one process."""
     _batch("ip", lines)
@@ -246,3 +279,30 @@ def _call(argv: Sequence[str], told: str = "") -> str:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise NicError(f"{' '.join(argv)}: {said}" + (f" in: {told.strip()[:2000]!r}" if told else ""))
     return done.stdout
+
+
+# ---- from a shell ------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """Break an end, or mend a pair; an exit code."""
+    found = re.fullmatch(r"(?:(down|blackhole) ([ab])|heal )(\d+)", " ".join(argv))
+    if found is None:
+        print("usage: down END | blackhole END | heal NUMBER; an end is a1, b1, a2, ...", file=sys.stderr)
+        return 2
+    action, end, number = found.groups()
+    pair = NicPair(int(number))
+    if pair not in existing():
+        print(f"there is no NIC pair {number} here", file=sys.stderr)
+        return 1
+    if action == "down":
+        pair.down(end)
+    elif action == "blackhole":
+        pair.blackhole(end)
+    else:
+        pair.heal()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -243,3 +243,14 @@ def test_a_device_that_was_down_comes_back_with_its_routes(nic_pairs: list[NicPa
         shown = subprocess.run(["ip", "route", "show", "table", "all"], capture_output=True, text=True, timeout=LIMIT_S).stdout
         for each in End:
             assert f"{pair.address(each.other)} dev {pair.netdev(each)} table {pair.table(each)}" in shown
+
+
+def test_pairs_are_broken_and_mended_from_a_shell(nic_pairs: list[NicPair], capsys: pytest.CaptureFixture[str]) -> None:
+    pair = nic_pairs[0]
+    state = nics.RDMA_FOLDER / pair.rdma("a") / "ports" / "1" / "state"
+    assert nics.main(["down", "a1"]) == 0 and "ACTIVE" not in state.read_text()
+    assert nics.main(["heal", "1"]) == 0 and "ACTIVE" in state.read_text()
+    assert nics.main(["blackhole", "b1"]) == 0 and nics.main(["heal", "1"]) == 0
+    assert nics.main(["down", "1"]) == nics.main([]) == 2 and nics.main(["heal", "31"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("usage") == 2 and "no NIC pair 31" in said
