@@ -163,8 +163,8 @@ class Host:
             print(json.dumps(answer), flush=True)
 
 
-def main() -> None:
-    host = Host()
+def run(host: Host) -> None:
+    """Do what is asked until nobody asks any more."""
     try:
         host.serve()
     finally:
@@ -173,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(Host())

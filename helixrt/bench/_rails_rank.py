@@ -10,7 +10,7 @@ import random
 import time
 from typing import Any
 
-from helixrt.bench._hopping_rank import SECRET, Host
+from helixrt.bench._hopping_rank import SECRET, Host, run
 from helixrt.protocol.hopping_messages import HoppingOptions, Unloaded
 from helixrt.protocol.link_messages import Action, Event, LinkOptions
 from helixrt.protocol.link_recording import Opening, Recording, said
@@ -75,14 +75,5 @@ class RecordedHost(Host):
         return endpoint.recording()
 
 
-def main() -> None:
-    host = RecordedHost()
-    try:
-        host.serve()
-    finally:
-        for endpoint in host.endpoints.values():
-            endpoint.close()
-
-
 if __name__ == "__main__":
-    main()
+    run(RecordedHost())

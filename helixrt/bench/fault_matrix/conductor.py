@@ -104,12 +104,12 @@ class _Play:
         if phase is Phase.IDLE:
             if not self._harmless and not self._cell.parts:
                 for rank in SURVIVORS:
-                    self._actors[rank].tell(cues.Notice())
+                    self._actors[rank].tell(cues.Word.NOTICE)
             self._victim.tell(cues.Strike(fault))
         else:
             self._victim.tell(cues.Arm(fault, phase))
             if phase is Phase.SHUTTING_DOWN:
-                self._victim.tell(cues.Close())
+                self._victim.tell(cues.Word.CLOSE)
             else:
                 if phase in (Phase.CONNECTING, Phase.RECONFIGURING):
                     self._generation += 1
@@ -118,7 +118,7 @@ class _Play:
                 for actor in self._actors:
                     actor.tell(order)
         word = self._victim.hear()
-        assert isinstance(word, cues.Here), word
+        assert word is cues.Word.HERE, word
 
     def _strike(self) -> None:
         fault, victim = self._cell.fault, self._victim
@@ -126,11 +126,11 @@ class _Play:
             generation = self._generation - (fault is Fault.STALE)
             targets = {actor.rank: actor.ready.address for actor in self._actors}
             word = self._intruder.ask(cues.Attack(generation, targets))
-            assert isinstance(word, cues.Here), word
+            assert word is cues.Word.HERE, word
         if self._cell.phase is Phase.SHUTTING_DOWN:
             self._count()  # of endpoints that are about to close
             for rank in SURVIVORS:
-                self._actors[rank].tell(cues.Close())
+                self._actors[rank].tell(cues.Word.CLOSE)
         self.seen.struck_s = time.monotonic()
         if fault is Fault.KILL:
             os.kill(victim.pid, signal.SIGKILL)
@@ -145,7 +145,7 @@ class _Play:
             self._now()
 
     def _now(self) -> None:
-        word = self._victim.ask(cues.Now())
+        word = self._victim.ask(cues.Word.NOW)
         assert isinstance(word, cues.Struck), word
         if self._cell.fault not in (Fault.STOP, Fault.HALF_OPEN):
             self.seen.struck_s = word.at_s
@@ -172,7 +172,7 @@ class _Play:
     def _count(self) -> None:
         if self._intruder is not None:
             for rank in SURVIVORS:
-                answer = self._actors[rank].ask(cues.Count())
+                answer = self._actors[rank].ask(cues.Word.COUNT)
                 assert isinstance(answer, Refusals), answer
                 self.seen.refusals[rank] = answer
 
@@ -183,7 +183,7 @@ class _Play:
         members = ALL if self._harmless else SURVIVORS
         if self._cell.phase is Phase.SHUTTING_DOWN:
             for rank in members:
-                ready = self._actors[rank].ask(cues.Open())
+                ready = self._actors[rank].ask(cues.Word.OPEN)
                 assert isinstance(ready, cues.Ready), ready
         else:
             self._count()
@@ -208,7 +208,7 @@ class _Play:
             self._network.restore(VICTIM, 0)
             self._cut = False
         if fault is Fault.GARBAGE and phase in (Phase.CONNECTING, Phase.RECONFIGURING):
-            victim.tell(cues.Now())  # enough of it
+            victim.tell(cues.Word.NOW)  # enough of it
         answer = victim.hear()
         if phase is Phase.IDLE:
             answer = victim.ask(self._all_reduce(ALL))
@@ -220,10 +220,10 @@ class _Play:
         if self._harmless or self.seen.victim is not None:
             peaceful.append(self._victim)
         if self._intruder is not None:
-            self.seen.after.append(self._intruder.ask(cues.Cease()))
+            self.seen.after.append(self._intruder.ask(cues.Word.CEASE))
             peaceful.append(self._intruder)
         for actor in peaceful:
-            actor.tell(cues.End())
+            actor.tell(cues.Word.END)
         for actor in peaceful:
             self.seen.exit_codes[actor.rank] = self._troupe.exit_code(actor)
 

@@ -6,6 +6,7 @@ Sent as pickles over sockets between processes that one program started; nothing
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from helixrt.bench.fault_matrix.cells import RANKS, Fault, Phase
 
@@ -36,6 +37,19 @@ class Ready:
     pid: int
     address: bytes
     store: str = ""  # rank 0 hosts the store
+
+
+class Word(Enum):
+    """What is said without anything further. The conductor's are answered with an Answer, if nothing else is said."""
+
+    CLOSE = "close the exchange"
+    OPEN = "open a new exchange, with a new endpoint"  # answered with Ready
+    NOTICE = "answer when the endpoint has reported a loss"  # `end_s`: when
+    COUNT = "how many were refused"  # answered with Refusals
+    NOW = "I have done my part: do yours, and go on if you can"  # to a victim at its place
+    CEASE = "enough of the attack"
+    END = "leave in peace"  # not answered
+    HERE = "I am at my place"  # of a victim, which waits for NOW; of an intruder: a round is over
 
 
 # ---- orders; each is answered with an Answer, if nothing else is said
@@ -72,26 +86,6 @@ class Strike:
 
 
 @dataclass(frozen=True)
-class Close:
-    """Close the exchange."""
-
-
-@dataclass(frozen=True)
-class Open:
-    """A new exchange, with a new endpoint. Answered with Ready."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Answered when the endpoint has reported a loss (`end_s`: when)."""
-
-
-@dataclass(frozen=True)
-class Count:
-    """Answered with Refusals."""
-
-
-@dataclass(frozen=True)
 class Endure:
     """All-reduces with pauses for so long. Answered with Endured."""
 
@@ -110,34 +104,14 @@ class Endured:
 
 @dataclass(frozen=True)
 class Attack:
-    """Claim to be a rank of `generation` towards `targets` (rank -> address), again and again. `Here` says that a round is
-    over; `Cease` ends it."""
+    """Claim to be a rank of `generation` towards `targets` (rank -> address), again and again. HERE says that a round is
+    over; CEASE ends it."""
 
     generation: int
     targets: dict[int, bytes]
 
 
-@dataclass(frozen=True)
-class Cease:
-    pass
-
-
-@dataclass(frozen=True)
-class End:
-    """Leave in peace; not answered."""
-
-
-# ---- between a victim at its place and the conductor
-
-
-@dataclass(frozen=True)
-class Here:
-    """The victim is at its place, and waits for `Now`."""
-
-
-@dataclass(frozen=True)
-class Now:
-    """The conductor has done its part: the victim does its own, and goes on if it can."""
+# ---- of a victim at its place
 
 
 @dataclass(frozen=True)
@@ -147,4 +121,4 @@ class Struck:
     at_s: float
 
 
-ORDERS = Configure | AllReduce | Arm | Strike | Close | Open | Notice | Count | Endure | Attack | Cease | End | Now
+ORDERS = Configure | AllReduce | Arm | Strike | Endure | Attack | Word

@@ -47,7 +47,7 @@ def endure(troupe: Troupe, transports: Sequence[str], seconds: float, burners: i
                 actor.tell(cues.Endure(seconds, ALL, seed=int(seconds)))
             seen = {transport: _hear(actors, seconds, burners) for transport, actors in casts.items()}
         for actor in everyone:
-            actor.tell(cues.End())
+            actor.tell(cues.Word.END)
         return seen
     finally:
         troupe.dismiss(everyone)

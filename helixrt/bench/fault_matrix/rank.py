@@ -59,7 +59,7 @@ def place(phase: Phase) -> int:
 
 
 class Rank:
-    """Carries out orders until `End`, or a fault."""
+    """Carries out orders until END, or a fault."""
 
     def __init__(self, part: cues.Part, pipe: Connection) -> None:
         self._part, self._pipe = part, pipe
@@ -90,18 +90,18 @@ class Rank:
                     self._endpoint.wait_for(fault, phase, place(phase))
                 case cues.Strike(fault):
                     self._answer(partial(self._strike, fault))
-                case cues.Notice():
+                case cues.Word.NOTICE:
                     self._answer(self._notice)
-                case cues.Count():
+                case cues.Word.COUNT:
                     refused = self._endpoint.refused()
                     self._pipe.send(Refusals(refused.strangers, refused.stale))
-                case cues.Close():
+                case cues.Word.CLOSE:
                     self._answer(self._exchange.close)
-                case cues.Open():
+                case cues.Word.OPEN:
                     self._open()
                 case cues.Endure() as order:
                     self._pipe.send(self._endure(order))
-                case cues.End():
+                case cues.Word.END:
                     self._exchange.close()
                     return
                 case order:
@@ -164,9 +164,9 @@ class Rank:
 
     def _strike(self, fault: Fault) -> None:
         """At its place. It talks with the conductor by the pipe that the main thread does not use while it is in a call."""
-        self._pipe.send(cues.Here())
+        self._pipe.send(cues.Word.HERE)
         word = self._pipe.recv()  # a victim that is killed hears nothing
-        assert isinstance(word, cues.Now)
+        assert word is cues.Word.NOW
         self._pipe.send(cues.Struck(time.monotonic()))
         match fault:
             case Fault.EXIT | Fault.EXCEPTION:
@@ -192,7 +192,7 @@ def intrude(part: cues.Part, pipe: Connection) -> None:
     """Somebody who knows addresses and wants to be taken for a rank."""
     pipe.send(cues.Ready(part.rank, os.getpid(), b""))
     order = pipe.recv()
-    if isinstance(order, cues.End):
+    if order is cues.Word.END:
         return
     assert isinstance(order, cues.Attack)
     rounds, said = 0, ""
@@ -208,11 +208,11 @@ def intrude(part: cues.Part, pipe: Connection) -> None:
             endpoint.close()
         rounds += 1
         if rounds == 1:
-            pipe.send(cues.Here())
+            pipe.send(cues.Word.HERE)
     word = pipe.recv()
-    assert isinstance(word, cues.Cease)
+    assert word is cues.Word.CEASE
     pipe.send(Answer(part.rank, Outcome.CRASHED if said else Outcome.FINE, time.monotonic(), said))
-    pipe.recv()  # End
+    pipe.recv()  # END
 
 
 def main(part: cues.Part, path: str) -> None:
