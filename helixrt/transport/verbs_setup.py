@@ -14,8 +14,18 @@ is not slowed, and a store on the management network carry the attributes. Here 
 
 What stands in brackets is a job of the background thread, for all exchanges in the order in which they can go on. No job
 waits for the other end: an exchange whose turn has not come leaves the thread to the others, which is the best-effort
-order of SHIFT's appendix B, so rails that two ranks set up in different orders cannot wait for each other. The connection
-was proved with the run's secret, so attributes come from a peer and not from whoever can write into a store.
+order of SHIFT's appendix B, so rails that two ranks set up in different orders cannot wait for each other.
+
+Why not through the run's store, which carries every rank's address (`Endpoint.connect` takes those from any store):
+
+- Attributes hold the key to write into this process's memory. The connection was proved with the run's secret, and tells them
+  to that peer alone; a store tells them to whoever can read it, and takes them from whoever can write.
+- They are of one life of a queue pair, and a rail may have many. They end with their connection; in a store, those of a life
+  that is over have to be told from new ones, and be cleared away.
+- A rail comes back when its two ends reach each other; nothing third has to be up, or be asked again and again.
+
+Either way nothing goes over what the two ends did not agree on: an exchange that breaks or is late brings up no rail, and a link
+that loses its last rail meanwhile ends with an error at both ends (`tests/transport/test_verbs_management.py`).
 """
 
 from __future__ import annotations

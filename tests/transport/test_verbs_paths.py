@@ -128,6 +128,7 @@ def one_nic(paths: NicPaths) -> Iterator[Ends]:
     made.close()
 
 
+@pytest.mark.slow
 def test_each_path_is_a_queue_pair_of_its_own_ready_before_it_is_needed(one_nic: Ends, paths: NicPaths) -> None:
     """The flow label of each reaches the wire: what goes over it leaves from its port."""
     for rank in (0, 1):
@@ -162,6 +163,7 @@ def test_a_path_that_becomes_slow_is_left_and_nothing_is_lost(one_nic: Ends, pat
     assert sent[paths.ports[new]] > 2 * sent[paths.ports[used]], "the kernel saw the traffic move"
 
 
+@pytest.mark.slow
 def test_a_nic_that_fails_takes_its_paths_with_it_and_the_others_carry_on(nic_pairs: list[NicPair]) -> None:
     ends = Ends(2, 2, link=hopping(rate_mbit=200.0), patience=Patience(timeout=14, retries=2))
     try:
@@ -203,6 +205,7 @@ class TestVerbsEndpointThatHopsAllTheTime(EndpointConformance):
         _turns = itertools.count()
 
 
+@pytest.mark.slow
 def test_hops_all_the_time_lose_and_double_nothing(nic_pairs: list[NicPair], seed: int) -> None:
     ends, rng = Ends(1, PATHS, link=hopping(PolicyName.FLOWBENDER, 1e6)), random.Random(seed)
     try:
