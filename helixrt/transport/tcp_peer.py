@@ -24,6 +24,7 @@ from helixrt.transport.tcp_rails import TcpRail
 
 CONTROL = -1  # number of the connection that only carries the reason of an end
 _TICK = m.Tick()
+_HEARD = 1 / 16  # of a period: so often the machine hears that bytes of a long payload come
 
 
 class Host(Protocol):
@@ -152,7 +153,8 @@ class Peer:
     def read(self, connection: RailConnection, budget: int) -> None:
         self._heard = False
         if connection.read(budget) and not self._heard and connection.number >= 0 and not connection.closed:
-            self.tell(m.Heard(connection.number))
+            if self._host.now > self.link.rails[connection.number].heard_s + _HEARD * self.link.options.period_s:
+                self.tell(m.Heard(connection.number))
 
     def frame_came(self, connection: RailConnection, frame: Frame) -> None:
         self._heard = True

@@ -35,6 +35,7 @@ class Watch:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._handlers: dict[int, tuple[int, Callable[[int], None], Waitable]] = {}
+        self._urgent: set[int] = set()
         self._turn = 0
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
@@ -43,8 +44,11 @@ class Watch:
     def descriptor(self) -> int:
         return self._epoll.fileno()
 
-    def add(self, sock: Waitable, mask: int, handler: Callable[[int], None]) -> None:
+    def add(self, sock: Waitable, mask: int, handler: Callable[[int], None], urgent: bool = False) -> None:
+        """`urgent`: of what is ready at the same time, it comes first."""
         self._handlers[sock.fileno()] = (self._turn, handler, sock)
+        if urgent:
+            self._urgent.add(sock.fileno())
         self._epoll.register(sock, mask)
 
     def change(self, sock: Waitable, mask: int) -> None:
@@ -54,6 +58,7 @@ class Watch:
         """Before it is closed."""
         if self._handlers.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock)
+            self._urgent.discard(sock.fileno())
 
     def at(self, when: float, call: Callable[[], None]) -> Timer:
         timer = Timer(call)
@@ -75,6 +80,8 @@ class Watch:
             return False
         self._turn += 1
         turn, handlers = self._turn, self._handlers
+        if self._urgent and len(events) > 1:
+            events.sort(key=lambda event: event[0] not in self._urgent)
         for descriptor, mask in events:
             entry = handlers.get(descriptor)
             if entry is not None and entry[0] < turn:  # else the number was given away meanwhile
@@ -95,5 +102,6 @@ class Watch:
 
     def close(self) -> None:
         self._handlers.clear()
+        self._urgent.clear()
         self._timers.clear()
         self._epoll.close()

@@ -23,7 +23,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from socket import socket
 
@@ -50,6 +50,7 @@ from helixrt.transport.verbs_queue_pair import Patience, QueuePair, Sizes
 from helixrt.transport.verbs_setup import Background, Exchange, Rests
 from helixrt.transport.verbs_wire import Attributes
 
+_REPAIR_S = 0.02  # after a failure: what the rail carried goes over another one first
 _Place = tuple[str, int, int | None]  # a port, and the GID it is used by
 
 _log = logging.getLogger("helixrt.transport")
@@ -186,6 +187,24 @@ class VerbsEndpoint(TcpEndpoint):
         )
         peer.put_in_service(connection, incarnation)
 
+    def restore(self, peer: Peer, rail: int) -> None:
+        """Later: the set-up of a queue pair holds the interpreter's lock, and would delay the handshake about this one."""
+        self._later(peer, functools.partial(super().restore, peer, rail))
+
+    def look_for(self, peer: Peer, rail: int) -> None:
+        """Likewise, unless the peer seems to be gone: then there is no hurry to send."""
+        if peer.control is None:
+            super().look_for(peer, rail)
+        else:
+            self._later(peer, functools.partial(super().look_for, peer, rail))
+
+    def _later(self, peer: Peer, do: Callable[[], None]) -> None:
+        def then() -> None:
+            if self._peers.get(peer.rank) is peer and not peer.ended and not peer.left:
+                do()
+
+        self._watch.at(self.now + _REPAIR_S, then)
+
     # ---------------------------------------------------------------- queue pairs
 
     def _arm(self, rail: int) -> tuple[QueuePair, Attributes]:
@@ -218,7 +237,7 @@ class VerbsEndpoint(TcpEndpoint):
     def _watch_events(self, place: _Place) -> None:
         if place not in self._watched:
             self._watched[place] = Descriptor(self._nics[place].events)
-            self._watch.add(self._watched[place], READ, lambda mask: self._nic_event(place))
+            self._watch.add(self._watched[place], READ, lambda mask: self._nic_event(place), urgent=True)
 
     def _nic_event(self, place: _Place) -> None:
         """All rails on a port fail together, before their completions say so one by one."""

@@ -34,13 +34,14 @@ def make(secret: bytes, heartbeat_s: float | None, **changes: Any) -> Endpoint:
     """The next end of both pairs; a process of its own is the other end of its parent's first."""
     from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
     from helixrt.transport.verbs_devices import VerbsRail
-    from helixrt.transport.verbs_queue_pair import Patience
+    from helixrt.transport.verbs_queue_pair import Patience, Sizes
 
     end = "ab"[(next(_turns) + (multiprocessing.parent_process() is not None)) % 2]
     rails = [VerbsRail(device=NicPair(number).rdma(end)) for number in (1, 2)]
     # An emulated machine, busy with other tests, may answer late, and be slow to set a queue pair up.
     period_s = None if heartbeat_s is None else 5 * heartbeat_s
-    options = {"period_s": period_s, "patience": Patience(timeout=14, retries=2), "restore_s": 10.0, **changes}
+    options = {"period_s": period_s, "patience": Patience(timeout=14, retries=2), "restore_s": 10.0} | changes
+    options.setdefault("sizes", Sizes(chunk_bytes=256 << 10))  # so that messages of the suite take several
     return VerbsEndpoint(secret, rails, options=VerbsOptions(**options))
 
 

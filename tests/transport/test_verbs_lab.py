@@ -23,13 +23,14 @@ from helixrt.protocol.link_rails import Rail, SendState
 from helixrt.transport.contract import Endpoint, Received, Sent
 from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
 from helixrt.transport.verbs_devices import VerbsRail
-from helixrt.transport.verbs_queue_pair import Patience
+from helixrt.transport.verbs_queue_pair import Patience, Sizes
 from tests.transport.worlds import SECRET, Inbox, Message, World
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(400)]
 
 EAGER_BYTES = LinkOptions().eager_bytes
 MESSAGES, UNDER_WAY, PHASE = 500, 6, 100
+CHUNKS = Sizes(chunk_bytes=256 << 10)
 SIZES = (100, 5_000, 70_000, 300_000)  # with the frame, copied, in one chunk, in two chunks
 WEIGHTS = (4, 3, 2, 1)
 LINK = LinkOptions(striped=False, rest_s=0.02, longest_rest_s=0.1, retry_s=0.05)
@@ -40,7 +41,9 @@ PAIR, BACKUP = 0, 1  # rails
 
 def make(end: str, tcp_fallback: bool, period_s: float) -> Endpoint:
     rails = [VerbsRail(device=NicPair(number).rdma(end)) for number in (1, 2)]
-    options = VerbsOptions(period_s=period_s, link=LINK, patience=PATIENCE, tcp_fallback=tcp_fallback, restore_s=10.0)
+    options = VerbsOptions(
+        period_s=period_s, link=LINK, sizes=CHUNKS, patience=PATIENCE, tcp_fallback=tcp_fallback, restore_s=10.0
+    )
     return VerbsEndpoint(SECRET, rails, options=options)
 
 

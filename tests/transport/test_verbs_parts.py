@@ -23,7 +23,7 @@ from helixrt.protocol.frames import FrameError
 from helixrt.protocol.link_messages import Failure
 from helixrt.transport import tcp_rails, verbs_address, verbs_library
 from helixrt.transport.process_memory import address_of
-from helixrt.transport.tcp_watch import Watch
+from helixrt.transport.tcp_watch import READ, Watch
 from helixrt.transport.verbs_devices import Port, VerbsRail, best_gid, find_port, rails_here, survey
 from helixrt.transport.verbs_failure import first_cause, port_failed
 from helixrt.transport.verbs_library import Enums
@@ -133,6 +133,28 @@ def test_settings_that_cannot_work_are_refused_in_one_line() -> None:
         with pytest.raises(ConfigError, match="must be") as error:
             make()
         assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- what is waited for
+
+
+def test_of_what_is_ready_at_once_the_urgent_comes_first() -> None:
+    watch, heard = Watch(), []
+    pairs = [socket.socketpair() for _ in range(8)]
+    for number, (ours, theirs) in enumerate(pairs):
+        watch.add(ours, READ, lambda mask, number=number: heard.append(number), urgent=number in (3, 6))  # type: ignore[misc]
+        theirs.send(b"x")
+    assert watch.dispatch()
+    assert set(heard[:2]) == {3, 6} and sorted(heard) == list(range(8))
+    watch.remove(pairs[3][0])  # its number may be another's from now on
+    heard.clear()
+    watch.add(pairs[3][0], READ, lambda mask: heard.append(-3))
+    assert watch.dispatch()
+    assert heard[0] == 6 and -3 in heard
+    watch.close()
+    for pair in pairs:
+        for each in pair:
+            each.close()
 
 
 # ---------------------------------------------------------------- pyverbs, old and new
