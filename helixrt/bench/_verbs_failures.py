@@ -1,0 +1,116 @@
+"""How soon a verbs link notices that a NIC failed, goes on over the backup, and comes back, in the lab.
+
+In: the NIC pair to break. Out: per kind of failure, in milliseconds,
+
+    noticed     from the moment at which the kernel makes the failure to the first completion with an error, or event of the
+                port, that either end takes
+    switched    from there to the first completion on the backup: SHIFT's downtime (section 5.2.1)
+    moving      from there to the first chunk of data that lands over the backup
+    back        from the mended NIC to the default rail in service again at both ends
+
+Either end is a process of its own, and what breaks the NIC is a third. The kernel tells when it closes the device (a NIC that
+goes down), or takes away the queue that still sent (a blackhole): `helixrt.lab.kernel_calls`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from helixrt.bench._verbs_end import RECEIVER, SENDER, Ends, Report, Stream
+from helixrt.lab.kernel_calls import KernelCalls
+from helixrt.lab.nics import NicPair
+from helixrt.transport.verbs_queue_pair import Patience, Sizes
+
+PATIENCE = Patience(timeout=12, retries=2)
+CALLS = {"down": "veth_close", "blackhole": "dev_deactivate_many"}
+SWITCH_S, MOST_REPEATS = 5.0, 6  # an emulated machine may starve the backup too: then the link goes on over TCP
+STEADY_S = 0.3  # of the stream before it is broken
+BREAK: dict[str, tuple[str, Callable[[NicPair], float]]] = {
+    "local down": ("down", lambda pair: pair.down("a")),
+    "remote down": ("down", lambda pair: pair.down("b")),
+    "blackhole": ("blackhole", lambda pair: pair.blackhole()),
+}
+
+
+def measure(pair: NicPair, devices: Sequence[Sequence[str]], sizes: Sizes, times: int) -> dict[str, dict[str, list[float]]]:
+    """`devices` of either end, the default first: that of `pair`."""
+    figures: dict[str, dict[str, list[float]]] = {}
+    repeats = 0
+    ends, calls = Ends(), KernelCalls(tuple(CALLS.values()))
+    try:
+        for how in BREAK:
+            figures[how] = {key: [] for key in ("noticed_ms", "switched_ms", "moving_ms", "back_ms", "call_ms")}
+            while len(figures[how]["back_ms"]) < times:
+                found = _once(ends, calls, pair, how, devices, sizes)
+                if found is None:
+                    repeats += 1
+                    if repeats > MOST_REPEATS:
+                        raise RuntimeError(f"the backup failed as well, {repeats} times: too busy a machine for {PATIENCE}")
+                    continue
+                for key, value in found.items():
+                    figures[how][key].append(round(1e3 * value, 3))
+            print(f"  {how:12} " + ", ".join(f"{key[:-3]} {_span(values)}" for key, values in figures[how].items()) + " ms")
+    finally:
+        calls.close()
+        ends.close()
+        pair.heal()
+    return figures
+
+
+def _once(
+    ends: Ends, calls: KernelCalls, pair: NicPair, how: str, devices: Sequence[Sequence[str]], sizes: Sizes
+) -> dict[str, float] | None:
+    """In seconds; None: the link went on over TCP, because the backup did not answer in time either."""
+    pair.heal()
+    ends.open(devices, sizes, PATIENCE)
+    ends.ask(Stream())
+    time.sleep(STEADY_S)
+    kind, break_it = BREAK[how]
+    calls.clear()
+    ends.ask("clear")
+    asked = break_it(pair)
+    returned = time.monotonic()
+    time.sleep(STEADY_S)  # nobody is asked anything while the link switches
+    switched = ends.wait_until(lambda: _moves_on(ends.reports(), devices), SWITCH_S)
+    at = calls.first(CALLS[kind], asked)
+    mended = time.monotonic()
+    pair.heal()
+    if not ends.wait_until(lambda: all(report.turns and report.turns[-1][1] for report in ends.reports())):
+        raise TimeoutError("the link did not come back")
+    reports = ends.reports()
+    ends.shut()
+    if not switched:
+        return None
+    if at is None:
+        raise RuntimeError(f"the kernel did not call {CALLS[kind]}")
+    first = min(when for report in reports for when, _ in report.seen.failed if when >= at)
+    return {
+        "noticed_ms": first - at,
+        "switched_ms": min(w for report in reports for w, device in report.seen.sent if w > first and _backup(device, devices))
+        - first,
+        "moving_ms": _first_chunk(reports[RECEIVER], devices, first) - first,
+        "back_ms": max(report.turns[-1][0] for report in reports) - mended,
+        "call_ms": returned - asked,
+    }
+
+
+def _backup(device: str, devices: Sequence[Sequence[str]]) -> bool:
+    return any(device in each[1:] for each in devices)
+
+
+def _first_chunk(receiver: Report, devices: Sequence[Sequence[str]], since: float) -> float:
+    return min(when for when, device, _ in receiver.seen.chunks if when > since and device in devices[RECEIVER][1:])
+
+
+def _moves_on(reports: Sequence[Any], devices: Sequence[Sequence[str]]) -> bool:
+    """Both ends have left the default rail, and data comes over the backup."""
+    left = all(report.turns and not report.turns[-1][1] for report in reports)
+    sent = any(_backup(device, devices) for _, device in reports[SENDER].seen.sent)
+    return left and sent and any(_backup(device, devices) for _, device, _ in reports[RECEIVER].seen.chunks)
+
+
+def _span(values: Sequence[float]) -> str:
+    middle = sorted(values)[len(values) // 2]
+    return f"{min(values):.1f} to {max(values):.1f} (half under {middle:.1f})"
