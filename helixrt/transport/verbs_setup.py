@@ -24,8 +24,8 @@ Why not through the run's store, which carries every rank's address (`Endpoint.c
   that is over have to be told from new ones, and be cleared away.
 - A rail comes back when its two ends reach each other; nothing third has to be up, or be asked again and again.
 
-Either way nothing goes over what the two ends did not agree on: an exchange that breaks or is late brings up no rail, and a link
-that loses its last rail meanwhile ends with an error at both ends (`tests/transport/test_verbs_management.py`).
+Either way nothing goes over what the two ends did not agree on: an exchange that breaks or is late brings up no rail, and a
+link that loses its last rail meanwhile ends with an error at both ends (`tests/transport/test_verbs_management.py`).
 """
 
 from __future__ import annotations
