@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -57,6 +58,10 @@ class Kind(StrEnum):
     CHAOS = "chaos"  # command; has a duration
     RANK_START = "rank_start"  # pid, incarnation
     RANK_END = "rank_end"  # code
+
+
+DETAIL = frozenset({Kind.OPERATION, Kind.SEND, Kind.RECV, Kind.EXCHANGE_BUCKET, Kind.PATH_PROBED})
+"""What every step writes by the dozen: the bars of a timeline, which nobody asks for long afterwards."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,7 @@ class JsonLinesSink:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.bytes = os.fstat(self._fd).st_size
         self._cut = False  # the last line is not whole
         self.lost = 0  # events that the device did not take
 
@@ -134,6 +140,7 @@ class JsonLinesSink:
             if error.errno == errno.EBADF:
                 raise
             written = 0  # the disk is full, or broken: no reason to stop what is recorded
+        self.bytes += written
         if written < len(line):
             self.lost += 1
             self._cut = self._cut or written > 0
@@ -142,6 +149,49 @@ class JsonLinesSink:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class BoundedSink:
+    """The files of a run that goes on for months: what tells the run's story is kept whole, `DETAIL` only while it is new.
+
+    `path` takes all other events. Those of `DETAIL` go to a file beside it (`.detail.jsonl`), which becomes the older one
+    (`.detail.old.jsonl`, in place of what that was) when it holds half of `detail_bytes`: at least half, at most all of
+    that many bytes are there (and one event), the newest.
+    """
+
+    def __init__(self, path: Path, detail_bytes: int) -> None:
+        self._story = JsonLinesSink(path)
+        self._new, self._old = path.with_suffix(".detail.jsonl"), path.with_suffix(".detail.old.jsonl")
+        self._detail, self._half = JsonLinesSink(self._new), detail_bytes // 2
+        self._lock = threading.Lock()  # writers of several threads; one of them turns the page
+
+    def __call__(self, event: Event) -> None:
+        if event.kind not in DETAIL:
+            self._story(event)
+            return
+        with self._lock:
+            self._detail(event)
+            if self._detail.bytes >= self._half:
+                self._turn()
+
+    def _turn(self) -> None:
+        try:
+            with suppress(FileNotFoundError):  # it was turned before, and the device had no room for a fresh one
+                os.replace(self._new, self._old)
+            fresh = JsonLinesSink(self._new)
+        except OSError:
+            return  # as for a full disk: goes on in the file there is, until it can
+        fresh.lost = self._detail.lost
+        self._detail.close()
+        self._detail = fresh
+
+    @property
+    def lost(self) -> int:
+        return self._story.lost + self._detail.lost
+
+    def close(self) -> None:
+        self._story.close()
+        self._detail.close()
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -1,13 +1,14 @@
-"""The flight record's file when the disk is full."""
+"""The flight record's files: when the disk is full, and when a run is long."""
 
 from __future__ import annotations
 
 import resource
+import threading
 from pathlib import Path
 
 import pytest
 
-from helixrt.record import FlightRecord, JsonLinesSink, Kind, read_events
+from helixrt.record import BoundedSink, FlightRecord, JsonLinesSink, Kind, read_events
 
 
 def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
@@ -30,3 +31,51 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
     sink.close()
     with pytest.raises(OSError, match="Bad file descriptor"):  # the program's own mistake is no full disk
         record.write(Kind.STEP_BEGIN, step=7)
+
+
+LIMIT = 20_000
+
+
+def test_a_long_run_keeps_its_story_and_the_newest_details(tmp_path: Path) -> None:
+    sink, record = BoundedSink(tmp_path / "r0.jsonl", LIMIT), FlightRecord("r0")
+    record.attach(sink)
+
+    def work(op: str) -> None:
+        for number in range(1000):
+            record.write(Kind.OPERATION, op=op, number=number)
+            if number % 100 == 0:
+                record.write(Kind.COMMIT, op=op, number=number)
+
+    threads = [threading.Thread(target=work, args=(op,)) for op in ("F", "B")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    sink.close()
+    found = [event for path in sorted(tmp_path.iterdir()) for event in read_events(path)]
+    story = [event for event in found if event.kind is Kind.COMMIT]
+    details = [event for event in found if event.kind is Kind.OPERATION]
+    assert len(story) == 20 and sink.lost == 0
+    for op in ("F", "B"):
+        kept = sorted(event.detail["number"] for event in details if event.detail["op"] == op)
+        assert kept == list(range(kept[0], 1000)) if kept else op == "F", "the newest, without a gap"
+    one = len(details[0].to_json()) + 10
+    written = sum(path.stat().st_size for path in tmp_path.glob("*.detail*"))
+    assert LIMIT / 2 <= written <= LIMIT + 2 * one
+
+
+def test_details_go_on_in_the_file_there_is_while_its_page_cannot_be_turned(tmp_path: Path) -> None:
+    sink, record = BoundedSink(tmp_path / "r0.jsonl", 2_000), FlightRecord("r0")
+    record.attach(sink)
+    obstacle = tmp_path / "r0.detail.old.jsonl"
+    obstacle.mkdir()
+    for number in range(50):
+        record.write(Kind.OPERATION, number=number)
+    kept = [event.detail["number"] for event in read_events(tmp_path / "r0.detail.jsonl")]
+    assert kept == list(range(50)) and sink.lost == 0
+    obstacle.rmdir()
+    for number in range(50, 100):
+        record.write(Kind.OPERATION, number=number)
+    sink.close()
+    newest = [event.detail["number"] for event in read_events(tmp_path / "r0.detail.jsonl")]
+    assert newest == list(range(newest[0], 100)) and newest[0] > 50

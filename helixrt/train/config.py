@@ -132,6 +132,7 @@ class ChaosConfig:
 @dataclass(frozen=True)
 class OutputConfig:
     root: str = "outputs"  # runs go to root/DATE/TIME
+    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; all else of its record is kept whole
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from helixrt.errors import ConfigError, Fatal, Retryable
 from helixrt.protocol import step_messages as p
 from helixrt.protocol.lineage import CommitRecord, Log
 from helixrt.protocol.step import StepMachine
-from helixrt.record import FlightRecord, JsonLinesSink, Kind
+from helixrt.record import BoundedSink, FlightRecord, Kind
 from helixrt.replica.commands import Broken, Channel, Digest, Evaluate, Exit, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport
 from helixrt.replica.leader import Leader, LeaderHooks
@@ -72,7 +72,8 @@ class Rank:
         self.timeouts: Timeouts = derive(self.config.step_timeout_s)
         self.store: RunStore = TcpRunStore(spec.store)
         self.record = FlightRecord(self.label)
-        self.record.attach(JsonLinesSink(self.output / "flight" / f"{self.label}.inc{spec.incarnation}.jsonl"))
+        flight = self.output / "flight" / f"{self.label}.inc{spec.incarnation}.jsonl"
+        self.record.attach(BoundedSink(flight, self.config.output.detail_mb << 20))
         self.record.attach(
             ChaosSink(self.config.chaos, self.replica, spec.incarnation, self._kill_replica, self.record, self._claims)
         )

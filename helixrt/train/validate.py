@@ -50,6 +50,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
     at_least_one = {
         "steps": config.steps,
         "threads": config.threads,
+        "output.detail_mb": config.output.detail_mb,
         "mesh.replicas": config.mesh.replicas,
         "mesh.pp": config.mesh.pp,
         "schedule.microbatches": config.schedule.microbatches,
