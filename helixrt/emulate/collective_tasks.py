@@ -14,7 +14,7 @@ from helixrt.protocol.algorithms import choice, direct
 from helixrt.protocol.algorithms.layout import Tuning
 from helixrt.protocol.plan import Plan
 
-TUNING = Tuning(chunk_bytes=128, chunks=2, least_chunk_bytes=64, direct_bytes=128, two_step_bytes=256)
+TUNING = Tuning(chunk_bytes=128, chunks=2, least_chunk_bytes=64, direct_bytes=128, two_step_bytes=256, halving_bytes=512)
 COLLECTIVES = ("all_reduce", "all_reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
 SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather")  # all ranks' OUT has the same bits
 

@@ -17,7 +17,14 @@ from tests.collectives.queue_endpoint import Hub
 
 DEADLINE_S = 20.0
 SUM = Reduction(Op.SUM)
-SMALL = Tuning(chunk_bytes=1 << 10, chunks=2, least_chunk_bytes=128, direct_bytes=2 << 10, two_step_bytes=4 << 10)
+SMALL = Tuning(
+    chunk_bytes=1 << 10,
+    chunks=2,
+    least_chunk_bytes=128,
+    direct_bytes=2 << 10,
+    two_step_bytes=4 << 10,
+    halving_bytes=8 << 10,
+)
 
 
 class Group:

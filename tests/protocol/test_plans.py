@@ -10,13 +10,13 @@ import pytest
 
 from helixrt.emulate.plans import ELEMENT, run_plans
 from helixrt.errors import ConfigError
-from helixrt.protocol.algorithms import chain, choice, direct, ring
+from helixrt.protocol.algorithms import chain, choice, direct, halving, ring
 from helixrt.protocol.algorithms.choice import Algorithm, choose
 from helixrt.protocol.algorithms.layout import Tuning, grid_of_blocks, grid_of_whole
 from helixrt.protocol.plan import Copy, Plan, Receive, Reduce, Region, Send, Space
 from helixrt.protocol.plan_check import PlanError, check
 
-SMALL = Tuning(chunk_bytes=128, chunks=2, least_chunk_bytes=64, direct_bytes=0, two_step_bytes=0)
+SMALL = Tuning(chunk_bytes=128, chunks=2, least_chunk_bytes=64, direct_bytes=0, two_step_bytes=0, halving_bytes=0)
 LENGTHS = (0, 1, 7, 8, 9, 33, 100, 257)  # elements: none, fewer than ranks, odd, several partitions
 """With SMALL and 8-byte elements, 257 elements over 2 ranks are five partitions."""
 
@@ -52,8 +52,15 @@ AllReduce = Callable[[int, int, int, int, Tuning, bool], Plan]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("algorithm", [ring.ring_all_reduce, direct.direct_all_reduce, direct.two_step_all_reduce])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    ("algorithm", "size"),
+    [
+        *((ring.ring_all_reduce, n) for n in (1, 2, 3, 4, 5, 8)),
+        *((direct.direct_all_reduce, n) for n in (1, 2, 3, 4, 5, 8)),
+        *((direct.two_step_all_reduce, n) for n in (1, 2, 3, 4, 5, 8)),
+        *((halving.halving_all_reduce, n) for n in (1, 2, 4, 8, 16)),
+    ],
+)
 def test_all_reduce(size: int, algorithm: AllReduce, in_place: bool) -> None:
     for count in LENGTHS:
         plans = [algorithm(rank, size, count * ELEMENT, ELEMENT, SMALL, in_place) for rank in range(size)]
@@ -168,7 +175,7 @@ def test_send_and_receive(count: int) -> None:
 
 
 def test_choices_run_whatever_the_size() -> None:
-    tuning = Tuning(chunk_bytes=256, chunks=2, least_chunk_bytes=64, direct_bytes=512, two_step_bytes=1024)
+    tuning = Tuning(chunk_bytes=256, chunks=2, least_chunk_bytes=64, direct_bytes=512, two_step_bytes=1024, halving_bytes=3000)
     for size in (2, 3, 4):
         for count in (1, 20, 60, 128, 129, 500):
             sources = [numbers(r, count) for r in range(size)]
@@ -184,7 +191,7 @@ def test_choices_run_whatever_the_size() -> None:
 
 
 def test_thresholds() -> None:
-    tuning = Tuning(direct_bytes=1000, two_step_bytes=4000)
+    tuning = Tuning(direct_bytes=1000, two_step_bytes=4000, halving_bytes=8000)
     assert [choose(2, n, tuning) for n in (0, 1000, 1001, 4000)] == [Algorithm.DIRECT] * 2 + [Algorithm.RING] * 2
     assert [choose(5, n, tuning) for n in (250, 251, 4000, 4001)] == [
         Algorithm.DIRECT,
@@ -192,6 +199,21 @@ def test_thresholds() -> None:
         Algorithm.TWO_STEP,
         Algorithm.RING,
     ]
+    assert [choose(4, n, tuning) for n in (4000, 4001, 8000, 8001)] == [
+        Algorithm.TWO_STEP,
+        Algorithm.HALVING,
+        Algorithm.HALVING,
+        Algorithm.RING,
+    ]
+
+
+def test_halving_sends_no_more_than_the_ring_in_fewer_messages() -> None:
+    length = 8 * 1024
+    plans = [halving.halving_all_reduce(rank, 8, length, ELEMENT, Tuning()) for rank in range(8)]
+    for plan in plans:
+        sends = [node for node in plan.nodes if isinstance(node, Send)]
+        assert sum(node.region.length for node in sends) == 2 * length * 7 // 8
+        assert len(sends) == 6 and plan.scratch_bytes == length // 2
 
 
 def test_partitions_and_chunks_keep_the_paper_s_bounds() -> None:

@@ -3,7 +3,8 @@
 In: rank, number of ranks, bytes, element size, `Tuning`. Out: a plan. The thresholds:
 
 - all-reduce: direct while a rank sends at most `direct_bytes` in all, (N-1) x bytes; two-step while the message
-  has at most `two_step_bytes` and there are more than two ranks (with two the ring has no more steps); else the ring.
+  has at most `two_step_bytes` and there are more than two ranks (with two the ring has no more steps); halving and doubling
+  up to `halving_bytes` where the ranks are a power of two; else the ring, which alone sends to neighbours only.
 - reduce-scatter, all-gather: direct while a rank sends or receives at most `direct_bytes` in all; of more
   than two ranks up to `two_step_bytes`; else the ring.
 - broadcast, reduce: direct while the root sends or receives at most `direct_bytes` in all, or with two ranks
@@ -25,6 +26,7 @@ from helixrt.protocol.algorithms.direct import (
     direct_reduce_scatter,
     two_step_all_reduce,
 )
+from helixrt.protocol.algorithms.halving import halving_all_reduce
 from helixrt.protocol.algorithms.layout import Tuning
 from helixrt.protocol.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from helixrt.protocol.plan import Plan
@@ -33,6 +35,7 @@ from helixrt.protocol.plan import Plan
 class Algorithm(Enum):
     DIRECT = "direct"
     TWO_STEP = "two-step"
+    HALVING = "halving"
     RING = "ring"
 
 
@@ -42,6 +45,8 @@ def choose(size: int, length: int, tuning: Tuning) -> Algorithm:
         return Algorithm.DIRECT
     if size > 2 and length <= tuning.two_step_bytes:
         return Algorithm.TWO_STEP
+    if size > 2 and size & (size - 1) == 0 and length <= tuning.halving_bytes:
+        return Algorithm.HALVING
     return Algorithm.RING
 
 
@@ -56,6 +61,7 @@ def all_reduce(rank: int, size: int, length: int, element_bytes: int, tuning: Tu
     build = {
         Algorithm.DIRECT: direct_all_reduce,
         Algorithm.TWO_STEP: two_step_all_reduce,
+        Algorithm.HALVING: halving_all_reduce,
         Algorithm.RING: ring_all_reduce,
     }[algorithm]
     return build(rank, size, length, element_bytes, tuning, in_place)

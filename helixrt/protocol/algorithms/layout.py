@@ -30,12 +30,13 @@ class Tuning:
     least_chunk_bytes: int = 1 << 20
     direct_bytes: int = 256 << 10  # everyone to everyone, while a rank sends at most this much
     two_step_bytes: int = 2 << 20  # direct reduce-scatter, then all-gather, for messages up to this size
+    halving_bytes: int = 64 << 20  # recursive halving and doubling up to this size, where the ranks are a power of two
 
     def __post_init__(self) -> None:
         for key, least in (("chunk_bytes", 64), ("chunks", 1), ("least_chunk_bytes", 1)):
             if getattr(self, key) < least:
                 raise ConfigError(f"tuning.{key}", getattr(self, key), f"must be at least {least}")
-        for key in ("direct_bytes", "two_step_bytes"):
+        for key in ("direct_bytes", "two_step_bytes", "halving_bytes"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"tuning.{key}", getattr(self, key), "must not be negative")
 
