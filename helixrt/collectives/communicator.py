@@ -40,6 +40,7 @@ _log = logging.getLogger("helixrt.collectives")
 
 _IDLE_S = 60.0  # the thread's longest sleep; everything that matters wakes it
 _LOOK_S = 0.05  # a caller that waits while another one drives looks that often whether it still does
+_PARKED = 4  # times its patience the thread stays away while a caller drives: each look costs that caller Python's lock
 _JOIN_S = 10.0  # for the thread to end: turns are short, callbacks of users may not be
 
 
@@ -317,7 +318,9 @@ class Communicator:
         now = time.monotonic()
         self._sleeps_until = 0.0
         wanted, self._wanted = self._wanted, False
-        if self._role.locked() or (now < self._left_s + self._patience.park_s and not wanted):
+        if self._role.locked():
+            return True, _PARKED * self._patience.park_s
+        if now < self._left_s + self._patience.park_s and not wanted:
             return True, self._patience.park_s
         with self._lock:
             moved = self._turn(now)

@@ -191,7 +191,7 @@ def parse(header: bytes | bytearray | memoryview) -> Frame:
 def with_body(frame: Frame, body: bytes | bytearray | memoryview) -> Frame:
     """`frame` as `parse` gave it, with the `frame.length` bytes that followed, checked. Raises FrameError."""
     assert frame.kind is not Kind.DATA and len(body) == frame.length
-    whole = frame._replace(body=bytes(body))
+    whole = Frame._make((*frame[:-1], bytes(body)))  # `_replace` takes three times as long
     if frame.kind in (Kind.CREDIT, Kind.WANT):
         names(whole)
     elif frame.kind in (Kind.ACK, Kind.RESUME):

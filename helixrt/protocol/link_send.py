@@ -226,6 +226,7 @@ class Outbox:
                 rail.begun_s = min(rail.begun_s, flight.at_s)
         if message is None:
             return
+        message.flight = flight.message = None  # no work for the garbage collector
         self.bytes -= message.length
         if message.kept:
             del self.messages[message.op, message.index]
