@@ -21,6 +21,7 @@ from helixrt.errors import Cause, Retryable
 
 _POLL_S = 0.001
 _SLOWEST_POLL_S = 0.02
+_POLL_PART = 0.1  # of the time waited so far: how much longer it may take to notice the end
 _GENERATION = struct.Struct("<q")
 
 
@@ -72,15 +73,15 @@ def all_connected(store: dist.Store, rank: int, size: int, timeout_s: float, abo
 
 def _await(store: dist.Store, keys: list[str], timeout_s: float, aborted: Callable[[], bool]) -> None:
     """Until every rank has set its key."""
-    deadline, pause = time.monotonic() + timeout_s, _POLL_S
+    begin = time.monotonic()
+    deadline = begin + timeout_s
     while not store.check(keys):
         if aborted():
             raise Retryable(Cause("aborted"))
         if time.monotonic() > deadline:
             missing = [r for r in range(len(keys)) if not store.check([keys[r]])]
             raise Retryable(Cause(f"members number {missing} of {len(keys)} did not come within {timeout_s:g} s"))
-        time.sleep(pause)
-        pause = min(2 * pause, _SLOWEST_POLL_S)
+        time.sleep(min(max(_POLL_S, _POLL_PART * (time.monotonic() - begin)), _SLOWEST_POLL_S))
 
 
 def shared_secret(store: dist.Store) -> str:
