@@ -14,12 +14,14 @@ What was chosen and why is in `choices`, in the log "helixrt.transport" and in t
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.protocol.link_messages import LinkOptions
@@ -30,6 +32,9 @@ from helixrt.transport.shared_memory import SharedMemoryEndpoint
 from helixrt.transport.tcp import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp_rails import TcpRail
 from helixrt.transport.verbs_devices import VerbsRail
+
+if TYPE_CHECKING:
+    from helixrt.transport.verbs_queue_pair import Patience
 
 AUTO, SHARED_MEMORY, VERBS, TCP = "auto", "shared_memory", "verbs", "tcp"
 TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS)
@@ -158,6 +163,7 @@ class AutoEndpoint(Endpoint):
             record=tcp.record,
             restore_s=tcp.restore_s,
             link=LinkOptions(striped=hopping is not None, hopping=hopping),
+            patience=_patience(tcp.period_s),
             tcp_fallback=hopping is None,
         )
         self._endpoints[VERBS] = verbs.VerbsEndpoint(secret, rails or verbs.rails_here(), management, options)
@@ -295,6 +301,15 @@ class AutoEndpoint(Endpoint):
     def refused(self) -> Refused:
         counts = [endpoint.refused() for endpoint in self._endpoints.values()]
         return Refused(sum(c.strangers for c in counts), sum(c.stale for c in counts))
+
+
+def _patience(period_s: float | None) -> Patience:
+    """Of a NIC with a path: as many times the usual one, up to a power of two, as the heartbeats are slow."""
+    from helixrt.transport.verbs_queue_pair import Patience
+
+    usual = Patience()
+    slower = math.log2(period_s) if period_s is not None and period_s > 1 else 0.0
+    return replace(usual, timeout=min(usual.timeout + int(slower), 24))
 
 
 def pack_addresses(addresses: Mapping[str, bytes]) -> bytes:

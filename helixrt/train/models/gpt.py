@@ -15,7 +15,7 @@ from torch import nn
 
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.attention import causal_attention, position_rows
-from helixrt.train.models.linears import ColumnLinear, RowLinear, cut_sequence, norm_layout, whole_sequence
+from helixrt.train.models.linears import ColumnLinear, RowLinear, cut_sequence, embedding, norm_layout, whole_sequence
 from helixrt.train.models.moe import MixtureOfExperts
 from helixrt.train.models.parallel import ALONE, Layout, ParallelGroups
 
@@ -63,9 +63,9 @@ class GPT(nn.Module):
         super().__init__()
         self.first, self.last, self.groups = first, last, groups
         if first or (last and config.tied):
-            self.embedding = nn.Embedding(config.vocab, config.dim)
+            self.embedding = embedding(config.vocab, config.dim)
         if first:
-            self.positions = nn.Embedding(seq_len, config.dim)
+            self.positions = embedding(seq_len, config.dim)
         self.layers = nn.ModuleDict({str(i): GPTBlock(config, groups, config.has_experts(i), auxiliary_scale) for i in layers})
         if last:
             self.norm = nn.LayerNorm(config.dim)

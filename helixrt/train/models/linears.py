@@ -58,6 +58,12 @@ def norm_layout(module: nn.Module, names: Iterable[str], groups: ParallelGroups)
     return {f"{name}.{key}": Layout(partial=groups.sequence) for name, norm in norms for key, _ in norm.named_parameters()}
 
 
+def embedding(rows: int, dim: int) -> nn.Embedding:
+    """One whose weight is whatever memory held: `build` sets it. (On the meta device nn.Embedding's own initialization
+    would load torch's compiler, which takes as long as torch.)"""
+    return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
+
+
 class ColumnLinear(nn.Linear):
     """Output features cut over tp; `sections` (full sizes) are outputs that are each cut on their own."""
 

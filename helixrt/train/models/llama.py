@@ -15,7 +15,15 @@ from torch import nn
 
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.attention import causal_attention, position_rows
-from helixrt.train.models.linears import ColumnLinear, RowLinear, cut_sequence, norm_layout, sequence_length, whole_sequence
+from helixrt.train.models.linears import (
+    ColumnLinear,
+    RowLinear,
+    cut_sequence,
+    embedding,
+    norm_layout,
+    sequence_length,
+    whole_sequence,
+)
 from helixrt.train.models.moe import MixtureOfExperts
 from helixrt.train.models.parallel import ALONE, Layout, ParallelGroups
 
@@ -87,7 +95,7 @@ class Llama(nn.Module):
         super().__init__()
         self.first, self.last, self.groups = first, last, groups
         if first or (last and config.tied):
-            self.embedding = nn.Embedding(config.vocab, config.dim)
+            self.embedding = embedding(config.vocab, config.dim)
         self.layers = nn.ModuleDict(
             {str(i): LlamaBlock(config, groups, config.has_experts(i), auxiliary_scale) for i in layers}
         )
