@@ -30,9 +30,11 @@ from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.process_group import HelixGroup
 from helixrt.errors import ConfigError, Fatal, Retryable
 from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.protocol.link_messages import LinkOptions
 from helixrt.replica.store import host_store
+from helixrt.transport.auto import AutoEndpoint
 from helixrt.transport.contract import Endpoint
-from helixrt.transport.tcp import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp import TcpOptions
 
 SECRET = b"the secret of a benchmark"
 HOST = "127.0.0.1"
@@ -70,8 +72,8 @@ class _Group(HelixGroup):
     def _endpoint(self, store: dist.Store) -> Endpoint:
         if self._side != "tcp_plain":
             return open_endpoint(SECRET, HOST, Reach(transport=self._side))
-        options = TcpOptions(period_s=None)
-        return TcpEndpoint(SECRET, options=replace(options, link=replace(options.link, fault_tolerance=False)))
+        plain = TcpOptions(link=LinkOptions(fault_tolerance=False))
+        return AutoEndpoint(SECRET, HOST, transport="tcp", heartbeat_s=None, tcp=plain)  # as the others, but for that
 
 
 AllReduce = Callable[[torch.Tensor], Any]
