@@ -114,3 +114,13 @@ def test_every_setting_in_the_table_exists() -> None:
         for part in key.split("."):
             assert isinstance(value, dict) and part in value, key
             value = value[part]
+
+
+def test_settings_of_the_run_in_the_lab_exist() -> None:
+    from helixrt.train.schema import load_config
+
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", "").splitlines()]
+    (command,) = [shlex.split(line) for line in lines if "helixrt.train" in line]
+    config = load_config(command[command.index("helixrt.train") + 1 :])
+    assert config.transport.rails_of(1) == ("rxe_b1", "rxe_b2")
+    assert [one.command.split()[0] for one in config.chaos.run] == ["ip", "python", "sleep"]
