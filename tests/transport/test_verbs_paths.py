@@ -24,7 +24,7 @@ from helixrt.transport.contract import Endpoint
 from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
 from helixrt.transport.verbs_connection import VerbsConnection
 from helixrt.transport.verbs_devices import VerbsRail
-from helixrt.transport.verbs_queue_pair import Patience
+from helixrt.transport.verbs_queue_pair import Patience, Sizes
 from tests.transport.conformance import EndpointConformance
 from tests.transport.worlds import SECRET, Message, World
 
@@ -192,7 +192,8 @@ def restless(secret: bytes, heartbeat_s: float | None) -> Endpoint:
     end = "ab"[(next(_turns) + (multiprocessing.parent_process() is not None)) % 2]
     period_s = None if heartbeat_s is None else 5 * heartbeat_s
     link = hopping(PolicyName.FLOWBENDER, 1e6)
-    return VerbsEndpoint(secret, rails(end, 1, PATHS), options=options(period_s=period_s, link=link))
+    few = Sizes(chunk_bytes=256 << 10, slots=4)  # four ranks have two dozen queue pairs, and one guest has all of their memory
+    return VerbsEndpoint(secret, rails(end, 1, 2), options=options(period_s=period_s, link=link, sizes=few))
 
 
 @pytest.mark.slow
