@@ -112,6 +112,23 @@ def test_only_due_steps_and_only_the_writer(tmp_path: Path) -> None:
     assert writer_of(CommitRecord(4, 1, "p", (2, 1))) == 1
 
 
+def test_one_out_of_turn_is_as_good_as_any_and_says_why(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    assert not checkpoints.saved_since(tmp_path, 0)
+    for stage, saver in enumerate(replica.savers):
+        assert not saver.busy and saver.save(record_of(3), state_of(stage, 3), lambda: None)
+    for saver in replica.savers:
+        saver.wait(20)
+    replica.save_and_wait(record_of(4))
+    ends = [e for e in replica.records[0].events() if e.kind is Kind.CHECKPOINT_END]
+    assert [(e.step, e.detail["after_failover"]) for e in ends] == [(3, True), (4, False)]
+    assert torch.equal(load(verify(Path(ends[0].detail["path"])), 1, state_of(1, 3))["weight"], state_of(1, 3)["weight"])
+    (tmp_path / checkpoints.folder_name(record_of(6)) / "stage_0").mkdir(parents=True)  # half written
+    assert [checkpoints.saved_since(tmp_path, step) for step in (3, 4, 5, 6)] == [True, True, False, False]
+    replica.close()
+    assert not replica.savers[0].save(record_of(5), state_of(0, 5), lambda: None), "it has ended"
+
+
 def test_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
     replica = Replica(tmp_path, keep=2)
     (tmp_path / checkpoints.folder_name(record_of(1)) / "stage_0").mkdir(parents=True)  # half written long ago
