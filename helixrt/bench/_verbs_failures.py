@@ -4,9 +4,10 @@ In: the NIC pair to break. Out: per kind of failure, in milliseconds,
 
     noticed     from the moment at which the kernel makes the failure to the first completion with an error, or event of the
                 port, that either end takes
-    switched    from there to the first completion on the backup: SHIFT's downtime (section 5.2.1)
-    moving      from there to the first chunk of data that lands over the backup
-    back        from the mended NIC to the default rail in service again at both ends
+    told        of that, what goes by until the kernel tells anybody: the event of the port, or the queue pair's error
+    switched    from noticing to the first completion on the backup: SHIFT's downtime (section 5.2.1)
+    moving      from noticing to the first chunk of data that lands over the backup
+    back        from the NIC that is whole again to the default rail in service again at both ends
 
 Either end is a process of its own, and what breaks the NIC is a third. The kernel tells when it closes the device (a NIC that
 goes down), or takes away the queue that still sent (a blackhole): `helixrt.lab.kernel_calls`.
@@ -24,7 +25,9 @@ from helixrt.lab.nics import NicPair
 from helixrt.transport.verbs_queue_pair import Patience, Sizes
 
 PATIENCE = Patience(timeout=12, retries=2)
-CALLS = {"down": "veth_close", "blackhole": "dev_deactivate_many"}
+CALLS = {"down": "veth_close", "blackhole": "dev_deactivate_many"}  # the failure
+TELLS = {"down": "ib_uverbs_event_handler", "blackhole": "rxe_qp_error"}
+FIGURES = ("noticed_ms", "told_ms", "switched_ms", "moving_ms", "back_ms", "call_ms")
 SWITCH_S, MOST_REPEATS = 5.0, 6  # an emulated machine may starve the backup too: then the link goes on over TCP
 STEADY_S = 0.3  # of the stream before it is broken
 BREAK: dict[str, tuple[str, Callable[[NicPair], float]]] = {
@@ -38,10 +41,10 @@ def measure(pair: NicPair, devices: Sequence[Sequence[str]], sizes: Sizes, times
     """`devices` of either end, the default first: that of `pair`."""
     figures: dict[str, dict[str, list[float]]] = {}
     repeats = 0
-    ends, calls = Ends(), KernelCalls(tuple(CALLS.values()))
+    ends, calls = Ends(), KernelCalls((*CALLS.values(), *TELLS.values()))
     try:
         for how in BREAK:
-            figures[how] = {key: [] for key in ("noticed_ms", "switched_ms", "moving_ms", "back_ms", "call_ms")}
+            figures[how] = {key: [] for key in FIGURES}
             while len(figures[how]["back_ms"]) < times:
                 found = _once(ends, calls, pair, how, devices, sizes)
                 if found is None:
@@ -65,7 +68,7 @@ def _once(
     """In seconds; None: the link went on over TCP, because the backup did not answer in time either."""
     pair.heal()
     ends.open(devices, sizes, PATIENCE)
-    ends.ask(Stream())
+    ends.ask(Stream(under_way=2))
     time.sleep(STEADY_S)
     kind, break_it = BREAK[how]
     calls.clear()
@@ -75,19 +78,20 @@ def _once(
     time.sleep(STEADY_S)  # nobody is asked anything while the link switches
     switched = ends.wait_until(lambda: _moves_on(ends.reports(), devices), SWITCH_S)
     at = calls.first(CALLS[kind], asked)
-    mended = time.monotonic()
-    pair.heal()
+    mended = pair.heal()
     if not ends.wait_until(lambda: all(report.turns and report.turns[-1][1] for report in ends.reports())):
         raise TimeoutError("the link did not come back")
     reports = ends.reports()
     ends.shut()
     if not switched:
         return None
-    if at is None:
-        raise RuntimeError(f"the kernel did not call {CALLS[kind]}")
+    told = None if at is None else calls.first(TELLS[kind], at)
+    if at is None or told is None:
+        raise RuntimeError(f"the kernel did not call {CALLS[kind]} and {TELLS[kind]}")
     first = min(when for report in reports for when, _ in report.seen.failed if when >= at)
     return {
         "noticed_ms": first - at,
+        "told_ms": told - at,
         "switched_ms": min(w for report in reports for w, device in report.seen.sent if w > first and _backup(device, devices))
         - first,
         "moving_ms": _first_chunk(reports[RECEIVER], devices, first) - first,

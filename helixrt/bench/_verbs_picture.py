@@ -38,7 +38,7 @@ def record(pair: NicPair, devices: Sequence[Sequence[str]], sizes: Sizes, patien
     return {"sample_s": SAMPLE_S, "chunk_bytes": sizes.chunk_bytes, "panels": panels}
 
 
-def _stream(ends: Ends, devices: Sequence[Sequence[str]], down: Callable[[], float], up: Callable[[], None]) -> dict[str, Any]:
+def _stream(ends: Ends, devices: Sequence[Sequence[str]], down: Callable[[], float], up: Callable[[], float]) -> dict[str, Any]:
     ends.ask(Stream())
     time.sleep(1.0)
     ends.ask("clear")
@@ -103,6 +103,6 @@ def draw(recorded: dict[str, Any], picture: Path) -> None:
         axis.set_xlim(0, recorded["sample_s"] * len(rates))
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower left", fontsize=8)
+        axis.legend(loc=(0.01, 0.12), fontsize=8)
     axes[0].set_ylabel("MB/s received")
     figure.savefig(picture)

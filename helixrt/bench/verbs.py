@@ -82,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
     devices = (args.here, args.there)
     if args.failures:
         failures = _verbs_failures.measure(nics.existing()[0], devices, sizes, args.failures)
-    if args.picture is not None:
-        _verbs_picture.write(_verbs_picture.record(nics.existing()[0], devices, sizes, _verbs_failures.PATIENCE), args.picture)
     if args.json is not None:
         figures = {name: asdict(spread) for name, spread in spreads.items()}
         machine = {"device": platform.machine(), "kernel": platform.release(), "cores": os.cpu_count(),
@@ -94,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
                       "machine_cost": cost, "failures": failures}  # fmt: skip
         args.json.write_text(json.dumps(everything, indent=2) + "\n")
         print(f"  written to {args.json}")
+    if args.picture is not None:
+        _verbs_picture.write(_verbs_picture.record(nics.existing()[0], devices, sizes, _verbs_failures.PATIENCE), args.picture)
     return 0
 
 

@@ -188,7 +188,7 @@ class Peer:
         if self.rails[number] is not connection:
             return
         self.rails[number] = None
-        if self.control is not None:
+        if self.control is not None and failure is not Failure.DEVICE:
             self.read(self.control, frames.MAX_BODY_BYTES)  # if the peer said why, that is the cause
         if self.ended or self.left or self.link.closed:
             return

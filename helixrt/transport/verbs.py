@@ -27,12 +27,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from socket import socket
 
-from helixrt.errors import ConfigError
+from helixrt.errors import Cause, ConfigError
 from helixrt.protocol.link import Link
 from helixrt.protocol.link_messages import Failure, LinkOptions, RailDown
 from helixrt.record import FlightRecord
 from helixrt.transport import verbs_address
-from helixrt.transport.contract import Buffer
+from helixrt.transport.contract import Buffer, Outcome
 from helixrt.transport.process_memory import address_of
 from helixrt.transport.tcp import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp_peer import CONTROL, Peer
@@ -126,6 +126,7 @@ class VerbsEndpoint(TcpEndpoint):
         self._watched: dict[_Place, Descriptor] = {}
         self._places = [(rail.device, rail.port, rail.gid_index) for rail in rails]
         self._spare: dict[_Place, list[QueuePair]] = {place: [] for place in self._places}
+        self._retiring: list[tuple[_Place, QueuePair]] = []
         self._rests = Rests()
         self._exposed: list[tuple[Registered, Buffer]] = []
         self._registrations = {place: self._new_registrations(place) for place in self._places}
@@ -180,7 +181,7 @@ class VerbsEndpoint(TcpEndpoint):
     def _join(self, peer: VerbsPeer, pair: QueuePair, theirs: Attributes, rail: int, incarnation: int) -> None:
         place = self._places[rail]
         self._watch_events(place)
-        registrations, retire = self._registrations[place], functools.partial(self._retire, place)
+        registrations, retire = self._registrations[place], functools.partial(self._retire_soon, place)
         generation = peer.link.generation
         connection = VerbsConnection(
             pair, theirs, registrations, peer, peer.rank, rail, generation, self.has_frames, retire
@@ -223,6 +224,34 @@ class VerbsEndpoint(TcpEndpoint):
         if nic is None:
             nic = self._nics[self._places[rail]] = Nic(self._library, self._verbs_rails[rail])
         return nic
+
+    def _retire_soon(self, place: _Place, pair: QueuePair) -> None:
+        """A connection was closed, so nothing that comes counts any more; and before its caller can have any memory back, the
+        queue pair is reset. Meanwhile the handshake about it goes out."""
+        self._retiring.append((place, pair))
+
+    def _retire_all(self) -> None:
+        while self._retiring:
+            self._retire(*self._retiring.pop())
+
+    def progress(self, now: float) -> Sequence[Outcome]:
+        try:
+            return super().progress(now)
+        finally:
+            if self._retiring:
+                self._retire_all()
+
+    def turn(self, until: float) -> None:
+        super().turn(until)
+        self._retire_all()
+
+    def forget(self, op: int) -> None:
+        super().forget(op)
+        self._retire_all()
+
+    def _leave(self, cause: Cause | None) -> None:
+        super()._leave(cause)
+        self._retire_all()
 
     def _retire(self, place: _Place, pair: QueuePair) -> None:
         try:

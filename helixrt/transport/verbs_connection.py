@@ -37,7 +37,8 @@ _LET_GO_S = 0.05  # so long a rail may take to finish with memory that its calle
 
 
 class VerbsConnection:
-    """`wake(self)` is called when it can go on writing. `retire(pair)` gets the queue pair back, disarmed."""
+    """`wake(self)` is called when it can go on writing. `retire(pair)` gets the queue pair back: it must disarm it before the
+    caller of the endpoint has any memory of its messages again."""
 
     def __init__(
         self,
@@ -161,22 +162,23 @@ class VerbsConnection:
     def _poll(self) -> None:
         """Take all completions there are: those of work requests count at once, receives wait for their turn. Once it is clear
         why the queue pair failed, the rest is only what failed with it."""
-        failed: list[int] = []
+        flushed: int | None = None
         while not self.closed and self._broken is None and (found := self._pair.poll()):
             for completion in found:
                 if self.closed:
                     return
                 if completion.status != self._enums.WC_SUCCESS:
-                    failed.append(int(completion.status))
+                    cause = first_cause((int(completion.status),), self._enums)
+                    if cause[0] is not Failure.CASCADE:
+                        self._broken = cause
+                        return
+                    flushed = int(completion.status)
                 elif completion.wr_id & RECEIVE_BIT:
                     self._arrived.append(completion)
                 else:
                     self._sends.complete(completion.wr_id & NUMBER_MASK)
-            if failed:
-                cause = first_cause(failed, self._enums)
-                self._broken = None if cause[0] is Failure.CASCADE else cause
-        if failed and self._broken is None:
-            self._broken = first_cause(failed, self._enums)
+        if flushed is not None:
+            self._broken = first_cause((flushed,), self._enums)
 
     def _use(self, completion: Any) -> None:
         """A message of the other end."""
@@ -273,7 +275,7 @@ class VerbsConnection:
         return self._sends.completed == self._sends.posted
 
     def close(self) -> None:
-        """Nothing comes and nothing goes any more when this returns."""
+        """Nothing that comes counts any more when this returns; `retire` sees to it that nothing goes."""
         if self.closed:
             return
         self.closed = True

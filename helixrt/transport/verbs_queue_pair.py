@@ -25,7 +25,7 @@ from helixrt.transport.verbs_wire import MAX_SLOTS, RECEIVE_BYTES, Attributes
 CHAIN = 8  # work requests posted with one call, at most
 RECEIVE_BIT = 1 << 62  # in the id of a receive's completion
 _LIFE_SHIFT = 32
-_POLLED = 16  # completions taken at once: of the many that a failure brings, only the first ones matter
+_POLLED = 8  # completions taken at once: of the many that a failure brings, only the first ones matter
 NUMBER_MASK = (1 << _LIFE_SHIFT) - 1  # the lowest bits of a number, or the index of a receive
 
 
