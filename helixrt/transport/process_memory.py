@@ -12,6 +12,7 @@ lent it: a process id may be used again once its owner is gone, so `alive` is as
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import secrets
 import select
@@ -27,6 +28,7 @@ class _Span(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 
 
+@functools.cache  # to load a library again builds a class
 def _reader(library: type[ctypes.CDLL]) -> Any:
     """The C function, or None where there is none."""
     try:

@@ -123,7 +123,7 @@ class SharedMemoryEndpoint(Endpoint):
         for descriptor in [d for d in self._parked if self._hellos[d].generation <= self._generation]:
             self._resume(descriptor)
         to_dial = [peer for peer in names if peer < self._me]  # the higher rank dials
-        look, standing = 0.0, StoppedProcesses()
+        look, turn, standing = 0.0, 0.0, StoppedProcesses()
         while self._expected:
             now = time.monotonic()
             if now >= until:
@@ -140,7 +140,9 @@ class SharedMemoryEndpoint(Endpoint):
                     if peer > self._me and process is None:
                         raise Retryable(f"rank {peer} is gone: nobody listens at its address on this host")
                     standing.of[peer] = process or 0
-            self._give_up_silent(standing, now)
+            if now >= turn:
+                turn = now + _TURN_S
+                self._give_up_silent(standing, now)
             to_dial = [peer for peer in to_dial if not self._dial(peer, names[peer], now)]
             wait = min(until, look, now + _TURN_S) - now
             for descriptor, _ in self._epoll.poll(min(wait, _DIAL_AGAIN_S) if to_dial else wait):
