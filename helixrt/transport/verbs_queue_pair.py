@@ -38,7 +38,7 @@ class Sizes:
     """
 
     chunk_bytes: int = 1 << 20  # of a ring's slot, and of one write
-    slots: int = 8
+    slots: int = 16
     receives: int = 128  # posted: messages that may be on their way here
     sends: int = 128  # posted: messages that may be on their way from here
     bounces: int = 16  # short messages that are copied to be sent
