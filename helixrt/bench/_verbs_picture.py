@@ -38,7 +38,7 @@ def record(pair: NicPair, devices: Sequence[Sequence[str]], sizes: Sizes, patien
     return {"sample_s": SAMPLE_S, "chunk_bytes": sizes.chunk_bytes, "panels": panels}
 
 
-def _stream(ends: Ends, devices: Sequence[Sequence[str]], down: Callable[[], float], up: Callable[[], float]) -> dict[str, Any]:
+def _stream(ends: Ends, devices: Sequence[Sequence[str]], down: Callable[[], float], up: Callable[[], None]) -> dict[str, Any]:
     ends.ask(Stream())
     time.sleep(1.0)
     ends.ask("clear")

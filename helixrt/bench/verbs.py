@@ -31,7 +31,7 @@ from helixrt.transport.verbs_queue_pair import CHAIN, NUMBER_MASK, RECEIVE_BIT, 
 from helixrt.transport.verbs_wire import Attributes
 
 _DEFAULT = Sizes()
-_PATIENCE = Patience(timeout=16, retries=2)  # of the rates: emulated, a busy machine answers late
+_PATIENCE = Patience(timeout=18, retries=6)  # of the rates: emulated, a busy machine answers late
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

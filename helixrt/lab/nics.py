@@ -128,17 +128,15 @@ class NicPair:
         lines = [f"qdisc replace dev {self.netdev(end)} root netem limit {LIMIT_PACKETS} {netem}" for end in ends or End]
         _batch("tc", lines)
 
-    def heal(self) -> float:
-        """Both ends up, nothing lost or held; gives the monotonic time since when. Returns when RDMA can be used again."""
+    def heal(self) -> None:
+        """Both ends up, nothing lost or held."""
         for end in End:
             _set_up(self.netdev(end), True)
         ip(self._ways())
         listed = _call(["tc", "qdisc", "show"])
         impaired = [end for end in End if re.search(rf"netem \S+ dev {self.netdev(end)} root", listed)]
         _batch("tc", [f"qdisc del dev {self.netdev(end)} root" for end in impaired])
-        at = time.monotonic()
         wait_until_active([self])
-        return at
 
     def _ways(self) -> list[str]:
         """Routes and neighbours each way: the kernel forgets them when a device goes down."""
