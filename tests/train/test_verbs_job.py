@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from helixrt.lab import vm
 from helixrt.train.checkpoint import newest_complete
 
 DEADLINE_S = 560.0  # of one run: a minute or two where the emulation has two cores to itself
@@ -67,6 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     made = Runs(tmp_path_factory.mktemp("runs"))
     yield made
     made.lab("stop")
+    shutil.rmtree(vm.folder_of(made.vm), ignore_errors=True)
 
 
 def losses(run: Path) -> dict[tuple[int, int], float]:
