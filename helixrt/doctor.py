@@ -25,7 +25,8 @@ import helixrt
 from helixrt.errors import ConfigError
 from helixrt.lab import vm_setup
 from helixrt.lab.machine import Lack, lacking
-from helixrt.transport import verbs_devices, verbs_library
+from helixrt.transport.verbs import devices as verbs_devices
+from helixrt.transport.verbs import library as verbs_library
 
 PYTHON = (3, 11)
 TOP_FOLDERS = ("passes", "triton_kernels", "ray_cluster", "conf")

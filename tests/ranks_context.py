@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-_IMPORTED = ["torch.distributed", "helixrt.collectives", "helixrt.transport.auto", "helixrt.transport.tcp"]
+_IMPORTED = ["torch.distributed", "helixrt.collectives", "helixrt.transport.auto", "helixrt.transport.tcp.endpoint"]
 
 
 def ranks_context() -> ForkServerContext:

@@ -31,9 +31,9 @@ def lint(checkout: Path, *command: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
-        ("helixrt/protocol/lineage.py", "import torch", "pure"),
+        ("helixrt/protocol/step/lineage.py", "import torch", "pure"),
         ("helixrt/schedule/ir.py", "from time import monotonic", "pure"),
-        ("helixrt/schedule/ir.py", "import helixrt.protocol.lineage", "layers"),
+        ("helixrt/schedule/ir.py", "import helixrt.protocol.step.lineage", "layers"),
         ("helixrt/errors.py", "import helixrt.protocol", "layers"),
         ("helixrt/replica/contracts.py", "import helixrt.pipeline", "engines-by-contract"),
         ("helixrt/train/config.py", "import helixrt.lab", "emulate-and-lab"),

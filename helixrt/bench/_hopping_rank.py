@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Unloaded
-from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
+from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import FlightRecord, Kind
 from helixrt.transport.contract import Received, Sent
-from helixrt.transport.tcp import TcpEndpoint, TcpOptions
-from helixrt.transport.tcp_rails import rail_on
+from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp.rails import rail_on
 
 SECRET = b"the secret of a benchmark"
 DEADLINE_S = 120.0

@@ -11,13 +11,13 @@ import time
 from typing import Any
 
 from helixrt.bench._hopping_rank import SECRET, Host, run
-from helixrt.protocol.hopping_messages import HoppingOptions, Unloaded
-from helixrt.protocol.link_messages import Action, Event, LinkOptions
-from helixrt.protocol.link_recording import Opening, Recording, said
+from helixrt.protocol.hopping.messages import HoppingOptions, Unloaded
+from helixrt.protocol.link.messages import Action, Event, LinkOptions
+from helixrt.protocol.link.recording import Opening, Recording, said
 from helixrt.record import FlightRecord
-from helixrt.transport.tcp import TcpEndpoint, TcpOptions
-from helixrt.transport.tcp_peer import Peer
-from helixrt.transport.tcp_rails import rail_on
+from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp.peer import Peer
+from helixrt.transport.tcp.rails import rail_on
 
 
 class RecordedEndpoint(TcpEndpoint):

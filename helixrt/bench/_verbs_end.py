@@ -20,10 +20,10 @@ from typing import Any
 from helixrt.bench._verbs_pair import CONNECT_S, LIMIT_S, PERIOD_S
 from helixrt.errors import Cause
 from helixrt.transport.contract import Received, Sent
-from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
-from helixrt.transport.verbs_devices import Nic, VerbsRail
-from helixrt.transport.verbs_failure import port_failed
-from helixrt.transport.verbs_queue_pair import RECEIVE_BIT, Patience, QueuePair, Sizes
+from helixrt.transport.verbs.devices import Nic, VerbsRail
+from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
+from helixrt.transport.verbs.failure import port_failed
+from helixrt.transport.verbs.queue_pair import RECEIVE_BIT, Patience, QueuePair, Sizes
 
 OP = 1
 SENDER, RECEIVER = 0, 1

@@ -22,7 +22,7 @@ from typing import Any
 from helixrt.bench._verbs_end import RECEIVER, SENDER, Ends, Report, Stream
 from helixrt.lab.kernel_calls import KernelCalls
 from helixrt.lab.nics import NicPair
-from helixrt.transport.verbs_queue_pair import Patience, Sizes
+from helixrt.transport.verbs.queue_pair import Patience, Sizes
 
 PATIENCE = Patience(timeout=12, retries=2)
 CALLS = {"down": "veth_close", "blackhole": "dev_deactivate_many"}  # the failure

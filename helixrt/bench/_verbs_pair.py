@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from helixrt.transport.contract import Received, Sent
-from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
-from helixrt.transport.verbs_devices import VerbsRail
-from helixrt.transport.verbs_peer import VerbsPeer
-from helixrt.transport.verbs_queue_pair import Patience, Sizes
+from helixrt.transport.verbs.devices import VerbsRail
+from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
+from helixrt.transport.verbs.peer import VerbsPeer
+from helixrt.transport.verbs.queue_pair import Patience, Sizes
 
 LIMIT_S = 120.0
 CONNECT_S = 30.0

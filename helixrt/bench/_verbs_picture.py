@@ -14,7 +14,7 @@ from typing import Any
 
 from helixrt.bench._verbs_end import RECEIVER, Ends, Stream
 from helixrt.lab.nics import NicPair
-from helixrt.transport.verbs_queue_pair import Patience, Sizes
+from helixrt.transport.verbs.queue_pair import Patience, Sizes
 
 DOWN_S, UP_S, END_S, SAMPLE_S = 5.0, 10.0, 15.0, 0.25
 BROKEN = {"the sender's NIC": "a", "the receiver's NIC": "b"}

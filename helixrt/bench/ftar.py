@@ -29,12 +29,12 @@ from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.process_group import HelixGroup
 from helixrt.errors import ConfigError, Fatal, Retryable
-from helixrt.protocol.algorithms.layout import Tuning
-from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.collective.algorithms.layout import Tuning
+from helixrt.protocol.link.messages import LinkOptions
 from helixrt.replica.store import host_store
 from helixrt.transport.auto import AutoEndpoint
 from helixrt.transport.contract import Endpoint
-from helixrt.transport.tcp import TcpOptions
+from helixrt.transport.tcp.endpoint import TcpOptions
 
 SECRET = b"the secret of a benchmark"
 HOST = "127.0.0.1"

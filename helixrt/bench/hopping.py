@@ -30,7 +30,7 @@ from typing import Any
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Fatal
 from helixrt.lab.net import Network
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Unloaded
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
 
 SENDERS, FAST, SLOW = 4, 4, 2
 RECEIVER = SENDERS  # the host

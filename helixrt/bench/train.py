@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import Fatal
-from helixrt.protocol.lineage import genesis
+from helixrt.protocol.step.lineage import genesis
 from helixrt.replica.contracts import Coordinate, RankSpec
 from helixrt.replica.membership import serve_lighthouse
 from helixrt.replica.run_keys import EXIT_KEY, done_key

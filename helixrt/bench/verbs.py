@@ -25,10 +25,10 @@ from helixrt.bench._figures import Spread
 from helixrt.bench._verbs_pair import Pair
 from helixrt.lab import nics
 from helixrt.transport.process_memory import address_of
-from helixrt.transport.verbs_devices import Nic, VerbsRail
-from helixrt.transport.verbs_library import library
-from helixrt.transport.verbs_queue_pair import CHAIN, NUMBER_MASK, RECEIVE_BIT, Patience, QueuePair, Request, Sizes
-from helixrt.transport.verbs_wire import Attributes
+from helixrt.transport.verbs.devices import Nic, VerbsRail
+from helixrt.transport.verbs.library import library
+from helixrt.transport.verbs.queue_pair import CHAIN, NUMBER_MASK, RECEIVE_BIT, Patience, QueuePair, Request, Sizes
+from helixrt.transport.verbs.wire import Attributes
 
 _DEFAULT = Sizes()
 _PATIENCE = Patience(timeout=18, retries=6)  # of the rates: emulated, a busy machine answers late

@@ -1,7 +1,7 @@
 """Runs collectives: one rank's end of a group, over an endpoint, in one generation after another.
 
 In: plans with the tensors they work on, submitted in the same order on every rank. Out: `Handle`s. Between the pure
-machine that decides (`protocol/collective.py`) and the endpoint that carries bytes this is the driver:
+machine that decides (`protocol/collective/machine.py`) and the endpoint that carries bytes this is the driver:
 it hands outcomes of the endpoint to the machine as events and carries out its actions
 (FT-HSDP section 4.2: the CPU drives the whole process).
 
@@ -32,8 +32,8 @@ from helixrt.collectives.poller import Poller
 from helixrt.collectives.reduction import Reduction
 from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.errors import Cause, Retryable
-from helixrt.protocol.algorithms.layout import Tuning
-from helixrt.protocol.plan import Plan
+from helixrt.protocol.collective.algorithms.layout import Tuning
+from helixrt.protocol.collective.plan import Plan
 from helixrt.transport import contract
 
 _log = logging.getLogger("helixrt.collectives")

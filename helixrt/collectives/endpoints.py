@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from helixrt.errors import ConfigError
-from helixrt.protocol.hopping_messages import HoppingOptions
-from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.hopping.messages import HoppingOptions
+from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.transport.contract import Endpoint
 
@@ -54,9 +54,9 @@ def open_endpoint(
     """
     from helixrt.transport.auto import AutoEndpoint
     from helixrt.transport.named_rails import NamedRails
-    from helixrt.transport.tcp import TcpOptions
-    from helixrt.transport.tcp_rails import TcpRail
-    from helixrt.transport.verbs_devices import rails_here
+    from helixrt.transport.tcp.endpoint import TcpOptions
+    from helixrt.transport.tcp.rails import TcpRail
+    from helixrt.transport.verbs.devices import rails_here
 
     named = find_rails(reach)
     here = NamedRails(named.tcp or (TcpRail(host),), named.rdma or tuple(rails_here())).as_paths(reach.paths)

@@ -1,7 +1,7 @@
 """One generation of a communicator: its machine, its operations and its endpoint, brought on in turns.
 
 In: operations, and time as a number. Out: handles whose operations ended, with how. Outcomes of the endpoint
-become events of the machine (`protocol/collective.py`), its actions become calls of the endpoint and
+become events of the machine (`protocol/collective/machine.py`), its actions become calls of the endpoint and
 reductions. Everything here is called by one thread at a time: the communicator holds its lock.
 """
 
@@ -21,9 +21,9 @@ from helixrt.collectives.reduction import Reduction
 from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.collectives.staging import Mark
 from helixrt.errors import Cause
-from helixrt.protocol.algorithms.layout import Tuning
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.collective_messages import (
+from helixrt.protocol.collective.algorithms.layout import Tuning
+from helixrt.protocol.collective.machine import CollectiveMachine
+from helixrt.protocol.collective.messages import (
     Aborted,
     Action,
     Await,
@@ -40,7 +40,7 @@ from helixrt.protocol.collective_messages import (
     Submitted,
     Transmit,
 )
-from helixrt.protocol.plan import Plan
+from helixrt.protocol.collective.plan import Plan
 from helixrt.transport import contract
 
 _LOOK_S = 0.5e-3  # how often to ask whether bytes have come from a card, which has no descriptor to wait for

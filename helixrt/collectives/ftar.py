@@ -21,7 +21,7 @@ from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.rendezvous import StoreClients, meet
 from helixrt.errors import Cause, Retryable
-from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
 
 _STORE_S = 4.0  # for one answer of the run's store

@@ -19,7 +19,7 @@ from helixrt.collectives.operations import Collectives
 from helixrt.collectives.rendezvous import all_connected, meet, shared_secret
 from helixrt.collectives.work import GroupError
 from helixrt.errors import Cause, Retryable
-from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
 
 SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks take one from their store

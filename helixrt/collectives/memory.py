@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from helixrt.protocol.plan import Region, Space
+from helixrt.protocol.collective.plan import Region, Space
 
 _NOTHING = memoryview(bytearray())
 _VIEWED_AS = {  # what arithmetic sees instead; the bytes are the same

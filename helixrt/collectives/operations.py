@@ -20,8 +20,8 @@ from helixrt.collectives.memory import lies_at, overlap
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.collectives.staging import Staging
-from helixrt.protocol.algorithms import choice, direct
-from helixrt.protocol.plan import Plan
+from helixrt.protocol.collective.algorithms import choice, direct
+from helixrt.protocol.collective.plan import Plan
 
 _MOST_PLANS = 256
 _NO_REDUCTION = Reduction(Op.SUM)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from helixrt.collectives.memory import OperationMemory
-from helixrt.protocol.plan import Copy, Reduce
+from helixrt.protocol.collective.plan import Copy, Reduce
 from helixrt.triton_kernels.oracle import ACCUMULATORS, BITWISE, OPERATORS, Op
 from helixrt.triton_kernels.reduction import reduce_copy
 

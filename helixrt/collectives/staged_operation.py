@@ -15,8 +15,8 @@ import torch
 from helixrt.collectives.memory import OperationMemory
 from helixrt.collectives.reduction import Reduction
 from helixrt.collectives.staging import Mark, Staging
-from helixrt.protocol.collective_messages import Compute, Transmit
-from helixrt.protocol.plan import Copy, Node, Plan, Receive, Reduce, Region, Send, Space
+from helixrt.protocol.collective.messages import Compute, Transmit
+from helixrt.protocol.collective.plan import Copy, Node, Plan, Receive, Reduce, Region, Send, Space
 from helixrt.triton_kernels.reduction import reduce_copy
 
 

@@ -14,10 +14,10 @@ from typing import cast
 from helixrt.emulate.collective_node import Name, Node
 from helixrt.emulate.fabric import Clock, Connection, Fabric, Payload, Receiver
 from helixrt.errors import Cause
-from helixrt.protocol import collective_messages as c
-from helixrt.protocol import frames
-from helixrt.protocol import link_messages as l
-from helixrt.protocol.frames import Frame, FrameError, Kind
+from helixrt.protocol.collective import messages as c
+from helixrt.protocol.link import frames
+from helixrt.protocol.link import messages as l
+from helixrt.protocol.link.frames import Frame, FrameError, Kind
 
 
 class Driver(Receiver):

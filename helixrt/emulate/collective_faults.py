@@ -12,10 +12,10 @@ from abc import abstractmethod
 from helixrt.emulate.collective_generations import OPTIONS, Generations
 from helixrt.emulate.collective_node import Node
 from helixrt.errors import Cause
-from helixrt.protocol import collective_messages as c
-from helixrt.protocol import frames
-from helixrt.protocol import link_messages as l
-from helixrt.protocol.frames import Frame, Kind
+from helixrt.protocol.collective import messages as c
+from helixrt.protocol.link import frames
+from helixrt.protocol.link import messages as l
+from helixrt.protocol.link.frames import Frame, Kind
 
 RAIL_FAULTS = ("break", "half-open", "slow", "double")  # a link survives these by itself
 FAULTS = (*RAIL_FAULTS, "loss", "silence", "crash", "pause", "partition", "late", "close", "garbage")

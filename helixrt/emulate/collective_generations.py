@@ -13,10 +13,10 @@ from dataclasses import replace
 from helixrt.emulate.collective_driver import Driver
 from helixrt.emulate.collective_node import Node
 from helixrt.errors import Cause
-from helixrt.protocol import collective_messages as c
-from helixrt.protocol import link_messages as l
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.link import Link
+from helixrt.protocol.collective import messages as c
+from helixrt.protocol.collective.machine import CollectiveMachine
+from helixrt.protocol.link import messages as l
+from helixrt.protocol.link.machine import Link
 
 OPTIONS = l.LinkOptions(
     eager_bytes=64,

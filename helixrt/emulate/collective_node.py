@@ -10,8 +10,8 @@ from typing import cast
 
 from helixrt.emulate.fabric import Connection, Payload
 from helixrt.emulate.plans import Memory
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.link import Link
+from helixrt.protocol.collective.machine import CollectiveMachine
+from helixrt.protocol.link.machine import Link
 
 Name = tuple[int, int, int]  # peer's index in the generation, op, index
 

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 from helixrt.emulate.plans import ELEMENT
-from helixrt.protocol.algorithms import choice, direct
-from helixrt.protocol.algorithms.layout import Tuning
-from helixrt.protocol.plan import Plan
+from helixrt.protocol.collective.algorithms import choice, direct
+from helixrt.protocol.collective.algorithms.layout import Tuning
+from helixrt.protocol.collective.plan import Plan
 
 TUNING = Tuning(chunk_bytes=128, chunks=2, least_chunk_bytes=64, direct_bytes=128, two_step_bytes=256, halving_bytes=512)
 COLLECTIVES = ("all_reduce", "all_reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")

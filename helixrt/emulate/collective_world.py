@@ -34,8 +34,8 @@ from helixrt.emulate.collective_tasks import (
     sizes_of,
 )
 from helixrt.emulate.plans import ELEMENT, Memory
-from helixrt.protocol import collective_messages as c
-from helixrt.protocol.plan import Plan
+from helixrt.protocol.collective import messages as c
+from helixrt.protocol.collective.plan import Plan
 
 DEADLINE_S, PATIENCE_S = 0.5, 30.0
 PATIENCE_EVENTS = 100_000

@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from helixrt.protocol.frames import Frame, Kind
-from helixrt.protocol.link_messages import Failure
+from helixrt.protocol.link.frames import Frame, Kind
+from helixrt.protocol.link.messages import Failure
 
 DELAY_S = (0.0002, 0.002)
 RECONNECT_S = (0.001, 0.008)

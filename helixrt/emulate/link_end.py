@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import Kind
-from helixrt.protocol.link import Link
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import Kind
+from helixrt.protocol.link.machine import Link
 
 if TYPE_CHECKING:
     from helixrt.emulate.link_network import Connection

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helixrt.emulate.link_end import End, Name, Surroundings, check
-from helixrt.protocol import frames
-from helixrt.protocol import link_messages as m
+from helixrt.protocol.link import frames
+from helixrt.protocol.link import messages as m
 
 LONG_BYTES = 1000  # a longer payload takes its time
 MISHAPS = (m.Failure.PATH, m.Failure.PATH, m.Failure.DEVICE, m.Failure.CASCADE)

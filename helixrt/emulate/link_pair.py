@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, TypeVar
 
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import Frame, Kind
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_rails import SendState
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import Frame, Kind
+from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.rails import SendState
 
 LONG = 100_000  # bytes: it needs a credit
 OPTIONS: dict[str, Any] = dict(eager_bytes=1000, eager_memory_bytes=4000)

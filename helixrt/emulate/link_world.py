@@ -19,9 +19,9 @@ from typing import Any
 from helixrt.emulate.link_end import End, Wrong, check
 from helixrt.emulate.link_network import LONG_BYTES, Network
 from helixrt.errors import HelixError
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_rails import ReceiveState, SendState
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.rails import ReceiveState, SendState
 
 OPTIONS = m.LinkOptions(
     eager_bytes=LONG_BYTES, eager_memory_bytes=4000, window_bytes=12_000, window_frames=6, attempt_s=2.0, longest_rest_s=0.4

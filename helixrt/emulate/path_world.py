@@ -20,10 +20,10 @@ from helixrt.emulate import link_world
 from helixrt.emulate.link_end import End, Surroundings, check
 from helixrt.emulate.link_network import LONG_BYTES, Connection
 from helixrt.emulate.link_world import GENERATION, LinkWorld, Verdict
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import HEADER_BYTES, Frame
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Reason, Unloaded
-from helixrt.protocol.link import Link
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Reason, Unloaded
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import HEADER_BYTES, Frame
+from helixrt.protocol.link.machine import Link
 
 RATE, LATENCY_S = 2e6, 0.001  # of an idle path: bytes a second, seconds one way
 MESSAGE_BYTES = 5000

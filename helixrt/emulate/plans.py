@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Sequence
 from operator import add
 
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.collective_messages import Await, Compute, Computed, Done, Event, Received, Sent, Submitted, Transmit
-from helixrt.protocol.plan import Copy, Plan, Reduce, Region, Space
+from helixrt.protocol.collective.machine import CollectiveMachine
+from helixrt.protocol.collective.messages import Await, Compute, Computed, Done, Event, Received, Sent, Submitted, Transmit
+from helixrt.protocol.collective.plan import Copy, Plan, Reduce, Region, Space
 
 ELEMENT = 8  # bytes
 

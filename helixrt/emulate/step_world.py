@@ -3,7 +3,7 @@
 In: a seed, the number of replicas, rings and steps, and which kinds of fault may happen. Out: a
 `Verdict`, or a `Violation` that says what was broken and the one line that replays it.
 
-The machines are the ones the job runs (`helixrt.protocol.step`); only what they act on is simulated:
+The machines are the ones the job runs (`helixrt.protocol.step.machine`); only what they act on is simulated:
 a lighthouse with heartbeats, the run's log with outages, rings that break half-way, peer fetch,
 checkpoints. "Parameters" are the list of what was summed into them, so every update is checked
 against the lineage at once, not only at the end.
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from helixrt.protocol import step_messages as p
-from helixrt.protocol.lineage import CommitRecord, Log, audit, genesis
-from helixrt.protocol.quorum import Member
-from helixrt.protocol.step import StepMachine
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.quorum import Member
 
 Batch = tuple[int, int]  # (replica, position)
 State = tuple[str, tuple[frozenset[Batch], ...]]  # lineage hash, what each update summed

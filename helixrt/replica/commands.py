@@ -1,6 +1,6 @@
 """What the leader of a replica tells its ranks, what they answer, and how both travel.
 
-Commands are the machine's actions (`helixrt.protocol.step`) plus the few of the job; reports are
+Commands are the machine's actions (`helixrt.protocol.step.machine`) plus the few of the job; reports are
 its events, with the rank that speaks. The leader's own rank gets them in the process; other ranks
 through keys of the run's store, numbered, so that each rank sees every command once and in order.
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from helixrt.errors import Retryable
-from helixrt.protocol import step_messages as p
-from helixrt.protocol.lineage import CommitRecord
-from helixrt.protocol.quorum import Member
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.protocol.step.quorum import Member
 from helixrt.replica.contracts import RunStore
 
 # ---------------------------------------------------------------- vocabulary

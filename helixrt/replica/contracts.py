@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from helixrt.protocol.quorum import Member
+from helixrt.protocol.step.quorum import Member
 
 
 @dataclass(frozen=True)

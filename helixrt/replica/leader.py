@@ -1,7 +1,7 @@
 """The leader of a replica: drives the step machine, and tells the ranks.
 
 In: reports of the ranks, answers of the membership service and of the run's store. Out: commands.
-The machine (`helixrt.protocol.step`) decides; this only carries out, in two threads: one feeds
+The machine (`helixrt.protocol.step.machine`) decides; this only carries out, in two threads: one feeds
 events to the machine, one does whatever blocks (a quorum, the store), of which there is never
 more than one at a time. Follows DESIGN.md, "The life of a step".
 """
@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable
 
 from helixrt.errors import Fatal, Retryable
-from helixrt.protocol import step_messages as p
-from helixrt.protocol.lineage import CommitRecord
-from helixrt.protocol.quorum import Member
-from helixrt.protocol.step import StepMachine
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Broken, Digested, RankCommand, RankReport
 from helixrt.replica.contracts import Membership

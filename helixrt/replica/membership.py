@@ -1,6 +1,6 @@
 """Who takes part in a step, from torchft's lighthouse; and the membership of a run of one replica.
 
-In: a replica's account of itself (`protocol.quorum.Member`). Out: `Formed`, the same on all of its members.
+In: a replica's account of itself (`protocol.step.quorum.Member`). Out: `Formed`, the same on all of its members.
 
 What the lighthouse does (torchft 0.2, found by trying), which the step protocol may count on:
 
@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import Any
 
 from helixrt.errors import Cause, MissingExtra, Retryable
-from helixrt.protocol.quorum import Member
+from helixrt.protocol.step.quorum import Member
 from helixrt.replica.contracts import Formed, Membership
 from helixrt.replica.lost_members import ASK_S, GONE, Lost, LostMembers
 from helixrt.timeouts import Timeouts

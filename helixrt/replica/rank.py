@@ -23,8 +23,8 @@ import torch
 
 from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Fatal, Retryable
-from helixrt.protocol import step_messages as p
-from helixrt.protocol.lineage import CommitRecord
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Engine, FetchReport, Shard, StateTransport, Update, WorkResult, layout_of

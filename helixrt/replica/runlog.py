@@ -1,12 +1,12 @@
 """The run's log in the run's store: commit records at consecutive indices, each put once.
 
 In: a `RunStore` and records. Out: what stands at an index, which is what the first writer put there
-(DESIGN, "The life of a step", 4). What the entries mean is `protocol.lineage.Log`.
+(DESIGN, "The life of a step", 4). What the entries mean is `protocol.step.lineage.Log`.
 """
 
 from __future__ import annotations
 
-from helixrt.protocol.lineage import CommitRecord
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import RunStore
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from helixrt.errors import ConfigError, HelixError, Retryable
-from helixrt.protocol.lineage import CommitRecord, Log
+from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore
 from helixrt.train.lineage_files import read_lineage, sync_folder, write_durably

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from helixrt.errors import ConfigError, Fatal
-from helixrt.protocol.lineage import CommitRecord, Log, audit, genesis
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.ray_cluster.controller import Controller, LifeEvent
 from helixrt.ray_cluster.policies import Options, StopRun
 from helixrt.replica.contracts import Coordinate, Launcher, RankSpec, RunStore

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from helixrt.errors import ConfigError, Retryable
-from helixrt.protocol.lineage import CommitRecord
+from helixrt.protocol.step.lineage import CommitRecord
 
 
 def write_durably(path: Path, text: str) -> None:

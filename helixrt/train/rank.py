@@ -29,9 +29,9 @@ from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.gloo import GlooExchange
 from helixrt.errors import ConfigError, Fatal, Retryable
-from helixrt.protocol import step_messages as p
-from helixrt.protocol.lineage import CommitRecord, Log
-from helixrt.protocol.step import StepMachine
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord, Log
+from helixrt.protocol.step.machine import StepMachine
 from helixrt.record import BoundedSink, FlightRecord, Kind
 from helixrt.replica.commands import Broken, Channel, Digest, Evaluate, Exit, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport

@@ -6,7 +6,7 @@ In: `TransportConfig`, and which replica it is for. Out: a `Reach`.
 from __future__ import annotations
 
 from helixrt.collectives.endpoints import Reach
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Unloaded
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
 from helixrt.train.config import TransportConfig
 
 NO_HOPPING = "none"

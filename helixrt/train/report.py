@@ -17,7 +17,7 @@ from typing import Any
 from helixrt.observe.failures import Failure, Loss, failures, replica_of
 from helixrt.observe.rails import RailOutage, rail_outages
 from helixrt.observe.timeline import Timeline, timeline, typical_step
-from helixrt.protocol.lineage import Audit, CommitRecord, Log, audit
+from helixrt.protocol.step.lineage import Audit, CommitRecord, Log, audit
 from helixrt.ray_cluster.controller import Happening, LifeEvent
 from helixrt.record import Event, Kind, read_events
 from helixrt.train.config import TrainConfig

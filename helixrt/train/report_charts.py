@@ -13,7 +13,7 @@ from html import escape
 
 from helixrt.observe.failures import Failure
 from helixrt.observe.timeline import COMPUTE, Bar, Message, Timeline
-from helixrt.protocol.lineage import CommitRecord
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 
 WIDTH = 1040

@@ -3,7 +3,7 @@
 In: the run's secret, and the addresses of this host that TCP may use. Out: an `Endpoint`. Each peer's address
 lists the transports it offers; both ends of a pair see both lists, test the same thing, and so choose alike.
 
-- shared memory, if the peer's socket answers on this host (`shared_memory.listens`: a proof, no guess by names);
+- shared memory, if the peer's socket answers on this host (`shared_memory.endpoint.listens`: a proof, no guess by names);
 - else verbs, if both have RDMA ports of one kind (where those do not reach each other after all, their link runs over its
   last rail, TCP);
 - else tcp.
@@ -24,17 +24,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import Kind
-from helixrt.transport import shared_memory, verbs_address
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
-from helixrt.transport.shared_memory import SharedMemoryEndpoint
-from helixrt.transport.tcp import TcpEndpoint, TcpOptions
-from helixrt.transport.tcp_rails import TcpRail
-from helixrt.transport.verbs_devices import VerbsRail
+from helixrt.transport.shared_memory import endpoint as shared_memory
+from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
+from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp.rails import TcpRail
+from helixrt.transport.verbs import address as verbs_address
+from helixrt.transport.verbs.devices import VerbsRail
 
 if TYPE_CHECKING:
-    from helixrt.transport.verbs_queue_pair import Patience
+    from helixrt.transport.verbs.queue_pair import Patience
 
 AUTO, SHARED_MEMORY, VERBS, TCP = "auto", "shared_memory", "verbs", "tcp"
 TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS)
@@ -99,7 +100,7 @@ def check_transport(value: str, key: str = "transport") -> None:
     if value == SHARED_MEMORY and (reason := shared_memory.unsupported()) is not None:
         raise ConfigError(key, value, reason)
     if value == VERBS:
-        from helixrt.transport import verbs
+        from helixrt.transport.verbs import endpoint as verbs
 
         if (reason := verbs.unsupported()) is not None:
             raise ConfigError(key, value, reason)
@@ -152,7 +153,7 @@ class AutoEndpoint(Endpoint):
     def _open_verbs(
         self, secret: bytes, management: TcpRail, tcp: TcpOptions, rails: Sequence[VerbsRail] | None
     ) -> None:
-        from helixrt.transport import verbs
+        from helixrt.transport.verbs import endpoint as verbs
 
         if (reason := verbs.unsupported()) is not None:
             _log.info("no RDMA verbs here: %s", reason)
@@ -305,7 +306,7 @@ class AutoEndpoint(Endpoint):
 
 def _patience(period_s: float | None) -> Patience:
     """Of a NIC with a path: as many times the usual one, up to a power of two, as the heartbeats are slow."""
-    from helixrt.transport.verbs_queue_pair import Patience
+    from helixrt.transport.verbs.queue_pair import Patience
 
     usual = Patience()
     slower = math.log2(period_s) if period_s is not None and period_s > 1 else 0.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from helixrt.errors import ConfigError
-from helixrt.transport.tcp_rails import TcpRail, rail_on
-from helixrt.transport.verbs_devices import SYSFS, VerbsRail, find_port
+from helixrt.transport.tcp.rails import TcpRail, rail_on
+from helixrt.transport.verbs.devices import SYSFS, VerbsRail, find_port
 
 
 @dataclass(frozen=True)

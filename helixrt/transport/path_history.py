@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from helixrt.protocol.link_messages import ForTheRecord, Hopped, PathProbed, RailBack, RailLeft
+from helixrt.protocol.link.messages import ForTheRecord, Hopped, PathProbed, RailBack, RailLeft
 from helixrt.record import FlightRecord, Kind
 
 

@@ -1,15 +1,15 @@
 """What a peer needs of a rail's connection, whatever carries its bytes, and whom the connection tells.
 
-In and out: frames, and payloads straight from memory to memory. Implemented over TCP (`tcp_connection`) and over RDMA
-verbs (`verbs_connection`); `tcp_peer.Peer` drives both alike.
+In and out: frames, and payloads straight from memory to memory. Implemented over TCP (`tcp.connection`) and over RDMA
+verbs (`verbs.connection`); `tcp.peer.Peer` drives both alike.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from helixrt.protocol.frames import Frame
-from helixrt.protocol.link_messages import Failure
+from helixrt.protocol.link.frames import Frame
+from helixrt.protocol.link.messages import Failure
 
 
 class Waitable(Protocol):

@@ -10,7 +10,7 @@ import pytest
 from helixrt.bench.rails import acknowledged, check
 from helixrt.cli import main
 from helixrt.errors import Fatal
-from helixrt.protocol.link_recording import Recording
+from helixrt.protocol.link.recording import Recording
 
 RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "data"
 

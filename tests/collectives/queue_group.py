@@ -12,7 +12,7 @@ from helixrt.collectives.communicator import Communicator
 from helixrt.collectives.operations import Collectives
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.staging import Staging
-from helixrt.protocol.algorithms.layout import Tuning
+from helixrt.protocol.collective.algorithms.layout import Tuning
 from tests.collectives.queue_endpoint import Hub
 
 DEADLINE_S = 20.0

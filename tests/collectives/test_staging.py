@@ -19,8 +19,8 @@ from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.staged_operation import traffic
 from helixrt.collectives.staging import Lane, Mark, Staged, Staging
 from helixrt.collectives.work import HelixWork
-from helixrt.protocol.algorithms import choice
-from helixrt.protocol.plan import Copy, Node, Receive, Reduce, Region, Send, Space
+from helixrt.protocol.collective.algorithms import choice
+from helixrt.protocol.collective.plan import Copy, Node, Receive, Reduce, Region, Send, Space
 from tests.collectives.queue_group import DEADLINE_S, SMALL, SUM, Group, tensor
 
 CHUNK_BYTES = 64

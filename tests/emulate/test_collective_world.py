@@ -13,13 +13,13 @@ import pytest
 
 from helixrt.emulate import collective_tasks, collective_world
 from helixrt.emulate.collective_world import FAULTS, RAIL_FAULTS, CollectiveWorld, Verdict, Violation
-from helixrt.protocol.algorithms import choice
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.ledger import Ledger
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_failover import Failover
-from helixrt.protocol.link_receive import Inbox
-from helixrt.protocol.link_send import Outbox
+from helixrt.protocol.collective.algorithms import choice
+from helixrt.protocol.collective.machine import CollectiveMachine
+from helixrt.protocol.link.failover import Failover
+from helixrt.protocol.link.ledger import Ledger
+from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.receive import Inbox
+from helixrt.protocol.link.send import Outbox
 from helixrt.protocol.liveness import Liveness
 from tests.emulate.break_line import Line, break_line
 from tests.emulate.sweeps import sweep_all

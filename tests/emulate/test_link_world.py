@@ -18,15 +18,16 @@ import pytest
 
 from helixrt.emulate import link_world
 from helixrt.emulate.link_world import LinkWorld, Verdict, Violation
-from helixrt.protocol import frames, link_send
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.ledger import Ledger
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_failover import Failover
-from helixrt.protocol.link_rails import Rail
-from helixrt.protocol.link_receive import Inbox
-from helixrt.protocol.link_send import Outbox
-from helixrt.protocol.link_wire import Wire
+from helixrt.protocol.link import frames
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link import send as link_send
+from helixrt.protocol.link.failover import Failover
+from helixrt.protocol.link.ledger import Ledger
+from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.rails import Rail
+from helixrt.protocol.link.receive import Inbox
+from helixrt.protocol.link.send import Outbox
+from helixrt.protocol.link.wire import Wire
 from tests.emulate.break_line import break_line
 
 SEEDS = 500

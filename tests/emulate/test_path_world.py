@@ -15,13 +15,13 @@ import pytest
 from helixrt.emulate import path_world
 from helixrt.emulate.link_world import Violation
 from helixrt.emulate.path_world import RATE, HoppingEnd, PathVerdict, PathWorld
-from helixrt.protocol.hopping import Hopper, Policy
-from helixrt.protocol.hopping_messages import PolicyName, Reason
-from helixrt.protocol.ledger import Ledger
-from helixrt.protocol.link_failover import Failover
-from helixrt.protocol.link_messages import LinkOptions
-from helixrt.protocol.link_paths import Paths
-from helixrt.protocol.link_send import Outbox
+from helixrt.protocol.hopping.hopper import Hopper, Policy
+from helixrt.protocol.hopping.messages import PolicyName, Reason
+from helixrt.protocol.link.failover import Failover
+from helixrt.protocol.link.ledger import Ledger
+from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.paths import Paths
+from helixrt.protocol.link.send import Outbox
 from tests.emulate.break_line import Line, break_line
 from tests.emulate.sweeps import sweep_all
 

@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 
 from helixrt.emulate.step_world import FAULTS, StepWorld, Violation
-from helixrt.protocol import step_messages as p
-from helixrt.protocol.step import Phase, StepMachine
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.machine import Phase, StepMachine
 
 SEEDS = 20_000
 HARD_CASES = ("crashes", "superseded", "retried", "fetches", "repaired")

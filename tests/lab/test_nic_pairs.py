@@ -20,7 +20,7 @@ import pytest
 
 from helixrt.lab import nics
 from helixrt.lab.nics import End, NicPair
-from helixrt.transport.verbs_library import library
+from helixrt.transport.verbs.library import library
 
 pytestmark = pytest.mark.rdma
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from helixrt.protocol import hopping_messages as h
-from helixrt.protocol.hopping_messages import HoppingOptions, Unloaded
-from helixrt.protocol.hopping_policies import policy_of
+from helixrt.protocol.hopping import messages as h
+from helixrt.protocol.hopping.messages import HoppingOptions, Unloaded
+from helixrt.protocol.hopping.policies import policy_of
 
 ONE_S = Unloaded(1e6, 0.0)
 PATHS = 6

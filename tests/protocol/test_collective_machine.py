@@ -7,10 +7,10 @@ import random
 import pytest
 
 from helixrt.errors import Cause
-from helixrt.protocol.algorithms import direct, ring
-from helixrt.protocol.algorithms.layout import Tuning
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.collective_messages import (
+from helixrt.protocol.collective.algorithms import direct, ring
+from helixrt.protocol.collective.algorithms.layout import Tuning
+from helixrt.protocol.collective.machine import CollectiveMachine
+from helixrt.protocol.collective.messages import (
     Aborted,
     Action,
     Await,
@@ -27,7 +27,7 @@ from helixrt.protocol.collective_messages import (
     Submitted,
     Transmit,
 )
-from helixrt.protocol.plan import Copy, Plan, Receive, Region, Send, Space
+from helixrt.protocol.collective.plan import Copy, Plan, Receive, Region, Send, Space
 
 TUNING = Tuning(chunk_bytes=256, chunks=2, least_chunk_bytes=64)
 LOST = PeerLost(1, Cause("link to rank 1 is gone", "rank 0"))

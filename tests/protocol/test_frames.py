@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixrt.errors import Cause
-from helixrt.protocol import frames
-from helixrt.protocol.frames import ANSWER, EAGER, HEADER_BYTES, MAX_BODY_BYTES, Counters, Frame, FrameError, Kind, Name
+from helixrt.protocol.link import frames
+from helixrt.protocol.link.frames import ANSWER, EAGER, HEADER_BYTES, MAX_BODY_BYTES, Counters, Frame, FrameError, Kind, Name
 
 U64 = st.integers(0, 2**64 - 1)
 I64 = st.integers(-(2**63), 2**63 - 1)

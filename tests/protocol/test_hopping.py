@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helixrt.errors import ConfigError
-from helixrt.protocol import hopping_messages as h
-from helixrt.protocol.hopping import Hopper, RttAverage
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Reason, Unloaded
+from helixrt.protocol.hopping import messages as h
+from helixrt.protocol.hopping.hopper import Hopper, RttAverage
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Reason, Unloaded
 from tests.protocol.path_sender import ONE_S, PATHS, Sender, options
 
 # ---------------------------------------------------------------- options

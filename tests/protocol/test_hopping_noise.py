@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixrt.protocol import hopping_messages as h
-from helixrt.protocol.hopping_messages import PolicyName, Reason
+from helixrt.protocol.hopping import messages as h
+from helixrt.protocol.hopping.messages import PolicyName, Reason
 from tests.protocol.path_sender import PATHS, Sender
 
 # ---------------------------------------------------------------- properties

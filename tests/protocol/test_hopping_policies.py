@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from helixrt.protocol import hopping_messages as h
-from helixrt.protocol.hopping_messages import PolicyName, Reason
+from helixrt.protocol.hopping import messages as h
+from helixrt.protocol.hopping.messages import PolicyName, Reason
 from tests.protocol.path_sender import PATHS, Sender
 
 # ---------------------------------------------------------------- paths that fail

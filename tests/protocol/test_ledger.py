@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helixrt.protocol.frames import MAX_RANGES
-from helixrt.protocol.ledger import Ledger
+from helixrt.protocol.link.frames import MAX_RANGES
+from helixrt.protocol.link.ledger import Ledger
 
 
 @given(st.lists(st.integers(1, 40), max_size=80))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from helixrt.protocol.lineage import CommitRecord, Log, audit, genesis
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 
 
 def after(parent: CommitRecord, generation: int, *contributors: int) -> CommitRecord:

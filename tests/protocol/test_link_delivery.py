@@ -6,8 +6,8 @@ import pytest
 
 from helixrt.emulate.link_pair import LONG, Pair
 from helixrt.errors import ConfigError
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import Kind
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import Kind
 
 # ---------------------------------------------------------------- credits and eager messages
 

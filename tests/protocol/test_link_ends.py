@@ -8,10 +8,10 @@ import pytest
 
 from helixrt.emulate.link_pair import Pair
 from helixrt.errors import Cause
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_messages import LinkOptions
-from helixrt.protocol.link_rails import SendState
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.rails import SendState
 
 # ---------------------------------------------------------------- peers and rails
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from helixrt.emulate.link_pair import Pair
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import Kind
-from helixrt.protocol.link_rails import ReceiveState, SendState
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import Kind
+from helixrt.protocol.link.rails import ReceiveState, SendState
 
 
 def fall_back(pair: Pair) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from helixrt.emulate.link_pair import Pair
-from helixrt.protocol import frames
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import Frame, Kind
-from helixrt.protocol.link_rails import SendState
+from helixrt.protocol.link import frames
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import Frame, Kind
+from helixrt.protocol.link.rails import SendState
 
 # ---------------------------------------------------------------- fallback
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from helixrt.errors import Cause, ConfigError
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import HEADER_BYTES, Frame, Kind
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Reason, Unloaded
-from helixrt.protocol.link import Link
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Reason, Unloaded
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import HEADER_BYTES, Frame, Kind
+from helixrt.protocol.link.machine import Link
 
 FAST, SLOW = 25e6, 2.5e6  # bytes per second
 CHUNK = 1 << 20

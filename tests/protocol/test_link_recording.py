@@ -12,11 +12,11 @@ from helixrt.emulate.link_end import End
 from helixrt.emulate.link_world import LinkWorld
 from helixrt.emulate.path_world import HoppingEnd, PathWorld
 from helixrt.errors import Cause
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import Counters, Frame, Kind, counters_body
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Unloaded
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_recording import Opening, Recording, said
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import Counters, Frame, Kind, counters_body
+from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.recording import Opening, Recording, said
 
 BODY = counters_body(Counters(3, 70, ((5, 6),)))
 EVENTS: tuple[m.Event, ...] = (

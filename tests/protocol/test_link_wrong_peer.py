@@ -6,9 +6,9 @@ import pytest
 
 from helixrt.emulate.link_pair import LONG, Pair
 from helixrt.errors import Cause
-from helixrt.protocol import frames
-from helixrt.protocol import link_messages as m
-from helixrt.protocol.frames import EAGER, Frame, Kind
+from helixrt.protocol.link import frames
+from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.frames import EAGER, Frame, Kind
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from helixrt.protocol import step_messages as p
-from helixrt.protocol.lineage import CommitRecord, Log, genesis
-from helixrt.protocol.quorum import Member, assess, reusable_epoch, successor
-from helixrt.protocol.step import StepMachine
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.quorum import Member, assess, reusable_epoch, successor
 
 ROOT = genesis("run", 2)
 

@@ -17,9 +17,9 @@ import torch
 
 from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Retryable
-from helixrt.protocol.lineage import Log, audit, genesis
-from helixrt.protocol.quorum import Member
-from helixrt.protocol.step import StepMachine
+from helixrt.protocol.step.lineage import Log, audit, genesis
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Exit, RankCommand, RankReport, decode, encode
 from helixrt.replica.contracts import FetchReport, Formed, Membership, Shard, StateTransport

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from helixrt.errors import Retryable
-from helixrt.protocol.quorum import Member
+from helixrt.protocol.step.quorum import Member
 from helixrt.replica.contracts import Formed
 from helixrt.replica.lost_members import GONE
 from helixrt.replica.membership import SoloMembership, TorchftMembership, newest_incarnations, serve_lighthouse
@@ -228,7 +228,7 @@ def test_the_newest_incarnation_stands_for_a_replica() -> None:
 def test_a_process_that_forgets_to_close_ends_well(world: World) -> None:
     script = f"""
 from helixrt.replica.membership import TorchftMembership
-from helixrt.protocol.quorum import Member
+from helixrt.protocol.step.quorum import Member
 from helixrt.timeouts import Timeouts
 m = TorchftMembership(0, 0, {world.address!r}, {TIMEOUTS!r}, 0.0)
 m.announce()

@@ -12,10 +12,10 @@ import torch
 
 from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Fatal, Retryable
-from helixrt.protocol import step_messages as p
-from helixrt.protocol.lineage import CommitRecord, Log, genesis
-from helixrt.protocol.quorum import Member
-from helixrt.protocol.step import StepMachine
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Channel, Exit, RankReport
 from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, StateTransport

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helixrt.errors import ConfigError, Retryable
-from helixrt.protocol.lineage import CommitRecord, genesis
+from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import MemoryRunStore, TcpRunStore, host_store

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from helixrt.protocol.lineage import Log, audit
+from helixrt.protocol.step.lineage import Log, audit
 from helixrt.train.chaos import MOMENTS
 from helixrt.train.checkpoint import Checkpoint, newest_complete, step_folders
 from helixrt.train.lineage_files import read_lineage

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helixrt.errors import ConfigError, Retryable
-from helixrt.protocol.lineage import CommitRecord, genesis
+from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore
 from helixrt.train import checkpoint as checkpoints

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helixrt.protocol.lineage import CommitRecord, genesis
+from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.ray_cluster.controller import Happening, LifeEvent
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
 from helixrt.train.config import DataConfig, TrainConfig

@@ -16,7 +16,7 @@ from helixrt.train import validate as rules
 from helixrt.train.config import CommandConfig, KillConfig, ScheduleConfig, TrainConfig
 from helixrt.train.schema import command, load_config
 from helixrt.train.validate import resume_conflicts, validate
-from helixrt.transport import verbs
+from helixrt.transport.verbs import endpoint as verbs
 
 
 @pytest.fixture

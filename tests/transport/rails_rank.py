@@ -14,10 +14,10 @@ import select
 import sys
 import time
 
-from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.link.messages import LinkOptions
 from helixrt.transport.contract import Received, Sent
-from helixrt.transport.tcp import TcpEndpoint, TcpOptions
-from helixrt.transport.tcp_rails import rail_on
+from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp.rails import rail_on
 
 AT_ONCE = 4
 

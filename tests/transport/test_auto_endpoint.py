@@ -13,10 +13,11 @@ from collections.abc import Mapping
 import pytest
 
 from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.transport import verbs, verbs_address
 from helixrt.transport.auto import AutoEndpoint, Choice, choose, pack_addresses, unpack_addresses
 from helixrt.transport.contract import Endpoint, PeerAborted
-from helixrt.transport.shared_memory import SharedMemoryEndpoint, host_identity
+from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint, host_identity
+from helixrt.transport.verbs import address as verbs_address
+from helixrt.transport.verbs import endpoint as verbs
 from tests.transport.conformance import MIB, EndpointConformance
 from tests.transport.worlds import LIMIT_S, SECRET, Message, World
 

@@ -9,11 +9,11 @@ import pytest
 
 from helixrt.collectives.endpoints import Reach, find_rails, open_endpoint
 from helixrt.errors import ConfigError
-from helixrt.protocol.hopping_messages import HoppingOptions, Unloaded
+from helixrt.protocol.hopping.messages import HoppingOptions, Unloaded
 from helixrt.record import FlightRecord, Kind
 from helixrt.transport.named_rails import NamedRails, named_rails
-from helixrt.transport.tcp_rails import TcpRail
-from helixrt.transport.verbs_devices import VerbsRail
+from helixrt.transport.tcp.rails import TcpRail
+from helixrt.transport.verbs.devices import VerbsRail
 from tests.transport.conformance import MIB
 from tests.transport.worlds import Message, World
 

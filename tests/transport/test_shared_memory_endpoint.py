@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helixrt.errors import Cause
-from helixrt.transport import shared_memory, shared_memory_messages
 from helixrt.transport.contract import Endpoint, Lost, Received
 from helixrt.transport.process_memory import Probe, ProcessMemory, Proof, address_of
-from helixrt.transport.shared_memory import SharedMemoryEndpoint
-from helixrt.transport.shared_memory_link import SharedMemoryLink
-from helixrt.transport.shared_memory_messages import EAGER_BYTES
-from helixrt.transport.shared_memory_segment import (
+from helixrt.transport.shared_memory import endpoint as shared_memory
+from helixrt.transport.shared_memory import messages as shared_memory_messages
+from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
+from helixrt.transport.shared_memory.link import SharedMemoryLink
+from helixrt.transport.shared_memory.messages import EAGER_BYTES
+from helixrt.transport.shared_memory.segment import (
     OFFERS,
     Fence,
     Frame,

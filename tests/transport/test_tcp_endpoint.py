@@ -12,16 +12,16 @@ from collections.abc import Iterator
 import pytest
 
 from helixrt.errors import ConfigError
-from helixrt.protocol.frames import Frame, Kind, pack
-from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.link.frames import Frame, Kind, pack
+from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.record import Kind as Recorded
-from helixrt.transport import tcp_admission
 from helixrt.transport.authentication import nonce
 from helixrt.transport.contract import Endpoint, Lost
-from helixrt.transport.tcp import TcpEndpoint, TcpOptions
-from helixrt.transport.tcp_connection import Connection
-from helixrt.transport.tcp_handshake import (
+from helixrt.transport.tcp import admission as tcp_admission
+from helixrt.transport.tcp.connection import Connection
+from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp.handshake import (
     CHALLENGE_BYTES,
     VERDICT_BYTES,
     HandshakeError,
@@ -32,7 +32,7 @@ from helixrt.transport.tcp_handshake import (
     parse_challenge,
     parse_hello,
 )
-from helixrt.transport.tcp_rails import MAX_RAILS, TcpRail, parse_address, rail_on
+from helixrt.transport.tcp.rails import MAX_RAILS, TcpRail, parse_address, rail_on
 from tests.transport.conformance import MIB, EndpointConformance, NewWorld, size_at_random
 from tests.transport.worlds import SECRET, Message, World
 

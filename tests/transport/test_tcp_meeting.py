@@ -9,7 +9,7 @@ import pytest
 
 from helixrt.errors import Retryable
 from helixrt.transport.contract import Endpoint
-from helixrt.transport.tcp import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
 from tests.transport.worlds import LIMIT_S, SECRET, Attempt, World
 
 HEARTBEAT_S = 0.2

@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Unloaded
-from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
+from helixrt.protocol.link.messages import LinkOptions
 from helixrt.transport.contract import Endpoint
-from helixrt.transport.tcp import TcpEndpoint, TcpOptions
-from helixrt.transport.tcp_rails import TcpRail
+from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp.rails import TcpRail
 from tests.transport.conformance import MIB, EndpointConformance
 from tests.transport.worlds import Message, World
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helixrt.transport.tcp_rails import SocketTuning, TcpRail, dial, listen
+from helixrt.transport.tcp.rails import SocketTuning, TcpRail, dial, listen
 
 OFFERED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 

@@ -32,9 +32,9 @@ def _first_is_a() -> None:
 
 def make(secret: bytes, heartbeat_s: float | None, **changes: Any) -> Endpoint:
     """The next end of both pairs; a process of its own is the other end of its parent's first."""
-    from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
-    from helixrt.transport.verbs_devices import VerbsRail
-    from helixrt.transport.verbs_queue_pair import Patience, Sizes
+    from helixrt.transport.verbs.devices import VerbsRail
+    from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
+    from helixrt.transport.verbs.queue_pair import Patience, Sizes
 
     end = "ab"[(next(_turns) + (multiprocessing.parent_process() is not None)) % 2]
     rails = [VerbsRail(device=NicPair(number).rdma(end)) for number in (1, 2)]

@@ -17,13 +17,13 @@ import pytest
 
 from helixrt.errors import Retryable
 from helixrt.lab.nics import NicPair
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_messages import Failure, LinkOptions
-from helixrt.protocol.link_rails import Rail, SendState
+from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.messages import Failure, LinkOptions
+from helixrt.protocol.link.rails import Rail, SendState
 from helixrt.transport.contract import Endpoint, Received, Sent
-from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
-from helixrt.transport.verbs_devices import VerbsRail
-from helixrt.transport.verbs_queue_pair import Patience, Sizes
+from helixrt.transport.verbs.devices import VerbsRail
+from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
+from helixrt.transport.verbs.queue_pair import Patience, Sizes
 from tests.transport.worlds import SECRET, Inbox, Message, World
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(400)]

@@ -1,6 +1,6 @@
 """The network over which queue pairs are set up is lost while a link is on its backup: what is up goes on, and no more.
 
-What SHIFT keeps in a store goes over proved connections here (`verbs_setup`). When they cannot be had, no rail comes back; and
+What SHIFT keeps in a store goes over proved connections here (`verbs.setup`). When they cannot be had, no rail comes back; and
 when the last one fails, the two ends cannot agree on anything, so the link ends with an error at both, and for good.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helixrt.lab.nics import NicPair
-from helixrt.protocol.link_rails import SendState
+from helixrt.protocol.link.rails import SendState
 from helixrt.transport.contract import Received
 from tests.transport.test_verbs_lab import BACKUP, LIMIT_S, PAIR, Stream, link_of, open_world
 

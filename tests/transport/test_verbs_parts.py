@@ -19,18 +19,20 @@ from pathlib import Path
 import pytest
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.protocol.frames import FrameError
-from helixrt.protocol.link_messages import Failure
-from helixrt.transport import tcp_rails, verbs_address, verbs_library
+from helixrt.protocol.link.frames import FrameError
+from helixrt.protocol.link.messages import Failure
 from helixrt.transport.process_memory import address_of
-from helixrt.transport.tcp_watch import READ, Watch
-from helixrt.transport.verbs_devices import Port, VerbsRail, best_gid, find_port, rails_here, survey
-from helixrt.transport.verbs_failure import first_cause, port_failed
-from helixrt.transport.verbs_library import Enums
-from helixrt.transport.verbs_memory import Registrations
-from helixrt.transport.verbs_queue_pair import Patience, Sizes
-from helixrt.transport.verbs_setup import LONGEST_REST_S, SLOW_S, Background, Exchange, Rests
-from helixrt.transport.verbs_wire import (
+from helixrt.transport.tcp import rails as tcp_rails
+from helixrt.transport.tcp.watch import READ, Watch
+from helixrt.transport.verbs import address as verbs_address
+from helixrt.transport.verbs import library as verbs_library
+from helixrt.transport.verbs.devices import Port, VerbsRail, best_gid, find_port, rails_here, survey
+from helixrt.transport.verbs.failure import first_cause, port_failed
+from helixrt.transport.verbs.library import Enums
+from helixrt.transport.verbs.memory import Registrations
+from helixrt.transport.verbs.queue_pair import Patience, Sizes
+from helixrt.transport.verbs.setup import LONGEST_REST_S, SLOW_S, Background, Exchange, Rests
+from helixrt.transport.verbs.wire import (
     ATTRIBUTES_BYTES,
     MAX_SLOTS,
     Attributes,

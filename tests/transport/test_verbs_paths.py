@@ -16,15 +16,15 @@ import pytest
 
 from helixrt.lab.nic_paths import NicPaths
 from helixrt.lab.nics import NicPair
-from helixrt.protocol.hopping_messages import HoppingOptions, PolicyName, Unloaded
-from helixrt.protocol.link import Link
-from helixrt.protocol.link_messages import LinkOptions
+from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
+from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import FlightRecord, Kind
 from helixrt.transport.contract import Endpoint
-from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
-from helixrt.transport.verbs_connection import VerbsConnection
-from helixrt.transport.verbs_devices import VerbsRail
-from helixrt.transport.verbs_queue_pair import Patience, Sizes
+from helixrt.transport.verbs.connection import VerbsConnection
+from helixrt.transport.verbs.devices import VerbsRail
+from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
+from helixrt.transport.verbs.queue_pair import Patience, Sizes
 from tests.transport.conformance import EndpointConformance
 from tests.transport.worlds import SECRET, Message, World
 

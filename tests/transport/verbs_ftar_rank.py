@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from helixrt.protocol.algorithms.layout import Tuning
-from helixrt.protocol.algorithms.ring import ring_all_reduce
-from helixrt.protocol.collective import CollectiveMachine
-from helixrt.protocol.collective_messages import Await, Compute, Computed, Done, Received, Sent, Submitted, Transmit
-from helixrt.protocol.plan import Copy, Region, Space
+from helixrt.protocol.collective.algorithms.layout import Tuning
+from helixrt.protocol.collective.algorithms.ring import ring_all_reduce
+from helixrt.protocol.collective.machine import CollectiveMachine
+from helixrt.protocol.collective.messages import Await, Compute, Computed, Done, Received, Sent, Submitted, Transmit
+from helixrt.protocol.collective.plan import Copy, Region, Space
 from helixrt.transport import contract
-from helixrt.transport.verbs import VerbsEndpoint, VerbsOptions
-from helixrt.transport.verbs_devices import VerbsRail
-from helixrt.transport.verbs_queue_pair import Patience
+from helixrt.transport.verbs.devices import VerbsRail
+from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
+from helixrt.transport.verbs.queue_pair import Patience
 
 TUNING = Tuning(chunk_bytes=256 << 10, chunks=4, least_chunk_bytes=64 << 10)
 

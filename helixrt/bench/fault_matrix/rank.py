@@ -25,7 +25,7 @@ from helixrt.bench.fault_matrix.strikes import StruckEndpoint
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.errors import Retryable
-from helixrt.protocol.algorithms.layout import Tuning, grain, grid_of_whole
+from helixrt.protocol.collective.algorithms.layout import Tuning, grain, grid_of_whole
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
 from helixrt.replica.store import host_store, split_address
 

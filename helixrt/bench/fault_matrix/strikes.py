@@ -25,9 +25,9 @@ from typing import NoReturn
 
 from helixrt.bench.fault_matrix.cells import Fault, Phase
 from helixrt.errors import Cause, Retryable
-from helixrt.transport import tcp_rails
 from helixrt.transport.auto import TCP, unpack_addresses
 from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Refused
+from helixrt.transport.tcp import rails as tcp_rails
 
 EXIT_CODE = 3
 SLOW = 0.8  # of a heartbeat period: the slow peer's one long pause

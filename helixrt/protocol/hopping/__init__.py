@@ -1,0 +1,1 @@
+"""Path hopping: which of a link's paths new messages take (Hopper section 3)."""

@@ -1,0 +1,400 @@
+"""What a link hears and what it answers: events and actions, all frozen.
+
+In: nothing. Out: the vocabulary that `link.Link` shares with whoever moves the bytes: the TCP driver,
+the verbs driver and simulated worlds. A link is the pair of one rank with one peer in one generation; a
+message is named (op, index), each name used once per direction and generation; rails are numbered from 0
+alike at both ends. Times are the caller's monotonic seconds.
+
+What a driver does, in short: tell every event as it happens, oldest first; carry out the actions in the
+order given; wake the link with `Tick` at `Link.deadline`. It reads all that can be read before a `Tick`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from helixrt.errors import Cause, ConfigError
+from helixrt.protocol.hopping.messages import HoppingOptions, Reason
+from helixrt.protocol.link.frames import Frame
+
+
+class Failure(Enum):
+    """Why a rail failed; decides who may try again, and where (DESIGN.md, "Link")."""
+
+    PATH = "path"  # the way between the two ends: what it carried goes elsewhere, the rail is tried again after a rest
+    DEVICE = "device"  # our own device: the same, after a longer rest, and all rails on that device should be told
+    CASCADE = "cascade"  # a consequence (flushed work): the cause that came first stands
+    PROGRAM = "program"  # a use that can never work: not tried again anywhere, the link is lost
+    PEER_GONE = "peer gone"  # nobody listens at the peer's end: with no rail left, the link is lost at once
+
+
+class Landing(Enum):
+    """Where the payload of a DATA frame goes."""
+
+    PLACE = "place"  # the memory posted for (op, index)
+    HOLD = "hold"  # memory of the driver, kept under (op, index) until `Deliver` or `Free`
+    DROP = "drop"  # nowhere: read it and throw it away
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """The settings of a link; both ends must have the same. Times in seconds."""
+
+    fault_tolerance: bool = True  # False: no acknowledgements, no copies, no beats; the first failure loses the link
+    striped: bool = True  # over all healthy rails, least outstanding bytes first; False: the lowest-numbered, others back it up
+    hopping: HoppingOptions | None = None  # rails are paths, and a policy chooses where new messages go; needs striped and
+    # fault_tolerance
+    eager_bytes: int = 64 << 10  # messages up to this travel before their receiver has posted
+    eager_memory_bytes: int = 4 << 20  # of such messages that wait at the receiver
+    window_bytes: int = 64 << 20  # on rails and unacknowledged; one message may always go
+    window_frames: int = 256  # likewise
+
+    connect_s: float = 60.0  # from the first event until a rail is up; else the peer is lost
+    period_s: float = 1.0  # of liveness: a silent peer is lost within 1.5 of it
+    attempt_s: float = 30.0  # software deadline of a frame on a rail; more than `window_bytes` take on the slowest rail
+    probe_s: float = 0.25  # for the answer to PROBE, SWITCH or RESUME
+    retry_s: float = 0.25  # between attempts to restore a rail that is down
+    rest_s: float = 0.1  # of a rail that flaps, doubled with each flap
+    longest_rest_s: float = 30.0
+    steady_s: float = 10.0  # in service without failure: earlier flaps are forgiven
+    acknowledge_s: float = 0.02  # what needs no prompt acknowledgement gets it this late, or along with other traffic
+
+    def __post_init__(self) -> None:
+        for key in ("window_bytes", "window_frames", "connect_s", "period_s", "attempt_s", "probe_s", "retry_s"):
+            if not getattr(self, key) > 0:
+                raise ConfigError(key, getattr(self, key), "must be more than 0")
+        if not 0 <= self.eager_bytes <= self.eager_memory_bytes:
+            raise ConfigError("eager_bytes", self.eager_bytes, f"must be 0 to eager_memory_bytes={self.eager_memory_bytes}")
+        if self.hopping is not None and not (self.striped and self.fault_tolerance):
+            raise ConfigError("hopping", self.hopping.policy.value, "needs striped and fault_tolerance")
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """The caller gave `length` bytes to send. `deadline`: `Failed` comes at that time if it is not done."""
+
+    op: int
+    index: int
+    length: int
+    repeatable: bool = True  # False: once handed to a rail it is never sent again
+    deadline: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """The caller gave memory for the peer's message."""
+
+    op: int
+    index: int
+    length: int
+    deadline: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class RailUp:
+    """The rail is connected. `incarnation` counts its connections, from 1, and both ends know the same number for
+    the same connection; nothing of an earlier one arrives from now on. `crossed`: setting it up took words over the rail
+    itself, which shows that the peer is alive and can be reached."""
+
+    rail: int
+    incarnation: int
+    crossed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RailDown:
+    """The rail broke, or `RestoreRail` failed. What was handed to it and not sent yet is dropped; nothing of it
+    arrives any more, and a payload under way ends here."""
+
+    rail: int
+    failure: Failure
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RailSlow:
+    """The rail works but should be left: fence, drain, switch, as in fail-back. It rests before it is used again."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameArrived:
+    """A frame with its checked body (`frames.with_body`), or the header of a DATA frame: then exactly one `Accept`
+    for this rail is among the actions, and the payload follows (also when its length is 0)."""
+
+    rail: int
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadArrived:
+    """All bytes of the payload under way on `rail` are where `Accept` (or a `Discard` since) said."""
+
+    rail: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Some bytes of a frame came: a sign of life. Needed only where no whole frame came of them."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSent:
+    """The last byte of a DATA frame left the memory it came from. Needed only without fault tolerance."""
+
+    rail: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; everything that could be read by now was read and told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The caller takes back all memory of `op`, in both directions."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The generation is over for this end: tell the peer why. Nothing follows but `SendFrame` of this call."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """This end closes on purpose; the peer is told, so that it is no failure."""
+
+
+Event = (
+    Submit
+    | Post
+    | RailUp
+    | RailDown
+    | RailSlow
+    | FrameArrived
+    | PayloadArrived
+    | Heard
+    | FrameSent
+    | Tick
+    | Forget
+    | Abort
+    | Close
+)
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class SendFrame:
+    """Write `frames.pack(frame)` on the rail, after all that was given to it before."""
+
+    rail: int
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class SendData:
+    """Write `frames.pack(frame)` and then the message (frame.op, frame.index), `frame.length` bytes, on the rail."""
+
+    rail: int
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Copy the short message (op, index) now: its `Sent` follows, and sending it, perhaps again, uses the copy."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The copy that `Keep` made is needed no more."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The caller takes back the memory of (op, index), which rails may hold: copy what they have yet to send of it."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Read the payload announced on `rail` to `landing`; then tell `PayloadArrived`."""
+
+    rail: int
+    sequence: int
+    op: int
+    index: int
+    landing: Landing
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Not one byte more of the payload under way on `rail` goes to its landing: throw the rest away as it comes."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Copy the held message into the memory posted for it and free it; `Received` follows."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Free the held message; nobody will ask for it."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The memory of the message may be written again."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The message is whole, in the memory posted for it."""
+
+    op: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This message, and no other, came to nothing: its deadline passed, or it must not be sent twice and may have been
+    delivered once. Its memory is the caller's again."""
+
+    op: int
+    index: int
+    sending: bool  # else receiving
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRail:
+    """Connect the rail anew (reset its queue pair), and answer `RailUp` or `RailDown`. The end that cannot dial waits
+    for the other's connection, and may try the peer's address to learn that nobody is there (PEER_GONE)."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetRail:
+    """Close the rail's connection, dropping what it holds in either direction; the link knows it is down."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class RailLeft:
+    """For the record: `rail` carried traffic, or stood by, and does so no more; the link goes on over the others. Whoever
+    runs the job should be told: the next failure may be the last one that is survived."""
+
+    rail: int
+    failure: Failure | None  # None: it works, and is left as slow
+    reason: str
+    usable: int  # rails that new traffic may still go on; 0: it waits for one
+
+
+@dataclass(frozen=True, slots=True)
+class RailBack:
+    """For the record: `rail` carries traffic again, or stands by."""
+
+    rail: int
+    usable: int  # rails that new traffic may go on now
+
+
+@dataclass(frozen=True, slots=True)
+class Hopped:
+    """For the record: new messages take another path (`hopping`). RTTs are of messages of the standard size, in seconds: of
+    the old path its average, of the new one its probe, 0 if there was none."""
+
+    old: int
+    path: int
+    reason: Reason
+    old_rtt_s: float
+    rtt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathProbed:
+    """For the record: another path was measured (`hopping`); the RTT as in `Hopped`."""
+
+    path: int
+    rtt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The peer is gone for good in this generation. Last action but `ResetRail`s; the link answers nothing more."""
+
+    cause: Cause
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAborted:
+    """The peer ended the generation and said why; else as `Lost`."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """The peer closed on purpose; else as `Lost`."""
+
+
+ForTheRecord = RailLeft | RailBack | Hopped | PathProbed
+
+Action = (
+    SendFrame
+    | SendData
+    | Keep
+    | Release
+    | Detach
+    | Accept
+    | Discard
+    | Deliver
+    | Free
+    | Sent
+    | Received
+    | Failed
+    | RestoreRail
+    | ResetRail
+    | RailLeft
+    | RailBack
+    | Hopped
+    | PathProbed
+    | Lost
+    | PeerAborted
+    | PeerClosed
+)

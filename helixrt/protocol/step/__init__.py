@@ -1,0 +1,1 @@
+"""A replica's step: quorum, commit and lineage (DESIGN, "The life of a step")."""

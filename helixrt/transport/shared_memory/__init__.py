@@ -1,0 +1,1 @@
+"""The endpoint for peers on one host: a segment of memory each way."""

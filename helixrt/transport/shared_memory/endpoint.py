@@ -1,0 +1,406 @@
+"""The endpoint for peers on one host: shared memory, and nothing left behind when a process dies.
+
+In: the run's secret. Out: an `Endpoint` (see `contract`). Peers meet over a Unix socket
+(`handshake`), then share one segment of memory each way (`segment`) and
+exchange messages by its rules (`link`).
+
+All descriptors of an endpoint are in one epoll of its own, so a driver waits for a single one. Linux only. No
+resend and no ledger: a ring in memory loses nothing, and when it does, the peer is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from helixrt.errors import Cause, ConfigError, Retryable
+from helixrt.protocol.liveness import SILENCE, Liveness
+from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, Refused
+from helixrt.transport.forking import disown_in_children
+from helixrt.transport.shared_memory.handshake import (
+    Handshake,
+    HandshakeError,
+    Hello,
+    Stale,
+    Stranger,
+    Terms,
+    answer,
+    credentials,
+    dial,
+)
+from helixrt.transport.shared_memory.link import SharedMemoryLink, Watch
+from helixrt.transport.stopped_processes import StoppedProcesses
+
+RING_BYTES = 1 << 20  # each costs its clearing at every reconfiguration (0.4 ms); larger ones are hardly faster
+_HANDSHAKE_S = 5.0  # for whoever connects to say something sensible
+_DIAL_AGAIN_S = 0.01
+_LOOK_S = 0.1  # how often to look whether a peer that has not come still exists
+_TURN_S = 0.05  # and whether it runs
+_PARKED = 64  # connections that wait for a later generation
+
+
+class SharedMemoryEndpoint(Endpoint):
+    """`secret` is the run's. A peer that says nothing for 1.5 `heartbeat_s` is lost; None: only its end is noticed.
+
+    `direct=False` keeps it from reading peers' memory (one copy), and all long messages go through the
+    ring (two copies).
+    """
+
+    def __init__(
+        self, secret: bytes, *, heartbeat_s: float | None = 1.0, ring_bytes: int = RING_BYTES, direct: bool = True
+    ) -> None:
+        if (reason := unsupported()) is not None:
+            raise ConfigError("transport", "shared_memory", reason)
+        self._terms = Terms(secret, ring_bytes, direct)
+        self._heartbeat_s = heartbeat_s
+        self._name = secrets.token_hex(16)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._listener.bind(_abstract(self._name))
+        self._listener.listen(512)
+        self._watch = Watch()
+        self._epoll = self._watch.epoll
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._generation, self._me = -1, -1
+        self._expected: set[int] = set()  # peers that may still come in this generation
+        self._links: dict[int, SharedMemoryLink] = {}
+        self._handshakes: dict[int, tuple[Handshake, int]] = {}  # descriptor -> it, and the peer if we dialled
+        self._hellos: dict[int, Hello] = {}  # what those who dialled us said
+        self._parked: set[int] = set()  # those that wait for a later generation
+        self._outcomes: deque[Outcome] = deque()
+        self._strangers = self._stale = 0
+        self._closed = False
+        disown_in_children(self)
+
+    # ---------------------------------------------------------------- meeting
+
+    def address(self) -> bytes:
+        return json.dumps({"host": host_identity(), "name": self._name}).encode()
+
+    def connect(
+        self,
+        generation: int,
+        me: int,
+        peers: Mapping[int, bytes],
+        deadline_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        until = time.monotonic() + deadline_s
+        self._end_links(lambda link: link.close())
+        self._links.clear()
+        self._generation, self._me = generation, me
+        names: dict[int, str] = {}
+        for rank, raw in peers.items():
+            try:
+                names[rank] = parse_address(raw)[1]
+            except ValueError as error:
+                raise Retryable(f"rank {rank} cannot be reached over shared memory: {error}") from None
+        self._expected = set(peers)
+        try:
+            self._meet(names, until, deadline_s, stopped)
+        except BaseException:
+            self._end_links(lambda link: link.close())
+            raise
+        finally:
+            self._expected.clear()
+            for descriptor in [d for d, (_, dialled) in self._handshakes.items() if dialled >= 0]:
+                self._drop(descriptor)
+        now = time.monotonic()
+        for link in self._links.values():
+            link.begin(now)
+
+    def _meet(
+        self, names: Mapping[int, str], until: float, deadline_s: float, stopped: Callable[[], bool]
+    ) -> None:
+        for descriptor in [d for d in self._parked if self._hellos[d].generation <= self._generation]:
+            self._resume(descriptor)
+        to_dial = [peer for peer in names if peer < self._me]  # the higher rank dials
+        look, turn, standing = 0.0, 0.0, StoppedProcesses()
+        while self._expected:
+            now = time.monotonic()
+            if now >= until:
+                missing = ", ".join(map(str, sorted(self._expected)))
+                raise Retryable(
+                    f"rank {missing} did not come within {deadline_s:g} s (generation {self._generation}, this host)"
+                )
+            if stopped():
+                raise Retryable("connecting was stopped")
+            if now >= look:
+                look = now + _LOOK_S
+                for peer in self._expected - set(to_dial):
+                    process = listener(names[peer])
+                    if peer > self._me and process is None:
+                        raise Retryable(f"rank {peer} is gone: nobody listens at its address on this host")
+                    standing.of[peer] = process or 0
+            if now >= turn:
+                turn = now + _TURN_S
+                self._give_up_silent(standing, now)
+            to_dial = [peer for peer in to_dial if not self._dial(peer, names[peer], now)]
+            wait = min(until, look, now + _TURN_S) - now
+            for descriptor, _ in self._epoll.poll(min(wait, _DIAL_AGAIN_S) if to_dial else wait):
+                if (owner := self._watch.owner(descriptor)) is not None:
+                    missing = ", ".join(map(str, sorted(self._expected)))
+                    raise Retryable(f"rank {owner[0].peer} left again while rank {missing} had not come yet")
+                self._serve(descriptor)
+            now = time.monotonic()
+            self._expire(now)
+            for link in self._links.values():
+                link.beat_and_look(now)
+            for outcome in self._outcomes:
+                if isinstance(outcome, Lost):
+                    raise Retryable(outcome.cause)
+
+    def _give_up_silent(self, standing: StoppedProcesses, now: float) -> None:
+        """Whose process stands still does not come; its kernel would take our calls for ever."""
+        if self._heartbeat_s is None:
+            return
+        for peer in sorted(self._expected):
+            if (silence_s := standing.for_s(peer, now)) >= SILENCE * self._heartbeat_s:
+                raise Retryable(f"rank {peer} on this host has been stopped for {silence_s:.2f} s")
+
+    def _dial(self, peer: int, name: str, now: float) -> bool:
+        """Whether the call went out; False if there is no room at the peer now."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect(_abstract(name))
+        except BlockingIOError:
+            connection.close()
+            return False
+        except OSError as error:
+            connection.close()
+            raise Retryable(f"rank {peer} is gone: its address on this host answers {error.strerror}") from None
+        steps = dial(self._terms, self._generation, self._me, peer)
+        self._begin(Handshake(connection, steps, float("inf")), peer)
+        return True
+
+    def _begin(self, handshake: Handshake, dialled: int) -> None:
+        descriptor = handshake.connection.fileno()
+        self._handshakes[descriptor] = handshake, dialled
+        self._epoll.register(descriptor, select.EPOLLIN)
+        self._advance(descriptor, handshake.begin)
+
+    def _serve(self, descriptor: int) -> None:
+        """What a descriptor that is no link's asks for."""
+        if descriptor in self._handshakes:
+            self._advance(descriptor, self._handshakes[descriptor][0].go_on)
+        elif descriptor == self._listener.fileno():
+            while True:
+                try:
+                    connection, _ = self._listener.accept()
+                except (BlockingIOError, ConnectionAbortedError):
+                    return
+                connection.setblocking(False)
+                at = connection.fileno()
+                steps = answer(self._terms, partial(self._hellos.__setitem__, at), self._welcomes)
+                self._begin(Handshake(connection, steps, time.monotonic() + _HANDSHAKE_S), -1)
+
+    def _welcomes(self, hello: Hello) -> tuple[bool, int]:
+        same = hello.generation == self._generation and hello.answerer == self._me
+        return same and hello.dialler in self._expected and hello.dialler > self._me, max(self._generation, 0)
+
+    def _advance(self, descriptor: int, step: Callable[[], None]) -> None:
+        handshake, dialled = self._handshakes[descriptor]
+        try:
+            introduced = descriptor in self._hellos
+            step()
+            if not introduced and descriptor in self._hellos:
+                self._park(descriptor)
+                return
+        except HandshakeError as error:
+            self._drop(descriptor)
+            if dialled >= 0:
+                raise Retryable(f"no link with rank {dialled}: {error}") from None
+            self._strangers += isinstance(error, Stranger)
+            self._stale += isinstance(error, Stale)
+            return
+        if handshake.joined is not None:
+            self._join(descriptor)
+
+    def _park(self, descriptor: int) -> None:
+        self._parked.add(descriptor)
+        if self._hellos[descriptor].generation <= self._generation:
+            self._resume(descriptor)
+        elif len(self._parked) > _PARKED:
+            self._drop(descriptor)
+
+    def _resume(self, descriptor: int) -> None:
+        self._parked.discard(descriptor)
+        handshake = self._handshakes[descriptor][0]
+        handshake.until_s = time.monotonic() + _HANDSHAKE_S
+        self._advance(descriptor, handshake.resume)
+
+    def _join(self, descriptor: int) -> None:
+        handshake, dialled = self._handshakes.pop(descriptor)
+        hello = self._hellos.pop(descriptor, None)
+        self._epoll.unregister(descriptor)
+        joined = handshake.joined
+        assert joined is not None
+        peer = dialled if hello is None else hello.dialler
+        if peer not in self._expected or (hello is not None and hello.generation != self._generation):  # too late
+            handshake.close()
+            self._stale += 1
+            return
+        self._expected.discard(peer)
+        liveness = None if self._heartbeat_s is None else Liveness(self._heartbeat_s, time.monotonic())
+        outcome = self._outcomes.append
+        self._links[peer] = SharedMemoryLink(peer, handshake.connection, joined, self._watch, liveness, outcome)
+
+    def _drop(self, descriptor: int) -> None:
+        handshake, _ = self._handshakes.pop(descriptor)
+        self._hellos.pop(descriptor, None)
+        self._parked.discard(descriptor)
+        self._epoll.unregister(descriptor)
+        handshake.close()
+
+    def _expire(self, now: float) -> None:
+        for descriptor, (handshake, _) in list(self._handshakes.items()):
+            if handshake.until_s <= now and descriptor not in self._parked:
+                self._drop(descriptor)
+                self._strangers += 1
+
+    def direct(self, peer: int) -> bool:
+        """Whether long messages of `peer` are read straight out of its memory."""
+        return self._links[peer].direct
+
+    # ---------------------------------------------------------------- messages
+
+    def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
+        self._links[peer].send(op, index, data)
+
+    def receive(self, peer: int, op: int, index: int, into: Buffer) -> None:
+        self._links[peer].receive(op, index, into)
+
+    def forget(self, op: int) -> None:
+        for link in self._links.values():
+            link.forget(op)
+
+    def descriptors(self) -> Mapping[int, int]:
+        return {} if self._closed else {self._epoll.fileno(): select.EPOLLIN}
+
+    def progress(self, now: float) -> Sequence[Outcome]:
+        if self._closed:
+            return ()
+        shown: dict[SharedMemoryLink, int] = {}
+        for descriptor, _ in self._epoll.poll(0):
+            owner = self._watch.owner(descriptor)
+            if owner is None:
+                self._serve(descriptor)
+            else:
+                link, process = owner
+                shown[link] = shown.get(link, 0) | (2 if process else 1)
+        if self._handshakes:
+            self._expire(now)
+        for link in self._links.values():
+            seen = shown.get(link, 0)
+            link.progress(now, bool(seen & 1), bool(seen & 2))
+        outcomes = list(self._outcomes)
+        self._outcomes.clear()
+        return outcomes
+
+    def next_deadline(self) -> float | None:
+        if self._closed:
+            return None
+        deadlines = []
+        for link in self._links.values():
+            link.arm()
+            if (deadline := link.deadline) is not None:
+                deadlines.append(deadline)
+        if self._outcomes:
+            return 0.0
+        deadlines += [h.until_s for d, (h, _) in self._handshakes.items() if d not in self._parked]
+        return min(deadlines, default=None)
+
+    # ---------------------------------------------------------------- ends
+
+    def abort(self, cause: Cause) -> None:
+        self._end_links(lambda link: link.abort(cause))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._end_links(lambda link: link.close())
+        self._closed = True
+        for descriptor in list(self._handshakes):
+            self._drop(descriptor)
+        self._listener.close()
+        self._epoll.close()
+
+    def disown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for link in self._links.values():
+            link.disown()
+        for handshake, _ in self._handshakes.values():
+            handshake.close()
+        self._handshakes.clear()
+        self._listener.close()
+        self._epoll.close()
+
+    def refused(self) -> Refused:
+        return Refused(self._strangers, self._stale)
+
+    def _end_links(self, end: Callable[[SharedMemoryLink], None]) -> None:
+        for link in self._links.values():  # they stay, deaf, for those who did not hear of the end yet
+            end(link)
+        self._outcomes.clear()
+
+
+def unsupported() -> str | None:
+    """Why this machine has no shared memory of this kind; None if it has."""
+    if not sys.platform.startswith("linux"):
+        return "needs Linux (memfd, abstract Unix sockets); use tcp"
+    if not hasattr(os, "memfd_create") or sys.byteorder != "little":
+        return "needs a Python with os.memfd_create on a little-endian machine; use tcp"
+    return None
+
+
+def host_identity() -> str:
+    """Differs between hosts and between network namespaces of one: the reach of an abstract socket. That it is
+    equal is a hint and no proof (clones of a virtual machine); `listens` is the proof."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    space = os.stat("/proc/self/ns/net")
+    return hashlib.sha256(f"{boot} {space.st_dev} {space.st_ino} {os.geteuid()}".encode()).hexdigest()[:32]
+
+
+def parse_address(raw: bytes) -> tuple[str, str]:
+    """(host identity, name of the socket) of an endpoint's address. Raises ValueError."""
+    try:
+        said = json.loads(raw)
+        host, name = said["host"], said["name"]
+        good = all(isinstance(x, str) and len(x) == 32 and int(x, 16) >= 0 for x in (host, name))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        good = False
+    if not good:
+        raise ValueError("its address is none of shared memory")
+    return host, name
+
+
+def listens(name: str) -> bool:
+    """Whether an endpoint with that socket lives on this host, in this network namespace."""
+    return listener(name) is not None
+
+
+def listener(name: str) -> int | None:
+    """The process that listens there, 0 if that cannot be told; None: nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(_abstract(name))
+        except BlockingIOError:
+            return 0  # there, and busy
+        except OSError:
+            return None
+        return credentials(probe)[0]
+
+
+def _abstract(name: str) -> bytes:
+    return b"\0helixrt-" + name.encode()

@@ -1,0 +1,1 @@
+"""The TCP endpoint: a connection per rail, on several addresses or paths."""

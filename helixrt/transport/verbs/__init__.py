@@ -1,0 +1,1 @@
+"""The RDMA verbs endpoint: queue pairs on several NICs, TCP when none is left."""

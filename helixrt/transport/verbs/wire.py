@@ -1,0 +1,102 @@
+"""What two ends of a verbs rail say to each other outside of frames: immediates, heads, and how to be reached.
+
+In and out: integers and bytes, checked. Pure.
+
+On a rail's queue pair there are messages of two kinds, numbered together from 1 in each direction, and each uses up one
+posted receive of the other end:
+
+    SEND                a head, then nothing (a credit) or a frame, with a short payload behind it
+    WRITE_WITH_IMM      a chunk of a long payload, into a slot of the receiver's ring; its immediate is checked
+
+The frame of a long payload goes before its chunks, as on a TCP rail. A head gives credits back: how many messages its
+writer has used, so that their receives are posted again and their slots are free.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from helixrt.protocol.link.frames import HEADER_BYTES, MAX_BODY_BYTES, FrameError
+
+HEAD = struct.Struct("<II")  # messages the sender of it has used, and the number of this one; both modulo 2^32
+HEAD_BYTES = HEAD.size
+SHORT_BYTES = MAX_BODY_BYTES  # payloads up to this travel behind their frame
+RECEIVE_BYTES = HEAD_BYTES + HEADER_BYTES + SHORT_BYTES  # of every posted receive
+
+_GENERATION_BITS, _SLOT_BITS, _SEQUENCE_BITS = 8, 10, 14
+MAX_SLOTS = 1 << _SLOT_BITS
+
+
+class Immediate(NamedTuple):
+    """What a chunk carries beside its bytes; each field is cut to its bits."""
+
+    generation: int
+    slot: int
+    sequence: int  # number of the message
+
+    def pack(self) -> int:
+        assert 0 <= self.slot < MAX_SLOTS
+        generation = self.generation & ((1 << _GENERATION_BITS) - 1)
+        sequence = self.sequence & ((1 << _SEQUENCE_BITS) - 1)
+        return (generation << _SLOT_BITS | self.slot) << _SEQUENCE_BITS | sequence
+
+
+def check_immediate(raw: int, expected: Immediate) -> None:
+    """Raises FrameError if a chunk is not the one that must come now."""
+    if raw != expected.pack():
+        sequence = raw & ((1 << _SEQUENCE_BITS) - 1)
+        slot = raw >> _SEQUENCE_BITS & (MAX_SLOTS - 1)
+        generation = raw >> _SEQUENCE_BITS + _SLOT_BITS
+        raise FrameError(f"chunk of generation {generation}, slot {slot}, sequence {sequence}: expected {expected}")
+
+
+def forward(before: int, low: int) -> int:
+    """The counter whose lowest 32 bits are `low` and which is not less than `before` (and less than 2^31 beyond)."""
+    step = (low - before) & 0xFFFFFFFF
+    if step >= 1 << 31:
+        raise FrameError(f"a counter went back from {before} to {low} (modulo 2^32)")
+    return before + step
+
+
+# ---------------------------------------------------------------- how a queue pair is reached
+
+_MAGIC = b"HLXV\x01"
+_ATTRIBUTES = struct.Struct("<5sBHII16sQIIHHI")
+ATTRIBUTES_BYTES = _ATTRIBUTES.size
+READY = b"\x01"  # the last word of an exchange: both queue pairs can send
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """A queue pair and its ring, as the other end must know them."""
+
+    number: int  # of the queue pair
+    packet: int  # sequence number of the first packet it sends (24 bits)
+    gid: bytes  # 16
+    lid: int
+    mtu: int  # as verbs count them: 1 is 256 bytes, 5 is 4096
+    ring_address: int
+    ring_key: int
+    slots: int
+    receives: int
+    chunk_bytes: int
+
+    def pack(self) -> bytes:
+        return _ATTRIBUTES.pack(
+            _MAGIC, self.mtu, self.lid, self.number, self.packet, self.gid, self.ring_address, self.ring_key, 0,
+            self.slots, self.receives, self.chunk_bytes,
+        )  # fmt: skip
+
+
+def parse_attributes(raw: bytes) -> Attributes:
+    """Raises FrameError for what no queue pair has."""
+    magic, mtu, lid, number, packet, gid, address, key, zero, slots, receives, chunk = _ATTRIBUTES.unpack(raw)
+    if magic != _MAGIC or zero:
+        raise FrameError("no attributes of a queue pair")
+    if not 1 <= mtu <= 5 or number >> 24 or packet >> 24:
+        raise FrameError(f"a queue pair {number} with mtu {mtu} and packet {packet}: no such one exists")
+    if not 1 <= slots <= MAX_SLOTS or not 32 <= receives or not 4096 <= chunk <= 1 << 30:
+        raise FrameError(f"a ring of {slots} slots of {chunk} bytes with {receives} receives: not one of ours")
+    return Attributes(number, packet, gid, lid, mtu, address, key, slots, receives, chunk)
