@@ -200,7 +200,7 @@ def test_a_function_that_makes_no_model(
 @pytest.mark.parametrize(
     ("arguments", "said_of_it"),
     [
-        (["gpt"], "MODEL=gpt: must be one of gpt-small, gpt-tiny"),
+        (["gpt"], "MODEL=gpt: must be one of gpt-nano, gpt-small, gpt-tiny"),
         (["no.such:model"], "no.such cannot be imported"),
         (["gpt-tiny", "--tp", "3"], "heads=4: must be a multiple of the 3 ranks"),
         (["gpt-tiny", "--tp", "0"], "--tp=0"),
