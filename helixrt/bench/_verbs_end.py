@@ -245,4 +245,4 @@ class Ends:
             process.join(10.0)
             if process.is_alive():
                 process.kill()
-                process.join()
+                process.join(10.0)

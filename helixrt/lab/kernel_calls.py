@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from helixrt.lab.nics import NicError
+from helixrt.lab.nics import CALL_S, NicError
 
 _TRACING = Path("/sys/kernel/tracing")
 _NAME = "helixrt"
@@ -27,7 +27,8 @@ class KernelCalls:
         self._functions = tuple(functions)
         try:
             if not (_TRACING / "trace").exists():
-                subprocess.run(["mount", "-t", "tracefs", "none", str(_TRACING)], check=True, capture_output=True)
+                mount = ["mount", "-t", "tracefs", "none", str(_TRACING)]
+                subprocess.run(mount, check=True, capture_output=True, timeout=CALL_S)
             self._own = _TRACING / "instances" / _NAME
             self._own.mkdir(exist_ok=True)
             _put(self._own / "trace_clock", "mono")
@@ -35,7 +36,7 @@ class KernelCalls:
                 if not (_TRACING / "events" / _NAME / function).exists():
                     _put(_TRACING / "kprobe_events", f"p:{_NAME}/{function} {function}\n", os.O_APPEND)
                 _put(self._own / "events" / _NAME / function / "enable", "1")
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, subprocess.SubprocessError) as error:
             raise NicError(f"this kernel does not tell when {', '.join(functions)} are called: {error}") from error
 
     def clear(self) -> None:
