@@ -104,6 +104,7 @@ class Communicator:
         self._end(Cause("the group is being configured anew"))
         with self._lock:
             self._execution, self._failure = None, None
+            self._poller.watch({})  # until it has connected: what comes meanwhile is not for the thread
 
     def configure(self, generation: int, rank: int, peers: Mapping[int, bytes], deadline_s: float) -> None:
         """Connect to `peers` (rank -> address, without this one). Raises Retryable if that fails or `abort` comes.
@@ -287,6 +288,7 @@ class Communicator:
         with self._lock:
             execution = self._execution
             if execution is None or not execution.connected:
+                self._poller.watch({})  # a peer that calls for the next generation would wake it for nothing, again and again
                 return _IDLE_S
             self._poller.watch(self._endpoint.descriptors())
             return max(0.0, min(_IDLE_S, execution.next_deadline() - now))

@@ -336,6 +336,30 @@ def test_an_abort_while_configuring(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("ended", ["begun", "aborted"])
+def test_the_thread_sleeps_between_generations_whoever_calls(
+    group: Group, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is ahead calls already; what it says is for who connects, and would wake the thread again and again."""
+    communicator = group.ranks[0].communicator
+    if ended == "begun":
+        communicator.begin()
+    else:
+        communicator.abort(Cause("changed my mind"))
+    wait, waits = communicator._poller.wait, []
+
+    def count(timeout_s: float) -> None:
+        waits.append(timeout_s)
+        wait(timeout_s)
+
+    monkeypatch.setattr(communicator._poller, "wait", count)
+    group.endpoints[0]._take(3, 1, "credit", 0, 0)
+    time.sleep(0.1)
+    assert len(waits) <= 3, f"{len(waits)} waits for what nobody takes"
+    group.configure(4, [0, 1])
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_caller_whose_peer_is_late_holds_up_nobody(group: Group, waits: bool) -> None:
     """It drives and sleeps; another thread of its rank submits, and waits for what nobody but the sleeper would bring on."""
