@@ -145,6 +145,7 @@ class AutoEndpoint(Endpoint):
             raise
         self._ways: dict[int, Endpoint] = {}
         self._choices: dict[int, Choice] = {}
+        self._here: frozenset[str] = frozenset()  # sockets of this host, by the links that were made over them
         self._used: set[str] = set()  # transports that have peers; the others only turn strangers away
         self._told: set[str] = set()  # how peers are reached
         self._look_s = 0.0  # when to look at those again
@@ -190,10 +191,11 @@ class AutoEndpoint(Endpoint):
         mine = {name: endpoint.address() for name, endpoint in self._endpoints.items()}
         groups: dict[str, dict[int, bytes]] = {name: {} for name in self._endpoints}
         self._ways, self._choices = {}, {}
+        here, self._here = self._here, frozenset()  # whose owner has ended since then shows at the call
         for rank, raw in sorted(peers.items()):
             try:
                 theirs = unpack_addresses(raw)
-                choice = choose(mine, theirs)
+                choice = choose(mine, theirs, lambda name: name in here or shared_memory.listens(name))
             except ValueError as error:
                 raise Retryable(f"rank {rank} cannot be reached: {error}") from None
             if choice is None:
@@ -217,6 +219,8 @@ class AutoEndpoint(Endpoint):
             for endpoint in connected:
                 endpoint.abort(Cause(f"rank {me} could not reach all its peers"))
             raise
+        if SHARED_MEMORY in groups:
+            self._here = frozenset(shared_memory.parse_address(raw)[1] for raw in groups[SHARED_MEMORY].values())
         self._tell(me)
 
     def _tell(self, me: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.transport.auto import AutoEndpoint, Choice, choose, pack_addresses, unpack_addresses
 from helixrt.transport.contract import Endpoint, PeerAborted
+from helixrt.transport.shared_memory import endpoint as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint, host_identity
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs import endpoint as verbs
@@ -211,6 +212,42 @@ def test_links_that_are_made_stay_alive_while_others_connect() -> None:
     world.run(lambda: time.monotonic() > begin + 0.3)
     assert world.outcomes == [[], [], []]
     world.exchange([Message(a, b, 0, 0, 1000) for a in range(3) for b in range(3) if a != b], random.Random(2))
+    world.close()
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_peer_that_ended_between_two_generations_is_gone_although_it_was_linked_before(higher: bool) -> None:
+    """Nobody asks after its socket again before the call; the call, or a look soon after, finds nobody."""
+    world = world_of("auto", "auto")
+    world.connect()
+    me, other = (0, 1) if higher else (1, 0)
+    world.endpoints[other].close()
+    with pytest.raises(Retryable, match=f"rank {other} is gone"):
+        world.endpoints[me].connect(2, me, {other: world.addresses[other]}, LIMIT_S)
+    world.endpoints[me].close()
+
+
+def test_whoever_is_linked_is_not_asked_again_and_a_stranger_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question costs the one who is asked a connection, too."""
+    asked: list[str] = []
+    listens = shared_memory.listens
+
+    def ask(name: str) -> bool:
+        asked.append(name)
+        return listens(name)
+
+    monkeypatch.setattr(shared_memory, "listens", ask)
+    world = world_of("auto", "auto", "auto")
+    world.connect()
+    assert len(asked) == 6
+    world.connect(2)
+    assert len(asked) == 6
+    world.endpoints[2].close()
+    world.endpoints[2] = AutoEndpoint(SECRET)
+    world.addresses[2] = world.endpoints[2].address()
+    world.connect(3)
+    assert len(asked) == 10, "both others ask after the new one, which asks after both"
+    assert {c.transport for e in world.endpoints for c in e.choices.values()} == {"shared_memory"}
     world.close()
 
 

@@ -6,6 +6,7 @@ A corrupt peer is the other endpoint's own segment, written by the test as no en
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -393,6 +394,43 @@ def test_no_end_can_pull_memory_from_under_the_other_or_write_in_it(segments: tu
         theirs.words[0] = 1
     own.store(Word.BEAT, 2**64 - 1)
     assert theirs.load(Word.BEAT) == 2**64 - 1
+
+
+def test_a_ring_gets_its_memory_as_it_is_used_and_all_of_it_once(two_by_ring: World) -> None:
+    two, own = two_by_ring, link(two_by_ring, 0)._own
+    used = [os.fstat(own.descriptor).st_blocks * 512]
+    assert used[0] < shared_memory.RING_BYTES // 8
+    file = os.dup(own.descriptor)
+    rng = random.Random(1)
+    for op in range(12):
+        two.exchange([Message(0, 1, op, 0, 30_000), Message(0, 1, op, 1, 150_000)], rng)
+        used.append(os.fstat(file).st_blocks * 512)
+        assert used[-1] >= own.allocated
+    assert used == sorted(used)
+    assert own.allocated == own.ring_bytes and own.descriptor == -1
+    assert own.ring_bytes <= used[-1] == os.fstat(file).st_size
+    os.close(file)
+
+
+@pytest.mark.parametrize("size", [60_000, 2 * MIB])
+def test_no_memory_for_more_of_a_ring_ends_the_link_and_says_so(
+    two_by_ring: World, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = two_by_ring
+    inbox = two.receive(Message(0, 1, 0, 0, size))
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    two.send(Message(0, 1, 0, 0, size))
+    two.run(lambda: bool(two.ended(0)) and bool(two.ended(1)))
+    assert "no memory on this host for messages to rank 1" in two.ended(0)[0].cause.what
+    assert "rank 0 gave the link up: no memory" in two.ended(1)[0].cause.what
+    inbox.check_guards()
+    monkeypatch.undo()
+    two.connect(2)
+    two.exchange([Message(0, 1, 0, 0, size)], random.Random(1))
 
 
 def test_memory_that_is_no_segment_is_refused() -> None:

@@ -44,8 +44,9 @@ RING_BYTES = 1 << 20  # each costs its clearing at every reconfiguration (0.4 ms
 _HANDSHAKE_S = 5.0  # for whoever connects to say something sensible
 _DIAL_AGAIN_S = 0.01
 _LOOK_S = 0.1  # how often to look whether a peer that has not come still exists
-_TURN_S = 0.05  # and whether it runs
+_TURN_S = 0.05  # and whether it runs; also how often signs of life are given and looked for meanwhile
 _PARKED = 64  # connections that wait for a later generation
+_SOCKET = int(socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
 
 class SharedMemoryEndpoint(Endpoint):
@@ -62,9 +63,10 @@ class SharedMemoryEndpoint(Endpoint):
             raise ConfigError("transport", "shared_memory", reason)
         self._terms = Terms(secret, ring_bytes, direct)
         self._heartbeat_s = heartbeat_s
-        self._name = secrets.token_hex(16)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._listener.bind(_abstract(self._name))
+        name = secrets.token_hex(16)
+        self._address = json.dumps({"host": host_identity(), "name": name}).encode()
+        self._listener = socket.socket(socket.AF_UNIX, _SOCKET)
+        self._listener.bind(_abstract(name))
         self._listener.listen(512)
         self._watch = Watch()
         self._epoll = self._watch.epoll
@@ -83,7 +85,7 @@ class SharedMemoryEndpoint(Endpoint):
     # ---------------------------------------------------------------- meeting
 
     def address(self) -> bytes:
-        return json.dumps({"host": host_identity(), "name": self._name}).encode()
+        return self._address
 
     def connect(
         self,
@@ -123,7 +125,8 @@ class SharedMemoryEndpoint(Endpoint):
         for descriptor in [d for d in self._parked if self._hellos[d].generation <= self._generation]:
             self._resume(descriptor)
         to_dial = [peer for peer in names if peer < self._me]  # the higher rank dials
-        look, turn, standing = 0.0, 0.0, StoppedProcesses()
+        turn = time.monotonic() + _TURN_S  # most come before that: to ask after them would cost each of them a call, too
+        look, standing = turn, StoppedProcesses()
         while self._expected:
             now = time.monotonic()
             if now >= until:
@@ -143,17 +146,16 @@ class SharedMemoryEndpoint(Endpoint):
             if now >= turn:
                 turn = now + _TURN_S
                 self._give_up_silent(standing, now)
+                self._expire(now)
+                for link in self._links.values():
+                    link.beat_and_look(now)
             to_dial = [peer for peer in to_dial if not self._dial(peer, names[peer], now)]
-            wait = min(until, look, now + _TURN_S) - now
+            wait = min(until, look, turn) - now
             for descriptor, _ in self._epoll.poll(min(wait, _DIAL_AGAIN_S) if to_dial else wait):
                 if (owner := self._watch.owner(descriptor)) is not None:
                     missing = ", ".join(map(str, sorted(self._expected)))
                     raise Retryable(f"rank {owner[0].peer} left again while rank {missing} had not come yet")
                 self._serve(descriptor)
-            now = time.monotonic()
-            self._expire(now)
-            for link in self._links.values():
-                link.beat_and_look(now)
             for outcome in self._outcomes:
                 if isinstance(outcome, Lost):
                     raise Retryable(outcome.cause)
@@ -168,7 +170,7 @@ class SharedMemoryEndpoint(Endpoint):
 
     def _dial(self, peer: int, name: str, now: float) -> bool:
         """Whether the call went out; False if there is no room at the peer now."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        connection = socket.socket(socket.AF_UNIX, _SOCKET)
         try:
             connection.connect(_abstract(name))
         except BlockingIOError:
@@ -392,7 +394,7 @@ def listens(name: str) -> bool:
 
 def listener(name: str) -> int | None:
     """The process that listens there, 0 if that cannot be told; None: nobody does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+    with socket.socket(socket.AF_UNIX, _SOCKET) as probe:
         try:
             probe.connect(_abstract(name))
         except BlockingIOError:

@@ -41,6 +41,7 @@ _MAGIC = b"hlxshm\0\1"
 _WELCOME, _STALE = 0, 1
 _READY = b"ready"
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 Message = tuple[bytes, list[int]]  # bytes, and descriptors that came with them
 _GO: Message = (b"", [])  # from this process; nothing empty comes from the other
@@ -116,19 +117,18 @@ class Handshake:
         self._guard(lambda: self._steps.send(_GO))
 
     def go_on(self) -> None:
-        """Read what came, until `joined`. Raises HandshakeError; the connection is then to be closed."""
-        while self.joined is None:
-            try:
-                data, descriptors, flags, _ = socket.recv_fds(self.connection, 512, 4, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise HungUp(str(error)) from None
-            if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                raise Stranger("a message too long") if data else HungUp("the other end left")
-            self._guard(partial(self._steps.send, (data, descriptors)))
+        """Take the message that came. Raises HandshakeError; the connection is then to be closed."""
+        try:
+            data, descriptors, flags, _ = socket.recv_fds(self.connection, 512, 4, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise HungUp(str(error)) from None
+        if not data or flags & _CUT:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise Stranger("a message too long") if data else HungUp("the other end left")
+        self._guard(partial(self._steps.send, (data, descriptors)))
 
     def _guard(self, step: Callable[[], object]) -> None:
         try:
@@ -226,7 +226,6 @@ def _join(connection: socket.socket, terms: Terms) -> Steps:
         probe = Probe()
         hint = _SEGMENT.pack(probe.proof.pid, probe.proof.address, probe.proof.nonce)
         socket.send_fds(connection, [hint], [own.descriptor])
-        own.sent()
         data, descriptors = yield
         if len(descriptors) != 1:
             _only_bytes((data, descriptors))

@@ -20,7 +20,16 @@ from helixrt.protocol.liveness import Liveness
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted
 from helixrt.transport.shared_memory.handshake import Joined
 from helixrt.transport.shared_memory.messages import Receiving, Sending
-from helixrt.transport.shared_memory.segment import Fence, Kind, RingReader, RingWriter, SegmentError, State, Word
+from helixrt.transport.shared_memory.segment import (
+    Fence,
+    Kind,
+    NoMemory,
+    RingReader,
+    RingWriter,
+    SegmentError,
+    State,
+    Word,
+)
 
 TURN_BYTES = 4 << 20  # moved in one `progress`, then the caller's other work has its turn
 
@@ -96,7 +105,7 @@ class SharedMemoryLink:
         try:
             self._out.send(op, index, data)
             self._publish()
-        except SegmentError as error:
+        except (SegmentError, NoMemory) as error:
             self._refuse(error)
 
     def receive(self, op: int, index: int, into: Buffer) -> None:
@@ -106,7 +115,7 @@ class SharedMemoryLink:
             self._in.receive(op, index, into)
             self._again = self._again or self._gone or self._in.busy
             self._publish()
-        except SegmentError as error:
+        except (SegmentError, NoMemory) as error:
             self._refuse(error)
 
     def forget(self, op: int) -> None:
@@ -147,7 +156,7 @@ class SharedMemoryLink:
                 self._bury()
             elif not self._gone:
                 self.beat_and_look(now)
-        except SegmentError as error:
+        except (SegmentError, NoMemory) as error:
             self._refuse(error)
 
     def _move(self) -> None:
@@ -276,8 +285,11 @@ class SharedMemoryLink:
         elif (name := self._out.unfinished()) is not None:
             self._lose(f"rank {self.peer} closed its end before it took message {name}")
 
-    def _refuse(self, error: SegmentError) -> None:
-        self._lose(f"rank {self.peer} broke the rules of the link: {error}", str(error))
+    def _refuse(self, error: SegmentError | NoMemory) -> None:
+        if isinstance(error, NoMemory):
+            self._lose(f"no memory on this host for messages to rank {self.peer}: {error}")
+        else:
+            self._lose(f"rank {self.peer} broke the rules of the link: {error}", str(error))
 
     def _lose(self, what: str, told: str = "") -> None:
         """End the link because of `what`, and leave word of it (`told`, if that should say it otherwise) to the peer."""

@@ -158,8 +158,8 @@ class Sending:
 
     def end(self) -> None:
         """No offer stands any more."""
-        for slot in range(OFFERS):
-            self._own.offers[slot] = 0
+        for offered in self._offered.values():
+            self._withdraw(offered)
         self._offered.clear()
         self._waiting.clear()
         self._asked.clear()
