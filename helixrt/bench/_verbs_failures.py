@@ -7,7 +7,7 @@ In: the NIC pair to break. Out: per kind of failure, in milliseconds,
     told        of that, what goes by until the kernel tells anybody: the event of the port, or the queue pair's error
     switched    from noticing to the first completion on the backup: SHIFT's downtime (section 5.2.1)
     moving      from noticing to the first chunk of data that lands over the backup
-    back        from before the commands that mend the NIC to the default rail in service again at both ends
+    back        from just before the NIC is mended, with its routes, to the default rail in service again at both ends
 
 Either end is a process of its own, and what breaks the NIC is a third. The kernel tells when it closes the device (a NIC that
 goes down), or takes away the queue that still sent (a blackhole): `helixrt.lab.kernel_calls`.
@@ -78,8 +78,7 @@ def _once(
     time.sleep(STEADY_S)  # nobody is asked anything while the link switches
     switched = ends.wait_until(lambda: _moves_on(ends.reports(), devices), SWITCH_S)
     at = calls.first(CALLS[kind], asked)
-    mended = time.monotonic()
-    pair.heal()
+    mended = pair.heal()
     if not ends.wait_until(lambda: all(report.turns and report.turns[-1][1] for report in ends.reports())):
         raise TimeoutError("the link did not come back")
     reports = ends.reports()

@@ -38,7 +38,7 @@ def record(pair: NicPair, devices: Sequence[Sequence[str]], sizes: Sizes, patien
     return {"sample_s": SAMPLE_S, "chunk_bytes": sizes.chunk_bytes, "panels": panels}
 
 
-def _stream(ends: Ends, devices: Sequence[Sequence[str]], down: Callable[[], float], up: Callable[[], None]) -> dict[str, Any]:
+def _stream(ends: Ends, devices: Sequence[Sequence[str]], down: Callable[[], float], up: Callable[[], float]) -> dict[str, Any]:
     ends.ask(Stream())
     time.sleep(1.0)
     ends.ask("clear")
@@ -46,8 +46,7 @@ def _stream(ends: Ends, devices: Sequence[Sequence[str]], down: Callable[[], flo
     _sleep_until(begin + DOWN_S)
     went_down = down()
     _sleep_until(begin + UP_S)
-    went_up = time.monotonic()
-    up()
+    went_up = up()
     _sleep_until(begin + END_S)
     reports = ends.reports()
     samples = [[0] * round(END_S / SAMPLE_S) for _ in devices[RECEIVER]]

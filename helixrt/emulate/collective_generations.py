@@ -26,6 +26,7 @@ OPTIONS = l.LinkOptions(
     period_s=0.4,
     attempt_s=0.25,
     probe_s=0.04,
+    answer_s=0.04,
     retry_s=0.02,
     rest_s=0.01,
     longest_rest_s=0.1,

@@ -267,3 +267,7 @@ class End:
     def slow(self, rail: int) -> None:
         if not self.world.stopped(self.me, self.slow, rail):
             self.tell(m.RailSlow(rail))
+
+    def mended(self, rail: int) -> None:
+        if not self.world.stopped(self.me, self.mended, rail):
+            self.tell(m.RailMended(rail))

@@ -24,6 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from helixrt.errors import HelixError
+from helixrt.lab import rtnetlink
 
 GUEST = "HELIXRT_LAB"  # set for what runs in the guest
 MTU = 9000  # an RDMA path of 4096 bytes
@@ -33,9 +34,6 @@ CALL_S = 60.0
 RDMA_FOLDER, NETWORK_FOLDER = Path("/sys/class/infiniband"), Path("/sys/class/net")
 MAPPED = "0000:0000:0000:0000:0000:ffff:"  # an IPv4 address as a GID
 GET_FLAGS, SET_FLAGS, UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
-RTM_NEWQDISC, TC_H_ROOT, TCA_KIND, TCA_OPTIONS = 36, 0xFFFFFFFF, 1, 2
-REPLACE = 0x1 | 0x4 | 0x100 | 0x400  # NLM_F_REQUEST, _ACK, _REPLACE, _CREATE
-NLMSG_HEADER_BYTES, ALL = 16, 0xFFFFFFFF  # netem counts probabilities in 2^-32
 OURS, LOCAL = (10, 50), 1000  # priorities of our rules, and of the table of local addresses behind them
 
 
@@ -102,7 +100,7 @@ class NicPair:
     def up(self, end: End | str) -> float:
         """Undo `down`, with the routes and neighbours that went with it; gives the monotonic time just before."""
         at = _set_up(self.netdev(end), True)
-        ip(self._ways())
+        _tell_kernel(self._ways())
         return at
 
     def blackhole(self, *ends: End | str) -> float:
@@ -112,8 +110,7 @@ class NicPair:
         By messages to the kernel, as `down`.
         """
         at = time.monotonic()
-        for end in ends or End:
-            _lose_all(self.netdev(end))
+        _tell_kernel(rtnetlink.lose_all(self.netdev(end), LIMIT_PACKETS) for end in ends or End)
         return at
 
     def delay(self, one_way_ms: float, *ends: End | str) -> None:
@@ -128,24 +125,26 @@ class NicPair:
         lines = [f"qdisc replace dev {self.netdev(end)} root netem limit {LIMIT_PACKETS} {netem}" for end in ends or End]
         _batch("tc", lines)
 
-    def heal(self) -> None:
-        """Both ends up, nothing lost or held."""
+    def heal(self) -> float:
+        """Both ends up, nothing lost or held; gives the monotonic time just before.
+
+        By system calls and messages to the kernel, as `down` and `blackhole`.
+        """
+        at = time.monotonic()
         for end in End:
             _set_up(self.netdev(end), True)
-        ip(self._ways())
-        listed = _call(["tc", "qdisc", "show"])
-        impaired = [end for end in End if re.search(rf"netem \S+ dev {self.netdev(end)} root", listed)]
-        _batch("tc", [f"qdisc del dev {self.netdev(end)} root" for end in impaired])
+        _tell_kernel([*self._ways(), *(rtnetlink.lose_nothing(self.netdev(end)) for end in End)])
         wait_until_active([self])
+        return at
 
-    def _ways(self) -> list[str]:
+    def _ways(self) -> list[rtnetlink.Message]:
         """Routes and neighbours each way: the kernel forgets them when a device goes down."""
-        lines = []
+        messages = []
         for end in End:
             device, peer = self.netdev(end), self.address(end.other)
-            lines.append(f"route replace {peer}/32 dev {device} src {self.address(end)} table {self.table(end)}")
-            lines.append(f"neigh replace {peer} lladdr {self.hardware(end.other)} dev {device} nud permanent")
-        return lines
+            messages.append(rtnetlink.route(device, peer, self.address(end), self.table(end)))
+            messages.append(rtnetlink.neighbour(device, peer, self.hardware(end.other)))
+        return messages
 
 
 # ---- making ------------------------------------------------------------------------------------
@@ -163,7 +162,8 @@ def make(count: int) -> list[NicPair]:
     for pair in pairs:
         for end in End:
             _relax(pair.netdev(end))
-    ip([*_rules(pairs), *(line for pair in pairs for line in pair._ways())])
+    ip(_rules(pairs))
+    _tell_kernel(message for pair in pairs for message in pair._ways())
     _batch("rdma", [f"link add {pair.rdma(end)} type rxe netdev {pair.netdev(end)}" for pair in pairs for end in End])
     wait_until_active(pairs)
     return pairs
@@ -240,24 +240,11 @@ def _set_up(device: str, up: bool) -> float:
     return at
 
 
-def _lose_all(device: str) -> None:
-    """`tc qdisc replace dev DEVICE root netem limit LIMIT_PACKETS loss 100%`, without a process for it."""
-    attributes = _attribute(TCA_KIND, b"netem\0") + _attribute(TCA_OPTIONS, struct.pack("=6I", 0, LIMIT_PACKETS, ALL, 0, 0, 0))
-    body = struct.pack("=BxxxiIII", socket.AF_UNSPEC, socket.if_nametoindex(device), 0, TC_H_ROOT, 0) + attributes
-    header = struct.pack("=IHHII", NLMSG_HEADER_BYTES + len(body), RTM_NEWQDISC, REPLACE, 1, 0)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
-        kernel.settimeout(CALL_S)
-        try:
-            kernel.send(header + body)
-            (code,) = struct.unpack_from("=i", kernel.recv(4096), NLMSG_HEADER_BYTES)
-        except OSError as error:
-            raise NicError(f"losing all of {device}: {error}") from error
-    if code:
-        raise NicError(f"losing all of {device}: {os.strerror(-code)}")
-
-
-def _attribute(kind: int, value: bytes) -> bytes:
-    return struct.pack("=HH", 4 + len(value), kind) + value + bytes(-len(value) % 4)
+def _tell_kernel(messages: Iterable[rtnetlink.Message]) -> None:
+    try:
+        rtnetlink.say(messages)
+    except OSError as error:
+        raise NicError(f"the kernel refused a route, a neighbour or a queue: {error}") from error
 
 
 def ip(lines: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from helixrt.emulate.link_pair import Pair
 from helixrt.protocol.link import messages as m
+from helixrt.protocol.link.failover import SHORTEST_PAUSE
 from helixrt.protocol.link.frames import Kind
 from helixrt.protocol.link.rails import ReceiveState, SendState
 
@@ -87,7 +88,7 @@ def test_a_rail_that_answers_no_probe_is_reset_and_tried_again() -> None:
     fall_back(pair)
     pair.hold(0)
     pair.up(0)
-    pair.wait(0.3)
+    pair.wait(pair.links[0].options.answer_s + 0.01)
     assert m.ResetRail(0) in pair.log[0] and pair.states(0)[0] is SendState.FALLBACK
     before = len(pair.said(0, m.RestoreRail))
     pair.wait(0.3)
@@ -115,6 +116,90 @@ def test_a_rail_that_flaps_rests_longer_each_time_until_it_was_steady() -> None:
     assert rests == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.5, 0.5], abs=0.03)
     pair.wait(11.0)
     assert rest() == pytest.approx(0.0, abs=0.02)
+
+
+def restored(pair: Pair, within_s: float) -> list[float]:
+    """When attempts to restore rail 0 begin from now on, each of them failing at once; counted from now."""
+    began, found = pair.now, []
+    seen = len(pair.said(0, m.RestoreRail))
+    while pair.now < began + within_s:
+        pair.wait(0.01)
+        for _ in range(len(pair.said(0, m.RestoreRail)) - seen):
+            found.append(pair.now - began)
+            pair.tell(0, m.RailDown(0, m.Failure.PATH, "no way there"))
+        seen = len(pair.said(0, m.RestoreRail))
+    return found
+
+
+def test_attempts_to_restore_a_rail_are_paced_from_their_beginnings() -> None:
+    pair = Pair(rails=2, retry_s=0.25)
+    pair.cut(0, m.Failure.DEVICE)
+    assert restored(pair, 1.1) == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.045)
+    while pair.log[0][-1] != m.RestoreRail(0):
+        pair.wait(0.01)
+    pair.wait(2.0)  # nobody says that it fails, as where all is lost
+    pair.tell(0, m.RailDown(0, m.Failure.PATH, "not set up in time"))
+    assert restored(pair, 0.2)[0] == pytest.approx(0.05, abs=0.015), "it has waited enough"
+
+
+def test_a_rail_that_is_said_to_be_whole_is_tried_at_once() -> None:
+    pair = Pair(rails=2, retry_s=0.25)
+    pair.cut(0, m.Failure.DEVICE)
+    pair.wait(0.02)
+    assert not pair.said(0, m.RestoreRail)
+    pair.tell(0, m.RailMended(0))
+    assert pair.log[0][-1] == m.RestoreRail(0)
+    pair.tell(0, m.RailMended(0))  # it knows more now than when the attempt began: that may fail still
+    pair.wait(0.06)
+    pair.tell(0, m.RailDown(0, m.Failure.PATH, "no address yet"))
+    assert pair.log[0][-1] == m.RestoreRail(0), "so there is another one, without a pause"
+    pair.tell(0, m.RailDown(0, m.Failure.PATH, "no address yet"))
+    assert restored(pair, 0.6) == pytest.approx([0.25, 0.5], abs=0.03), "a hint counts once"
+
+
+def test_hints_make_no_loop_and_change_nothing_where_a_rail_is_up() -> None:
+    pair = Pair(rails=2, retry_s=0.25)
+    assert pair.tell(0, m.RailMended(0)) == []
+    pair.cut(0, m.Failure.DEVICE)
+    attempts = 0
+    for _ in range(200):  # in one second: a port that comes and goes
+        for action in pair.tell(0, m.RailMended(0)):
+            attempts += action == m.RestoreRail(0)
+        pair.tell(0, m.RailDown(0, m.Failure.DEVICE, "gone again"))
+        pair.wait(0.005)
+    assert 1 < len(pair.said(0, m.RestoreRail)) <= 1 + 1.0 / (0.25 * SHORTEST_PAUSE)
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_no_hint_shortens_the_rest_of_a_rail_that_flaps(hinted: bool) -> None:
+    pair = Pair(rails=2, rest_s=0.4, retry_s=0.1)
+    for rest in (0.0, 0.4, 0.8):
+        pair.cut(0, m.Failure.DEVICE)
+        pair.flow()
+        began, before = pair.now, len(pair.said(0, m.RestoreRail))
+        while len(pair.said(0, m.RestoreRail)) == before:
+            pair.wait(0.01)
+            if hinted:
+                pair.tell(0, m.RailMended(0))
+        assert pair.now - began == pytest.approx(max(rest, 0.0 if hinted else 0.1), abs=0.015)
+        pair.up(0)
+        pair.wait(0.05)
+        assert pair.states(0)[0] is SendState.DEFAULT
+
+
+def test_a_rail_left_as_slow_that_breaks_while_it_rests_goes_on_resting() -> None:
+    pair = Pair(rails=2, rest_s=0.8, retry_s=0.1)
+    for rest in (0.1, 0.8):
+        pair.tell(0, m.RailSlow(0))
+        pair.flow()
+        began = pair.now
+        pair.wait(0.02)
+        pair.cut(0)
+        while pair.states(0)[0] is not SendState.DEFAULT:
+            if pair.log[0][-1] == m.RestoreRail(0) or m.RestoreRail(0) in pair.log[0][-3:]:
+                pair.up(0)
+            pair.wait(0.01)
+        assert pair.now - began == pytest.approx(rest, abs=0.05)
 
 
 def test_a_slow_rail_is_drained_left_and_taken_back_by_the_fenced_way() -> None:

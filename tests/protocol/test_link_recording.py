@@ -26,6 +26,7 @@ EVENTS: tuple[m.Event, ...] = (
     m.RailUp(0, 1),
     m.RailDown(0, m.Failure.DEVICE, "its cable\n"),
     m.RailSlow(1),
+    m.RailMended(0),
     m.FrameArrived(0, Frame(Kind.ACK, 1, length=len(BODY), acknowledged=3, body=BODY)),
     m.FrameArrived(0, Frame(Kind.DATA, 1, sequence=4, op=-2, index=1, length=1 << 30, flags=1)),
     m.PayloadArrived(0, 4),

@@ -17,6 +17,8 @@ from helixrt.protocol.link.messages import Action, Failure, RailBack, RailLeft, 
 from helixrt.protocol.link.rails import Rail, ReceiveState, SendState, rest_s
 from helixrt.protocol.link.wire import Broken, Wire
 
+SHORTEST_PAUSE = 0.2  # of `retry_s`: between an attempt that failed and the next
+
 
 class Failover:
     def __init__(self, wire: Wire) -> None:
@@ -55,7 +57,7 @@ class Failover:
             raise Broken(failure, reason)
         elif failure is not Failure.CASCADE:  # its restoration failed
             rail.fresh, rail.failure, rail.reason = False, failure, reason
-            rail.wake_s = now + self.options.retry_s
+            rail.wake_s = self._again_s(rail, now)
             self._check_gone(rail)
 
     def slow(self, rail: Rail, now: float, out: list[Action]) -> None:
@@ -67,6 +69,25 @@ class Failover:
             self.recount()
             out.append(RailLeft(rail.number, None, rail.reason, self._usable()))
 
+    def mended(self, rail: Rail, now: float) -> None:
+        """Somebody says so. An attempt that is under way may have begun too early: then another one follows at once."""
+        if not rail.up:
+            rail.mended = True
+            if rail.wake_s != math.inf:
+                rail.wake_s = self._again_s(rail, now)
+
+    def _again_s(self, rail: Rail, now: float) -> float:
+        """When to restore a rail that could not be brought back.
+
+        Counted from the beginning of the attempt before: one that takes long, as where nobody says that it fails, has had its
+        pause. For a rail that is said to be whole there is none, but the shortest, which keeps hints from making it a loop.
+        """
+        retry_s = self.options.retry_s
+        shortest_s = retry_s * SHORTEST_PAUSE
+        if rail.mended:
+            return max(rail.tried_s + shortest_s, rail.rested_s, now)
+        return max(rail.tried_s + retry_s, now + shortest_s, rail.rested_s)
+
     def leave(self, rail: Rail, reason: str, now: float, out: list[Action]) -> None:
         """We found out ourselves that the rail does not work: its path has failed, and the driver closes it."""
         out.append(ResetRail(rail.number))
@@ -76,19 +97,20 @@ class Failover:
         """Fence `rail`: nothing more of this connection counts. Raises Broken if nothing can come after that."""
         options = self.options
         self.wire.inbox.cut(rail)
-        wait, carried = options.retry_s, rail.usable
+        again_s, carried = self._again_s(rail, now), rail.usable
         if rail.send is SendState.DEFAULT:
             self.failovers += 1
             if not rail.leaving:
                 self._flaps(rail, now)
-            wait = rest_s(rail.flaps, options.rest_s, options.longest_rest_s)
+            rail.mended = False
+            again_s = rail.rested_s = now + rest_s(rail.flaps, options.rest_s, options.longest_rest_s)
             if failure is Failure.DEVICE:
-                wait = max(wait, options.retry_s)
+                again_s = max(again_s, now + options.retry_s)
         rail.failure, rail.reason = failure, reason
         rail.up = rail.fresh = rail.leaving = False
         rail.send, rail.receive = SendState.FALLBACK, ReceiveState.FALLBACK
         rail.probe = rail.switch = 0
-        rail.unresolved, rail.via, rail.wake_s = rail.incarnation, (-1, 0), now + wait
+        rail.unresolved, rail.via, rail.wake_s = rail.incarnation, (-1, 0), again_s
         if failure is Failure.PROGRAM or not options.fault_tolerance:
             raise Broken(failure, reason)
         self.recount()
@@ -173,13 +195,13 @@ class Failover:
                 continue
             if not rail.up:
                 if now >= rail.wake_s:
-                    rail.wake_s = math.inf
+                    rail.wake_s, rail.tried_s, rail.mended = math.inf, now, False
                     out.append(RestoreRail(rail.number))
             elif rail.leaving:
                 if not rail.flights:
                     rail.leaving, rail.send = False, SendState.FALLBACK
                     rest = rest_s(rail.flaps, self.options.rest_s, self.options.longest_rest_s)
-                    rail.wake_s = now + max(self.options.retry_s, rest)
+                    rail.wake_s = rail.rested_s = now + max(self.options.retry_s, rest)
                     self.recount()
             else:
                 self._return(rail, now, out)
@@ -216,7 +238,7 @@ class Failover:
                     self.leave(rail, "no answer to a probe", now, out)
             elif not rail.unresolved and (now >= rail.wake_s or not self.carriers):
                 self._probes += 1
-                rail.probe, rail.wake_s = self._probes, now + self.options.probe_s
+                rail.probe, rail.wake_s = self._probes, now + self.options.answer_s
                 self.wire.say(rail, now, out, Kind.PROBE, op=rail.probe)
             return
         # Every frame of ours is acknowledged, so the next one serves as fence; the newest if none is to come.
@@ -229,7 +251,7 @@ class Failover:
                     self.leave(rail, "no answer to a switch", now, out)
             elif self._drained(rail):
                 flight = outbox.numbered(Kind.SWITCH, b"")
-                rail.switch, rail.wake_s = flight.sequence, now + self.options.probe_s
+                rail.switch, rail.wake_s = flight.sequence, now + self.options.answer_s
                 self.wire.give(flight, rail, now, out)
 
     def _drained(self, rail: Rail) -> bool:

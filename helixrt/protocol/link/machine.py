@@ -29,7 +29,8 @@ Failover follows SHIFT section 4.3, per rail and direction (`rails.SendState`, `
     fallback    rail k fails at one end. That end fences it (nothing more of this connection counts) and sends
                 RESUME(k, incarnation, what I received) on another rail; the peer fences k as well and answers
                 with its own counters. What they show as received is done; the rest is sent again elsewhere.
-    fail-back   after a rest that grows with every flap the driver restores k; PROBE, PROBED on k (FALLBACK);
+    fail-back   after a rest that grows with every flap (no hint shortens it) the driver restores k, again and again; PROBE,
+                PROBED on k (FALLBACK);
                 the newest frame on the other rails is the fence (WAIT_SIGNALED); when all up to it is
                 acknowledged (WAIT_DRAINED) SWITCH goes out on k, and with its acknowledgement k is DEFAULT.
     slow rail   leaves the same way: nothing new goes on it, it drains, rests, is probed.
@@ -105,6 +106,7 @@ class Link:
             m.RailUp: self._rail_up,
             m.RailDown: self._rail_down,
             m.RailSlow: self._rail_slow,
+            m.RailMended: self._rail_mended,
             m.FrameArrived: self._frame_arrived,
             m.PayloadArrived: self._payload_arrived,
             m.Heard: self._heard,
@@ -230,6 +232,9 @@ class Link:
 
     def _rail_slow(self, event: m.RailSlow, now: float, out: list[Action]) -> None:
         self._failover.slow(self.rails[event.rail], now, out)
+
+    def _rail_mended(self, event: m.RailMended, now: float, out: list[Action]) -> None:
+        self._failover.mended(self.rails[event.rail], now)
 
     # ---- what arrives
 

@@ -54,15 +54,16 @@ class LinkOptions:
     connect_s: float = 60.0  # from the first event until a rail is up; else the peer is lost
     period_s: float = 1.0  # of liveness: a silent peer is lost within 1.5 of it
     attempt_s: float = 30.0  # software deadline of a frame on a rail; more than `window_bytes` take on the slowest rail
-    probe_s: float = 0.25  # for the answer to PROBE, SWITCH or RESUME
-    retry_s: float = 0.25  # between attempts to restore a rail that is down
+    probe_s: float = 0.25  # for the answer to RESUME; then it is said again, over any rail
+    answer_s: float = 0.5  # for the answer to PROBE or SWITCH; then the rail is reset: nothing is lost, but all begins anew
+    retry_s: float = 0.25  # between the beginnings of attempts to restore a rail that is down
     rest_s: float = 0.1  # of a rail that flaps, doubled with each flap
     longest_rest_s: float = 30.0
     steady_s: float = 10.0  # in service without failure: earlier flaps are forgiven
     acknowledge_s: float = 0.02  # what needs no prompt acknowledgement gets it this late, or along with other traffic
 
     def __post_init__(self) -> None:
-        for key in ("window_bytes", "window_frames", "connect_s", "period_s", "attempt_s", "probe_s", "retry_s"):
+        for key in ("window_bytes", "window_frames", "connect_s", "period_s", "attempt_s", "probe_s", "answer_s", "retry_s"):
             if not getattr(self, key) > 0:
                 raise ConfigError(key, getattr(self, key), "must be more than 0")
         if not 0 <= self.eager_bytes <= self.eager_memory_bytes:
@@ -119,6 +120,14 @@ class RailDown:
 @dataclass(frozen=True, slots=True)
 class RailSlow:
     """The rail works but should be left: fence, drain, switch, as in fail-back. It rests before it is used again."""
+
+    rail: int
+
+
+@dataclass(frozen=True, slots=True)
+class RailMended:
+    """Something says that what broke the rail is whole again: its port is active. So it is tried now, unless it rests for
+    having flapped. No more than a hint: it may be wrong, early, or never come."""
 
     rail: int
 
@@ -185,6 +194,7 @@ Event = (
     | RailUp
     | RailDown
     | RailSlow
+    | RailMended
     | FrameArrived
     | PayloadArrived
     | Heard

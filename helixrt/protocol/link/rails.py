@@ -95,6 +95,9 @@ class Rail:
     flaps: int = 0  # failures after it had carried traffic, forgiven after a steady while
     default_s: float = math.inf  # when DEFAULT began
     wake_s: float = math.inf  # when to restore it, to probe it, or to give up the probe
+    rested_s: float = -math.inf  # not to be restored before: it flaps
+    tried_s: float = -math.inf  # when its latest restoration began
+    mended: bool = False  # it is said to be whole, since that began
     probe: int = 0  # number of the probe that waits for its answer
     fence: int = 0  # newest sequence number that must be acknowledged before it carries traffic again
     switch: int = 0  # sequence number of the SWITCH under way

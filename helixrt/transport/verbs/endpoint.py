@@ -29,7 +29,7 @@ from socket import socket
 
 from helixrt.errors import Cause, ConfigError
 from helixrt.protocol.link.machine import Link
-from helixrt.protocol.link.messages import Failure, LinkOptions, RailDown
+from helixrt.protocol.link.messages import Failure, LinkOptions, RailDown, RailMended
 from helixrt.record import FlightRecord
 from helixrt.transport.contract import Buffer, Outcome
 from helixrt.transport.process_memory import address_of
@@ -41,7 +41,7 @@ from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs.address import VerbsAddress
 from helixrt.transport.verbs.connection import VerbsConnection
 from helixrt.transport.verbs.devices import Descriptor, Nic, VerbsRail, find_port, rails_here, readable
-from helixrt.transport.verbs.failure import port_failed
+from helixrt.transport.verbs.failure import nobody_answered, port_failed
 from helixrt.transport.verbs.library import library
 from helixrt.transport.verbs.memory import Registered, Registrations
 from helixrt.transport.verbs.one_sided import Action, OneSided, Window, parse_window
@@ -128,6 +128,7 @@ class VerbsEndpoint(TcpEndpoint):
         self._spare: dict[_Place, list[QueuePair]] = {place: [] for place in self._places}
         self._retiring: list[tuple[_Place, QueuePair]] = []
         self._rests = Rests()
+        self._read_again = False
         self._exposed: list[tuple[Registered, Buffer]] = []
         self._registrations = {place: self._new_registrations(place) for place in self._places}
 
@@ -151,6 +152,7 @@ class VerbsEndpoint(TcpEndpoint):
         def ready(pair: QueuePair, theirs: Attributes) -> None:
             peer.came(rail)
             self._rests.succeeded(key)
+            self._look_at_the_clock()
             self._join(peer, pair, theirs, rail, incarnation)
 
         key, took_s = (peer.rank, rail), 0.0
@@ -170,8 +172,9 @@ class VerbsEndpoint(TcpEndpoint):
             begin = time.monotonic()
             try:
                 pair.connect(theirs, self._verbs_rails[rail])
-            finally:
-                took_s = time.monotonic() - begin
+            except self._library.Error as error:
+                took_s = time.monotonic() - begin if nobody_answered(error) else 0.0
+                raise
 
         arm, retire = functools.partial(self._arm, rail), functools.partial(self._retire, self._places[rail])
         expires_s = self.now + self.verbs_options.restore_s
@@ -189,8 +192,18 @@ class VerbsEndpoint(TcpEndpoint):
         peer.put_in_service(connection, incarnation)
 
     def restore(self, peer: Peer, rail: int) -> None:
-        """Later: the set-up of a queue pair holds the interpreter's lock, and would delay the handshake about this one."""
-        self._later(peer, functools.partial(super().restore, peer, rail))
+        """Later: the set-up of a queue pair holds the interpreter's lock, and would delay the handshake about this one.
+
+        Not at all when the other end has begun: the machine hears how that ends, and nothing is to be waited for beside it.
+        """
+        assert isinstance(peer, VerbsPeer)
+        again = super().restore
+
+        def begin() -> None:
+            if not peer.expects(rail):
+                again(peer, rail)
+
+        self._later(peer, begin)
 
     def look_for(self, peer: Peer, rail: int) -> None:
         """Likewise, unless the peer seems to be gone: then there is no hurry to send."""
@@ -198,6 +211,17 @@ class VerbsEndpoint(TcpEndpoint):
             super().look_for(peer, rail)
         else:
             self._later(peer, functools.partial(super().look_for, peer, rail))
+
+    def _look_at_the_clock(self) -> None:
+        """The job that just ended held the interpreter's lock, so it may be much later than this turn believes: who then counts
+        from its beginning takes an answer for late before it can have come."""
+        self.now, self._read_again = time.monotonic(), True
+
+    def _tick(self) -> None:
+        if self._read_again:  # what came by now is to be read before anything is late
+            self._read_again = False
+            self._watch.dispatch()
+        super()._tick()
 
     def _later(self, peer: Peer, do: Callable[[], None]) -> None:
         def then() -> None:
@@ -269,14 +293,20 @@ class VerbsEndpoint(TcpEndpoint):
             self._watch.add(self._watched[place], READ, lambda mask: self._nic_event(place), urgent=True)
 
     def _nic_event(self, place: _Place) -> None:
-        """All rails on a port fail together, before their completions say so one by one."""
-        reason = port_failed(self._nics[place].event(), self._library.enums)
-        if reason is None:
+        """All rails on a port fail together, before their completions say so one by one; and are tried together when it is
+        active again, before they would be by themselves."""
+        kind = self._nics[place].event()
+        reason, mended = port_failed(kind, self._library.enums), kind == self._library.enums.EVENT_PORT_ACTIVE
+        if reason is None and not mended:
             return
-        failed = [rail for rail, other in enumerate(self._places) if other == place]
-        for peer, rail in itertools.product(list(self._peers.values()), failed):
-            connection = peer.queue_pair(rail) if isinstance(peer, VerbsPeer) else None
-            if connection is not None:
+        rails = [rail for rail, other in enumerate(self._places) if other == place]
+        for peer, rail in itertools.product(list(self._peers.values()), rails):
+            if not isinstance(peer, VerbsPeer) or rail >= peer.verbs_rails:
+                continue
+            connection = peer.queue_pair(rail)
+            if mended and connection is None:
+                peer.tell(RailMended(rail))
+            elif reason is not None and connection is not None:
                 connection.fail(Failure.DEVICE, reason)
 
     def _new_registrations(self, place: _Place) -> Registrations:

@@ -6,6 +6,7 @@ leaves it at "an error completion"; which one it is decides where and when the r
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping
 
 from helixrt.protocol.link.messages import Failure
@@ -54,6 +55,12 @@ def first_cause(statuses: Iterable[int], enums: Enums) -> tuple[Failure, str]:
         first = first or (failure, f"work completion {name}")
     assert first is not None
     return first
+
+
+def nobody_answered(error: Exception) -> bool:
+    """Whether a queue pair could not be connected because the kernel looked for the peer's hardware address in vain."""
+    code = getattr(error, "error_code", errno.ETIMEDOUT)  # pyverbs tells it; else what takes long is taken for this
+    return code in (errno.ETIMEDOUT, errno.EHOSTUNREACH)
 
 
 def port_failed(event: int, enums: Enums) -> str | None:

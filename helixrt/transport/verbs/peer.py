@@ -49,12 +49,15 @@ class VerbsPeer(Peer):
         return self.control is not None and self.rails[0] is not None
 
     def never_came(self, rail: int) -> bool:
-        return super().never_came(rail) and rail not in self._exchanges
+        return super().never_came(rail) and not self.expects(rail)
 
     def expect(self, rail: int, exchange: Exchange) -> None:
         """A queue pair for `rail` is being set up."""
         self._stop_expecting(rail)
         self._exchanges[rail] = exchange
+
+    def expects(self, rail: int) -> bool:
+        return rail in self._exchanges
 
     def came(self, rail: int) -> None:
         """It is set up, or failed to be."""

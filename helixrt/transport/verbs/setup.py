@@ -127,7 +127,8 @@ class Rests:
     """Which rails are not to be connected for a while.
 
     Where nobody answers, the kernel looks for the peer's hardware address for about a second, and pyverbs holds the
-    interpreter's lock all the while. So after an attempt that failed slowly there is none for a second, then two, and so on.
+    interpreter's lock all the while. So after an attempt that failed so, slowly, there is none for a second, then two, and so
+    on.
     """
 
     def __init__(self) -> None:
