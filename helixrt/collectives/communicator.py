@@ -258,8 +258,8 @@ class Communicator:
             if now < looks_until:
                 continue
             looks_until = None
+            self._asleep = True  # before it asks peers to ring: from then on, who turns in its place tells it
             rest = self._prepare_to_sleep(now)
-            self._asleep = True
             if not handle.done:  # else whoever finished it may have looked before we lay down
                 self._poller.wait(rest if until is None else min(rest, until - now))
             self._asleep = False
@@ -327,6 +327,8 @@ class Communicator:
         with self._lock:
             moved = self._turn(now)
         self._settle()
+        if self._asleep:  # a caller has come to drive since we looked, and this turn took back what it asked of the peers
+            self._poller.nudge()
         if moved:
             return False, 0.0
         rest = self._prepare_to_sleep(now)

@@ -43,6 +43,8 @@ class QueueEndpoint(Endpoint):
         self.open = False
         self.stale = 0
         self.silent = False  # a test's: takes no part any more, as if its process were stopped
+        self.rung_when_asked = False  # peers wake it only after `next_deadline`, until it looks, as over shared memory
+        self.asked, self.rings = False, True
         self._reset()
 
     def _reset(self) -> None:
@@ -81,11 +83,12 @@ class QueueEndpoint(Endpoint):
 
     def _take(self, *message: Any) -> None:
         self._inbox.append(message)
-        if self._event >= 0:
+        if self._event >= 0 and self.rings and (self.asked or not self.rung_when_asked):
             os.eventfd_write(self._event, 1)
 
     def _ready(self) -> None:
-        os.eventfd_write(self._event, 1)
+        if not self.rung_when_asked:  # else `next_deadline` tells
+            os.eventfd_write(self._event, 1)
 
     def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
         assert self.open and data.contiguous and data.format == "B"
@@ -131,6 +134,7 @@ class QueueEndpoint(Endpoint):
         return {self._event: select.EPOLLIN} if self._event >= 0 else {}
 
     def progress(self, now: float) -> Sequence[Outcome]:
+        self.asked = False
         try:
             os.eventfd_read(self._event)
         except (BlockingIOError, OSError):
@@ -161,7 +165,8 @@ class QueueEndpoint(Endpoint):
         return outcomes
 
     def next_deadline(self) -> float | None:
-        return None
+        self.asked = True
+        return 0.0 if self.rung_when_asked and (self._outcomes or (self._inbox and self.rings)) else None
 
     def _leave(self, what: str, cause: Cause) -> None:
         if self.open:

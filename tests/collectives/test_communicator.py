@@ -359,6 +359,56 @@ def test_the_thread_sleeps_between_generations_whoever_calls(
     group.configure(4, [0, 1])
 
 
+class _LooksFree:
+    """A driver's role that is taken just after one look at it."""
+
+    def __init__(self, role: Any) -> None:
+        self._role, self.looks = role, 0
+        self.acquire, self.release = role.acquire, role.release
+
+    def locked(self) -> bool:
+        self.looks += 1
+        return self.looks > 1 and bool(self._role.locked())
+
+
+@pytest.mark.parametrize("group", [3], indirect=True)
+def test_a_turn_of_the_thread_does_not_leave_a_sleeping_caller_unheard(group: Group) -> None:
+    """It saw nobody drive, then a caller came, turned and lay down: peers ring for who asked last before it sleeps."""
+    endpoint, communicator = group.endpoints[0], group.ranks[0].communicator
+    endpoint.rung_when_asked = True
+    out = torch.zeros(4)
+    source, how = torch.ones(4), How(DEADLINE_S, waits=True)
+    with ThreadPoolExecutor(3) as pool:
+
+        def sum_up(rank: int, into: torch.Tensor) -> None:
+            group.ranks[rank].all_reduce(source, into, SUM, how).wait()
+
+        sums = [pool.submit(sum_up, 0, out)]
+        _until(lambda: communicator._asleep and endpoint.asked)
+        communicator._wake()  # so that the thread sees that somebody drives, and from now on looks from time to time
+        _until(lambda: not communicator._wanted)
+        _until(lambda: communicator._asleep and endpoint.asked)
+        endpoint.rings = False  # the bell of the next message is still on its way
+        sums.append(pool.submit(sum_up, 1, torch.zeros(4)))
+        _until(lambda: bool(endpoint._inbox))
+        taken = communicator._role
+        looks_free = communicator._role = _LooksFree(taken)  # type: ignore[assignment]
+        _until(lambda: looks_free.looks > 1)
+        communicator._role = taken
+        endpoint.rings = True
+        sums.append(pool.submit(sum_up, 2, torch.zeros(4)))
+        for each in sums:
+            each.result(DEADLINE_S / 2)
+    assert torch.equal(out, torch.full((4,), 3.0))
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("group", [2], indirect=True)
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_caller_whose_peer_is_late_holds_up_nobody(group: Group, waits: bool) -> None:
