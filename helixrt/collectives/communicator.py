@@ -88,6 +88,11 @@ class Communicator:
         return self._failure if execution is None else execution.failure
 
     @property
+    def one_memory(self) -> bool:
+        """See `Endpoint.one_memory`."""
+        return self._endpoint.one_memory
+
+    @property
     def busy(self) -> bool:
         """Something is running or queued."""
         return self._execution is not None and bool(self._execution.running)

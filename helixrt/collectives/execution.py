@@ -256,8 +256,14 @@ class Execution:
         if running.wire is not None:
             op, index = running.wire.op, running.wire.first + action.index
             self._points[sends, action.peer, op, index] = action.op, action.index
-        call = self._endpoint.send if sends else self._endpoint.receive
-        call(action.peer, op, index, running.memory.view(action.region))
+        memory = running.memory
+        if isinstance(action, Transmit):
+            self._endpoint.send(action.peer, op, index, memory.view(action.region))
+        elif action.left is None:
+            self._endpoint.receive(action.peer, op, index, memory.view(action.region))
+        else:
+            left, into = memory.tensor(action.left), memory.tensor(action.region)
+            self._endpoint.receive(action.peer, op, index, running.reduction.on_arrival(left, into, action.last))
 
     def _finish(self, op: int, failure: CollectiveError | None) -> None:
         running = self.running.pop(op)

@@ -56,9 +56,13 @@ class Collectives:
         if self.communicator.size == 1:
             return self._alone(source, out, reduction, how)
         length, element = _bytes(out), out.element_size()
+        on_arrival = not self._staging.serves(out)  # what is on a card is summed there
+        one_memory = self.communicator.one_memory
         plan = self._plan(
-            ("all-reduce", length, element, in_place),
-            lambda rank, size: choice.all_reduce(rank, size, length, element, self.tuning, in_place),
+            ("all-reduce", length, element, in_place, on_arrival),
+            lambda rank, size: choice.all_reduce(
+                rank, size, length, element, self.tuning, in_place, on_arrival, one_memory
+            ),
         )
         return self._submit(plan, source, out, reduction, how)
 
@@ -71,9 +75,10 @@ class Collectives:
         if self.communicator.size == 1:
             return self._alone(source, out, reduction, how)
         lengths = tuple(count * element for count in counts)
+        on_arrival = not self._staging.serves(out)
         plan = self._plan(
-            ("reduce-scatter", lengths, element, in_place),
-            lambda rank, size: choice.reduce_scatter(rank, lengths, element, self.tuning, in_place),
+            ("reduce-scatter", lengths, element, in_place, on_arrival),
+            lambda rank, size: choice.reduce_scatter(rank, lengths, element, self.tuning, in_place, on_arrival),
         )
         return self._submit(plan, source, out, reduction, how)
 

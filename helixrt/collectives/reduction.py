@@ -31,6 +31,24 @@ def why_not(op: Op, dtype: torch.dtype, mean: bool = False) -> str:
     return ""
 
 
+class SumOnArrival:
+    """A `Sink` of a message that is the right operand of a reduction."""
+
+    __slots__ = ("_element", "_into", "_last", "_left", "_reduction")
+
+    def __init__(self, reduction: Reduction, left: torch.Tensor, into: torch.Tensor, last: bool) -> None:
+        self._reduction, self._left, self._into, self._last = reduction, left, into, last
+        self._element = into.element_size()
+
+    def __len__(self) -> int:
+        return self._into.numel() * self._element
+
+    def take(self, at: int, piece: memoryview) -> None:
+        right = torch.frombuffer(piece, dtype=self._into.dtype)
+        first, count = at // self._element, right.numel()
+        self._reduction.reduce(self._left.narrow(0, first, count), right, self._into.narrow(0, first, count), self._last)
+
+
 class Reduction:
     """One way to reduce: an operation, and what the result is divided by in the last step (1: nothing)."""
 
@@ -52,6 +70,16 @@ class Reduction:
             return
         also = memory.tensor(work.into[1]) if len(work.into) > 1 else None
         reduce_copy(left, right, into, also, op=self.op, divisor=divisor)
+
+    def on_arrival(self, left: torch.Tensor, into: torch.Tensor, last: bool) -> SumOnArrival:
+        """Takes the right operand as it comes; `left` must be as it is until then, or be `into`."""
+        return SumOnArrival(self, left, into, last)
+
+    def reduce(self, left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, last: bool) -> None:
+        if last and self.divisor != 1:
+            reduce_copy(left, right, into, None, op=self.op, divisor=self.divisor)
+        else:
+            self._operate(left, right, out=into)
 
     def alone(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """The whole reduction where there is one rank."""

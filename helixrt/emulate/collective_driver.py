@@ -124,9 +124,13 @@ class Driver(Receiver):
                 node.outgoing[name] = node.memories[op].view(region)
                 node.unsent.add(name)
                 todo.append(self.gone(node, peer) if peer in node.left else (peer, l.Submit(op, index, region.length)))
-            case c.Await(op, peer, index, region):
+            case c.Await(op, peer, index, region, left):
                 name = (peer, op, index)
-                node.posted[name] = node.memories[op].view(region)
+                if left is None:
+                    node.posted[name] = node.memories[op].view(region)
+                else:
+                    node.posted[name] = memoryview(bytearray(region.length))
+                    node.summing[name] = action
                 if peer not in node.left:
                     todo.append((peer, l.Post(op, index, region.length)))
                 elif name in node.held:
@@ -176,6 +180,8 @@ class Driver(Receiver):
                 if name in node.received or name not in node.posted:
                     raise self.fail(f"rank {node.rank}: message {name} was received twice, or never asked for")
                 node.received.add(name)
+                if name in node.summing:
+                    node.memories[act.op].arrived(node.posted[name], node.summing.pop(name))
                 todo.append((-1, c.Received(act.op, peer, act.index)))
             case l.Keep():
                 node.kept[peer, act.op, act.index] = bytes(node.outgoing[peer, act.op, act.index])

@@ -11,6 +11,7 @@ from typing import cast
 from helixrt.emulate.fabric import Connection, Payload
 from helixrt.emulate.plans import Memory
 from helixrt.protocol.collective.machine import CollectiveMachine
+from helixrt.protocol.collective.messages import Await
 from helixrt.protocol.link.machine import Link
 
 Name = tuple[int, int, int]  # peer's index in the generation, op, index
@@ -49,6 +50,7 @@ class Node:
     kept: dict[Name, bytes] = field(default_factory=dict)
     flying: dict[Name, list[Payload]] = field(default_factory=dict)
     posted: dict[Name, memoryview] = field(default_factory=dict)
+    summing: dict[Name, Await] = field(default_factory=dict)  # posted, and reduced when they are whole
     held: dict[Name, bytes] = field(default_factory=dict)
     landing: dict[Connection, memoryview | Name | None] = field(default_factory=dict)
     received: set[Name] = field(default_factory=set)
@@ -65,5 +67,5 @@ class Node:
         self.after.clear()
         self.rails.clear()
         self.landing.clear()
-        for by_name in (self.outgoing, self.kept, self.flying, self.posted, self.held):
+        for by_name in (self.outgoing, self.kept, self.flying, self.posted, self.summing, self.held):
             cast("dict[Name, object]", by_name).clear()

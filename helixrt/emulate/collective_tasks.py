@@ -47,11 +47,12 @@ def point_plan(point: Point, sends: bool, peer: int) -> Plan:
 @functools.lru_cache(maxsize=20_000)
 def plan_of(task: Task, rank: int, size: int) -> Plan:
     length, lengths = task.count * ELEMENT, [task.count * ELEMENT] * size
+    on_arrival = (task.count + rank) % 2 == 0
     match task.what:
         case "all_reduce":
-            return choice.all_reduce(rank, size, length, ELEMENT, TUNING, task.in_place)
+            return choice.all_reduce(rank, size, length, ELEMENT, TUNING, task.in_place, on_arrival)
         case "reduce_scatter":
-            return choice.reduce_scatter(rank, lengths, ELEMENT, TUNING)
+            return choice.reduce_scatter(rank, lengths, ELEMENT, TUNING, on_arrival=on_arrival)
         case "all_gather":
             return choice.all_gather(rank, lengths, ELEMENT, TUNING)
         case "broadcast":

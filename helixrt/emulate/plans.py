@@ -52,6 +52,14 @@ class Memory:
         for region in work.into:
             self.view(region)[:] = total
 
+    def arrived(self, content: memoryview, where: Await) -> None:
+        """A message is whole."""
+        if where.left is None:
+            self.view(where.region)[:] = content
+        else:
+            left, right = (array(self.code, bytes(term)) for term in (self.view(where.left), content))
+            self.view(where.region)[:] = array(self.code, map(add, left, right)).tobytes()
+
     def numbers(self) -> list[float]:
         return list(array(self.code, bytes(self.out)))
 
@@ -69,7 +77,7 @@ def run_plans(
     ranks = range(len(plans))
     machines = [CollectiveMachine(r, len(plans), window_bytes) for r in ranks]
     memories = [Memory(sources[r], out_bytes[r], plans[r].scratch_bytes, None if shift is None else shift[r]) for r in ranks]
-    posted: dict[tuple[int, int, int], Region] = {}
+    posted: dict[tuple[int, int, int], Await] = {}
     waiting: dict[tuple[int, int, int], Region] = {}
     todo: list[tuple[str, int, object]] = []
     done: set[int] = set()
@@ -84,7 +92,7 @@ def run_plans(
                         todo.append(("deliver", rank, name))
                 case Await():
                     name = (action.peer, rank, action.index)
-                    posted[name] = action.region
+                    posted[name] = action
                     if name in waiting:
                         todo.append(("deliver", rank, name))
                 case Compute():
@@ -103,7 +111,7 @@ def run_plans(
         if kind == "deliver":
             assert isinstance(what, tuple)
             sender, receiver, index = what
-            memories[receiver].view(posted.pop(what))[:] = memories[sender].view(waiting.pop(what))
+            memories[receiver].arrived(memories[sender].view(waiting.pop(what)), posted.pop(what))
             todo += [("sent", sender, Sent(0, receiver, index)), ("received", receiver, Received(0, sender, index))]
         elif kind == "compute":
             assert isinstance(what, Compute)

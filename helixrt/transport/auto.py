@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import Kind
-from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
+from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused, Sink
 from helixrt.transport.shared_memory import endpoint as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
@@ -190,7 +190,7 @@ class AutoEndpoint(Endpoint):
         self._early.clear()
         mine = {name: endpoint.address() for name, endpoint in self._endpoints.items()}
         groups: dict[str, dict[int, bytes]] = {name: {} for name in self._endpoints}
-        self._ways, self._choices = {}, {}
+        self._ways, self._choices, self.one_memory = {}, {}, True
         here, self._here = self._here, frozenset()  # whose owner has ended since then shows at the call
         for rank, raw in sorted(peers.items()):
             try:
@@ -207,6 +207,8 @@ class AutoEndpoint(Endpoint):
                 raise ConfigError("transport", self._insists, rule)
             self._choices[rank], groups[choice.transport][rank] = choice, theirs[choice.transport]
             self._ways[rank] = self._endpoints[choice.transport]
+            both_share = SHARED_MEMORY in mine and SHARED_MEMORY in theirs
+            self.one_memory = self.one_memory and both_share and same_host(mine, theirs)
         self._used = {name for name, group in groups.items() if group}
         connected: list[Endpoint] = []
         try:
@@ -264,7 +266,7 @@ class AutoEndpoint(Endpoint):
     def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
         self._ways[peer].send(peer, op, index, data)
 
-    def receive(self, peer: int, op: int, index: int, into: Buffer) -> None:
+    def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
         self._ways[peer].receive(peer, op, index, into)
 
     def forget(self, op: int) -> None:

@@ -21,11 +21,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from helixrt.errors import Cause
 
 Buffer: TypeAlias = memoryview  # of bytes, contiguous
+
+
+class Sink(Protocol):
+    """Takes a message's bytes as they come, in place of memory that they are put in."""
+
+    def __len__(self) -> int:
+        """Of the message, in bytes."""
+
+    def take(self, at: int, piece: Buffer) -> None:
+        """Those from `at` on: in order, each once; `at` is a multiple of 64. `piece` is lent for the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +84,13 @@ class Refused:
 class Endpoint(ABC):
     """This rank's links to the peers of one generation.
 
+    `one_memory`: all its ranks are on one host and offer to share memory; the same on all of them.
+
     `address`, `connect` and `close` block at most for their deadline. After `connect` all calls come from
     one thread at a time, except `abort`'s effect on peers: see there.
     """
+
+    one_memory: bool = False
 
     @abstractmethod
     def address(self) -> bytes:
@@ -105,8 +119,11 @@ class Endpoint(ABC):
         """Begin to send; `data` must stay as it is until `Sent`. Never blocks."""
 
     @abstractmethod
-    def receive(self, peer: int, op: int, index: int, into: Buffer) -> None:
-        """Let message (op, index) of `peer` arrive in `into`. Never blocks."""
+    def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
+        """Let message (op, index) of `peer` arrive in `into`. Never blocks.
+
+        A sink has had everything when `Received` comes; of a message that never does, it may have had a part.
+        """
 
     @abstractmethod
     def forget(self, op: int) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from helixrt.protocol.link.frames import Frame
 from helixrt.protocol.link.messages import Failure
+from helixrt.transport.intake import Intake
 
 
 class Waitable(Protocol):
@@ -31,7 +32,7 @@ class RailConnection(Protocol):
     @property
     def sock(self) -> Waitable: ...
 
-    landing: memoryview | None  # of the payload under way; None: nowhere
+    landing: memoryview | Intake | None  # of the payload under way; None: nowhere
     length: int  # of all of it
     closed: bool
     blocked: bool  # it has more to write and waits until it can

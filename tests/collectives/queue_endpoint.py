@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from helixrt.errors import Cause, Retryable
-from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Received, Refused, Sent
+from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Received, Refused, Sent, Sink
 
 EAGER_BYTES = 1 << 12
+PIECE_BYTES = 192  # that a sink takes at once
 
 
 class Hub:
@@ -107,21 +108,25 @@ class QueueEndpoint(Endpoint):
         self._outcomes.append(Sent(peer, op, index))
         self._ready()
 
-    def receive(self, peer: int, op: int, index: int, into: Buffer) -> None:
-        assert self.open and into.contiguous and not into.readonly
+    def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
+        assert self.open and (not isinstance(into, memoryview) or (into.contiguous and not into.readonly))
         key = (peer, op, index)
         assert key not in self._posted
         if key in self._here:
             self._deliver(key, into)
         else:
             self._posted[key] = into
-            if into.nbytes > EAGER_BYTES:
+            if len(into) > EAGER_BYTES:
                 self._post(peer, "credit", op, index)
 
-    def _deliver(self, key: tuple[int, int, int], into: Buffer) -> None:
+    def _deliver(self, key: tuple[int, int, int], into: Buffer | Sink) -> None:
         data = self._here.pop(key)
-        assert len(data) == into.nbytes, f"message {key} has {len(data)} bytes, not {into.nbytes}"
-        into[:] = data
+        assert len(data) == len(into), f"message {key} has {len(data)} bytes, not {len(into)}"
+        if isinstance(into, memoryview):
+            into[:] = data
+        else:
+            for at in range(0, len(data), PIECE_BYTES):
+                into.take(at, memoryview(bytearray(data[at : at + PIECE_BYTES])))
         self._outcomes.append(Received(*key))
         self._ready()
 

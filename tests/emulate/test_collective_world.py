@@ -115,8 +115,8 @@ BROKEN_LINES: dict[str, Line] = {
     "ring: a slot is received into before it was reduced from": (
         choice,
         "ring_all_reduce",
-        "came = build.receive(left, waiting, freed[lane])",
-        "came = build.receive(left, waiting)",
+        "build.receive_reduced(left, source, out, waiting, [freed[lane]], last=step == size - 2)",
+        "build.receive_reduced(left, source, out, waiting, [], last=step == size - 2)",
     ),
     "ring: a chunk is forwarded before it has come": (
         choice,

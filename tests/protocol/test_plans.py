@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from helixrt.emulate.plans import ELEMENT, run_plans
 from helixrt.errors import ConfigError
-from helixrt.protocol.collective.algorithms import chain, choice, direct, halving, ring
+from helixrt.protocol.collective.algorithms import blockwise, chain, choice, direct, halving, ring
 from helixrt.protocol.collective.algorithms.choice import Algorithm, choose
 from helixrt.protocol.collective.algorithms.layout import Tuning, grid_of_blocks, grid_of_whole
 from helixrt.protocol.collective.plan import Copy, Plan, Receive, Reduce, Region, Send, Space
 from helixrt.protocol.collective.plan_check import PlanError, check
 
-SMALL = Tuning(chunk_bytes=128, chunks=2, least_chunk_bytes=64, direct_bytes=0, two_step_bytes=0, halving_bytes=0)
+SMALL = Tuning(128, chunks=2, least_chunk_bytes=64, direct_bytes=0, two_step_bytes=0, block_bytes=64, halving_bytes=0)
 LENGTHS = (0, 1, 7, 8, 9, 33, 100, 257)  # elements: none, fewer than ranks, odd, several partitions
 """With SMALL and 8-byte elements, 257 elements over 2 ranks are five partitions."""
 
@@ -59,6 +60,10 @@ AllReduce = Callable[[int, int, int, int, Tuning, bool], Plan]
         *((direct.direct_all_reduce, n) for n in (1, 2, 3, 4, 5, 8)),
         *((direct.two_step_all_reduce, n) for n in (1, 2, 3, 4, 5, 8)),
         *((halving.halving_all_reduce, n) for n in (1, 2, 4, 8, 16)),
+        *((partial(ring.ring_all_reduce, on_arrival=True), n) for n in (1, 2, 3, 4, 5, 8)),
+        *((partial(halving.halving_all_reduce, on_arrival=True), n) for n in (1, 2, 4, 8, 16)),
+        *((blockwise.blockwise_all_reduce, n) for n in (1, 2, 3, 4, 5, 8)),
+        *((partial(blockwise.blockwise_all_reduce, on_arrival=True), n) for n in (1, 2, 3, 4, 5, 8)),
     ],
 )
 def test_all_reduce(size: int, algorithm: AllReduce, in_place: bool) -> None:
@@ -67,7 +72,7 @@ def test_all_reduce(size: int, algorithm: AllReduce, in_place: bool) -> None:
         sources = [numbers(rank, count) for rank in range(size)]
         verify(plans, sources, [sums(sources)] * size, [0] * size if in_place else None, [count] * size)
         # every element is divided once by whoever makes its total, if there is anything to reduce
-        lasts = [sum(n.left.length for n in p.nodes if isinstance(n, Reduce) and n.last) for p in plans]
+        lasts = [sum(n.left.length for n in p.nodes if isinstance(n, Reduce | Receive) and n.left and n.last) for p in plans]
         once = size if algorithm is direct.direct_all_reduce else 1
         assert sum(lasts) == (count * ELEMENT * once if size > 1 else 0)
 
@@ -77,7 +82,10 @@ def uneven(size: int, scale: int) -> list[int]:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("algorithm", [ring.ring_reduce_scatter, direct.direct_reduce_scatter])
+@pytest.mark.parametrize(
+    "algorithm",
+    [ring.ring_reduce_scatter, partial(ring.ring_reduce_scatter, on_arrival=True), direct.direct_reduce_scatter],
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_reduce_scatter(size: int, algorithm: Callable[..., Plan], in_place: bool) -> None:
     for counts in ([0] * size, [1] * size, [40] * size, uneven(size, 5), uneven(size, 30)):
@@ -214,6 +222,16 @@ def test_halving_sends_no_more_than_the_ring_in_fewer_messages() -> None:
         sends = [node for node in plan.nodes if isinstance(node, Send)]
         assert sum(node.region.length for node in sends) == 2 * length * 7 // 8
         assert len(sends) == 6 and plan.scratch_bytes == length // 2
+
+
+def test_summed_on_arrival_it_needs_no_scratch_and_each_rank_may_choose() -> None:
+    count = 1000
+    for algorithm in (ring.ring_all_reduce, halving.halving_all_reduce, blockwise.blockwise_all_reduce):
+        plans = [algorithm(rank, 4, count * ELEMENT, ELEMENT, SMALL, on_arrival=rank % 2 == 0) for rank in range(4)]
+        assert [plan.scratch_bytes > 0 for plan in plans] == [False, True, False, True]
+        assert not any(isinstance(node, Reduce) for node in plans[0].nodes)
+        sources = [numbers(rank, count) for rank in range(4)]
+        verify(plans, sources, [sums(sources)] * 4, None, [count] * 4)
 
 
 def test_partitions_and_chunks_keep_the_paper_s_bounds() -> None:

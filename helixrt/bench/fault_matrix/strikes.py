@@ -26,7 +26,7 @@ from typing import NoReturn
 from helixrt.bench.fault_matrix.cells import Fault, Phase
 from helixrt.errors import Cause, Retryable
 from helixrt.transport.auto import TCP, unpack_addresses
-from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Refused
+from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Refused, Sink
 from helixrt.transport.tcp import rails as tcp_rails
 
 EXIT_CODE = 3
@@ -121,7 +121,7 @@ class StruckEndpoint(Endpoint):
     def address(self) -> bytes:
         return self._inner.address()
 
-    def receive(self, peer: int, op: int, index: int, into: Buffer) -> None:
+    def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
         self._inner.receive(peer, op, index, into)
 
     def forget(self, op: int) -> None:

@@ -151,7 +151,7 @@ class CollectiveMachine:
         kind = node.__class__
         if kind is Receive:
             run.state[number] = BEGUN
-            actions.append(Await(run.op, node.peer, node.index, node.region))  # type: ignore[union-attr]
+            actions.append(Await(run.op, node.peer, node.index, node.region, node.left, node.last))  # type: ignore[union-attr]
         elif kind is Send:
             run.state[number] = READY
             peer = node.peer  # type: ignore[union-attr]

@@ -85,12 +85,14 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Let the link receive straight into `region`."""
+    """Let the link receive straight into `region`; with `left`, reduced with that as it comes (`plan.Receive`)."""
 
     op: int
     peer: int
     index: int
     region: Region
+    left: Region | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

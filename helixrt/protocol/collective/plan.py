@@ -41,11 +41,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Receive message `index` of `peer` into `region`; its length is agreed, never taken from the peer."""
+    """Receive message `index` of `peer` into `region`; its length is agreed, never taken from the peer.
+
+    With `left`, what arrives is reduced as it comes: `region` = `left` op the bytes, and they lie nowhere themselves. What
+    is summed so is still in the processor's cache. `last` is that of `Reduce`.
+    """
 
     peer: int
     index: int
     region: Region
+    left: Region | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

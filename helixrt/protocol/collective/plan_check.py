@@ -38,7 +38,7 @@ def reads_and_writes(node: Node) -> tuple[tuple[Region, ...], tuple[Region, ...]
         case Send():
             return (node.region,), ()
         case Receive():
-            return (), (node.region,)
+            return () if node.left is None else (node.left,), (node.region,)
         case Reduce():
             return (node.left, node.right), node.into
         case Copy():

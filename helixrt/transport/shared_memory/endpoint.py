@@ -24,8 +24,9 @@ from functools import partial
 
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.protocol.liveness import SILENCE, Liveness
-from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, Refused
+from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, Refused, Sink
 from helixrt.transport.forking import disown_in_children
+from helixrt.transport.intake import Stage
 from helixrt.transport.shared_memory.handshake import (
     Handshake,
     HandshakeError,
@@ -68,7 +69,7 @@ class SharedMemoryEndpoint(Endpoint):
         self._listener = socket.socket(socket.AF_UNIX, _SOCKET)
         self._listener.bind(_abstract(name))
         self._listener.listen(512)
-        self._watch = Watch()
+        self._watch, self._stage = Watch(), Stage()
         self._epoll = self._watch.epoll
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._generation, self._me = -1, -1
@@ -253,7 +254,8 @@ class SharedMemoryEndpoint(Endpoint):
         self._expected.discard(peer)
         liveness = None if self._heartbeat_s is None else Liveness(self._heartbeat_s, time.monotonic())
         outcome = self._outcomes.append
-        self._links[peer] = SharedMemoryLink(peer, handshake.connection, joined, self._watch, liveness, outcome)
+        link = SharedMemoryLink(peer, handshake.connection, joined, self._watch, liveness, outcome, self._stage)
+        self._links[peer] = link
 
     def _drop(self, descriptor: int) -> None:
         handshake, _ = self._handshakes.pop(descriptor)
@@ -277,7 +279,7 @@ class SharedMemoryEndpoint(Endpoint):
     def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
         self._links[peer].send(op, index, data)
 
-    def receive(self, peer: int, op: int, index: int, into: Buffer) -> None:
+    def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
         self._links[peer].receive(op, index, into)
 
     def forget(self, op: int) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from helixrt.errors import Cause
 from helixrt.protocol.liveness import Liveness
-from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted
+from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Sink
+from helixrt.transport.intake import Intake, Stage
 from helixrt.transport.shared_memory.handshake import Joined
 from helixrt.transport.shared_memory.messages import Receiving, Sending
 from helixrt.transport.shared_memory.segment import (
@@ -60,7 +61,7 @@ class Watch:
 class SharedMemoryLink:
     """Takes over `connection` and what is `joined`, and has `watch` watch its descriptors.
 
-    `outcome` takes what comes of it all. After its end (`ended`) it is deaf, and says nothing more.
+    `outcome` takes what comes of it all; `stage` is the endpoint's. After its end (`ended`) it is deaf, and says nothing more.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class SharedMemoryLink:
         watch: Watch,
         liveness: Liveness | None,
         outcome: Callable[[Outcome], None],
+        stage: Stage,
     ) -> None:
         self.peer, self.ended = peer, False
+        self._stage = stage
         self.direct = joined.memory is not None  # the peer's long messages are read out of its memory
         self._connection, self._process, self._watch = connection, joined.process, watch
         watch.add(connection.fileno(), self, False)
@@ -108,11 +111,11 @@ class SharedMemoryLink:
         except (SegmentError, NoMemory) as error:
             self._refuse(error)
 
-    def receive(self, op: int, index: int, into: Buffer) -> None:
+    def receive(self, op: int, index: int, into: Buffer | Sink) -> None:
         if self.ended or op in self._forgotten:
             return
         try:
-            self._in.receive(op, index, into)
+            self._in.receive(op, index, into if isinstance(into, memoryview) else Intake(into, self._stage))
             self._again = self._again or self._gone or self._in.busy
             self._publish()
         except (SegmentError, NoMemory) as error:

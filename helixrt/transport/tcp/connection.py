@@ -16,6 +16,7 @@ from collections import deque
 from helixrt.protocol.link import frames
 from helixrt.protocol.link.frames import HEADER_BYTES, MAX_BODY_BYTES, FrameError, Kind
 from helixrt.protocol.link.messages import Failure
+from helixrt.transport.intake import Intake
 from helixrt.transport.rail_connection import Carrier
 from helixrt.transport.tcp.rails import failure_of
 
@@ -45,7 +46,7 @@ class Connection:
     def __init__(self, sock: socket.socket, carrier: Carrier, peer: int, number: int) -> None:
         self.sock, self.peer, self.number = sock, peer, number
         self.descriptor = sock.fileno()
-        self.landing: memoryview | None = None  # of the payload under way; None: nowhere
+        self.landing: memoryview | Intake | None = None  # of the payload under way; None: nowhere
         self.closed = self.blocked = False  # blocked: the kernel takes no more for now
         self.watches_writing = False  # the carrier's: what its epoll was told
         self._carrier = carrier
@@ -163,6 +164,8 @@ class Connection:
             came = True
             budget -= count
             if self._missing:
+                if isinstance(self.landing, Intake):
+                    self.landing.came(count)
                 self._at += count
                 self._missing -= count
                 if not self._missing:
@@ -180,6 +183,8 @@ class Connection:
 
     def _target(self) -> memoryview:
         if self._missing:
+            if isinstance(self.landing, Intake):
+                return self.landing.room()
             if self.landing is not None:
                 return self.landing[self._at :]
             if self._sink is None:
@@ -214,7 +219,10 @@ class Connection:
                 return
             here = min(frame.length, self._end - after)
             if here and self.landing is not None:
-                self.landing[:here] = ahead[after : after + here]
+                if isinstance(self.landing, Intake):
+                    self.landing.put(ahead[after : after + here])
+                else:
+                    self.landing[:here] = ahead[after : after + here]
             self._begin += here
             self._at, self._missing = here, frame.length - here
             if self._missing:

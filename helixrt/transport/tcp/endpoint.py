@@ -32,8 +32,9 @@ from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.transport import path_history
-from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused
+from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused, Sink
 from helixrt.transport.forking import disown_in_children
+from helixrt.transport.intake import Stage
 from helixrt.transport.rail_connection import RailConnection
 from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.admission import Accepted, Door, WaitingRoom
@@ -82,6 +83,7 @@ class TcpEndpoint(Endpoint):
         self._link_options = replace(self.options.link, period_s=math.inf if period is None else period)
         tuning = replace(self.options.sockets, user_timeout_s=max(self.options.sockets.user_timeout_s, 2 * (period or 0.0)))
         self.now = time.monotonic()
+        self.stage = Stage()
         listeners = []
         try:
             for rail in rails:
@@ -119,7 +121,7 @@ class TcpEndpoint(Endpoint):
     def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
         self._peer(peer).send(op, index, data)
 
-    def receive(self, peer: int, op: int, index: int, into: Buffer) -> None:
+    def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
         self._peer(peer).receive(op, index, into)
 
     def _peer(self, rank: int) -> Peer:

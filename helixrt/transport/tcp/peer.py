@@ -9,7 +9,7 @@ and short messages that came before their receiver (`held`).
 from __future__ import annotations
 
 import socket
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from helixrt.errors import Cause
 from helixrt.protocol.link import frames
@@ -17,10 +17,13 @@ from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.messages import Failure, Landing
-from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Received, Sent
+from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Received, Sent, Sink
+from helixrt.transport.intake import Intake, Stage
 from helixrt.transport.rail_connection import RailConnection
 from helixrt.transport.tcp.connection import Connection
 from helixrt.transport.tcp.rails import TcpRail
+
+_Memory = TypeVar("_Memory", bound=Buffer | Intake)
 
 CONTROL = -1  # number of the connection that only carries the reason of an end
 _TICK = m.Tick()
@@ -31,6 +34,7 @@ class Host(Protocol):
     """What a peer needs of its endpoint."""
 
     now: float
+    stage: Stage  # for what is used as it comes
 
     def add(self, outcome: Outcome) -> None: ...
 
@@ -69,7 +73,7 @@ class Peer:
         self._host = host
         self._heard = False  # the machine heard of what was read
         self._sending: dict[tuple[int, int], Buffer] = {}
-        self._receiving: dict[tuple[int, int], Buffer] = {}
+        self._receiving: dict[tuple[int, int], Buffer | Intake] = {}
         self._kept: dict[tuple[int, int], Buffer] = {}
         self._held: dict[tuple[int, int], Buffer] = {}
         self._unsaid: set[tuple[int, int]] = set()  # kept, and no rail has them yet
@@ -82,13 +86,14 @@ class Peer:
         if not self.ended:
             self._begin(self._sending, m.Submit(op, index, len(data)), data)
 
-    def receive(self, op: int, index: int, into: Buffer) -> None:
+    def receive(self, op: int, index: int, into: Buffer | Sink) -> None:
+        target = into if isinstance(into, memoryview) else Intake(into, self._host.stage)
         if self.left:
-            self._receive_of_the_left(op, index, into)
+            self._receive_of_the_left(op, index, target)
         elif not self.ended:
-            self._begin(self._receiving, m.Post(op, index, len(into)), into)
+            self._begin(self._receiving, m.Post(op, index, len(target)), target)
 
-    def _begin(self, table: dict[tuple[int, int], Buffer], event: m.Submit | m.Post, memory: Buffer) -> None:
+    def _begin(self, table: dict[tuple[int, int], _Memory], event: m.Submit | m.Post, memory: _Memory) -> None:
         name = (event.op, event.index)
         if name in table:
             raise ValueError(f"message {name} was begun before")
@@ -99,10 +104,10 @@ class Peer:
             del table[name]
             raise
 
-    def _receive_of_the_left(self, op: int, index: int, into: Buffer) -> None:
+    def _receive_of_the_left(self, op: int, index: int, into: Buffer | Intake) -> None:
         held = self._held.pop((op, index), None)
         if held is not None and len(held) == len(into):
-            into[:] = held
+            _fill(into, held)
             self._host.add(Received(self.rank, op, index))
         else:
             self._end(Lost(self.rank, Cause("it closed without sending a message", f"rank {self.rank}")))
@@ -248,7 +253,7 @@ class Peer:
                 self._host.has_frames(connection)
         elif type(action) is m.Deliver:
             name = (action.op, action.index)
-            self._receiving[name][:] = self._held.pop(name)
+            _fill(self._receiving[name], self._held.pop(name))
         else:
             self._carry_out_rare(action)
 
@@ -291,9 +296,12 @@ class Peer:
             case m.Failed(op, index, sending, _):  # only of messages with a deadline, and the contract has none
                 raise AssertionError(f"message ({op}, {index}), sending {sending}, failed alone")
 
-    def _landing(self, name: tuple[int, int], landing: Landing, length: int) -> Buffer | None:
+    def _landing(self, name: tuple[int, int], landing: Landing, length: int) -> Buffer | Intake | None:
         if landing is Landing.PLACE:
-            return self._receiving[name]
+            target = self._receiving[name]
+            if isinstance(target, Intake):
+                target.restart()
+            return target
         if landing is Landing.DROP:
             return None
         held = self._held[name] = memoryview(bytearray(length))
@@ -344,3 +352,11 @@ class Peer:
         for connection in (self.control, *self.rails):
             self._drop(connection)
         self.control, self.rails = None, [None] * len(self.rails)
+
+
+def _fill(into: Buffer | Intake, content: Buffer) -> None:
+    if isinstance(into, Intake):
+        into.restart()
+        into.put(content)
+    else:
+        into[:] = content

@@ -17,6 +17,7 @@ from typing import Any
 from helixrt.protocol.link import frames
 from helixrt.protocol.link.frames import HEADER_BYTES, Frame, FrameError, Kind
 from helixrt.protocol.link.messages import Failure
+from helixrt.transport.intake import Intake
 from helixrt.transport.rail_connection import Carrier
 from helixrt.transport.verbs.failure import first_cause
 from helixrt.transport.verbs.memory import Registrations
@@ -54,7 +55,7 @@ class VerbsConnection:
     ) -> None:
         self.peer, self.number = peer, number
         self.sock = pair.events  # what to wait for
-        self.landing: memoryview | None = None
+        self.landing: memoryview | Intake | None = None
         self.length = 0
         self.closed = self.blocked = False
         self._pair, self._carrier = pair, carrier
@@ -222,8 +223,7 @@ class VerbsConnection:
         if not short:
             self._missing = frame.length
             return
-        if self.landing is not None:
-            self.landing[:] = rest
+        self._land(0, rest)
         self._whole()
 
     def _announce(self, frame: Frame) -> None:
@@ -234,11 +234,16 @@ class VerbsConnection:
         if not self._missing:
             raise FrameError("a chunk came, and no payload is under way")
         end = self._at + len(chunk)
-        if self.landing is not None:
-            self.landing[self._at : end] = chunk
+        self._land(self._at, chunk)
         self._at, self._missing = end, self._missing - len(chunk)
         if not self._missing:
             self._whole()
+
+    def _land(self, at: int, part: memoryview) -> None:
+        if isinstance(self.landing, Intake):
+            self.landing.put(part)
+        elif self.landing is not None:
+            self.landing[at : at + len(part)] = part
 
     def _whole(self) -> None:
         self.landing = None

@@ -3,8 +3,9 @@
 In: rank, number of ranks, bytes, element size, `Tuning`. Out: a plan. The thresholds:
 
 - all-reduce: direct while a rank sends at most `direct_bytes` in all, (N-1) x bytes; two-step while the message
-  has at most `two_step_bytes` and there are more than two ranks (with two the ring has no more steps); halving and doubling
-  up to `halving_bytes` where the ranks are a power of two; else the ring, which alone sends to neighbours only.
+  has at most `two_step_bytes` and there are more than two ranks (with two the ring has no more steps); blockwise where
+  all ranks read one another's memory; halving and doubling up to `halving_bytes` where the ranks are a power of two; else the
+  ring, which alone sends to neighbours only.
 - reduce-scatter, all-gather: direct while a rank sends or receives at most `direct_bytes` in all; of more
   than two ranks up to `two_step_bytes`; else the ring.
 - broadcast, reduce: direct while the root sends or receives at most `direct_bytes` in all, or with two ranks
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+from helixrt.protocol.collective.algorithms.blockwise import blockwise_all_reduce
 from helixrt.protocol.collective.algorithms.chain import chain_broadcast, chain_reduce
 from helixrt.protocol.collective.algorithms.direct import (
     direct_all_gather,
@@ -35,16 +37,19 @@ from helixrt.protocol.collective.plan import Plan
 class Algorithm(Enum):
     DIRECT = "direct"
     TWO_STEP = "two-step"
+    BLOCKWISE = "blockwise"
     HALVING = "halving"
     RING = "ring"
 
 
-def choose(size: int, length: int, tuning: Tuning) -> Algorithm:
-    """The algorithm for an all-reduce of `length` bytes over `size` ranks."""
+def choose(size: int, length: int, tuning: Tuning, one_memory: bool = False) -> Algorithm:
+    """The algorithm for an all-reduce of `length` bytes over `size` ranks; `one_memory`: they read one another's."""
     if (size - 1) * length <= tuning.direct_bytes:
         return Algorithm.DIRECT
     if size > 2 and length <= tuning.two_step_bytes:
         return Algorithm.TWO_STEP
+    if size > 2 and one_memory:
+        return Algorithm.BLOCKWISE
     if size > 2 and size & (size - 1) == 0 and length <= tuning.halving_bytes:
         return Algorithm.HALVING
     return Algorithm.RING
@@ -55,22 +60,46 @@ def _one_step(lengths: Sequence[int], tuning: Tuning) -> bool:
     return total <= tuning.direct_bytes or (len(lengths) > 2 and total <= tuning.two_step_bytes)
 
 
-def all_reduce(rank: int, size: int, length: int, element_bytes: int, tuning: Tuning, in_place: bool = False) -> Plan:
-    """OUT = the reduction over all ranks' SOURCE, `length` bytes, the same bits everywhere."""
-    algorithm = choose(size, length, tuning)
-    build = {
-        Algorithm.DIRECT: direct_all_reduce,
-        Algorithm.TWO_STEP: two_step_all_reduce,
-        Algorithm.HALVING: halving_all_reduce,
-        Algorithm.RING: ring_all_reduce,
-    }[algorithm]
-    return build(rank, size, length, element_bytes, tuning, in_place)
+def all_reduce(
+    rank: int,
+    size: int,
+    length: int,
+    element_bytes: int,
+    tuning: Tuning,
+    in_place: bool = False,
+    on_arrival: bool = False,
+    one_memory: bool = False,
+) -> Plan:
+    """OUT = the reduction over all ranks' SOURCE, `length` bytes, the same bits everywhere.
+
+    `on_arrival`: the algorithms for long messages sum what they receive as it comes. Each rank may choose that for itself;
+    `one_memory` must be the same on all.
+    """
+    match choose(size, length, tuning, one_memory):
+        case Algorithm.DIRECT:
+            return direct_all_reduce(rank, size, length, element_bytes, tuning, in_place)
+        case Algorithm.TWO_STEP:
+            return two_step_all_reduce(rank, size, length, element_bytes, tuning, in_place)
+        case Algorithm.BLOCKWISE:
+            return blockwise_all_reduce(rank, size, length, element_bytes, tuning, in_place, on_arrival)
+        case Algorithm.HALVING:
+            return halving_all_reduce(rank, size, length, element_bytes, tuning, in_place, on_arrival)
+        case Algorithm.RING:
+            return ring_all_reduce(rank, size, length, element_bytes, tuning, in_place, on_arrival)
 
 
-def reduce_scatter(rank: int, lengths: Sequence[int], element_bytes: int, tuning: Tuning, in_place: bool = False) -> Plan:
+def reduce_scatter(
+    rank: int,
+    lengths: Sequence[int],
+    element_bytes: int,
+    tuning: Tuning,
+    in_place: bool = False,
+    on_arrival: bool = False,
+) -> Plan:
     """SOURCE: a block of `lengths[r]` bytes for each rank r. OUT: the reduced block of `rank`."""
-    build = direct_reduce_scatter if _one_step(lengths, tuning) else ring_reduce_scatter
-    return build(rank, lengths, element_bytes, tuning, in_place)
+    if _one_step(lengths, tuning):
+        return direct_reduce_scatter(rank, lengths, element_bytes, tuning, in_place)
+    return ring_reduce_scatter(rank, lengths, element_bytes, tuning, in_place, on_arrival)
 
 
 def all_gather(rank: int, lengths: Sequence[int], element_bytes: int, tuning: Tuning, in_place: bool = False) -> Plan:

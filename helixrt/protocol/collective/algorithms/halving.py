@@ -6,7 +6,8 @@ the all-gather takes the same steps back. As many bytes as the ring sends, in fe
 processors, what a message costs beside its bytes counts.
 
 Every element is summed by one rank and sent to the others, so all get the same bits. The message is cut into partitions
-which follow each other through two places in SCRATCH. `in_place` means what it does in `ring`.
+which follow each other through two places in SCRATCH, or, summed `on_arrival`, through none. `in_place` means what it does
+in `ring`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,28 @@ from helixrt.protocol.collective.algorithms.ring import ring_all_reduce
 from helixrt.protocol.collective.plan import Plan, Region, Space
 
 
-def halving_all_reduce(rank: int, size: int, length: int, element_bytes: int, tuning: Tuning, in_place: bool = False) -> Plan:
+def halving_all_reduce(
+    rank: int,
+    size: int,
+    length: int,
+    element_bytes: int,
+    tuning: Tuning,
+    in_place: bool = False,
+    on_arrival: bool = False,
+) -> Plan:
     """OUT = the reduction over all ranks' SOURCE."""
     if size == 1:
-        return ring_all_reduce(rank, size, length, element_bytes, tuning, in_place)
+        return ring_all_reduce(rank, size, length, element_bytes, tuning, in_place, on_arrival)
     assert size & (size - 1) == 0, f"{size} ranks: no power of two"
     unit = grain(element_bytes)
-    build = Builder()
+    build = Builder(on_arrival)
     partitions = chunked(0, length, tuning.chunk_bytes * tuning.chunks, unit)
     place_bytes = max((_largest_half(partition, size, unit) for partition in partitions), default=0)
     freed: list[list[int | None]] = [[], []]  # for each place, the reductions that emptied it
     for number, partition in enumerate(partitions):
         place = number % 2
         freed[place] = _one(build, rank, size, partition, unit, place * place_bytes, freed[place], in_place)
-    return build.plan(min(2, len(partitions)) * place_bytes)
+    return build.plan(0 if on_arrival else min(2, len(partitions)) * place_bytes)
 
 
 def _one(
@@ -52,8 +61,8 @@ def _one(
         sent = build.send(peer, other.within(space), ready)
         away.append((peer, other, sent if in_place or space is Space.OUT else None))
         waiting = Region(Space.SCRATCH, scratch, own.length)
-        came = build.receive(peer, waiting, *freed)
-        ready = build.reduce(own.within(space), waiting, own.within(Space.OUT), ready, came, last=count == 1)
+        left, out = own.within(space), own.within(Space.OUT)
+        ready = build.receive_reduced(peer, left, out, waiting, freed, [ready], last=count == 1)
         freed = freed if ready is None else [ready]
         space = Space.OUT
     have: list[int | None] = [ready]

@@ -30,10 +30,11 @@ class Tuning:
     least_chunk_bytes: int = 1 << 20
     direct_bytes: int = 256 << 10  # everyone to everyone, while a rank sends at most this much
     two_step_bytes: int = 2 << 20  # direct reduce-scatter, then all-gather, for messages up to this size
+    block_bytes: int = 2 << 20  # of what is summed at a time where the ranks read one another's memory
     halving_bytes: int = 64 << 20  # recursive halving and doubling up to this size, where the ranks are a power of two
 
     def __post_init__(self) -> None:
-        for key, least in (("chunk_bytes", 64), ("chunks", 1), ("least_chunk_bytes", 1)):
+        for key, least in (("chunk_bytes", 64), ("chunks", 1), ("least_chunk_bytes", 1), ("block_bytes", 64)):
             if getattr(self, key) < least:
                 raise ConfigError(f"tuning.{key}", getattr(self, key), f"must be at least {least}")
         for key in ("direct_bytes", "two_step_bytes", "halving_bytes"):
@@ -108,9 +109,13 @@ def longest(grid: Grid) -> int:
 
 
 class Builder:
-    """Collects nodes. Empty regions make no node: what would be its number is None, and None may be waited for."""
+    """Collects nodes. Empty regions make no node: what would be its number is None, and None may be waited for.
 
-    def __init__(self) -> None:
+    `on_arrival`: what is received to be summed is summed as it comes, where that is done by the processor.
+    """
+
+    def __init__(self, on_arrival: bool = False) -> None:
+        self.on_arrival = on_arrival
         self._nodes: list[Node] = []
         self._after: list[tuple[int, ...]] = []
         self._sent: dict[int, int] = {}
@@ -129,12 +134,41 @@ class Builder:
         self._sent[peer] = index + 1
         return self._add(Send(peer, index, region), after)
 
-    def receive(self, peer: int, region: Region, *after: int | None, empty: bool = False) -> int | None:
+    def receive(
+        self,
+        peer: int,
+        region: Region,
+        *after: int | None,
+        empty: bool = False,
+        left: Region | None = None,
+        last: bool = False,
+    ) -> int | None:
+        """`left`: what comes is reduced with it as it comes, and `region` gets the result."""
+        assert left is None or left.length == region.length
         if not region.length and not empty:
             return None
         index = self._received.get(peer, 0)
         self._received[peer] = index + 1
-        return self._add(Receive(peer, index, region), after)
+        return self._add(Receive(peer, index, region, left, last), after)
+
+    def receive_reduced(
+        self,
+        peer: int,
+        left: Region,
+        into: Region,
+        waiting: Region,
+        emptied: Sequence[int | None],
+        ready: Sequence[int | None] = (),
+        last: bool = False,
+    ) -> int | None:
+        """The next message of `peer` reduced with `left`, which is there after `ready`, into `into`.
+
+        Unless it is done on arrival the message lies in `waiting` before, which is free after `emptied`.
+        """
+        if self.on_arrival:
+            return self.receive(peer, into, *ready, *(emptied if into == waiting else ()), left=left, last=last)
+        came = self.receive(peer, waiting, *emptied)
+        return self.reduce(left, waiting, into, *ready, came, last=last)
 
     def reduce(self, left: Region, right: Region, into: Region, *after: int | None, last: bool = False) -> int | None:
         assert left.length == right.length == into.length

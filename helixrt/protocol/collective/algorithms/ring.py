@@ -8,7 +8,8 @@ waits only for slots that earlier messages free.
 
 Where the paper copies into a send buffer and out of a receive buffer, this does not: the first step sends
 straight from SOURCE, all-gather receives straight into OUT and forwards from there, and a reduction writes
-the partial sum to the place in OUT where the total will come. Only what reduce-scatter receives needs SCRATCH.
+the partial sum to the place in OUT where the total will come. Only what reduce-scatter receives needs SCRATCH, and
+nothing does of an all-reduce that sums `on_arrival`.
 
 `in_place` says that SOURCE and OUT are the same memory (all-gather: SOURCE is the rank's block in OUT;
 reduce-scatter: OUT is the rank's block in SOURCE). A plan built with it is right for disjoint memory too, one
@@ -33,13 +34,21 @@ from helixrt.protocol.collective.algorithms.layout import (
 from helixrt.protocol.collective.plan import Plan, Region, Space
 
 
-def ring_all_reduce(rank: int, size: int, length: int, element_bytes: int, tuning: Tuning, in_place: bool = False) -> Plan:
+def ring_all_reduce(
+    rank: int,
+    size: int,
+    length: int,
+    element_bytes: int,
+    tuning: Tuning,
+    in_place: bool = False,
+    on_arrival: bool = False,
+) -> Plan:
     """SOURCE and OUT of `length` bytes each; OUT gets the same bits on every rank.
 
     Of one rank there is nothing to reduce: OUT gets a copy, and no node is marked `last`.
     """
     unit = grain(element_bytes)
-    build = Builder()
+    build = Builder(on_arrival)
     if size == 1:
         if not in_place:
             build.copy_in_chunks(Cut(0, length), Cut(0, length), tuning.chunk_bytes, unit)
@@ -63,22 +72,28 @@ def ring_all_reduce(rank: int, size: int, length: int, element_bytes: int, tunin
                 chunk = parts[incoming][lane]
                 if step < size - 1:
                     waiting = Region(Space.SCRATCH, lane * slot, chunk.length)
-                    came = build.receive(left, waiting, freed[lane])
                     source, out = chunk.within(Space.SOURCE), chunk.within(Space.OUT)
-                    ready[lane] = build.reduce(source, waiting, out, came, last=step == size - 2)
-                    freed[lane] = ready[lane] if came is not None else freed[lane]
+                    ready[lane] = build.receive_reduced(left, source, out, waiting, [freed[lane]], last=step == size - 2)
+                    freed[lane] = freed[lane] if ready[lane] is None else ready[lane]
                 else:
                     ready[lane] = build.receive(left, chunk.within(Space.OUT), leaving.get((incoming, lane)))
-    return build.plan(len(lanes) * slot)
+    return build.plan(0 if on_arrival else len(lanes) * slot)
 
 
-def ring_reduce_scatter(rank: int, lengths: Sequence[int], element_bytes: int, tuning: Tuning, in_place: bool = False) -> Plan:
+def ring_reduce_scatter(
+    rank: int,
+    lengths: Sequence[int],
+    element_bytes: int,
+    tuning: Tuning,
+    in_place: bool = False,
+    on_arrival: bool = False,
+) -> Plan:
     """SOURCE holds a block for each rank, `lengths[r]` bytes for rank r; OUT gets the reduced block of `rank`.
 
     `in_place` costs nothing here: the rank's own block is read by the reduction that writes OUT and by no other.
     """
     size, unit = len(lengths), grain(element_bytes)
-    build = Builder()
+    build = Builder(on_arrival)
     mine = blocks(lengths)[rank]
     if size == 1:
         if not in_place:
@@ -108,9 +123,9 @@ def ring_reduce_scatter(rank: int, lengths: Sequence[int], element_bytes: int, t
                 chunk = parts[incoming][lane]
                 waiting = Region(Space.SCRATCH, (2 * lane + turn) * slot, chunk.length)
                 out = Region(Space.OUT, chunk.offset - mine.offset, chunk.length) if last else waiting
-                came = build.receive(left, waiting, freed[lane][turn])
-                ready[lane] = build.reduce(chunk.within(Space.SOURCE), waiting, out, came, last=last)
-                if came is not None:
+                source = chunk.within(Space.SOURCE)
+                ready[lane] = build.receive_reduced(left, source, out, waiting, [freed[lane][turn]], last=last)
+                if ready[lane] is not None and not (last and on_arrival):  # which would leave the slot as it was
                     freed[lane][turn] = ready[lane]
             turn = 1 - turn
     return build.plan(2 * len(lanes) * slot)

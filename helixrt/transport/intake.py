@@ -1,0 +1,70 @@
+"""A message that is used as it comes: from a rail's bytes, in whatever pieces and copies, to a `Sink`, each byte once.
+
+In: a sink, and the bytes of a copy of its message, in order. A copy may end anywhere, when its rail fails, and the next one
+begins at the first byte. Out: calls of the sink, with pieces that begin at multiples of PIECE_UNIT bytes and in their order,
+so that it always has whole elements. The pieces lie in a `Stage`, which all messages of an endpoint share: it is read into
+again and again, so what the sink takes is in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+from helixrt.transport.contract import Sink
+
+PIECE_UNIT = 64  # bytes; a multiple of every element's
+STAGE_BYTES = 512 << 10
+
+
+class Stage:
+    """Memory for the pieces; of no page until it is used."""
+
+    def __init__(self, size: int = STAGE_BYTES) -> None:
+        assert size > PIECE_UNIT and size % PIECE_UNIT == 0
+        self.memory = memoryview(mmap.mmap(-1, size))
+
+
+class Intake:
+    def __init__(self, sink: Sink, stage: Stage) -> None:
+        self._sink, self._stage = sink, stage.memory
+        self._size = len(sink)
+        self._taken = 0  # what the sink has had, of all copies
+        self._at = 0  # what has come of this copy
+        self._rest = b""  # of a piece: the last bytes of those, less than a unit
+
+    def __len__(self) -> int:
+        return self._size
+
+    def restart(self) -> None:
+        """Another copy begins."""
+        self._at, self._rest = 0, b""
+
+    def room(self) -> memoryview:
+        """Where the next bytes are to be put, before anything else uses the stage; then comes `came`."""
+        rest = len(self._rest)
+        if rest:
+            self._stage[:rest] = self._rest
+        return self._stage[rest : rest + self._size - self._at]
+
+    def came(self, count: int) -> None:
+        """`count` bytes were put in `room`."""
+        end = self._at + count
+        begin = self._at - len(self._rest)
+        usable = end if end == self._size else end - end % PIECE_UNIT
+        self._at = end
+        if usable > begin:
+            old = max(begin, self._taken)  # an earlier copy had brought the bytes before it
+            if usable > old:
+                self._sink.take(old, self._stage[old - begin : usable - begin])
+                self._taken = usable
+        self._rest = bytes(self._stage[max(usable, begin) - begin : end - begin])
+
+    def put(self, content: memoryview | bytes) -> None:
+        """Bytes that have come somewhere else."""
+        at, size = 0, len(content)
+        while at < size:
+            room = self.room()
+            count = min(len(room), size - at)
+            room[:count] = content[at : at + count]
+            self.came(count)
+            at += count
