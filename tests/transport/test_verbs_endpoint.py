@@ -138,6 +138,31 @@ def test_a_stream_goes_on_over_the_backup_and_comes_back(two: World, nic_pairs: 
     two.exchange([Message(0, 1, 2, 0, MIB), Message(1, 0, 2, 0, MIB)], random.Random(1))
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_who_asks_for_a_rail_that_the_other_end_sets_up_does_not_take_it_down_later(
+    nic_pairs: list[NicPair], late: bool
+) -> None:
+    """The end that is dialled waits for that, so long; the wait must not outlive the coming of the rail."""
+    wait_s = 3.0
+    world = World(lambda secret, heartbeat_s: make(secret, heartbeat_s, restore_s=wait_s), 2, 0.5)
+    try:
+        world.connect()
+        wait_for_all_rails(world)
+        waits, links = world.endpoints[1], [link_of(world, rank) for rank in (0, 1)]
+        peer = waits._peers[0]  # type: ignore[attr-defined]
+        nic_pairs[0].down("a")
+        world.run(lambda: not any(link.rails[0].usable for link in links))
+        nic_pairs[0].heal()
+        world.run(lambda: links[1].rails[0].up if late else peer.expects(0))
+        waits.restore(peer, 0)  # type: ignore[attr-defined]
+        wait_for_all_rails(world)
+        failovers = links[1].failovers
+        world.settle(wait_s + 0.5)
+        assert all(rail.usable for rail in links[1].rails) and links[1].failovers == failovers, links[1].rails
+    finally:
+        world.close()
+
+
 @pytest.mark.slow
 def test_with_all_nics_down_the_link_goes_on_over_tcp_and_returns(two: World, nic_pairs: list[NicPair]) -> None:
     stream = Stream(two, [300_000] * 30)

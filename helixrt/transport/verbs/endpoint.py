@@ -194,13 +194,14 @@ class VerbsEndpoint(TcpEndpoint):
     def restore(self, peer: Peer, rail: int) -> None:
         """Later: the set-up of a queue pair holds the interpreter's lock, and would delay the handshake about this one.
 
-        Not at all when the other end has begun: the machine hears how that ends, and nothing is to be waited for beside it.
+        Not at all when the other end has begun by then: the machine hears how that ends, and a wait beside it would in the end
+        take the rail for one that never came.
         """
         assert isinstance(peer, VerbsPeer)
         again = super().restore
 
         def begin() -> None:
-            if not peer.expects(rail):
+            if not peer.expects(rail) and peer.rails[rail] is None:
                 again(peer, rail)
 
         self._later(peer, begin)
