@@ -34,7 +34,7 @@ from helixrt.protocol.link.messages import LinkOptions
 from helixrt.replica.store import host_store
 from helixrt.transport.auto import AutoEndpoint
 from helixrt.transport.contract import Endpoint
-from helixrt.transport.tcp.endpoint import TcpOptions
+from helixrt.transport.tcp.endpoint import EAGER_BYTES, TcpOptions
 
 SECRET = b"the secret of a benchmark"
 HOST = "127.0.0.1"
@@ -72,7 +72,7 @@ class _Group(HelixGroup):
     def _endpoint(self, store: dist.Store) -> Endpoint:
         if self._side != "tcp_plain":
             return open_endpoint(SECRET, HOST, Reach(transport=self._side))
-        plain = TcpOptions(link=LinkOptions(fault_tolerance=False))
+        plain = TcpOptions(link=LinkOptions(fault_tolerance=False, eager_bytes=EAGER_BYTES))
         return AutoEndpoint(SECRET, HOST, transport="tcp", heartbeat_s=None, tcp=plain)  # as the others, but for that
 
 

@@ -26,6 +26,7 @@ import torch
 
 from helixrt.collectives.execution import Execution, Wire
 from helixrt.collectives.handle import CollectiveError, End, Handle, finished
+from helixrt.collectives.huge_pages import HugePages
 from helixrt.collectives.memory import ScratchPool
 from helixrt.collectives.patience import Patience, Spin
 from helixrt.collectives.poller import Poller
@@ -64,7 +65,7 @@ class Communicator:
         self._lock = threading.Lock()  # of everything below and of the endpoint
         self._execution: Execution | None = None  # of the generation that is configured
         self._failure: CollectiveError | None = None  # of one that is not, or not yet
-        self._scratch = ScratchPool()
+        self._scratch, self._pages = ScratchPool(), HugePages()
         self._role = threading.Lock()  # held by the caller that drives
         self._driver = 0  # its thread's identity
         self._asleep = False  # it waits, and must be nudged when something was done for it
@@ -86,11 +87,6 @@ class Communicator:
         """The first thing that went wrong in this generation; it ended it."""
         execution = self._execution
         return self._failure if execution is None else execution.failure
-
-    @property
-    def one_memory(self) -> bool:
-        """See `Endpoint.one_memory`."""
-        return self._endpoint.one_memory
 
     @property
     def busy(self) -> bool:
@@ -126,7 +122,7 @@ class Communicator:
         with self._lock:
             self.rank, self.size, self.generation = rank, len(peers) + 1, generation
             if self._failure is None:
-                self._execution = Execution(self._endpoint, rank, self.size, self.tuning, self._scratch)
+                self._execution = Execution(self._endpoint, rank, self.size, self.tuning, self._scratch, self._pages)
                 if peers:
                     self._poller.watch(self._endpoint.descriptors())
             elif peers:

@@ -54,15 +54,16 @@ def open_endpoint(
     """
     from helixrt.transport.auto import AutoEndpoint
     from helixrt.transport.named_rails import NamedRails
-    from helixrt.transport.tcp.endpoint import TcpOptions
+    from helixrt.transport.tcp.endpoint import EAGER_BYTES, TcpOptions
     from helixrt.transport.tcp.rails import TcpRail
     from helixrt.transport.verbs.devices import rails_here
 
     named = find_rails(reach)
     here = NamedRails(named.tcp or (TcpRail(host),), named.rdma or tuple(rails_here())).as_paths(reach.paths)
+    link = LinkOptions(hopping=reach.hopping) if reach.hopping else LinkOptions(eager_bytes=EAGER_BYTES)
     options = TcpOptions(
         record=record,
-        link=LinkOptions(hopping=reach.hopping),
+        link=link,
         restore_s=max(TcpOptions.restore_s, _RESTORE_BEATS * (reach.heartbeat_s or 0.0)),
     )
     return AutoEndpoint(

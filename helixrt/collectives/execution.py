@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from helixrt.collectives.handle import CollectiveError, End, Handle
+from helixrt.collectives.huge_pages import HugePages
 from helixrt.collectives.memory import OperationMemory, ScratchPool
 from helixrt.collectives.reduction import Reduction
 from helixrt.collectives.staged_operation import StagedOperation
@@ -67,8 +68,15 @@ class Execution:
     """`failure` is the first error; it ended the generation, and stays."""
 
     def __init__(
-        self, endpoint: contract.Endpoint, rank: int, size: int, tuning: Tuning, scratch: ScratchPool
+        self,
+        endpoint: contract.Endpoint,
+        rank: int,
+        size: int,
+        tuning: Tuning,
+        scratch: ScratchPool,
+        pages: HugePages,
     ) -> None:
+        self._pages = pages
         self._endpoint, self._rank, self._size, self._scratch = endpoint, rank, size, scratch
         self._machine = CollectiveMachine(rank, size, tuning.chunk_bytes * tuning.chunks)
         self.failure: CollectiveError | None = None
@@ -101,6 +109,10 @@ class Execution:
     ) -> None:
         """Begin an operation that fails at monotonic time `deadline`."""
         scratch = None
+        if staged is None and self._size > 1:
+            self._pages.used(source)
+            if out is not source:
+                self._pages.used(out)
         if plan.scratch_bytes:
             take = self._scratch.take if staged is None else staged.scratch
             scratch = take(plan.scratch_bytes)

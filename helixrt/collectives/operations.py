@@ -57,12 +57,9 @@ class Collectives:
             return self._alone(source, out, reduction, how)
         length, element = _bytes(out), out.element_size()
         on_arrival = not self._staging.serves(out)  # what is on a card is summed there
-        one_memory = self.communicator.one_memory
         plan = self._plan(
             ("all-reduce", length, element, in_place, on_arrival),
-            lambda rank, size: choice.all_reduce(
-                rank, size, length, element, self.tuning, in_place, on_arrival, one_memory
-            ),
+            lambda rank, size: choice.all_reduce(rank, size, length, element, self.tuning, in_place, on_arrival),
         )
         return self._submit(plan, source, out, reduction, how)
 

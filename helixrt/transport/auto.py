@@ -190,7 +190,7 @@ class AutoEndpoint(Endpoint):
         self._early.clear()
         mine = {name: endpoint.address() for name, endpoint in self._endpoints.items()}
         groups: dict[str, dict[int, bytes]] = {name: {} for name in self._endpoints}
-        self._ways, self._choices, self.one_memory = {}, {}, True
+        self._ways, self._choices = {}, {}
         here, self._here = self._here, frozenset()  # whose owner has ended since then shows at the call
         for rank, raw in sorted(peers.items()):
             try:
@@ -207,8 +207,6 @@ class AutoEndpoint(Endpoint):
                 raise ConfigError("transport", self._insists, rule)
             self._choices[rank], groups[choice.transport][rank] = choice, theirs[choice.transport]
             self._ways[rank] = self._endpoints[choice.transport]
-            both_share = SHARED_MEMORY in mine and SHARED_MEMORY in theirs
-            self.one_memory = self.one_memory and both_share and same_host(mine, theirs)
         self._used = {name for name, group in groups.items() if group}
         connected: list[Endpoint] = []
         try:

@@ -84,13 +84,9 @@ class Refused:
 class Endpoint(ABC):
     """This rank's links to the peers of one generation.
 
-    `one_memory`: all its ranks are on one host and offer to share memory; the same on all of them.
-
     `address`, `connect` and `close` block at most for their deadline. After `connect` all calls come from
     one thread at a time, except `abort`'s effect on peers: see there.
     """
-
-    one_memory: bool = False
 
     @abstractmethod
     def address(self) -> bytes:

@@ -11,13 +11,13 @@ import pytest
 
 from helixrt.emulate.plans import ELEMENT, run_plans
 from helixrt.errors import ConfigError
-from helixrt.protocol.collective.algorithms import blockwise, chain, choice, direct, halving, ring
+from helixrt.protocol.collective.algorithms import chain, choice, direct, halving, ring
 from helixrt.protocol.collective.algorithms.choice import Algorithm, choose
 from helixrt.protocol.collective.algorithms.layout import Tuning, grid_of_blocks, grid_of_whole
 from helixrt.protocol.collective.plan import Copy, Plan, Receive, Reduce, Region, Send, Space
 from helixrt.protocol.collective.plan_check import PlanError, check
 
-SMALL = Tuning(128, chunks=2, least_chunk_bytes=64, direct_bytes=0, two_step_bytes=0, block_bytes=64, halving_bytes=0)
+SMALL = Tuning(chunk_bytes=128, chunks=2, least_chunk_bytes=64, direct_bytes=0, two_step_bytes=0, halving_bytes=0)
 LENGTHS = (0, 1, 7, 8, 9, 33, 100, 257)  # elements: none, fewer than ranks, odd, several partitions
 """With SMALL and 8-byte elements, 257 elements over 2 ranks are five partitions."""
 
@@ -62,8 +62,6 @@ AllReduce = Callable[[int, int, int, int, Tuning, bool], Plan]
         *((halving.halving_all_reduce, n) for n in (1, 2, 4, 8, 16)),
         *((partial(ring.ring_all_reduce, on_arrival=True), n) for n in (1, 2, 3, 4, 5, 8)),
         *((partial(halving.halving_all_reduce, on_arrival=True), n) for n in (1, 2, 4, 8, 16)),
-        *((blockwise.blockwise_all_reduce, n) for n in (1, 2, 3, 4, 5, 8)),
-        *((partial(blockwise.blockwise_all_reduce, on_arrival=True), n) for n in (1, 2, 3, 4, 5, 8)),
     ],
 )
 def test_all_reduce(size: int, algorithm: AllReduce, in_place: bool) -> None:
@@ -226,7 +224,7 @@ def test_halving_sends_no_more_than_the_ring_in_fewer_messages() -> None:
 
 def test_summed_on_arrival_it_needs_no_scratch_and_each_rank_may_choose() -> None:
     count = 1000
-    for algorithm in (ring.ring_all_reduce, halving.halving_all_reduce, blockwise.blockwise_all_reduce):
+    for algorithm in (ring.ring_all_reduce, halving.halving_all_reduce):
         plans = [algorithm(rank, 4, count * ELEMENT, ELEMENT, SMALL, on_arrival=rank % 2 == 0) for rank in range(4)]
         assert [plan.scratch_bytes > 0 for plan in plans] == [False, True, False, True]
         assert not any(isinstance(node, Reduce) for node in plans[0].nodes)

@@ -55,6 +55,28 @@ class Inbox:
         assert self._memory[:64] == self.GUARD and self._memory[-64:] == self.GUARD, "memory beyond the message was written"
 
 
+class Taker(Inbox):
+    """A `Sink`: holds the transport to what it promises of pieces."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def take(self, at: int, piece: memoryview) -> None:
+        end = at + len(piece)
+        assert at == self._taken and end <= len(self), f"bytes {at} to {end}, after {self._taken} of {len(self)}"
+        assert at % 64 == 0 and (end % 64 == 0 or end == len(self)), f"bytes {at} to {end}: no whole elements"
+        self.view[at:end] = piece
+        self._taken = end
+
+    def check(self, expected: bytes) -> None:
+        assert self._taken == len(self), f"only {self._taken} bytes of {len(self)} were given"
+        super().check(expected)
+
+
 class Attempt:
     """A call in a thread of its own."""
 
@@ -152,9 +174,11 @@ class World:
         data = memoryview(message.content() if content is None else content)
         self.endpoints[message.sender].send(message.receiver, message.op, message.index, data)
 
-    def receive(self, message: Message) -> Inbox:
-        inbox = Inbox(message.size)
-        self.endpoints[message.receiver].receive(message.sender, message.op, message.index, inbox.view)
+    def receive(self, message: Message, takes: bool = False) -> Inbox:
+        """`takes`: what comes is used at once, and not put into memory."""
+        inbox = Taker(message.size) if takes else Inbox(message.size)
+        into = inbox if isinstance(inbox, Taker) else inbox.view
+        self.endpoints[message.receiver].receive(message.sender, message.op, message.index, into)
         return inbox
 
     def sent(self, messages: Iterable[Message]) -> bool:
@@ -174,7 +198,7 @@ class World:
             if sending:
                 self.send(message, contents[message])
             else:
-                inboxes[message] = self.receive(message)
+                inboxes[message] = self.receive(message, takes=rng.random() < 0.4)
             if rng.random() < 0.3:
                 self.turn()
         ops = {m.op for m in messages}

@@ -44,6 +44,7 @@ from helixrt.transport.tcp.peer import Peer
 from helixrt.transport.tcp.rails import MAX_RAILS, SocketTuning, TcpRail
 from helixrt.transport.tcp.watch import ENDED, READ, WRITE, Watch
 
+EAGER_BYTES = 512 << 10  # to copy a message costs less than to wait for a credit, and for what says that it came
 _ROUNDS = 4  # in one `progress`, as long as there is nothing to report
 _SETTLE_S = 1e-3  # who calls `progress` without a pause has the deadlines looked at that often
 
@@ -53,7 +54,7 @@ class TcpOptions:
     """The settings of a TCP endpoint. Times in seconds."""
 
     period_s: float | None = 1.0  # of heartbeats; None: none, and a peer that falls silent is not noticed
-    link: LinkOptions = field(default_factory=LinkOptions)  # its period is the one above
+    link: LinkOptions = field(default_factory=lambda: LinkOptions(eager_bytes=EAGER_BYTES))  # its period is the one above
     sockets: SocketTuning = field(default_factory=SocketTuning)
     read_bytes: int = 2 << 20  # of one connection in one `progress`, about
     write_bytes: int = 2 << 20

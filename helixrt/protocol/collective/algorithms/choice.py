@@ -3,9 +3,8 @@
 In: rank, number of ranks, bytes, element size, `Tuning`. Out: a plan. The thresholds:
 
 - all-reduce: direct while a rank sends at most `direct_bytes` in all, (N-1) x bytes; two-step while the message
-  has at most `two_step_bytes` and there are more than two ranks (with two the ring has no more steps); blockwise where
-  all ranks read one another's memory; halving and doubling up to `halving_bytes` where the ranks are a power of two; else the
-  ring, which alone sends to neighbours only.
+  has at most `two_step_bytes` and there are more than two ranks (with two the ring has no more steps); halving and doubling
+  up to `halving_bytes` where the ranks are a power of two; else the ring, which alone sends to neighbours only.
 - reduce-scatter, all-gather: direct while a rank sends or receives at most `direct_bytes` in all; of more
   than two ranks up to `two_step_bytes`; else the ring.
 - broadcast, reduce: direct while the root sends or receives at most `direct_bytes` in all, or with two ranks
@@ -18,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from helixrt.protocol.collective.algorithms.blockwise import blockwise_all_reduce
 from helixrt.protocol.collective.algorithms.chain import chain_broadcast, chain_reduce
 from helixrt.protocol.collective.algorithms.direct import (
     direct_all_gather,
@@ -37,19 +35,16 @@ from helixrt.protocol.collective.plan import Plan
 class Algorithm(Enum):
     DIRECT = "direct"
     TWO_STEP = "two-step"
-    BLOCKWISE = "blockwise"
     HALVING = "halving"
     RING = "ring"
 
 
-def choose(size: int, length: int, tuning: Tuning, one_memory: bool = False) -> Algorithm:
-    """The algorithm for an all-reduce of `length` bytes over `size` ranks; `one_memory`: they read one another's."""
+def choose(size: int, length: int, tuning: Tuning) -> Algorithm:
+    """The algorithm for an all-reduce of `length` bytes over `size` ranks."""
     if (size - 1) * length <= tuning.direct_bytes:
         return Algorithm.DIRECT
     if size > 2 and length <= tuning.two_step_bytes:
         return Algorithm.TWO_STEP
-    if size > 2 and one_memory:
-        return Algorithm.BLOCKWISE
     if size > 2 and size & (size - 1) == 0 and length <= tuning.halving_bytes:
         return Algorithm.HALVING
     return Algorithm.RING
@@ -68,20 +63,16 @@ def all_reduce(
     tuning: Tuning,
     in_place: bool = False,
     on_arrival: bool = False,
-    one_memory: bool = False,
 ) -> Plan:
     """OUT = the reduction over all ranks' SOURCE, `length` bytes, the same bits everywhere.
 
-    `on_arrival`: the algorithms for long messages sum what they receive as it comes. Each rank may choose that for itself;
-    `one_memory` must be the same on all.
+    `on_arrival`: the algorithms for long messages sum what they receive as it comes. Each rank may choose that for itself.
     """
-    match choose(size, length, tuning, one_memory):
+    match choose(size, length, tuning):
         case Algorithm.DIRECT:
             return direct_all_reduce(rank, size, length, element_bytes, tuning, in_place)
         case Algorithm.TWO_STEP:
             return two_step_all_reduce(rank, size, length, element_bytes, tuning, in_place)
-        case Algorithm.BLOCKWISE:
-            return blockwise_all_reduce(rank, size, length, element_bytes, tuning, in_place, on_arrival)
         case Algorithm.HALVING:
             return halving_all_reduce(rank, size, length, element_bytes, tuning, in_place, on_arrival)
         case Algorithm.RING:

@@ -30,11 +30,10 @@ class Tuning:
     least_chunk_bytes: int = 1 << 20
     direct_bytes: int = 256 << 10  # everyone to everyone, while a rank sends at most this much
     two_step_bytes: int = 2 << 20  # direct reduce-scatter, then all-gather, for messages up to this size
-    block_bytes: int = 2 << 20  # of what is summed at a time where the ranks read one another's memory
     halving_bytes: int = 64 << 20  # recursive halving and doubling up to this size, where the ranks are a power of two
 
     def __post_init__(self) -> None:
-        for key, least in (("chunk_bytes", 64), ("chunks", 1), ("least_chunk_bytes", 1), ("block_bytes", 64)):
+        for key, least in (("chunk_bytes", 64), ("chunks", 1), ("least_chunk_bytes", 1)):
             if getattr(self, key) < least:
                 raise ConfigError(f"tuning.{key}", getattr(self, key), f"must be at least {least}")
         for key in ("direct_bytes", "two_step_bytes", "halving_bytes"):
