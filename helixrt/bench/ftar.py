@@ -2,8 +2,8 @@
 
 Every round measures each side on each size in turn, after a barrier; a call's time is that of the slowest rank, and a
 ratio is taken per round. Also: what fault tolerance costs when nothing fails (TCP with ledger and heartbeats
-against without), how long survivors take from N to N-1 ranks until their next sum, how soon they
-notice a killed process, and with `--tune` which chunks are fastest here. Every result is checked.
+against without), what a ring over bare sockets takes, how long survivors take from N to N-1 ranks until their next sum,
+how soon they notice a killed process, and with `--tune` which chunks are fastest here. Every result is checked.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from helixrt.bench._bare_ring import BareRing
 from helixrt.bench._figures import Spread, write
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
@@ -39,7 +40,8 @@ from helixrt.transport.tcp.endpoint import EAGER_BYTES, TcpOptions
 SECRET = b"the secret of a benchmark"
 HOST = "127.0.0.1"
 SIZES_KIB = (4, 64, 1 << 10, 16 << 10, 64 << 10, 256 << 10)
-SIDES = ("tcp", "shared_memory", "tcp_plain")  # beside gloo; the last without ledger and heartbeats
+GROUPS = ("tcp", "shared_memory", "tcp_plain")  # beside gloo; the last without ledger and heartbeats
+SIDES = (*GROUPS, "sockets")  # a ring over bare sockets: what the machine allows
 TIMEOUT_S = 120.0
 _BYTES_PER_BLOCK = 64 << 20  # calls in a row, so that small ones are measured together
 _MOST_CALLS = 100
@@ -103,8 +105,11 @@ def _block(all_reduce: AllReduce, tensor: torch.Tensor, calls: int) -> float:
 
 
 def _compare(settings: Settings, store: dist.Store, rank: int) -> Figures:
-    groups = {side: _Group(side, store, rank, settings.ranks, settings.tuning) for side in settings.sides}
+    groups = {s: _Group(s, store, rank, settings.ranks, settings.tuning) for s in settings.sides if s in GROUPS}
     sides = {"gloo": _blocking(dist.group.WORLD), **{side: _blocking(group) for side, group in groups.items()}}
+    bare = BareRing(dist.PrefixStore("bare", store), rank, settings.ranks, HOST) if "sockets" in settings.sides else None
+    if bare is not None:
+        sides["sockets"] = bare.all_reduce
     seconds: Figures = {}
     for kib in settings.sizes_kib:
         tensor = torch.zeros((kib << 10) // 4)
@@ -114,13 +119,15 @@ def _compare(settings: Settings, store: dist.Store, rank: int) -> Figures:
                 took = _block(sides[side], tensor, calls)
                 if turn:
                     seconds.setdefault(f"{side}_{kib}_kib", []).append(took)
+    if bare is not None:
+        bare.close()
     _end(groups)
     return seconds
 
 
 def _tune(settings: Settings, store: dist.Store, rank: int) -> Figures:
     seconds: Figures = {}
-    for side in settings.sides:
+    for side in filter(GROUPS.__contains__, settings.sides):
         for chunk, chunks in _TUNED_CHUNKS:
             group = _Group(side, store, rank, settings.ranks, Tuning(chunk, chunks, min(chunk, 256 << 10)))
             for kib in settings.sizes_kib:
@@ -304,7 +311,7 @@ def _report(seconds: Figures, settings: Settings, spreads: dict[str, Spread]) ->
 def _report_tuning(seconds: Figures, settings: Settings, spreads: dict[str, Spread]) -> None:
     for name, took in seconds.items():
         spreads[f"{settings.ranks}_ranks_{name}_us"] = Spread.of([1e6 * s for s in took])
-    for side in settings.sides:
+    for side in filter(GROUPS.__contains__, settings.sides):
         for kib in settings.sizes_kib:
             mine = {name: Spread.of(took) for name, took in seconds.items() if name.startswith(f"{side}_{kib}_kib_")}
             ranked = sorted(mine, key=lambda name: mine[name].p50)

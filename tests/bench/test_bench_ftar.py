@@ -16,7 +16,7 @@ def test_figures_of_every_side_reconfiguration_and_kills(tmp_path: Path, capsys:
     few = ["--ranks", "3", "--kib", "4", "512", "--rounds", "2", "--generations", "2", "--kills", "1"]
     assert main(["bench", "ftar", *few, "--json", str(path)]) == 0
     figures = json.loads(path.read_text())["figures"]
-    for side in ("gloo", "tcp", "shared_memory", "tcp_plain"):
+    for side in ("gloo", "tcp", "shared_memory", "tcp_plain", "sockets"):
         for kib in (4, 512):
             assert figures[f"3_ranks_{side}_{kib}_kib_us"]["p50"] > 0
     assert figures["3_ranks_gloo_4_kib_ratio"]["p50"] == 1
