@@ -64,21 +64,21 @@ class Reduction:
             memory.tensor(work.into).copy_(memory.tensor(work.source))
             return
         left, right, into = memory.tensor(work.left), memory.tensor(work.right), memory.tensor(work.into[0])
-        divisor = self.divisor if work.last else 1
-        if divisor == 1 and len(work.into) == 1:  # the dispatch would cost a small message more than the sum does
-            self._operate(left, right, out=into)
-            return
-        also = memory.tensor(work.into[1]) if len(work.into) > 1 else None
-        reduce_copy(left, right, into, also, op=self.op, divisor=divisor)
+        if len(work.into) == 1:
+            self.reduce(left, right, into, work.last)
+        else:
+            divisor = self.divisor if work.last else 1
+            reduce_copy(left, right, into, memory.tensor(work.into[1]), op=self.op, divisor=divisor)
 
     def on_arrival(self, left: torch.Tensor, into: torch.Tensor, last: bool) -> SumOnArrival:
         """Takes the right operand as it comes; `left` must be as it is until then, or be `into`."""
         return SumOnArrival(self, left, into, last)
 
     def reduce(self, left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, last: bool) -> None:
+        """`into` = `left` op `right`, divided if it is the `last` step."""
         if last and self.divisor != 1:
             reduce_copy(left, right, into, None, op=self.op, divisor=self.divisor)
-        else:
+        else:  # the dispatch would cost a small message more than the sum does
             self._operate(left, right, out=into)
 
     def alone(self, source: torch.Tensor, out: torch.Tensor) -> None:
