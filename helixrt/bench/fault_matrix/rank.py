@@ -29,8 +29,10 @@ from helixrt.protocol.collective.algorithms.layout import Tuning, grain, grid_of
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
 from helixrt.replica.store import host_store, split_address
 
-ELEMENTS = 500_003  # of float32: with the tuning below they go round the ring, in two uneven partitions of four lanes each
-TUNING = Tuning(chunk_bytes=128 << 10, chunks=4, least_chunk_bytes=64 << 10, two_step_bytes=256 << 10, halving_bytes=0)
+# Float32: with the tuning below they go round the ring, in two uneven partitions of four lanes each, in messages that are too
+# long to travel before they are waited for. So nobody is done while a rank that is struck still has some to take or to send.
+ELEMENTS = 4_000_003
+TUNING = Tuning(chunk_bytes=1 << 20, chunks=4, least_chunk_bytes=512 << 10, two_step_bytes=256 << 10, halving_bytes=0)
 _ATTEMPT_S = 0.15  # of an intruder
 _PAUSES = (0.0, 0.0, 0.1, 0.5, 3.0)  # in heartbeat periods, between all-reduces that endure
 
