@@ -242,7 +242,7 @@ class SharedMemoryLink:
     def _say_beat(self, now: float) -> None:
         """At most as often as needed."""
         if self._liveness is not None and now >= self._beat_due_s and not self.ended:
-            self._beat += 1
+            self._beat = max(self._beat + 1, round(now * 1e6))
             self._own.store(Word.BEAT, self._beat)
             self._beat_due_s = now + self._liveness.beat_s
 
@@ -254,7 +254,10 @@ class SharedMemoryLink:
         beat = self._theirs.load(Word.BEAT)
         if beat != self._heard_beat:
             self._heard_beat = beat
-            self._liveness.heard(now)
+            # The beat tells when it was given: on one host there is one clock. Between beat and look a quarter of a period
+            # may go by, which would come on top of the silence. In a time namespace of its own the peer's clock may be another.
+            given_s = beat * 1e-6
+            self._liveness.heard(given_s if self._liveness.heard_s < given_s < now else now)
         if self._liveness.silent(now):
             silence = now - self._liveness.heard_s
             self._lose(f"rank {self.peer} on this host has given no sign of life for {silence:.2f} s")
