@@ -24,8 +24,9 @@ _ELEMENT_BYTES = 4
 class BareRing:
     """Sums float32 tensors in place."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, host: str) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, store: dist.Store, rank: int, size: int, host: str, timeout_s: float) -> None:
+        """`timeout_s`: of a neighbour that neither sends nor takes anything. Raises TimeoutError then."""
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
         with self._new() as listener:
             listener.bind((host, 0))
             listener.listen()
@@ -37,9 +38,9 @@ class BareRing:
         self._of.setblocking(False)
         self._scratch = torch.empty(0)
 
-    @staticmethod
-    def _new() -> socket.socket:
+    def _new(self) -> socket.socket:
         sock = socket.socket()
+        sock.settimeout(self._timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
@@ -66,8 +67,10 @@ class BareRing:
         at, end = 0, came.numel() * _ELEMENT_BYTES
         while out < len(sent) or at < end:
             readable, writable, _ = select.select(
-                [self._of] if at < end else [], [self._to] if out < len(sent) else [], []
+                [self._of] if at < end else [], [self._to] if out < len(sent) else [], [], self._timeout_s
             )
+            if not readable and not writable:
+                raise TimeoutError(f"the ring over bare sockets stands still: rank {self._rank}")
             if writable:
                 out += self._to.send(sent[out : out + _CALL_BYTES])
             if readable:

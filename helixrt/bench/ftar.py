@@ -107,8 +107,9 @@ def _block(all_reduce: AllReduce, tensor: torch.Tensor, calls: int) -> float:
 def _compare(settings: Settings, store: dist.Store, rank: int) -> Figures:
     groups = {s: _Group(s, store, rank, settings.ranks, settings.tuning) for s in settings.sides if s in GROUPS}
     sides = {"gloo": _blocking(dist.group.WORLD), **{side: _blocking(group) for side, group in groups.items()}}
-    bare = BareRing(dist.PrefixStore("bare", store), rank, settings.ranks, HOST) if "sockets" in settings.sides else None
-    if bare is not None:
+    bare = None
+    if "sockets" in settings.sides:
+        bare = BareRing(dist.PrefixStore("bare", store), rank, settings.ranks, HOST, TIMEOUT_S)
         sides["sockets"] = bare.all_reduce
     seconds: Figures = {}
     for kib in settings.sizes_kib:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 
-from helixrt.transport.contract import Sink
+from helixrt.transport.contract import Buffer, Sink
 
 PIECE_UNIT = 64  # bytes; a multiple of every element's
 STAGE_BYTES = 512 << 10
@@ -68,3 +68,12 @@ class Intake:
             room[:count] = content[at : at + count]
             self.came(count)
             at += count
+
+
+def fill(into: Buffer | Intake, content: Buffer | bytes) -> None:
+    """All of a message, which has come somewhere else."""
+    if isinstance(into, Intake):
+        into.restart()
+        into.put(content)
+    else:
+        into[:] = content

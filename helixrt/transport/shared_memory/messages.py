@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from helixrt.transport.contract import Buffer, Outcome, Received, Sent
-from helixrt.transport.intake import Intake
+from helixrt.transport.intake import Intake, fill
 from helixrt.transport.process_memory import ProcessMemory, address_of
 from helixrt.transport.shared_memory.segment import (
     OFFERS,
@@ -367,10 +367,7 @@ class Receiving:
 
     def _deliver(self, name: Name, content: bytes | memoryview, into: Buffer | Intake) -> None:
         self._agreed(name, len(content), len(into))
-        if isinstance(into, Intake):
-            into.put(content)
-        else:
-            into[:] = content
+        fill(into, content)
         self._outcome(Received(self._peer, *name))
 
     def _free(self, size: int) -> None:

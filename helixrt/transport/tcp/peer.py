@@ -18,7 +18,7 @@ from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.messages import Failure, Landing
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Received, Sent, Sink
-from helixrt.transport.intake import Intake, Stage
+from helixrt.transport.intake import Intake, Stage, fill
 from helixrt.transport.rail_connection import RailConnection
 from helixrt.transport.tcp.connection import Connection
 from helixrt.transport.tcp.rails import TcpRail
@@ -107,7 +107,7 @@ class Peer:
     def _receive_of_the_left(self, op: int, index: int, into: Buffer | Intake) -> None:
         held = self._held.pop((op, index), None)
         if held is not None and len(held) == len(into):
-            _fill(into, held)
+            fill(into, held)
             self._host.add(Received(self.rank, op, index))
         else:
             self._end(Lost(self.rank, Cause("it closed without sending a message", f"rank {self.rank}")))
@@ -253,7 +253,7 @@ class Peer:
                 self._host.has_frames(connection)
         elif type(action) is m.Deliver:
             name = (action.op, action.index)
-            _fill(self._receiving[name], self._held.pop(name))
+            fill(self._receiving[name], self._held.pop(name))
         else:
             self._carry_out_rare(action)
 
@@ -352,11 +352,3 @@ class Peer:
         for connection in (self.control, *self.rails):
             self._drop(connection)
         self.control, self.rails = None, [None] * len(self.rails)
-
-
-def _fill(into: Buffer | Intake, content: Buffer) -> None:
-    if isinstance(into, Intake):
-        into.restart()
-        into.put(content)
-    else:
-        into[:] = content
