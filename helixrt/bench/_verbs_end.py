@@ -23,6 +23,7 @@ from helixrt.transport.contract import Received, Sent
 from helixrt.transport.verbs.devices import Nic, VerbsRail
 from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
 from helixrt.transport.verbs.failure import port_failed
+from helixrt.transport.verbs.interfaces import Interfaces
 from helixrt.transport.verbs.queue_pair import RECEIVE_BIT, Patience, QueuePair, Sizes
 
 OP = 1
@@ -40,9 +41,9 @@ class Stream:
 
 @dataclass
 class Seen:
-    """What was polled of any queue pair, and which port failed. Monotonic seconds, each with its device."""
+    """What was polled of any queue pair, and which port failed. Monotonic seconds, each with its device (or interface)."""
 
-    failed: list[tuple[float, str]] = field(default_factory=list)  # completions with an error, events of a port
+    failed: list[tuple[float, str]] = field(default_factory=list)  # completions with an error, events of a port, interfaces
     sent: list[tuple[float, str]] = field(default_factory=list)  # work requests that were completed
     chunks: list[tuple[float, str, int]] = field(default_factory=list)  # that have landed, with their bytes
 
@@ -50,7 +51,7 @@ class Seen:
 @contextmanager
 def watching(seen: Seen) -> Iterator[None]:
     """Within the block `seen` hears of everything."""
-    poll, event = QueuePair.poll, Nic.event
+    poll, event, stopped = QueuePair.poll, Nic.event, Interfaces.failed
 
     def polled(pair: QueuePair) -> list[Any]:
         found = poll(pair)
@@ -71,11 +72,16 @@ def watching(seen: Seen) -> Iterator[None]:
             seen.failed.append((time.monotonic(), nic.rail.device))
         return kind
 
-    QueuePair.poll, Nic.event = polled, happened  # type: ignore[method-assign, assignment]
+    def read(interfaces: Interfaces) -> list[str]:
+        names = stopped(interfaces)
+        seen.failed += [(time.monotonic(), name) for name in names]
+        return names
+
+    QueuePair.poll, Nic.event, Interfaces.failed = polled, happened, read  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        QueuePair.poll, Nic.event = poll, event  # type: ignore[method-assign]
+        QueuePair.poll, Nic.event, Interfaces.failed = poll, event, stopped  # type: ignore[method-assign]
 
 
 @dataclass

@@ -6,6 +6,7 @@ enters a given state (SHIFT section 4.3), not some time around it.
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 import subprocess
@@ -23,6 +24,7 @@ from helixrt.protocol.link.rails import Rail, SendState
 from helixrt.transport.contract import Endpoint, Received, Sent
 from helixrt.transport.verbs.devices import VerbsRail
 from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
+from helixrt.transport.verbs.interfaces import Interfaces
 from helixrt.transport.verbs.queue_pair import Patience, Sizes
 from tests.transport.worlds import SECRET, Inbox, Message, World
 
@@ -245,8 +247,9 @@ def test_a_busy_backup_carries_on(world: World, nic_pairs: list[NicPair]) -> Non
 # ---------------------------------------------------------------- what a failure is taken for
 
 CLASSES = {
-    "local down": ({Failure.DEVICE}, r"PORT_ERR|LOC_QP_OP_ERR"),
-    "remote down": ({Failure.PATH, Failure.DEVICE}, r"RETRY_EXC_ERR|PORT_ERR"),  # this cable tells its other end
+    "local down": ({Failure.DEVICE}, r"interface a1 is down|PORT_ERR|LOC_QP_OP_ERR"),
+    # This cable tells its other end.
+    "remote down": ({Failure.PATH, Failure.DEVICE}, r"RETRY_EXC_ERR|interface [ab]1 is down|PORT_ERR"),
     "blackhole": ({Failure.PATH}, r"RETRY_EXC_ERR"),
     "wrong request": ({Failure.DEVICE}, r"LOC_PROT_ERR|LOC_QP_OP_ERR"),
 }
@@ -254,9 +257,27 @@ CLASSES = {
 
 @pytest.mark.parametrize("how", HOW)
 def test_failures_are_classed_by_their_cause(world: World, nic_pairs: list[NicPair], how: str) -> None:
+    assert_classed(world, nic_pairs, how, *CLASSES[how])
+
+
+def test_where_interfaces_tell_nothing_the_event_of_the_port_does(
+    nic_pairs: list[NicPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Interfaces) -> None:
+        raise PermissionError(errno.EPERM, "no messages about links here")
+
+    monkeypatch.setattr(Interfaces, "__init__", refused)
+    world = open_world()
+    try:
+        assert_classed(world, nic_pairs, "local down", {Failure.DEVICE}, "PORT_ERR|LOC_QP_OP_ERR")
+    finally:
+        world.close()
+
+
+def assert_classed(world: World, pairs: list[NicPair], how: str, failures: set[Failure], reason: str) -> None:
     stream, rails = Stream(world, random.Random(3), 120), [link_of(world, rank).rails[PAIR] for rank in (0, 1)]
     stream.until(lambda: stream.came >= 20)
-    cut(how, world, nic_pairs, PAIR)
+    cut(how, world, pairs, PAIR)
     first: dict[int, tuple[Failure | None, str]] = {}
 
     def both_failed() -> bool:
@@ -266,7 +287,6 @@ def test_failures_are_classed_by_their_cause(world: World, nic_pairs: list[NicPa
         return len(first) == 2
 
     stream.until(both_failed)
-    failures, reason = CLASSES[how]
     assert first[0][0] in failures, first
     assert any(re.search(reason, said) for _, said in first.values()), first  # whoever saw it first tells the other
     world.run(stream.go_on, LIMIT_S)

@@ -307,7 +307,10 @@ class TcpEndpoint(Endpoint):
     def _write(self) -> None:
         """Each connection that has frames gets its share; the rest goes when the kernel says so, in the next turn."""
         while self._writers:
-            connection = next(iter(self._writers))
+            self._watch.look_first()  # nothing is to be handed to what has failed
+            connection = next(iter(self._writers), None)
+            if connection is None:
+                return
             del self._writers[connection]
             connection.write(self.options.write_bytes)
             if not connection.closed and connection.idle == connection.watches_writing:

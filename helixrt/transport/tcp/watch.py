@@ -36,6 +36,7 @@ class Watch:
         self._epoll = select.epoll()
         self._handlers: dict[int, tuple[int, Callable[[int], None], Waitable]] = {}
         self._urgent: set[int] = set()
+        self._first: select.epoll | None = None  # for the urgent alone
         self._turn = 0
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
@@ -45,11 +46,24 @@ class Watch:
         return self._epoll.fileno()
 
     def add(self, sock: Waitable, mask: int, handler: Callable[[int], None], urgent: bool = False) -> None:
-        """`urgent`: of what is ready at the same time, it comes first."""
+        """`urgent`: of what is ready at the same time, it comes first; and `look_first` looks for it."""
         self._handlers[sock.fileno()] = (self._turn, handler, sock)
-        if urgent:
-            self._urgent.add(sock.fileno())
         self._epoll.register(sock, mask)
+        if urgent:
+            self.hurry(sock, mask)
+
+    def hurry(self, sock: Waitable, mask: int) -> None:
+        """It is urgent from now on."""
+        if sock.fileno() not in self._urgent:
+            self._first = self._first or select.epoll()
+            self._first.register(sock, mask)
+            self._urgent.add(sock.fileno())
+
+    def calm(self, sock: Waitable) -> None:
+        """It is not urgent any more."""
+        if self._first is not None and sock.fileno() in self._urgent:
+            self._first.unregister(sock)
+            self._urgent.discard(sock.fileno())
 
     def change(self, sock: Waitable, mask: int) -> None:
         self._epoll.modify(sock, mask)
@@ -58,7 +72,7 @@ class Watch:
         """Before it is closed."""
         if self._handlers.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock)
-            self._urgent.discard(sock.fileno())
+            self.calm(sock)
 
     def at(self, when: float, call: Callable[[], None]) -> Timer:
         timer = Timer(call)
@@ -76,12 +90,20 @@ class Watch:
     def dispatch(self, timeout_s: float = 0.0) -> bool:
         """Call the handlers of what is ready; whether there were any."""
         events = self._epoll.poll(timeout_s, len(self._handlers) + 1)  # room for all: a look sees everything
+        if self._urgent and len(events) > 1:
+            events.sort(key=lambda event: event[0] not in self._urgent)
+        return self._handle(events)
+
+    def look_first(self) -> None:
+        """Before something that takes long: call the handlers of what is urgent and ready."""
+        if self._first is not None:
+            self._handle(self._first.poll(0.0, len(self._urgent) + 1))
+
+    def _handle(self, events: list[tuple[int, int]]) -> bool:
         if not events:
             return False
         self._turn += 1
         turn, handlers = self._turn, self._handlers
-        if self._urgent and len(events) > 1:
-            events.sort(key=lambda event: event[0] not in self._urgent)
         for descriptor, mask in events:
             entry = handlers.get(descriptor)
             if entry is not None and entry[0] < turn:  # else the number was given away meanwhile
@@ -98,10 +120,15 @@ class Watch:
         """In a forked child: close the copies of all sockets. The epoll is the parent's too, so nothing is taken out of it."""
         for _, _, sock in self._handlers.values():
             sock.close()
-        self._epoll.close()
+        self._close_all()
 
     def close(self) -> None:
         self._handlers.clear()
         self._urgent.clear()
         self._timers.clear()
+        self._close_all()
+
+    def _close_all(self) -> None:
         self._epoll.close()
+        if self._first is not None:
+            self._first.close()

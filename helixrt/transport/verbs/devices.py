@@ -236,6 +236,10 @@ class Nic:
             raise OSError(errno.EADDRNOTAVAIL, f"{port} has lost its address {readable(self.gid.address)}")
         self.port, self.gid = port, gid
 
+    def is_active(self) -> bool:
+        """Now, as far as the kernel knows."""
+        return _read(f"{SYSFS}/{self.rail.device}/ports/{self.rail.port}/state").startswith("4")
+
     def event(self) -> int:
         """The type of the next asynchronous event; the descriptor must be readable."""
         event = self.context.get_async_event()

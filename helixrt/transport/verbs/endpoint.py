@@ -5,8 +5,9 @@ In: the run's secret, this host's RDMA ports, and an address on the management n
 Every pair of ranks has one `Link` over ordered rails: the default NIC, its backups, then (unless that is switched off) a
 TCP connection. The link is not striped: traffic takes the lowest rail that works, as SHIFT's takes the default NIC, and
 comes back to it when it does again. All of that is the machine's (`protocol/link/machine.py`, SHIFT section 4.3); this
-driver only maps: a work completion that failed and an asynchronous event become `RailDown` with its class (`failure`),
-and `RestoreRail` resets a queue pair and arms it again.
+driver only maps: a work completion that failed becomes `RailDown` with its class (`failure`), and so does a port that fails
+(`port_watch`: by an asynchronous event, or sooner by its network interface, which goes down); `RestoreRail` resets a queue
+pair and arms it again.
 
 How peers meet, prove the secret, agree on generations and learn of each other's end is the TCP endpoint's (`tcp`,
 `tcp.meeting`); a connection that was proved for a verbs rail carries the attributes of its queue pairs (`setup`).
@@ -36,22 +37,21 @@ from helixrt.transport.process_memory import address_of
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp.peer import CONTROL, Peer
 from helixrt.transport.tcp.rails import MAX_RAILS, SocketTuning, TcpRail
-from helixrt.transport.tcp.watch import READ
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs.address import VerbsAddress
 from helixrt.transport.verbs.connection import VerbsConnection
-from helixrt.transport.verbs.devices import Descriptor, Nic, VerbsRail, find_port, rails_here, readable
-from helixrt.transport.verbs.failure import nobody_answered, port_failed
+from helixrt.transport.verbs.devices import Nic, VerbsRail, find_port, rails_here, readable
+from helixrt.transport.verbs.failure import nobody_answered
 from helixrt.transport.verbs.library import library
 from helixrt.transport.verbs.memory import Registered, Registrations
 from helixrt.transport.verbs.one_sided import Action, OneSided, Window, parse_window
 from helixrt.transport.verbs.peer import VerbsPeer
+from helixrt.transport.verbs.port_watch import Place, PortWatch
 from helixrt.transport.verbs.queue_pair import Patience, QueuePair, Sizes
 from helixrt.transport.verbs.setup import Background, Exchange, Rests
 from helixrt.transport.verbs.wire import Attributes
 
 _REPAIR_S = 0.02  # after a failure: what the rail carried goes over another one first
-_Place = tuple[str, int, int | None]  # a port, and the GID it is used by
 
 _log = logging.getLogger("helixrt.transport")
 
@@ -122,11 +122,11 @@ class VerbsEndpoint(TcpEndpoint):
         self._address = verbs_address.pack(said, o.tcp_fallback, self._address)
         self._ours: VerbsAddress = verbs_address.parse(self._address)
         self._background = Background(self._watch)
-        self._nics: dict[_Place, Nic] = {}  # opened in the background
-        self._watched: dict[_Place, Descriptor] = {}
+        self._nics: dict[Place, Nic] = {}  # opened in the background
+        self._ports = PortWatch(self._watch, self._port_failed, self._port_mended)
         self._places = [(rail.device, rail.port, rail.gid_index) for rail in rails]
-        self._spare: dict[_Place, list[QueuePair]] = {place: [] for place in self._places}
-        self._retiring: list[tuple[_Place, QueuePair]] = []
+        self._spare: dict[Place, list[QueuePair]] = {place: [] for place in self._places}
+        self._retiring: list[tuple[Place, QueuePair]] = []
         self._rests = Rests()
         self._read_again = False
         self._exposed: list[tuple[Registered, Buffer]] = []
@@ -183,7 +183,7 @@ class VerbsEndpoint(TcpEndpoint):
 
     def _join(self, peer: VerbsPeer, pair: QueuePair, theirs: Attributes, rail: int, incarnation: int) -> None:
         place = self._places[rail]
-        self._watch_events(place)
+        self._ports.add(place, self._nics[place])
         registrations, retire = self._registrations[place], functools.partial(self._retire_soon, place)
         generation = peer.link.generation
         connection = VerbsConnection(
@@ -250,7 +250,7 @@ class VerbsEndpoint(TcpEndpoint):
             nic = self._nics[self._places[rail]] = Nic(self._library, self._verbs_rails[rail])
         return nic
 
-    def _retire_soon(self, place: _Place, pair: QueuePair) -> None:
+    def _retire_soon(self, place: Place, pair: QueuePair) -> None:
         """A connection was closed, so nothing that comes counts any more; and before its caller can have any memory back, the
         queue pair is reset. Meanwhile the handshake about it goes out."""
         self._retiring.append((place, pair))
@@ -278,7 +278,7 @@ class VerbsEndpoint(TcpEndpoint):
         super()._leave(cause)
         self._retire_all()
 
-    def _retire(self, place: _Place, pair: QueuePair) -> None:
+    def _retire(self, place: Place, pair: QueuePair) -> None:
         try:
             pair.disarm()
         except (self._library.Error, OSError):
@@ -288,29 +288,25 @@ class VerbsEndpoint(TcpEndpoint):
 
     # ---------------------------------------------------------------- NICs
 
-    def _watch_events(self, place: _Place) -> None:
-        if place not in self._watched:
-            self._watched[place] = Descriptor(self._nics[place].events)
-            self._watch.add(self._watched[place], READ, lambda mask: self._nic_event(place), urgent=True)
-
-    def _nic_event(self, place: _Place) -> None:
-        """All rails on a port fail together, before their completions say so one by one; and are tried together when it is
-        active again, before they would be by themselves."""
-        kind = self._nics[place].event()
-        reason, mended = port_failed(kind, self._library.enums), kind == self._library.enums.EVENT_PORT_ACTIVE
-        if reason is None and not mended:
-            return
-        rails = [rail for rail, other in enumerate(self._places) if other == place]
-        for peer, rail in itertools.product(list(self._peers.values()), rails):
-            if not isinstance(peer, VerbsPeer) or rail >= peer.verbs_rails:
-                continue
+    def _port_failed(self, place: Place, reason: str) -> None:
+        """All rails on a port fail together, before their completions say so one by one."""
+        for peer, rail in self._rails_on(place):
             connection = peer.queue_pair(rail)
-            if mended and connection is None:
-                peer.tell(RailMended(rail))
-            elif reason is not None and connection is not None:
+            if connection is not None:
                 connection.fail(Failure.DEVICE, reason)
 
-    def _new_registrations(self, place: _Place) -> Registrations:
+    def _port_mended(self, place: Place) -> None:
+        """They are tried together when it is active again, before they would be by themselves."""
+        for peer, rail in self._rails_on(place):
+            if peer.queue_pair(rail) is None:
+                peer.tell(RailMended(rail))
+
+    def _rails_on(self, place: Place) -> list[tuple[VerbsPeer, int]]:
+        rails = [rail for rail, other in enumerate(self._places) if other == place]
+        peers = [peer for peer in self._peers.values() if isinstance(peer, VerbsPeer)]
+        return [(peer, rail) for peer, rail in itertools.product(peers, rails) if rail < peer.verbs_rails]
+
+    def _new_registrations(self, place: Place) -> Registrations:
         def register(address: int, length: int, writable: bool) -> Registered:
             access = self._library.enums.ACCESS_LOCAL_WRITE if writable else 0  # reads of a peer land in what is writable
             region: Registered = self._library.MR(self._nics[place].domain, length, access, address=address)
@@ -367,8 +363,7 @@ class VerbsEndpoint(TcpEndpoint):
     # ---------------------------------------------------------------- the end
 
     def _give_up(self) -> None:
-        for descriptor in self._watched.values():
-            self._watch.remove(descriptor)
+        self._ports.close()
         self._background.stop()
         for pairs in self._spare.values():
             for pair in pairs:
