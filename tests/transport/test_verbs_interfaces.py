@@ -77,7 +77,9 @@ def test_an_interface_that_was_made_anew_takes_the_place_of_the_old_one() -> Non
     followed.add("eth0", 4, True)
     followed.add("eth0", 9, True)
     assert (9, "eth0") in followed and (4, "eth0") not in followed
+    assert followed.works("eth0") and not followed.works("eth1")
     assert followed.heard(Change(4, False)) is None and followed.heard(Change(9, False)) == "eth0"
+    assert not followed.works("eth0")
 
 
 def test_what_is_not_of_this_namespace_is_not_followed() -> None:
@@ -120,6 +122,25 @@ def test_where_messages_were_lost_the_interfaces_are_looked_at(monkeypatch: pyte
 
 
 # ---------------------------------------------------------------- what is urgent
+
+
+def test_what_is_calmed_while_it_is_ready_comes_after_the_others() -> None:
+    watch, heard = Watch(), []
+    pairs = [socket.socketpair() for _ in range(3)]
+    handlers = [
+        lambda mask: (heard.append(0), watch.calm(pairs[1][0]), watch.calm(pairs[0][0])),
+        lambda mask: (heard.append(1), watch.calm(pairs[0][0]), watch.calm(pairs[1][0])),
+        lambda mask: heard.append(2),
+    ]
+    for (ours, theirs), handler, urgent in zip(pairs, handlers, (True, True, False), strict=True):
+        watch.add(ours, READ, handler, urgent)  # type: ignore[arg-type]
+        theirs.send(b"x")
+    assert watch.dispatch()
+    assert len(heard) == 3 and heard[1] == 2
+    watch.close()
+    for pair in pairs:
+        for each in pair:
+            each.close()
 
 
 def test_what_is_urgent_can_be_looked_for_alone() -> None:
@@ -187,6 +208,7 @@ class FakeInterfaces:
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
         self.followed: list[str] = []
+        self.back = False
         self.made.append(self)
 
     def fileno(self) -> int:
@@ -200,6 +222,9 @@ class FakeInterfaces:
 
     def failed(self) -> list[str]:
         return [self._ours.recv(100).decode()]
+
+    def works(self, name: str) -> bool:
+        return self.back
 
     def close(self) -> None:
         self._ours.close()
@@ -245,7 +270,8 @@ def test_a_port_fails_when_its_interface_does_and_is_active_when_verbs_say_so(po
     assert ports.look() == [DOWN]
     nic.happens(FakeEnums.OTHER)
     assert ports.look() == []
-    nic.happens(FakeEnums.EVENT_PORT_ERR)  # as verbs tell of the same failure: the port is active again by now
+    kernel.back = True  # it was down for a moment
+    nic.happens(FakeEnums.EVENT_PORT_ERR)  # of the same failure
     assert ports.look() == []
     nic.happens(FakeEnums.EVENT_PORT_ACTIVE)
     assert ports.look() == [PLACE]
@@ -253,28 +279,31 @@ def test_a_port_fails_when_its_interface_does_and_is_active_when_verbs_say_so(po
     assert ports.look() == [(PLACE, "asynchronous event PORT_ERR")]
 
 
-def test_an_event_of_a_port_that_is_not_active_always_counts(ports: Ports) -> None:
+@pytest.mark.parametrize(
+    "back, active, kind",
+    [
+        (False, True, FakeEnums.EVENT_PORT_ERR),
+        (True, False, FakeEnums.EVENT_PORT_ERR),
+        (True, True, FakeEnums.EVENT_DEVICE_FATAL),
+    ],
+)
+def test_an_event_of_a_port_that_is_not_back_counts(ports: Ports, back: bool, active: bool, kind: int) -> None:
     nic = FakeNic()
     ports.ports.add(PLACE, nic)  # type: ignore[arg-type]
     FakeInterfaces.made[0].fails("eth0")
     assert ports.look() == [DOWN]
-    nic.active = False
-    nic.happens(FakeEnums.EVENT_PORT_ERR)
-    assert ports.look() == [(PLACE, "asynchronous event PORT_ERR")]
-    FakeInterfaces.made[0].fails("eth0")
-    assert ports.look() == [DOWN]
-    nic.active = True
-    nic.happens(FakeEnums.EVENT_DEVICE_FATAL)
-    assert ports.look() == [(PLACE, "asynchronous event DEVICE_FATAL")]
+    FakeInterfaces.made[0].back, nic.active = back, active
+    nic.happens(kind)
+    ((place, reason),) = ports.look()
+    assert place == PLACE and reason.startswith("asynchronous event")
 
 
 def test_the_event_of_a_failure_that_was_told_is_in_no_hurry_until_it_has_come(ports: Ports) -> None:
     nic = FakeNic()
     ports.ports.add(PLACE, nic)  # type: ignore[arg-type]
     FakeInterfaces.made[0].fails("eth0")
-    ports.watch.look_first()
-    nic.active = False
     nic.happens(FakeEnums.EVENT_PORT_ERR)
+    ports.watch.look_first()
     ports.watch.look_first()
     assert ports.told == [DOWN]
     assert len(ports.look()) == 1

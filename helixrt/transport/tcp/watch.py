@@ -90,25 +90,36 @@ class Watch:
     def dispatch(self, timeout_s: float = 0.0) -> bool:
         """Call the handlers of what is ready; whether there were any."""
         events = self._epoll.poll(timeout_s, len(self._handlers) + 1)  # room for all: a look sees everything
-        if self._urgent and len(events) > 1:
-            events.sort(key=lambda event: event[0] not in self._urgent)
-        return self._handle(events)
-
-    def look_first(self) -> None:
-        """Before something that takes long: call the handlers of what is urgent and ready."""
-        if self._first is not None:
-            self._handle(self._first.poll(0.0, len(self._urgent) + 1))
-
-    def _handle(self, events: list[tuple[int, int]]) -> bool:
         if not events:
             return False
         self._turn += 1
+        if self._urgent and len(events) > 1:
+            events = self._handle_urgent(events)
+        self._handle(events)
+        return True
+
+    def look_first(self) -> None:
+        """Before something that takes long: call the handlers of what is urgent and ready."""
+        if self._first is not None and (events := self._first.poll(0.0, len(self._urgent) + 1)):
+            self._turn += 1
+            self._handle_urgent(events)
+
+    def _handle_urgent(self, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Gives the others, with what was urgent until one of these handlers was called."""
+        others = [event for event in events if event[0] not in self._urgent]
+        for event in [event for event in events if event[0] in self._urgent]:
+            if event[0] in self._urgent:
+                self._handle([event])
+            else:
+                others.append(event)
+        return others
+
+    def _handle(self, events: list[tuple[int, int]]) -> None:
         turn, handlers = self._turn, self._handlers
         for descriptor, mask in events:
             entry = handlers.get(descriptor)
             if entry is not None and entry[0] < turn:  # else the number was given away meanwhile
                 entry[1](mask)
-        return True
 
     def run_timers(self, now: float) -> None:
         while self.due <= now:

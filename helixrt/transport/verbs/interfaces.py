@@ -70,6 +70,9 @@ class Followed:
         self._works[said.number] = said.works
         return self._names[said.number] if worked and not said.works else None
 
+    def works(self, name: str) -> bool:
+        return any(self._works[number] for number, known in self._names.items() if known == name)
+
     def __contains__(self, one: tuple[int, str]) -> bool:
         return self._names.get(one[0]) == one[1]
 
@@ -118,6 +121,10 @@ class Interfaces:
             found = change(datagram) if sender == 0 else None  # 0: the kernel
             said = [] if found is None else [found]
         return [name for each in said if (name := self._followed.heard(each)) is not None]
+
+    def works(self, name: str) -> bool:
+        """As far as was heard; False if it is not followed."""
+        return self._followed.works(name)
 
     def _listen_to(self, indices: Iterable[int]) -> None:
         """Nothing else wakes this process, of what goes on in a host with many interfaces."""

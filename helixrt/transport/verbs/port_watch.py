@@ -74,9 +74,13 @@ class PortWatch:
             self._mended(place)
             return
         reason = port_failed(kind, library.enums)
-        if reason is None or (was_told and kind == library.enums.EVENT_PORT_ERR and nic.is_active()):
-            return  # what was told already of a port that is active again may be in service by now
+        if reason is None or (was_told and kind == library.enums.EVENT_PORT_ERR and self._is_back(nic)):
+            return  # what was told already, of a port that may be in service by now
         self._failed(place, reason)
+
+    def _is_back(self, nic: Nic) -> bool:
+        """The kernel is asked last: while an interface goes down, whoever asks about its port waits."""
+        return self._interfaces is not None and self._interfaces.works(nic.gid.interface) and nic.is_active()
 
     def close(self) -> None:
         """Before the ports."""
