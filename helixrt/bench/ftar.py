@@ -1,14 +1,19 @@
 """FTAR's all-reduce beside Gloo's: the same processes, interleaved, 4 KiB to 256 MiB, over TCP and shared memory.
 
 Every round measures each side on each size in turn, after a barrier; a call's time is that of the slowest rank, and a
-ratio is taken per round. Also: what fault tolerance costs when nothing fails (TCP with ledger and heartbeats
-against without), what a ring over bare sockets takes, how long survivors take from N to N-1 ranks until their next sum,
-how soon they notice a killed process, and with `--tune` which chunks are fastest here. Every result is checked.
+ratio is taken per round. Gloo has a tensor of its own: the library asks for huge pages for those it is given. Also: what a
+ring over bare sockets takes, what fault tolerance costs when nothing fails (TCP with ledger and heartbeats against
+without), how long survivors take from N to N-1 ranks until their next sum, how soon they notice a killed process, and with
+`--tune` which chunks are fastest here. Every result is checked.
+
+The cost of fault tolerance is far below what a machine's other work does to one call. So many calls of either kind follow
+each other in turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import queue
@@ -17,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +46,15 @@ from helixrt.transport.tcp.endpoint import EAGER_BYTES, TcpOptions
 SECRET = b"the secret of a benchmark"
 HOST = "127.0.0.1"
 SIZES_KIB = (4, 64, 1 << 10, 16 << 10, 64 << 10, 256 << 10)
-GROUPS = ("tcp", "shared_memory", "tcp_plain")  # beside gloo; the last without ledger and heartbeats
-SIDES = (*GROUPS, "sockets")  # a ring over bare sockets: what the machine allows
+GROUPS = ("tcp", "shared_memory", "tcp_plain")  # of ours; the last without ledger and heartbeats
+SIDES = ("tcp", "shared_memory", "sockets")  # beside gloo; the last is what the machine allows
 TIMEOUT_S = 120.0
 _BYTES_PER_BLOCK = 64 << 20  # calls in a row, so that small ones are measured together
 _MOST_CALLS = 100
+_COST_KIB = (1 << 10, 16 << 10, 64 << 10)
+_COST_BYTES = 8 << 30  # as many pairs of calls as move that over all ranks, within
+_COST_PAIRS = (60, 400)
+_COST_WARM = 5
 _TUNED_CHUNKS = tuple((chunk << 10, chunks) for chunk in (256, 512, 1024, 2048, 4096, 8192) for chunks in (2, 4, 8))
 
 
@@ -57,6 +67,7 @@ class Settings:
     chunk_kib: int  # 0: the default
     chunks: int
     generations: int
+    cost_kib: tuple[int, ...] = ()
     store: str = ""
 
     @property
@@ -72,10 +83,14 @@ class _Group(HelixGroup):
         super().__init__(dist.PrefixStore(f"{side}/{tuning}", store), rank, size, timedelta(seconds=TIMEOUT_S))
 
     def _endpoint(self, store: dist.Store) -> Endpoint:
-        if self._side != "tcp_plain":
-            return open_endpoint(SECRET, HOST, Reach(transport=self._side))
-        plain = TcpOptions(link=LinkOptions(fault_tolerance=False, eager_bytes=EAGER_BYTES))
-        return AutoEndpoint(SECRET, HOST, transport="tcp", heartbeat_s=None, tcp=plain)  # as the others, but for that
+        return _endpoint_of(self._side)
+
+
+def _endpoint_of(side: str) -> Endpoint:
+    if side != "tcp_plain":
+        return open_endpoint(SECRET, HOST, Reach(transport=side))
+    plain = TcpOptions(link=LinkOptions(fault_tolerance=False, eager_bytes=EAGER_BYTES))
+    return AutoEndpoint(SECRET, HOST, transport="tcp", heartbeat_s=None, tcp=plain)  # as the others, but for that
 
 
 AllReduce = Callable[[torch.Tensor], Any]
@@ -113,16 +128,48 @@ def _compare(settings: Settings, store: dist.Store, rank: int) -> Figures:
         sides["sockets"] = bare.all_reduce
     seconds: Figures = {}
     for kib in settings.sizes_kib:
-        tensor = torch.zeros((kib << 10) // 4)
+        theirs, ours = (torch.zeros((kib << 10) // 4) for _ in range(2))
         calls = max(1, min(_MOST_CALLS, _BYTES_PER_BLOCK // (kib << 10)))
         for turn in range(settings.rounds + 1):  # the first round warms up
             for side in list(sides) if turn % 2 else reversed(sides):
-                took = _block(sides[side], tensor, calls)
+                took = _block(sides[side], theirs if side == "gloo" else ours, calls)
                 if turn:
                     seconds.setdefault(f"{side}_{kib}_kib", []).append(took)
     if bare is not None:
         bare.close()
     _end(groups)
+    return seconds
+
+
+def _cost(settings: Settings, store: dist.Store, rank: int) -> Figures:
+    """Seconds of every call, with and without fault tolerance in turn; the slowest rank's. Out of place as an exchange
+    between replicas has it, in place as a process group has."""
+    names = ("tcp", "tcp_plain")
+    exchanges = {side: FtarExchange(_endpoint_of(side), TIMEOUT_S, settings.tuning) for side in names}
+    for side, exchange in exchanges.items():
+        exchange.configure(0, range(settings.ranks), rank, f"{settings.store}/cost/{side}")
+    groups = {side: _Group(side, store, rank, settings.ranks, settings.tuning) for side in names}
+    seconds: Figures = {}
+    for kib in settings.cost_kib:
+        source, out = (torch.zeros((kib << 10) // 4) for _ in range(2))
+        ways: dict[str, list[Callable[[], Any]]] = {
+            "out_of_place": [partial(exchanges[side].all_reduce, source, out) for side in names],
+            "in_place": [partial(_blocking(groups[side]), out) for side in names],
+        }
+        pairs = min(max(_COST_PAIRS[0], _COST_BYTES // ((kib << 10) * settings.ranks)), _COST_PAIRS[1])
+        for where, calls in ways.items():
+            took = torch.zeros(2, pairs + _COST_WARM, dtype=torch.float64)
+            for pair in range(pairs + _COST_WARM):
+                for row in (0, 1) if pair % 2 else (1, 0):
+                    begin = time.perf_counter()
+                    calls[row]()
+                    took[row, pair] = time.perf_counter() - begin
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            for side, each in zip(names, took, strict=True):
+                seconds[f"{side}_{kib}_kib_{where}"] = each[_COST_WARM:].tolist()
+    _end(groups)
+    for exchange in exchanges.values():
+        exchange.close()
     return seconds
 
 
@@ -183,15 +230,18 @@ def _rank(rank: int, what: str, settings: Settings, results: mp.SimpleQueue) -> 
     if what == "reconfigure":
         figures = _reconfigure(settings, rank)
     else:
-        figures = (_tune if what == "tune" else _compare)(settings, dist.PrefixStore(what, store), rank)
+        figures = _MEASURES[what](settings, dist.PrefixStore(what, store), rank)
     if rank == 0:
         results.put(figures)
     dist.barrier()
     dist.destroy_process_group()
 
 
+_MEASURES = {"compare": _compare, "cost": _cost, "tune": _tune}
+
+
 def measure(what: str, settings: Settings) -> Figures:
-    """Seconds of each round by what was measured: `what` is "compare", "tune" or "reconfigure"."""
+    """Seconds of each round by what was measured: `what` is "compare", "cost", "tune" or "reconfigure"."""
     server, address = host_store(HOST)
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_rank, (what, replace(settings, store=address), results), nprocs=settings.ranks)
@@ -248,10 +298,13 @@ def measure_kill(ranks: int) -> list[float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--kib", type=int, nargs="+", default=list(SIZES_KIB), help="sizes of the all-reduces in KiB")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES, help="what is measured beside gloo")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=[*GROUPS, "sockets"], help="measured beside gloo")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--chunk-kib", type=int, default=0, help="size of a chunk (default: the library's)")
     parser.add_argument("--chunks", type=int, default=Tuning().chunks, help="chunks in flight, with --chunk-kib")
+    parser.add_argument(
+        "--cost-kib", type=int, nargs="*", default=list(_COST_KIB), help="sizes with and without fault tolerance; none for none"
+    )
     parser.add_argument("--generations", type=int, default=20, help="changes from N to N-1 ranks; 0 for none")
     parser.add_argument("--kills", type=int, default=5, help="processes killed; 0 for none")
     parser.add_argument("--tune", action="store_true", help="find the fastest chunks instead")
@@ -264,17 +317,28 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--ranks", args.ranks, "must be at least 2")
     if args.rounds < 2:
         raise ConfigError("--rounds", args.rounds, "must be at least 2")
-    if min(args.kib) < 1:
-        raise ConfigError("--kib", args.kib, "must be at least 1")
+    for option, sizes in (("--kib", args.kib), ("--cost-kib", args.cost_kib)):
+        if min(sizes, default=1) < 1:
+            raise ConfigError(option, sizes, "must be at least 1")
     spreads: dict[str, Spread] = {}
+    costs: dict[str, dict[str, float]] = {}
     for ranks in args.ranks:
         settings = Settings(
-            ranks, tuple(args.kib), tuple(args.sides), args.rounds, args.chunk_kib, args.chunks, args.generations
+            ranks,
+            tuple(args.kib),
+            tuple(args.sides),
+            args.rounds,
+            args.chunk_kib,
+            args.chunks,
+            args.generations,
+            tuple(args.cost_kib),
         )
         if args.tune:
             _report_tuning(measure("tune", settings), settings, spreads)
             continue
         _report(measure("compare", settings), settings, spreads)
+        if args.cost_kib:
+            costs |= _report_cost(measure("cost", settings), settings)
         if args.generations >= 2 and ranks > 2:
             for name, seconds in measure("reconfigure", settings).items():
                 spreads[f"{name}_ms"] = Spread.of([1000 * s for s in seconds])
@@ -286,7 +350,8 @@ def run(args: argparse.Namespace) -> int:
         last = noticed[math.ceil(0.99 * len(noticed)) - 1]
         print(f"a killed process is noticed after, ms: {spreads['killed_process_noticed_ms']}  p99 {last:.4g}")
     if args.json is not None:
-        write(args.json, "ftar", {k: v for k, v in vars(args).items() if k not in ("json", "benchmark")}, spreads)
+        settled = {k: v for k, v in vars(args).items() if k not in ("json", "benchmark")}
+        write(args.json, "ftar", settled, spreads, cost_of_fault_tolerance=costs)
         print(f"wrote {args.json}")
     return 0
 
@@ -302,11 +367,19 @@ def _report(seconds: Figures, settings: Settings, spreads: dict[str, Spread]) ->
             spreads[f"{key}_ratio"] = Spread.of([t / s for s, t in zip(own, theirs, strict=True)])
             rate = (kib << 10) / spreads[f"{key}_us"].p50 / 1e3
             print(f"  {kib:7} KiB {side:14} {spreads[f'{key}_us']}  {rate:6.2f} GB/s  x{spreads[f'{key}_ratio'].p50:.2f}")
-        if {"tcp", "tcp_plain"} <= set(settings.sides):
-            pairs = zip(seconds[f"tcp_{kib}_kib"], seconds[f"tcp_plain_{kib}_kib"], strict=True)
-            cost = Spread.of([with_it / without - 1 for with_it, without in pairs])
-            spreads[f"{settings.ranks}_ranks_cost_of_fault_tolerance_{kib}_kib"] = cost
-            print(f"  {kib:7} KiB cost of fault tolerance: {100 * cost.p50:.2g} %")
+
+
+def _report_cost(seconds: Figures, settings: Settings) -> dict[str, dict[str, float]]:
+    found = {}
+    for kib, where in itertools.product(settings.cost_kib, ("out_of_place", "in_place")):
+        pairs = zip(seconds[f"tcp_{kib}_kib_{where}"], seconds[f"tcp_plain_{kib}_kib_{where}"], strict=True)
+        costs = sorted(with_it / without - 1 for with_it, without in pairs)
+        middle, aside = len(costs) // 2, math.ceil(0.98 * math.sqrt(len(costs)))  # 95 % of a binomial distribution
+        cost = {"median": costs[middle], "low": costs[middle - aside], "high": costs[middle + aside], "pairs": len(costs)}
+        found[f"{settings.ranks}_ranks_{kib}_kib_{where}"] = cost
+        within = f"of {len(costs)} pairs, within {100 * cost['low']:.2g} to {100 * cost['high']:.2g} %"
+        print(f"  {kib:7} KiB cost of fault tolerance, {where:12}: {100 * cost['median']:.2g} % (median {within})")
+    return found
 
 
 def _report_tuning(seconds: Figures, settings: Settings, spreads: dict[str, Spread]) -> None:

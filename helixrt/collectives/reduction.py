@@ -34,19 +34,31 @@ def why_not(op: Op, dtype: torch.dtype, mean: bool = False) -> str:
 class SumOnArrival:
     """A `Sink` of a message that is the right operand of a reduction."""
 
-    __slots__ = ("_element", "_into", "_last", "_left", "_reduction")
+    __slots__ = ("_element", "_into", "_intos", "_last", "_left", "_lefts", "_piece", "_reduction", "_right")
 
     def __init__(self, reduction: Reduction, left: torch.Tensor, into: torch.Tensor, last: bool) -> None:
         self._reduction, self._left, self._into, self._last = reduction, left, into, last
         self._element = into.element_size()
+        self._piece: memoryview | None = None  # the last one, and its elements
+        self._right = into
+        self._lefts: tuple[torch.Tensor, ...] = ()  # of both operands, in pieces of its length, once it has come again
+        self._intos: tuple[torch.Tensor, ...] = ()
 
     def __len__(self) -> int:
         return self._into.numel() * self._element
 
     def take(self, at: int, piece: memoryview) -> None:
-        right = torch.frombuffer(piece, dtype=self._into.dtype)
-        first, count = at // self._element, right.numel()
-        self._reduction.reduce(self._left.narrow(0, first, count), right, self._into.narrow(0, first, count), self._last)
+        if piece is not self._piece:
+            self._piece, self._right, self._lefts = piece, torch.frombuffer(piece, dtype=self._into.dtype), ()
+        elif not self._lefts:  # a view costs as much as the sum of a short piece does
+            self._lefts, self._intos = self._left.split(len(self._right)), self._into.split(len(self._right))
+        number, odd = divmod(at, len(piece))
+        if odd or not self._lefts:
+            first, count = at // self._element, len(self._right)
+            left, into = self._left.narrow(0, first, count), self._into.narrow(0, first, count)
+        else:
+            left, into = self._lefts[number], self._intos[number]
+        self._reduction.reduce(left, self._right, into, self._last)
 
 
 class Reduction:

@@ -35,7 +35,8 @@ class Sink(Protocol):
         """Of the message, in bytes."""
 
     def take(self, at: int, piece: Buffer) -> None:
-        """Those from `at` on: in order, each once; `at` is a multiple of 64. `piece` is lent for the call."""
+        """Those from `at` on: in order, each once; `at` is a multiple of 64. `piece` is lent for the call;
+        the next may be the same memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 
 from helixrt.transport.contract import Buffer, Sink
+from helixrt.transport.process_memory import address_of
 
 PIECE_UNIT = 64  # bytes; a multiple of every element's
 STAGE_BYTES = 512 << 10
@@ -22,11 +23,14 @@ class Stage:
     def __init__(self, size: int = STAGE_BYTES) -> None:
         assert size > PIECE_UNIT and size % PIECE_UNIT == 0
         self.memory = memoryview(mmap.mmap(-1, size))
+        self.address = address_of(self.memory)
 
 
 class Intake:
+    __slots__ = ("_address", "_at", "_rest", "_sink", "_size", "_stage", "_taken")
+
     def __init__(self, sink: Sink, stage: Stage) -> None:
-        self._sink, self._stage = sink, stage.memory
+        self._sink, self._stage, self._address = sink, stage.memory, stage.address
         self._size = len(sink)
         self._taken = 0  # what the sink has had, of all copies
         self._at = 0  # what has come of this copy
@@ -46,18 +50,29 @@ class Intake:
             self._stage[:rest] = self._rest
         return self._stage[rest : rest + self._size - self._at]
 
+    def place(self) -> tuple[int, int]:
+        """As `room`: its address and its bytes, for a system call."""
+        rest = len(self._rest)
+        if rest:
+            self._stage[:rest] = self._rest
+        return self._address + rest, min(len(self._stage) - rest, self._size - self._at)
+
     def came(self, count: int) -> None:
         """`count` bytes were put in `room`."""
-        end = self._at + count
+        end, stage = self._at + count, self._stage
+        if count == len(stage) and self._taken == self._at:  # the usual piece, which is the stage itself
+            self._sink.take(self._at, stage)
+            self._at = self._taken = end
+            return
         begin = self._at - len(self._rest)
         usable = end if end == self._size else end - end % PIECE_UNIT
         self._at = end
         if usable > begin:
             old = max(begin, self._taken)  # an earlier copy had brought the bytes before it
             if usable > old:
-                self._sink.take(old, self._stage[old - begin : usable - begin])
+                self._sink.take(old, stage[old - begin : usable - begin])
                 self._taken = usable
-        self._rest = bytes(self._stage[max(usable, begin) - begin : end - begin])
+        self._rest = bytes(stage[max(usable, begin) - begin : end - begin])
 
     def put(self, content: memoryview | bytes) -> None:
         """Bytes that have come somewhere else."""

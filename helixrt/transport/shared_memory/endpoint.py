@@ -304,7 +304,8 @@ class SharedMemoryEndpoint(Endpoint):
             self._expire(now)
         for link in self._links.values():
             seen = shown.get(link, 0)
-            link.progress(now, bool(seen & 1), bool(seen & 2))
+            if seen or not link.quiet(now):
+                link.progress(now, bool(seen & 1), bool(seen & 2))
         outcomes = list(self._outcomes)
         self._outcomes.clear()
         return outcomes

@@ -10,6 +10,7 @@ that even when a child process has inherited the socket.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -32,7 +33,7 @@ from helixrt.transport.shared_memory.segment import (
     Word,
 )
 
-TURN_BYTES = 4 << 20  # moved in one `progress`, then the caller's other work has its turn
+TURN_BYTES = 8 << 20  # moved in one `progress`, then the caller's other work has its turn
 
 _ASLEEP, _WANTS_ROOM, _SLEEP = 1, 2, 4  # the word ASLEEP: two flags, and the number of the sleep above them
 
@@ -92,6 +93,7 @@ class SharedMemoryLink:
         self._sleeps, self._armed, self._rung = 0, 0, -1
         self._gone = False  # the peer hung up; what it wrote before is still there to be read
         self._again = False  # `progress` stopped in the middle of work, or there is new work
+        self._look_due_s = 0.0  # for the next sign of life, ours or the peer's
 
     # ---------------------------------------------------------------- the caller's side
 
@@ -141,6 +143,10 @@ class SharedMemoryLink:
             self._leave(State.CLOSED)
 
     # ---------------------------------------------------------------- turns
+
+    def quiet(self, now: float) -> bool:
+        """There is nothing to do before a descriptor shows something. Costs little: most links are, at most times."""
+        return self.ended or not (self._again or now >= self._look_due_s or self._reader.stirs() or self._out.blocked)
 
     def progress(self, now: float, connection_ready: bool, process_ended: bool) -> None:
         """Do what can be done now. `connection_ready`, `process_ended`: what the descriptors show."""
@@ -202,9 +208,7 @@ class SharedMemoryLink:
             return None
         if self._again:
             return 0.0
-        if self._liveness is None or self._gone:
-            return None
-        return min(self._beat_due_s, self._liveness.deadline_s)
+        return None if self._liveness is None or self._gone else self._look_due_s
 
     # ---------------------------------------------------------------- waking
 
@@ -249,6 +253,7 @@ class SharedMemoryLink:
     def beat_and_look(self, now: float) -> None:
         """Give a sign of life, look for the peer's; also while other links are still being made."""
         if self._liveness is None:
+            self._look_due_s = math.inf
             return
         self._say_beat(now)
         beat = self._theirs.load(Word.BEAT)
@@ -261,6 +266,7 @@ class SharedMemoryLink:
         if self._liveness.silent(now):
             silence = now - self._liveness.heard_s
             self._lose(f"rank {self.peer} on this host has given no sign of life for {silence:.2f} s")
+        self._look_due_s = min(self._beat_due_s, self._liveness.deadline_s)
 
     # ---------------------------------------------------------------- ends
 

@@ -41,7 +41,7 @@ from helixrt.transport.shared_memory.segment import (
 EAGER_BYTES = 64 << 10
 EAGER_BUDGET = 4 << 20  # bytes of short messages that may wait for their receivers, per direction
 PIECE_BYTES = 128 << 10
-READ_BYTES = 1 << 20  # per system call
+READ_BYTES = 4 << 20  # per system call
 OFFERS_WAITING = 1 << 16  # more unanswered offers than any plan makes: the peer is wrong
 
 Name = tuple[int, int]  # (op, index)
@@ -324,8 +324,7 @@ class Receiving:
             into, at = incoming.into, incoming.done
             try:
                 if isinstance(into, Intake):
-                    room = into.room()
-                    done = self._memory.read(incoming.address + at, address_of(room), len(room))
+                    done = self._memory.read(incoming.address + at, *into.place())
                     into.came(done)
                 else:
                     size = min(len(into) - at, READ_BYTES)

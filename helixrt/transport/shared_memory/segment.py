@@ -307,6 +307,10 @@ class RingReader:
         self._ring, self._capacity = peer.ring, peer.ring_bytes
         self._at, self._written, self._released = 0, 0, 0
 
+    def stirs(self) -> bool:
+        """Whether `more` has something to look at."""
+        return self._peer.load(Word.WRITTEN) != self._at
+
     def more(self) -> bool:
         """Whether there are frames that were not taken yet."""
         if self._at < self._written:

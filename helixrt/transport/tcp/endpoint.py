@@ -33,6 +33,7 @@ from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.transport import path_history
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused, Sink
+from helixrt.transport.copies import CopyMemory
 from helixrt.transport.forking import disown_in_children
 from helixrt.transport.intake import Stage
 from helixrt.transport.rail_connection import RailConnection
@@ -84,7 +85,7 @@ class TcpEndpoint(Endpoint):
         self._link_options = replace(self.options.link, period_s=math.inf if period is None else period)
         tuning = replace(self.options.sockets, user_timeout_s=max(self.options.sockets.user_timeout_s, 2 * (period or 0.0)))
         self.now = time.monotonic()
-        self.stage = Stage()
+        self.stage, self.copies = Stage(), CopyMemory()
         listeners = []
         try:
             for rail in rails:

@@ -18,6 +18,7 @@ from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.messages import Failure, Landing
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Received, Sent, Sink
+from helixrt.transport.copies import CopyMemory
 from helixrt.transport.intake import Intake, Stage, fill
 from helixrt.transport.rail_connection import RailConnection
 from helixrt.transport.tcp.connection import Connection
@@ -35,6 +36,7 @@ class Host(Protocol):
 
     now: float
     stage: Stage  # for what is used as it comes
+    copies: CopyMemory
 
     def add(self, outcome: Outcome) -> None: ...
 
@@ -240,11 +242,11 @@ class Peer:
             self._host.add(Sent(self.rank, action.op, action.index))
         elif type(action) is m.Keep:
             name = (action.op, action.index)
-            self._kept[name] = memoryview(bytes(self._sending.pop(name)))
+            self._kept[name] = self._host.copies.copy(self._sending.pop(name))
             self._unsaid.add(name)
         elif type(action) is m.Release:
             name = (action.op, action.index)
-            del self._kept[name]
+            self._host.copies.give(self._kept.pop(name))
             self._unsaid.discard(name)
         elif type(action) is m.SendFrame:
             connection = self.rails[action.rail]
@@ -253,7 +255,9 @@ class Peer:
                 self._host.has_frames(connection)
         elif type(action) is m.Deliver:
             name = (action.op, action.index)
-            fill(self._receiving[name], self._held.pop(name))
+            held = self._held.pop(name)
+            fill(self._receiving[name], held)
+            self._host.copies.give(held)
         else:
             self._carry_out_rare(action)
 
@@ -272,7 +276,7 @@ class Peer:
     def _carry_out_rare(self, action: m.Action) -> None:
         match action:
             case m.Free(op, index):
-                del self._held[op, index]
+                self._host.copies.give(self._held.pop((op, index)))
             case m.Detach(op, index):
                 for each in filter(None, self.rails):
                     each.detach((op, index))
@@ -304,7 +308,7 @@ class Peer:
             return target
         if landing is Landing.DROP:
             return None
-        held = self._held[name] = memoryview(bytearray(length))
+        held = self._held[name] = self._host.copies.take(length)
         return held
 
     # ---------------------------------------------------------------- ends
