@@ -86,6 +86,37 @@ def link(world: World, me: int) -> SharedMemoryLink:
     return endpoint._links[1 - me]
 
 
+# ---------------------------------------------------------------- signs of life
+
+
+def test_silence_counts_from_the_sign_of_life_and_not_from_the_look_at_it() -> None:
+    world = World(direct, 2, heartbeat_s=1.0)
+    world.connect()
+    begin = time.monotonic()
+    given, seen = begin + 0.3, begin + 0.5
+    world.endpoints[0].progress(given)
+    looks = [seen, *(given + 1.39 - 0.2 * k for k in reversed(range(6)))]
+    assert [look for look in looks if world.endpoints[1].progress(look)] == []
+    (lost,) = world.endpoints[1].progress(given + 1.41)
+    assert isinstance(lost, Lost) and "no sign of life for 1.41 s" in lost.cause.what
+    world.close()
+
+
+def test_a_quiet_link_is_left_alone_until_something_is_due(two: World) -> None:
+    quiet = link(two, 0)
+    now = time.monotonic() + 1000.0
+    quiet.progress(now, False, False)
+    assert quiet.quiet(now)
+    two.endpoints[1].send(0, 5, 0, memoryview(b"x"))
+    assert not quiet.quiet(now)
+    quiet.progress(now, False, False)
+    assert quiet.quiet(now)
+    quiet.receive(5, 1, memoryview(bytearray(MIB)))
+    assert quiet.quiet(now), "what it waits for is the peer's to send"
+    quiet.close()
+    assert quiet.quiet(now)
+
+
 # ---------------------------------------------------------------- the way long messages take
 
 
