@@ -190,8 +190,7 @@ _turns = itertools.count()
 def restless(secret: bytes, heartbeat_s: float | None) -> Endpoint:
     """Its paths are said to be faster than any, so that every RTT is a congested one."""
     end = "ab"[(next(_turns) + (multiprocessing.parent_process() is not None)) % 2]
-    # three ranks in one emulated process set up two dozen queue pairs, each with the interpreter's lock for up to 0.35 s
-    period_s = None if heartbeat_s is None else 10 * heartbeat_s
+    period_s = None if heartbeat_s is None else 5 * heartbeat_s
     link = hopping(PolicyName.FLOWBENDER, 1e6)
     few = Sizes(chunk_bytes=256 << 10, slots=4)  # four ranks have two dozen queue pairs, and one guest has all of their memory
     return VerbsEndpoint(secret, rails(end, 1, 2), options=options(period_s=period_s, link=link, sizes=few))
