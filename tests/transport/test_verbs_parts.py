@@ -558,3 +558,33 @@ def test_loading_pyverbs_leaves_the_logging_of_the_program_alone(tmp_path: Path,
         verbs_library.library.__wrapped__()
     assert (root.handlers, root.level) == (handlers, level)
     monkeypatch.delitem(sys.modules, "pyverbs")
+
+
+# ---------------------------------------------------------------- queue pairs that are used again
+
+
+class _Spare:
+    def __init__(self, reached: str) -> None:
+        self.reached, self.closed = reached, False
+
+    def arm(self) -> str:
+        return "attributes"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_queue_pair_is_used_again_for_the_address_it_reached_before_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from helixrt.transport.verbs import endpoint as verbs_endpoint
+
+    monkeypatch.setattr(verbs_endpoint, "QueuePair", lambda nic, sizes, patience: _Spare(""))
+    to_b, to_c, unused = _Spare("10.0.0.2"), _Spare("10.0.0.3"), _Spare("")
+    spare = [to_b, to_c]
+    endpoint = types.SimpleNamespace(
+        _open=lambda rail: None, _spare={"place": spare}, _places=["place"], verbs_options=verbs_endpoint.VerbsOptions()
+    )
+    assert verbs_endpoint.VerbsEndpoint._arm(endpoint, 0, "10.0.0.3") == (to_c, "attributes") and spare == [to_b]
+    made, _ = verbs_endpoint.VerbsEndpoint._arm(endpoint, 0, "10.0.0.4")
+    assert made not in (to_b, to_c) and to_b.closed and not spare, "one is made, and no more are kept than were in use"
+    spare.append(unused)
+    assert verbs_endpoint.VerbsEndpoint._arm(endpoint, 0, "10.0.0.5")[0] is unused

@@ -141,7 +141,8 @@ class VerbsEndpoint(TcpEndpoint):
         if not rails:
             raise ValueError("its RDMA ports are of another kind than this rank's")
         link = Link(generation, rank, rails, self._link_options, self._draw)
-        return VerbsPeer(self, rank, link, [theirs.meeting] * rails, self._rails * rails, count)
+        gids = tuple(gid for _, gid in theirs.rails)
+        return VerbsPeer(self, rank, link, [theirs.meeting] * rails, self._rails * rails, count, gids)
 
     def joined(self, peer: Peer, sock: socket, rail: int, incarnation: int, dialled: bool) -> None:
         assert isinstance(peer, VerbsPeer)
@@ -176,7 +177,7 @@ class VerbsEndpoint(TcpEndpoint):
                 took_s = time.monotonic() - begin if nobody_answered(error) else 0.0
                 raise
 
-        arm, retire = functools.partial(self._arm, rail), functools.partial(self._retire, self._places[rail])
+        arm, retire = functools.partial(self._arm, rail, peer.gids[rail]), functools.partial(self._retire, self._places[rail])
         expires_s = self.now + self.verbs_options.restore_s
         exchange = Exchange(self._watch, self._background, sock, dialled, expires_s, arm, connect, retire, ready, failed)
         peer.expect(rail, exchange)
@@ -233,10 +234,19 @@ class VerbsEndpoint(TcpEndpoint):
 
     # ---------------------------------------------------------------- queue pairs
 
-    def _arm(self, rail: int) -> tuple[QueuePair, Attributes]:
-        """In the background: a queue pair of this rail's NIC, waiting to be connected."""
+    def _arm(self, rail: int, gid: str) -> tuple[QueuePair, Attributes]:
+        """In the background: a queue pair of this rail's NIC, waiting to be connected to `gid`.
+
+        Soft-RoCE (Linux 6.1) keeps the route of a queue pair over its reset: connected to another address, one can be mute.
+        """
         nic, spare = self._open(rail), self._spare[self._places[rail]]
-        pair = spare.pop() if spare else QueuePair(nic, self.verbs_options.sizes, self.verbs_options.patience)
+        pair = next((each for each in list(spare) if each.reached in ("", gid)), None)
+        if pair is not None:
+            spare.remove(pair)
+        else:
+            if spare:  # for an address that may never come again
+                _close(spare.pop(0))
+            pair = QueuePair(nic, self.verbs_options.sizes, self.verbs_options.patience)
         try:
             return pair, pair.arm()
         except BaseException:

@@ -31,9 +31,11 @@ class VerbsPeer(Peer):
         addresses: list[tuple[str, int]],
         ways: tuple[TcpRail, ...],
         verbs_rails: int,
+        gids: tuple[str, ...],
     ) -> None:
+        """`gids`: of the peer's ports, a rail each."""
         super().__init__(host, rank, link, addresses, ways)
-        self.verbs_rails = verbs_rails
+        self.verbs_rails, self.gids = verbs_rails, gids
         self._exchanges: dict[int, Exchange] = {}
         self._unasked: list[OneSided] = []  # wait for a queue pair
 

@@ -11,6 +11,7 @@ work request and some larger ones for short messages, whose memory is not worth 
 
 from __future__ import annotations
 
+import ipaddress
 import mmap
 import secrets
 import select
@@ -19,7 +20,7 @@ from typing import Any
 
 from helixrt.errors import ConfigError
 from helixrt.transport.process_memory import address_of
-from helixrt.transport.verbs.devices import Descriptor, Nic, VerbsRail, with_event_descriptor
+from helixrt.transport.verbs.devices import Descriptor, Nic, VerbsRail, readable, with_event_descriptor
 from helixrt.transport.verbs.wire import MAX_SLOTS, RECEIVE_BYTES, Attributes
 
 CHAIN = 8  # work requests posted with one call, at most
@@ -80,6 +81,7 @@ class QueuePair:
         self.nic, self.sizes, self._patience = nic, sizes, patience
         self._closing: list[Any] = []
         self.life = 0  # how many times it was armed; in the id of every work request
+        self.reached = ""  # the GID it was connected to last, also in a life before
         self._packet = 0
         try:
             self._make_memory(nic)
@@ -181,6 +183,7 @@ class QueuePair:
         """After `arm`: both directions are open when the other end has done the same. `rail` is of this NIC."""
         nic, library = self.nic, self.nic.library
         e = library.enums
+        self.reached = readable(ipaddress.IPv6Address(theirs.gid))
         route = library.GlobalRoute(
             dgid=library.GID(_gid_text(theirs.gid)),
             sgid_index=nic.gid.index,
