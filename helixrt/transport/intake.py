@@ -45,17 +45,20 @@ class Intake:
 
     def room(self) -> memoryview:
         """Where the next bytes are to be put, before anything else uses the stage; then comes `came`."""
-        rest = len(self._rest)
-        if rest:
-            self._stage[:rest] = self._rest
+        rest = self._put_back()
         return self._stage[rest : rest + self._size - self._at]
 
     def place(self) -> tuple[int, int]:
         """As `room`: its address and its bytes, for a system call."""
+        rest = self._put_back()
+        return self._address + rest, min(len(self._stage) - rest, self._size - self._at)
+
+    def _put_back(self) -> int:
+        """What is left of the last piece goes before the next; its bytes."""
         rest = len(self._rest)
         if rest:
             self._stage[:rest] = self._rest
-        return self._address + rest, min(len(self._stage) - rest, self._size - self._at)
+        return rest
 
     def came(self, count: int) -> None:
         """`count` bytes were put in `room`."""

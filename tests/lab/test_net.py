@@ -301,7 +301,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, w
 with Network(hosts=2, rate_mbit=50.0) as network:
     one = network.run(1, ["sleep", "1000"])
     print(network.namespace(0), network.namespace(1), one.pid, flush=True)
-    while True:  # a signal that comes just before a sleep begins is handled after it
+    for _ in range(10_000):  # a signal that comes just before a sleep begins is handled after it
         time.sleep(0.1)
 """
 

@@ -88,11 +88,15 @@ def _port(root: Path, device: str, number: int) -> Port:
     return Port(
         device,
         number,
-        _read(f"{folder}/state").startswith("4"),
+        _is_active(folder),
         _read(f"{folder}/link_layer") == "Ethernet",
         int(_read(f"{folder}/lid") or "0", 16),
         tuple(gid for index in _numbers(f"{folder}/gids") if (gid := _gid(folder, index)) is not None),
     )
+
+
+def _is_active(folder: str) -> bool:
+    return _read(f"{folder}/state").startswith("4")
 
 
 def _gid(folder: str, index: int) -> Gid | None:
@@ -238,7 +242,7 @@ class Nic:
 
     def is_active(self) -> bool:
         """Now, as far as the kernel knows."""
-        return _read(f"{SYSFS}/{self.rail.device}/ports/{self.rail.port}/state").startswith("4")
+        return _is_active(f"{SYSFS}/{self.rail.device}/ports/{self.rail.port}")
 
     def event(self) -> int:
         """The type of the next asynchronous event; the descriptor must be readable."""
