@@ -4,9 +4,9 @@ In: a seed, the number of replicas, rings and steps, and which kinds of fault ma
 `Verdict`, or a `Violation` that says what was broken and the one line that replays it.
 
 The machines are the ones the job runs (`helixrt.protocol.step.machine`); only what they act on is simulated:
-a lighthouse with heartbeats, the run's log with outages, rings that break half-way, peer fetch,
+a membership service with heartbeats, the run's store with outages, rings that break half-way, peer fetch,
 checkpoints. "Parameters" are the list of what was summed into them, so every update is checked
-against the lineage at once, not only at the end.
+against the lineage at once, not only at the end; and every superseding record against what is lost by it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from helixrt.emulate.step_rings import Rings
+from helixrt.emulate.step_store import Batch, SimulatedStore, State
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.protocol.step.machine import StepMachine
-from helixrt.protocol.step.quorum import Member
+from helixrt.protocol.step.quorum import Member, StepRules
 
-Batch = tuple[int, int]  # (replica, position)
-State = tuple[str, tuple[frozenset[Batch], ...]]  # lineage hash, what each update summed
-
-FAULTS = ("crash", "pause", "partition", "store")
+FAULTS = ("crash", "pause", "partition", "store", "links", "fence", "clock", "nonfinite", "resume")
+JOIN_S, HEARTBEAT_S, DONOR_S = 12.0, 2.0, 6.0
+LIMIT_S = 60_000.0
 
 
 class Violation(AssertionError):
@@ -35,7 +36,8 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run did. `left_out` are replicas that some quorum went on without, or that were behind."""
+    """What a run did. `left_out` are replicas that some quorum went on without, or that were behind; `lost_steps` were
+    superseded deeper than 1."""
 
     seed: int
     virtual_s: float
@@ -47,16 +49,14 @@ class Verdict:
     fetches: int
     repaired: int
     left_out: int
-
-
-@dataclass
-class Ring:
-    """One (generation, ring): who is in, what each gave, who has the sum, who lost it."""
-
-    members: tuple[int, ...]
-    given: dict[int, frozenset[Batch]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    broken: bool = False
+    waits: int
+    lost_steps: int
+    reloads: int
+    held: int
+    excluded: int
+    not_applied: int
+    sat_out: int
+    lives: int
 
 
 @dataclass
@@ -65,10 +65,12 @@ class Node:
 
     replica: int
     incarnation: int
+    life: int
     machine: StepMachine
     state: State
     alive: bool = True
     paused_until: float = 0.0
+    silent_since: float | None = None  # no heartbeat reached the membership service since
     work: tuple[str, int] | None = None
     gradients: bool = False
     waiting: list[tuple[int, int]] = field(default_factory=list)  # rings that wait for gradients
@@ -81,26 +83,38 @@ class Node:
 
 
 class StepWorld:
-    """Runs one seed. `faults` are kinds out of FAULTS; they happen in the first part of the run."""
+    """Runs one seed. `faults` are kinds out of FAULTS; they happen in the first part of the run.
 
-    EXCHANGE_S, JOIN_S, HEARTBEAT_S, FETCH_S = 8.0, 12.0, 2.0, 6.0
+    `fetch_s` are the durations of a fetch to choose from; `cut` names pairs of replicas that never reach each other.
+    """
 
-    def __init__(self, seed: int, replicas: int = 3, rings: int = 2, steps: int = 8, faults: tuple[str, ...] = FAULTS) -> None:
+    def __init__(
+        self,
+        seed: int,
+        replicas: int = 3,
+        rings: int = 2,
+        steps: int = 8,
+        faults: tuple[str, ...] = FAULTS,
+        rules: StepRules | None = None,
+        fetch_s: tuple[float, ...] = (0.1, 0.5, 2.5),
+        cut: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         self.seed, self.replicas, self.rings, self.steps, self.faults = seed, replicas, rings, steps, faults
+        self.rules, self.fetch_s = rules or StepRules(replay=4), fetch_s
         self.random = random.Random(seed)
         self.now, self.events, self.heap = 0.0, 0, list[tuple[float, int, Callable[[], None]]]()
-        self.root = genesis("sim", replicas)
-        self.store: list[CommitRecord] = [self.root]
-        self.store_down_until = 0.0
-        self.durable: dict[str, State] = {self.root.hash: (self.root.hash, ())}
+        self.store = SimulatedStore(genesis("sim", replicas), self.rules.supersede_after_s, self.held_anywhere)
         self.persisted: dict[int, str] = {}
         self.nodes: dict[int, Node] = {}
+        self.fenced: list[Node] = []  # replaced while their processes may live on
         self.lonely: dict[int, float] = {}  # replica -> partitioned until
-        self.last_heartbeat: dict[tuple[int, int], float] = {}
+        self.pairs: dict[tuple[int, int], float] = {tuple(sorted(pair)): LIMIT_S * 2 for pair in cut}  # type: ignore[misc]
         self.joins: dict[int, tuple[Node, Member, float]] = {}
-        self.generation = 0
-        self.exchange: dict[tuple[int, int], Ring] = {}
-        self.worked: Counter[tuple[int, Batch]] = Counter()  # (incarnation, batch)
+        self.looking = False  # the membership service has something to decide
+        self.generation, self.clock_offset_s = 0, 0.0
+        self.exchange = Rings(self)
+        self.worked: Counter[tuple[int, int, Batch]] = Counter()  # (life, incarnation, batch)
+        self.spoilt: dict[Batch, int] = {}  # batches whose gradient is not finite -> the rank that has it
         self.count: Counter[str] = Counter()
         self.crashed: set[int] = set()
         self.left_out: set[int] = set()
@@ -115,29 +129,31 @@ class StepWorld:
         replay = f"python -m helixrt.emulate.step_world {options} --faults {','.join(self.faults)}"
         return Violation(f"{what}; at t={self.now:.3f}; replay: {replay}")
 
-    def run(self, limit_s: float = 2000.0) -> Verdict:
+    def run(self, limit_s: float = LIMIT_S) -> Verdict:
         """To the end of training; raises Violation when an invariant breaks or nothing ends."""
         for replica in range(self.replicas):
             self.boot(replica, 0)
         if self.faults:
             for _ in range(self.random.randint(1, 6)):
                 self.at(self.random.uniform(0.0, 1.5 * self.steps), self.fault)
-        self.at(0.05, self.lighthouse)
-        while self.heap:
+        while self.heap and not self.ended():
             when, _, call = heapq.heappop(self.heap)
             self.now = when
             self.events += 1
             call()
-            if self.now > limit_s:
+            if self.now > limit_s or self.events > 2_000_000:
                 phases = {r: (n.machine.phase.value, n.machine.held_step) for r, n in self.nodes.items()}
-                raise self.fail(f"no end in sight, replicas (phase, step): {phases}, head {self.store[-1].step}")
-            head = self.store[-1]
-            if head.step >= self.steps and all(n.alive and n.machine.held == head.hash for n in self.nodes.values()):
-                break
+                raise self.fail(f"no end in sight, replicas (phase, step): {phases}, head {self.store.head.step}")
         return self.verdict()
 
+    def ended(self) -> bool:
+        head = self.store.entries[-1]
+        if head.step < self.steps or len(self.nodes) < self.replicas:
+            return False
+        return all(n.alive and n.machine.held == head.hash for n in self.nodes.values())
+
     def verdict(self) -> Verdict:
-        log = Log(self.store)
+        log = Log(self.store.entries)
         chain = log.chain()
         found = audit(chain)
         if not found.clean:
@@ -146,8 +162,9 @@ class StepWorld:
         for node in self.nodes.values():
             if node.state != (log.head.hash, expected):
                 raise self.fail(f"replica {node.replica} ends with another state than the lineage's")
-        redone = [b for (_, b), times in self.worked.items() if times > 1 and b[0] not in self.crashed | self.left_out]
-        if redone:
+        spared = self.crashed | self.left_out
+        redone = [b for (life, _, b), times in self.worked.items() if times > 1 and life == 0 and b[0] not in spared]
+        if redone and not self.store.life:
             raise self.fail(f"survivors worked twice on batches (replica, position) {redone}")
         c = self.count
         return Verdict(
@@ -155,69 +172,152 @@ class StepWorld:
             virtual_s=self.now,
             events=self.events,
             crashes=c["crash"],
-            generations=self.generation,
+            generations=c["quorum"],
             superseded=len(log.superseded()),
             retried=c["broken"],
             fetches=c["fetched"],
             repaired=c["repaired"],
             left_out=len(self.left_out),
+            waits=c["wait"],
+            lost_steps=self.store.lost,
+            reloads=c["reload"],
+            held=c["hold"],
+            excluded=found.excluded,
+            not_applied=sum(not r.applied for r in chain),
+            sat_out=c["sat_out"],
+            lives=self.store.life + 1,
         )
 
     def content(self, record: CommitRecord) -> tuple[frozenset[Batch], ...]:
         """What the lineage says was summed into the state of `record`, update by update."""
-        log = Log(self.store)
+        log = Log(self.store.entries)
         return tuple(self.summed(r, log) for r in log.chain(record.hash)[1:])
 
     def summed(self, record: CommitRecord, log: Log) -> frozenset[Batch]:
         parent = log.get(record.parent)
         assert parent is not None
-        return frozenset((r, parent.positions.get(r, 0)) for r in record.contributors)
+        return frozenset((r, parent.positions.get(r, 0)) for r in record.summed)
+
+    def finite_sum(self, what: frozenset[Batch], rank: int) -> bool:
+        """Whether a sum is finite on this rank: no summand is spoilt there, and it does not overflow."""
+        overflows = "nonfinite" in self.faults and len(what) > 1 and hash((self.seed, *sorted(what))) % 40 == 0
+        return not overflows and all(self.spoilt.get(batch) != rank for batch in what)
+
+    def held_anywhere(self) -> Iterator[str]:
+        """The states that living replicas hold; those that were fenced have ended by the store's word."""
+        for node in self.nodes.values():
+            if node.alive and (node.replica, node.incarnation) not in self.store.ended:
+                yield node.machine.held
 
     # ---- replicas and their faults
 
     def boot(self, replica: int, incarnation: int) -> None:
-        if self.now < self.store_down_until:
-            self.at(0.5, lambda: self.boot(replica, incarnation))
+        if self.now < self.store.down_until:
+            life = self.store.life
+            self.at(0.5, lambda: self.boot(replica, incarnation) if life == self.store.life else None)
             return
-        log = Log(self.store)
-        state = self.newest_durable(log)
-        machine = StepMachine(replica, incarnation, self.rings, log, state[0], self.steps, replay=4)
-        node = Node(replica, incarnation, machine, state)
+        self.store.ended |= {(replica, earlier) for earlier in range(incarnation)}  # the successor's word
+        log = Log(self.store.entries)
+        state: State = ("", ())
+        if log.head == self.store.root:
+            state = self.store.durable[log.head.hash]
+        machine = StepMachine(replica, incarnation, self.rings, log, state[0], self.steps, self.rules, self.store.life)
+        node = Node(replica, incarnation, self.store.life, machine, state)
         self.nodes[replica] = node
         self.deliver(node, p.Begin())
-        self.heartbeat(node)
-
-    def newest_durable(self, log: Log) -> State:
-        return next(self.durable[r.hash] for r in reversed(log.chain()) if r.hash in self.durable)
 
     def fault(self) -> None:
         kind = self.random.choice(self.faults)
         replica = self.random.randrange(self.replicas)
         node = self.nodes.get(replica)
-        span = self.random.choice((0.3, 1.5, 4.0, 10.0, 20.0))
+        span = self.random.choice((0.3, 1.5, 4.0, 10.0, 20.0, 20.0, 150.0, 1500.0))
         if kind == "store":
-            self.store_down_until = self.now + span
+            self.store.down_until = self.now + min(span, 150.0)
+        elif kind == "clock":
+            self.clock_offset_s += self.random.choice((-1.0, 1.0)) * span
+            self.store.jumps += 1
+        elif kind == "resume":
+            self.kill_the_run()
+        elif kind == "links" and self.replicas > 1:
+            pair = tuple(sorted(self.random.sample(range(self.replicas), 2)))
+            self.pairs[pair] = self.now + span  # type: ignore[index]
+        elif kind == "nonfinite":
+            ahead = self.store.head.positions.get(replica, 0) + self.random.randint(1, 2)
+            self.spoilt[(replica, ahead)] = self.random.randrange(self.rings)
         elif node is None or not node.alive:
             return
         elif kind == "crash":
             self.crash(node)
+        elif kind == "fence":
+            self.fence(node)
         elif kind == "pause":
             node.paused_until = self.now + span
-        else:
+            node.silent_since = self.now
+        elif kind == "partition":
             self.lonely[replica] = self.now + span
+            node.silent_since = self.now
 
     def crash(self, node: Node) -> None:
-        node.alive = False
-        self.crashed.add(node.replica)
+        self.gone(node)
         self.count["crash"] += 1
-        self.joins.pop(node.replica, None)
-        for key, ring in list(self.exchange.items()):
-            if node.replica in ring.members:
-                self.break_ring(key, ring, "peer died")
-        self.at(self.random.uniform(0.5, 6.0), lambda: self.boot(node.replica, node.incarnation + 1))
+        if self.random.random() < 0.8:  # else a host is lost, and nobody but the successor says that it ended
+            self.at(self.random.uniform(0.05, 1.0), partial(self.seen_to_end, node))
+        life = self.store.life
+        wait_s = self.random.choice((1.0, 1.0, 100.0)) * self.random.uniform(0.5, 6.0)
+        self.at(wait_s, lambda: self.boot(node.replica, node.incarnation + 1) if life == self.store.life else None)
+
+    def gone(self, node: Node) -> None:
+        node.alive = False
+        node.silent_since = self.now if node.silent_since is None else node.silent_since
+        self.crashed.add(node.replica)
+        if node.replica in self.joins and self.joins[node.replica][0] is node:
+            del self.joins[node.replica]
+        self.exchange.lost(node)
+
+    def seen_to_end(self, node: Node) -> None:
+        if node.life == self.store.life:
+            self.store.ended.add((node.replica, node.incarnation))
+
+    def fence(self, node: Node) -> None:
+        """The launcher believes that it ended and starts a successor; its process may go on."""
+        self.crashed.add(node.replica)
+        self.fenced.append(node)
+        if self.random.random() < 0.5:
+            node.paused_until = self.now + self.random.choice((3.0, 30.0))
+            node.silent_since = self.now
+        self.boot(node.replica, node.incarnation + 1)
+
+    def kill_the_run(self) -> None:
+        """The driver and every rank end; after a while the run is resumed from what is on disk."""
+        if self.store.life >= 2:
+            return
+        for node in (*self.nodes.values(), *self.fenced):
+            self.gone(node)
+        self.nodes.clear()
+        log = Log(self.store.entries)
+        saved = self.store.newest_durable(log)[0]
+        least = 1 + max(i for i, entry in enumerate(self.store.entries) if entry.hash == saved)
+        keep = self.random.randint(least, len(self.store.entries))  # a checkpoint is behind its lineage, never before it
+        self.persisted = {i: h for i, h in self.persisted.items() if i < keep}
+        self.store.resume(keep, self.now + 0.5)
+        self.joins.clear()
+        for replica in range(self.replicas):
+            life = self.store.life
+            self.at(self.random.uniform(1.0, 4.0), partial(self._boot_in, life, replica))
+
+    def _boot_in(self, life: int, replica: int) -> None:
+        if life == self.store.life:
+            self.boot(replica, 0)
 
     def cut(self, replica: int) -> bool:
         return self.lonely.get(replica, 0.0) > self.now
+
+    def cut_pairs(self) -> list[tuple[int, int]]:
+        return [pair for pair, until in self.pairs.items() if until > self.now]
+
+    def reaches(self, a: Node, b: Node) -> bool:
+        pair = (min(a.replica, b.replica), max(a.replica, b.replica))
+        return not self.cut(a.replica) and not self.cut(b.replica) and self.pairs.get(pair, 0.0) <= self.now
 
     def deliver(self, node: Node, event: p.Event) -> None:
         """Hand an event to a replica, later if it is paused, never if it is gone."""
@@ -228,47 +328,85 @@ class StepWorld:
             return
         for action in node.machine.on(event):
             self.perform(node, action)
+            if not node.alive:
+                return
 
     def answer(self, node: Node, event: p.Event, low: float = 0.001, high: float = 0.05) -> None:
         self.at(self.random.uniform(low, high), lambda: self.deliver(node, event))
 
     # ---- membership
 
-    def heartbeat(self, node: Node) -> None:
+    def beats(self, node: Node) -> bool:
+        """Whether the membership service takes it for living."""
+        if node.alive and node.paused_until <= self.now and not self.cut(node.replica):
+            node.silent_since = None
+            return True
+        return node.silent_since is not None and self.now - node.silent_since < HEARTBEAT_S
+
+    def fence_holds(self, node: Node) -> bool:
+        """A rank reads its own entry at every quorum and before every append, and stops if it has ended."""
+        if node.life == self.store.life and (node.replica, node.incarnation) not in self.store.ended:
+            return False
+        self.gone(node)
+        return True
+
+    def ask_join(self, node: Node, me: Member) -> None:
         if not node.alive:
             return
-        if node.paused_until <= self.now and not self.cut(node.replica):
-            self.last_heartbeat[(node.replica, node.incarnation)] = self.now
-        self.at(0.3, lambda: self.heartbeat(node))
+        if self.cut(node.replica) or self.now < self.store.down_until:
+            self.answer(node, p.JoinFailed("unreachable"), 0.5, 1.0)
+            return
+        if self.fence_holds(node):
+            return
+        current = self.joins.get(me.replica)
+        if current is not None and current[0] is not node:
+            older = current[0] if current[0].incarnation < me.incarnation else node
+            self.answer(older, p.JoinFailed("started again"), 0.5, 1.0)
+        if current is None or current[0].incarnation <= me.incarnation:
+            self.joins[me.replica] = (node, me, self.now)
+        self.form()
+        if not self.looking:
+            self.looking = True
+            self.at(0.5, self.lighthouse)
 
     def lighthouse(self) -> None:
-        """As torchft's: a quorum forms when all that heartbeat have joined, or some waited too long."""
-        self.at(0.05, self.lighthouse)
-        living = {key for key, seen in self.last_heartbeat.items() if self.now - seen < self.HEARTBEAT_S}
+        """What the membership service does without being asked."""
         for replica, (node, _, since) in list(self.joins.items()):
-            if not node.alive or self.now - since > 1.5 * self.JOIN_S:
+            if not node.alive or self.now - since > 1.5 * JOIN_S:
                 del self.joins[replica]
                 if node.alive:
                     self.deliver(node, p.JoinFailed("timeout"))
+        self.looking = bool(self.joins)
+        if self.looking:
+            self.at(0.5, self.lighthouse)
+            self.form()
+
+    def form(self) -> None:
+        """As torchft's: a quorum forms when all that heartbeat have joined, or some waited too long."""
+        living = {(n.replica, n.incarnation) for n in (*self.nodes.values(), *self.fenced) if self.beats(n)}
         joined = {(r, n.incarnation) for r, (n, _, _) in self.joins.items() if (r, n.incarnation) in living}
         if not joined or 2 * len(joined) <= len(living):
             return
         oldest = min(since for _, _, since in self.joins.values())
-        if joined != living and self.now - oldest < self.JOIN_S:
+        if joined != living and self.now - oldest < JOIN_S:
             return
-        self.generation += 1
+        self.count["quorum"] += 1
         self.left_out |= set(range(self.replicas)) - {replica for replica, _ in joined}
         members = tuple(m for r, (n, m, _) in sorted(self.joins.items()) if (r, n.incarnation) in joined)
+        generation = self.store.generation(self.now, self.clock_offset_s)
         for member in members:
             node, _, _ = self.joins.pop(member.replica)
-            self.at(self.random.uniform(0.001, 0.1), partial(self.formed, node, self.generation, members))
+            self.at(self.random.uniform(0.001, 0.1), partial(self.formed, node, generation, members))
 
     def formed(self, node: Node, generation: int, members: tuple[Member, ...]) -> None:
-        if self.cut(node.replica) or self.now < self.store_down_until:
+        if self.cut(node.replica) or self.now < self.store.down_until or node.life != self.store.life:
             if node.alive:
                 self.answer(node, p.JoinFailed("log not read"), 0.5, 1.0)
             return
-        self.deliver(node, p.Formed(generation, members, tuple(self.store[len(node.machine.log) :])))
+        self.deliver(node, p.Formed(generation, members, tuple(self.store.entries[len(node.machine.log) :])))
+        if node.machine.sits_until > generation:
+            self.count["sat_out"] += 1
+            self.left_out.add(node.replica)
 
     # ---- what the machines ask for
 
@@ -279,57 +417,66 @@ class StepWorld:
             case p.Work():
                 self.start_work(node, action)
             case p.Exchange():
-                self.start_exchange(node, action)
+                if not action.contribute:
+                    self.left_out.add(node.replica)
+                self.exchange.start(node, action)
+            case p.Examine():
+                for rank in range(self.rings):
+                    assert node.work is not None
+                    finite = self.spoilt.get((node.replica, node.work[1])) != rank
+                    self.answer(node, p.Examined(action.generation, rank, finite))
             case p.Abort():
-                for ring in range(self.rings):
-                    self.break_ring((action.generation, ring), self.exchange[(action.generation, ring)], action.reason)
+                self.exchange.abort(node, action.generation, action.reason)
             case p.Append():
-                self.ask_store(node, lambda: self.put(action.index, action.record))
+                self.ask_store(node, lambda: self.put(node, action))
             case p.ReadLog():
-                self.ask_store(node, lambda: p.LogRead(tuple(self.store[action.index :])))
+                self.ask_store(node, lambda: p.LogRead(tuple(self.store.entries[action.index :])))
             case p.Persist():
                 if self.persisted.setdefault(action.index, action.record.hash) != action.record.hash:
                     raise self.fail(f"two records persisted at {action.index}")
             case p.Apply():
-                self.apply(node, action.record, self.taken(node, action.record))
+                self.apply(node, action.record, self.taken(node, action.record) if action.record.applied else frozenset())
             case p.Keep():
                 node.kept[action.record.hash] = self.taken(node, action.record)
+                if len(node.kept) > self.rules.replay + 2:
+                    raise self.fail(f"replica {node.replica} keeps {len(node.kept)} sets of buckets")
             case p.Forget():
                 node.kept.pop(action.lineage, None)
             case p.Replay():
-                self.apply(node, action.record, node.kept.pop(action.record.hash))
+                self.apply(node, action.record, node.kept.pop(action.record.hash) if action.record.applied else frozenset())
             case p.Load():
                 node.state = node.fetched.pop(action.lineage)
             case p.Offer():
                 if node.state[0] != action.lineage:
                     raise self.fail(f"replica {node.replica} offers a state it does not hold")
                 node.offers[action.lineage] = node.state
+                if len(node.offers) > self.rules.snapshots:
+                    raise self.fail(f"replica {node.replica} keeps {len(node.offers)} snapshots")
             case p.Withdraw():
                 node.offers.pop(action.lineage, None)
             case p.FetchState() | p.FetchReduced():
-                self.fetch(node, action, self.now + self.FETCH_S)
+                self.claim(node, action.lineage, lambda: self.fetch(node, action))
             case p.Reload():
-                node.state = self.newest_durable(node.machine.log)
-                self.answer(node, p.Reloaded(node.state[0]))
+                self.reload(node, action)
+            case p.Wait():
+                self.count["wait"] += 1
+                self.at(self.random.uniform(0.5, 9.0), lambda: self.wait(node, action))
+            case p.WaitOver():
+                self.store.wait_over(action.head, action.generation)
+            case p.Hold():
+                self.count["hold"] += 1
+                self.answer(node, p.HoldEnded(), 0.2, 0.5)
+            case p.Restart():
+                self.crash(node)
             case p.Rest():
-                self.answer(node, p.Rested(), 0.05, 0.1)
-
-    def ask_join(self, node: Node, me: Member) -> None:
-        if not node.alive:
-            return
-        if self.cut(node.replica):
-            self.answer(node, p.JoinFailed("unreachable"), 0.5, 1.0)
-            return
-        current = self.joins.get(me.replica)
-        if current is None or current[0].incarnation <= me.incarnation:
-            self.joins[me.replica] = (node, me, self.now)
+                self.answer(node, p.Rested(), 0.5, 9.0)
 
     def start_work(self, node: Node, action: p.Work) -> None:
         wanted = (action.base, action.position)
         if node.state[0] != action.base:
             raise self.fail(f"replica {node.replica} works on a state it does not hold")
         node.work, node.gradients = wanted, False
-        self.worked[(node.incarnation, (node.replica, action.position))] += 1
+        self.worked[(node.life, node.incarnation, (node.replica, action.position))] += 1
 
         def finish() -> None:
             if node.paused_until > self.now:
@@ -338,91 +485,51 @@ class StepWorld:
                 node.gradients = True
                 waiting, node.waiting = node.waiting, []
                 for key in waiting:
-                    self.give(node, key, frozenset({(node.replica, action.position)}))
+                    self.exchange.give(node, key, frozenset({(node.replica, action.position)}))
 
         self.at(self.random.uniform(0.2, 1.2), finish)
 
-    def start_exchange(self, node: Node, action: p.Exchange) -> None:
-        node.generation = action.generation
-        node.reduced.clear()
-        node.waiting.clear()
-        for number in range(self.rings):
-            key = (action.generation, number)
-            self.exchange.setdefault(key, Ring(action.members))
-            if not action.contribute:
-                self.left_out.add(node.replica)
-                self.give(node, key, frozenset())
-            elif node.gradients and node.work is not None:
-                self.give(node, key, frozenset({(node.replica, node.work[1])}))
-            else:
-                node.waiting.append(key)
-            self.at(self.EXCHANGE_S, partial(self.lose, node, key, "deadline"))
-
-    def give(self, node: Node, key: tuple[int, int], what: frozenset[Batch]) -> None:
-        ring = self.exchange[key]
-        ring.given[node.replica] = what
-        for member in ring.members:
-            other = self.nodes.get(member)
-            if other is None or not other.alive or self.cut(member):
-                self.break_ring(key, ring, "peer unreachable")
-        if ring.broken or set(ring.given) != set(ring.members):
-            return
-        for member in ring.members:
-            self.at(self.random.uniform(0.01, 0.4), partial(self.gain, self.nodes[member], key))
-
-    def gain(self, node: Node, key: tuple[int, int]) -> None:
-        ring = self.exchange[key]
-        if not node.alive or node.replica in ring.ended or (ring.broken and self.random.random() < 0.5):
-            return
-        if node.paused_until > self.now:
-            self.at(node.paused_until - self.now, lambda: self.gain(node, key))
-            return
-        if self.cut(node.replica):
-            return
-        ring.ended.add(node.replica)
-        node.reduced[key] = frozenset().union(*ring.given.values())
-        self.deliver(node, p.RingDone(*key))
-
-    def break_ring(self, key: tuple[int, int], ring: Ring, reason: str) -> None:
-        if ring.broken:
-            return
-        ring.broken = True
-        self.count["broken"] += 1
-        for member in ring.members:
-            other = self.nodes.get(member)
-            if other is not None:
-                self.at(self.random.uniform(0.3, 0.9), partial(self.lose, other, key, reason))
-
-    def lose(self, node: Node, key: tuple[int, int], reason: str) -> None:
-        ring = self.exchange[key]
-        if not node.alive or node.replica in ring.ended or node.generation != key[0]:
-            return
-        if node.paused_until > self.now:
-            self.at(node.paused_until - self.now, lambda: self.lose(node, key, reason))
-            return
-        ring.ended.add(node.replica)
-        if key in node.waiting:
-            node.waiting.remove(key)
-        self.deliver(node, p.RingFailed(key[0], key[1], reason))
-        self.break_ring(key, ring, reason)
-
     # ---- store
 
-    def put(self, index: int, record: CommitRecord) -> p.Event:
-        if index == len(self.store):
-            self.store.append(record)
-        return p.Appended(index, self.store[index])
+    def put(self, node: Node, action: p.Append) -> p.Event | None:
+        if self.fence_holds(node):
+            return None
+        standing, complaint = self.store.put(action.index, action.record, self.now)
+        if complaint:
+            raise self.fail(complaint)
+        return p.Appended(action.index, standing)
 
-    def ask_store(self, node: Node, ask: Callable[[], p.Event]) -> None:
+    def ask_store(self, node: Node, ask: Callable[[], p.Event | None]) -> None:
         def arrive() -> None:
-            if self.now < self.store_down_until or self.cut(node.replica):
+            if node.life != self.store.life:
+                return
+            if self.now < self.store.down_until or self.cut(node.replica):
                 self.answer(node, p.StoreLost(), 0.5, 1.0)
                 return
             answer = ask()
             lost = "store" in self.faults and self.random.random() < 0.02
-            self.answer(node, p.StoreLost() if lost else answer)
+            if answer is not None:
+                self.answer(node, p.StoreLost() if lost else answer)
 
         self.at(self.random.uniform(0.001, 0.3), arrive)
+
+    def wait(self, node: Node, action: p.Wait) -> None:
+        if node.life != self.store.life or not node.alive:
+            return
+        if self.now < self.store.down_until or self.cut(node.replica) or node.paused_until > self.now:
+            self.at(1.0, lambda: self.wait(node, action))
+            return
+        self.answer(node, p.WaitEnded(self.store.evidence(action.head, action.generation)))
+
+    def claim(self, node: Node, lineage: str, then: Callable[[], None]) -> None:
+        """The holder entry, before a state is fetched or read."""
+        if not node.alive or node.life != self.store.life:
+            return
+        if self.now < self.store.down_until or self.cut(node.replica) or node.paused_until > self.now:
+            self.at(0.5, lambda: self.claim(node, lineage, then))
+            return
+        self.store.holders.append(((node.replica, node.incarnation), lineage))
+        then()
 
     # ---- state
 
@@ -435,41 +542,69 @@ class StepWorld:
         return found
 
     def apply(self, node: Node, record: CommitRecord, what: frozenset[Batch]) -> None:
-        log = Log(self.store)
+        log = Log(self.store.entries)
         if node.state[0] != record.parent or what != self.summed(record, log):
             raise self.fail(f"replica {node.replica}: update {record.step} does not fit: {node.state[0][:6]} {set(what)}")
+        if what & set(self.spoilt):
+            raise self.fail(f"update {record.step} has a gradient that is not finite: {set(what)}")
         node.state = (record.hash, (*node.state[1], what))
-        node.offered_reduced = (record.hash, what)
-        if record.step % 3 == 0 and node.replica == min(record.contributors):
+        node.offered_reduced = (record.hash, what) if record.applied else ("", frozenset())
+        if record.step % 3 == 0 and node.replica == min(record.committers)[0]:
             state = node.state
-            self.at(self.random.uniform(0.1, 2.0), lambda: self.durable.setdefault(state[0], state) and None)
+            self.at(self.random.uniform(0.1, 2.0), lambda: self.saved(node, state))
 
-    def fetch(self, node: Node, action: p.FetchState | p.FetchReduced, deadline: float) -> None:
+    def saved(self, node: Node, state: State) -> None:
+        if node.alive and node.life == self.store.life and state[0] in {e.hash for e in self.store.entries}:
+            self.store.durable.setdefault(state[0], state)
+
+    def reload(self, node: Node, action: p.Reload) -> None:
+        def read() -> None:
+            log = node.machine.log
+            newest = self.store.newest_durable(log)
+            record = log.get(newest[0])
+            assert record is not None
+            if record.step > action.newer_than:
+                node.state = newest
+            self.count["reload"] += 1
+            self.answer(node, p.Reloaded(node.state[0] if record.step > action.newer_than else node.machine.held), 0.1, 1.0)
+
+        self.claim(node, self.store.newest_durable(node.machine.log)[0], read)
+
+    def fetch(self, node: Node, action: p.FetchState | p.FetchReduced) -> None:
+        """A fetch takes one of the world's durations, as long as some donor has what it asks for."""
+        ready = self.now + self.random.choice(self.fetch_s) * self.random.uniform(0.5, 1.5)
+        missing_since: list[float] = []
+
         def attempt() -> None:
-            if not node.alive:
+            if not node.alive or node.machine.following.fetching != action.lineage:
                 return
-            for donor in action.donors:
-                other = self.nodes.get(donor.replica)
-                if other is None or not other.alive or other.incarnation != donor.incarnation:
-                    continue
-                if self.cut(donor.replica) or self.cut(node.replica) or other.paused_until > self.now:
-                    continue
-                if isinstance(action, p.FetchState) and action.lineage in other.offers:
-                    node.fetched[action.lineage] = other.offers[action.lineage]
-                elif isinstance(action, p.FetchReduced) and other.offered_reduced[0] == action.lineage:
-                    node.kept[action.lineage] = other.offered_reduced[1]
-                    self.count["repaired"] += 1
-                else:
-                    continue
-                self.count["fetched"] += 1
-                self.deliver(node, p.Fetched(action.lineage))
+            donors = [self.nodes[d.replica] for d in action.donors if self._serves(d, node, action)]
+            if donors and self.now >= ready:
+                self._receive(node, donors[0], action)
                 return
-            if self.now >= deadline:
+            missing_since[:] = [] if donors else (missing_since or [self.now])
+            if missing_since and self.now - missing_since[0] >= DONOR_S:
                 self.deliver(node, p.FetchFailed(action.lineage, "no donor"))
             else:
-                self.at(self.random.uniform(0.2, 0.6), attempt)
+                self.at(min(max(ready - self.now, 0.2), DONOR_S / 2) * self.random.uniform(1.0, 1.2), attempt)
 
-        self.at(self.random.choice((0.1, 0.5, 2.5)) * self.random.uniform(0.5, 1.5), attempt)
+        attempt()
+
+    def _serves(self, donor: Member, node: Node, action: p.FetchState | p.FetchReduced) -> bool:
+        other = self.nodes.get(donor.replica)
+        if other is None or not other.alive or other.incarnation != donor.incarnation or other.paused_until > self.now:
+            return False
+        has = action.lineage in other.offers if isinstance(action, p.FetchState) else other.offered_reduced[0] == action.lineage
+        return has and self.reaches(other, node)
+
+    def _receive(self, node: Node, donor: Node, action: p.FetchState | p.FetchReduced) -> None:
+        if isinstance(action, p.FetchState):
+            node.fetched[action.lineage] = donor.offers[action.lineage]
+        else:
+            node.kept[action.lineage] = donor.offered_reduced[1]
+            self.count["repaired"] += 1
+        self.count["fetched"] += 1
+        self.deliver(node, p.Fetched(action.lineage))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,22 +19,41 @@ from functools import cached_property
 
 GENESIS_PARENT = ""
 
+Incarnation = tuple[int, int]  # (replica, incarnation): one life of a replica within a life of the run
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Why a replica that held the base is not among the contributors.
+
+    `rank` is the group rank that found a non-finite gradient; -1: the batch is skipped by order (`on_poison`).
+    """
+
+    incarnation: int
+    rank: int
+
 
 @dataclass(frozen=True)
 class CommitRecord:
     """The one agreed account of a step.
 
-    `step` counts applied updates: the record of step n is the state after n updates; step 0 is
-    the genesis, the initial parameters. `contributors` are the replicas whose gradients are in
-    the update. `positions[r]` is how many batches of replica r's stream the state has consumed.
+    The record of step n is the state after n commits; step 0 is the genesis, the initial parameters.
+    `contributors` are the replicas whose gradients are in the update, with their incarnations in the
+    life `life` of the run (0; one more with each resume). `excluded` took part without their gradient.
+    With `applied` False nothing was updated: all were excluded, or the sum of finite gradients was not
+    finite. `positions[r]` is how many batches of replica r's stream the state has consumed, those of
+    excluded replicas and of records that were not applied included.
     """
 
     step: int
     generation: int
     parent: str
-    contributors: tuple[int, ...]
+    contributors: tuple[Incarnation, ...]
     positions: Mapping[int, int] = field(default_factory=dict)
     run: str = ""
+    life: int = 0
+    excluded: Mapping[int, Exclusion] = field(default_factory=dict)
+    applied: bool = True
 
     def to_json(self) -> str:
         """Canonical text: equal records have equal text, whoever writes them."""
@@ -43,9 +62,12 @@ class CommitRecord:
                 "step": self.step,
                 "generation": self.generation,
                 "parent": self.parent,
-                "contributors": list(self.contributors),
+                "contributors": [list(c) for c in self.contributors],
                 "positions": {str(r): self.positions[r] for r in sorted(self.positions)},
                 "run": self.run,
+                "life": self.life,
+                "excluded": {str(r): [e.incarnation, e.rank] for r, e in sorted(self.excluded.items())},
+                "applied": self.applied,
             },
             separators=(",", ":"),
         )
@@ -57,15 +79,33 @@ class CommitRecord:
             step=raw["step"],
             generation=raw["generation"],
             parent=raw["parent"],
-            contributors=tuple(raw["contributors"]),
+            contributors=tuple((replica, incarnation) for replica, incarnation in raw["contributors"]),
             positions={int(r): p for r, p in raw["positions"].items()},
             run=raw["run"],
+            life=raw["life"],
+            excluded={int(r): Exclusion(*e) for r, e in raw["excluded"].items()},
+            applied=raw["applied"],
         )
 
     @cached_property
     def hash(self) -> str:
         """The lineage hash: names this record and, through `parent`, everything before it."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The contributing replicas, without their incarnations."""
+        return tuple(replica for replica, _ in self.contributors)
+
+    @property
+    def committers(self) -> tuple[Incarnation, ...]:
+        """Everyone that held the base and commits this record: contributors and excluded replicas."""
+        return tuple(sorted({*self.contributors, *((r, e.incarnation) for r, e in self.excluded.items())}))
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The replicas whose batches entered the parameters."""
+        return self.replicas if self.applied else ()
 
 
 def genesis(run: str, replicas: int) -> CommitRecord:
@@ -120,6 +160,18 @@ class Log:
         record = self._by_hash.get(hash_)
         return record is not None and self._chain.get(record.step) == hash_
 
+    def after(self, hash_: str) -> CommitRecord | None:
+        """The record of the chain whose parent is `hash_`; None for the head and for what is not on the chain."""
+        record = self._by_hash.get(hash_)
+        if record is None or not self.on_chain(hash_):
+            return None
+        following = self._chain.get(record.step + 1)
+        return None if following is None else self._by_hash[following]
+
+    def above(self, step: int) -> list[CommitRecord]:
+        """The records of the chain with a higher step, oldest first."""
+        return [self._by_hash[self._chain[s]] for s in range(max(0, step + 1), self.head.step + 1)]
+
     def chain(self, until: str | None = None) -> list[CommitRecord]:
         """From the genesis to the record `until` (the head if None), following parents."""
         node: CommitRecord | None = self.head if until is None else self._by_hash[until]
@@ -136,12 +188,13 @@ class Log:
 
 @dataclass(frozen=True)
 class Audit:
-    """What entered the parameters: batches counted, and where a stream has gaps or repeats."""
+    """What entered the parameters: batches counted, those left out on purpose, and where a stream has gaps or repeats."""
 
     batches: int
     gaps: int
     repeats: int
     per_replica: Mapping[int, int]
+    excluded: int = 0
 
     @property
     def clean(self) -> bool:
@@ -149,17 +202,20 @@ class Audit:
 
 
 def audit(chain: Sequence[CommitRecord]) -> Audit:
-    """Follow a chain from its genesis: each contributor's stream must move on by exactly one batch
-    per contributed step, and no other stream may move."""
-    gaps = repeats = batches = 0
+    """Follow a chain from its genesis: the stream of each replica that commits must move on by exactly one batch
+    per step, and no other stream may move. Batches of excluded replicas, and of records that were not
+    applied, count as `excluded`."""
+    gaps = repeats = batches = excluded = 0
     position: dict[int, int] = dict(chain[0].positions) if chain else {}
     for before, record in zip(chain, chain[1:], strict=False):
         if record.parent != before.hash or record.step != before.step + 1:
             gaps += 1
+        moved = {replica for replica, _ in record.committers}
         for replica, after in record.positions.items():
-            expected = position.get(replica, 0) + (1 if replica in record.contributors else 0)
+            expected = position.get(replica, 0) + (1 if replica in moved else 0)
             gaps += max(0, after - expected)
             repeats += max(0, expected - after)
             position[replica] = after
-        batches += len(record.contributors)
-    return Audit(batches, gaps, repeats, position)
+        batches += len(record.summed)
+        excluded += len(moved) - len(record.summed)
+    return Audit(batches, gaps, repeats, position, excluded)

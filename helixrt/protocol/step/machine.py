@@ -1,33 +1,37 @@
 """The life of a step of one replica, as a state machine without I/O.
 
-In: events (`Formed`, `RingDone`, `Appended` …). Out: actions for whoever drives it: the
-job's leader rank, or a simulated world. One replica has one machine and one ring per rank.
+In: events (`Formed`, `RingDone`, `Appended` …). Out: actions for its driver: the job's leader rank, or a
+simulated world. One replica has one machine and one ring per rank.
 
     actions = machine.on(event)
 
 The five points of DESIGN.md ("The life of a step"), after FT-HSDP sections 4.1 to 4.4:
 quorum, work, exchange, commit, record. What the paper leaves open is decided so that there is one
-lineage whatever dies when:
+lineage whatever fails when:
 
 - All members of a generation propose the *same* record; the run's log takes it once, at the next
   free index (put-if-absent). An entry of an older generation found there belongs to stragglers that
-  are not in this quorum; the proposal goes behind it and thereby supersedes it. An entry of a newer
-  generation means that we are the stragglers.
+  are not in this quorum; the proposal goes behind it and thereby supersedes it, if the rule of
+  `supersede` permits. An entry of a newer generation means that this replica is the straggler.
 - Gradients are preserved until commit: a broken exchange is retried by the next generation, and
   they are dropped only when the base of the step is no longer the state they were computed on.
 - A replica that is behind takes part with zeros and keeps the reduced buckets of every step since
-  the state it is fetching; when the state is there it replays them. So nobody waits for it.
+  the state it is fetching; when the state is there it replays them (`following`).
+- A sum that is not finite is never applied: each replica examines its own gradient, and the next
+  generation sums without those that declare one (`quorum.Unusable`).
 
 The machine never reads a clock; deadlines reach it as events (`RingFailed`, `JoinFailed`, …).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from helixrt.protocol.step.lineage import CommitRecord, Log
+from helixrt.protocol.step.blame import pause_generations
+from helixrt.protocol.step.following import Following, may_offer
+from helixrt.protocol.step.lineage import CommitRecord, Incarnation, Log
 from helixrt.protocol.step.messages import (
     Abort,
     Action,
@@ -36,42 +40,61 @@ from helixrt.protocol.step.messages import (
     Apply,
     Begin,
     Event,
+    Examine,
+    Examined,
     Exchange,
     Fetched,
     FetchFailed,
     FetchReduced,
-    FetchState,
-    Forget,
     Formed,
+    Hold,
+    HoldEnded,
     Join,
     JoinFailed,
     Keep,
-    Load,
     LogRead,
     Offer,
     Persist,
     ReadLog,
     Reload,
     Reloaded,
-    Replay,
     Rest,
+    Restart,
     Rested,
     RingDone,
     RingFailed,
     StoreLost,
+    Wait,
+    WaitEnded,
+    WaitOver,
     Withdraw,
     Work,
 )
-from helixrt.protocol.step.quorum import Assessment, Member, assess, reusable_epoch, successor
+from helixrt.protocol.step.quorum import (
+    Assessment,
+    Member,
+    Overflow,
+    StepRules,
+    Stranded,
+    Unusable,
+    assess,
+    generation_of,
+    reusable_epoch,
+    successor,
+)
+from helixrt.protocol.step.supersede import Evidence, depth
 
 
 class Phase(Enum):
-    """Where the replica stands in the step; each names what it waits for."""
+    """What the replica waits for."""
 
     NEW = "new"  # Begin
     JOINING = "joining"  # Formed or JoinFailed
+    WAITING = "waiting"  # WaitEnded: a holder of newer state may live elsewhere
+    HOLDING = "holding"  # HoldEnded: a replica's fetch is waited for
     EXCHANGING = "exchanging"  # RingDone of all ranks, or RingFailed
     BREAKING = "breaking"  # the last answers of rings that were told to abort
+    EXAMINING = "examining"  # Examined of all ranks, after a sum that was not finite
     COMMITTING = "committing"  # Appended
     SETTLING = "settling"  # LogRead after a broken exchange: was it decided by others?
     REPAIRING = "repairing"  # reduced buckets of the step that others finished and we did not
@@ -82,36 +105,57 @@ class Phase(Enum):
 
 @dataclass
 class Attempt:
-    """One generation's exchange as this replica sees it."""
+    """One generation's exchange as this replica sees it. `head` is the log's head that was assessed."""
 
     generation: int
     members: tuple[Member, ...]
     assessment: Assessment
     candidate: CommitRecord
-    done: set[int] = field(default_factory=set)
+    head: str
+    done: dict[int, bool] = field(default_factory=dict)  # rank -> whether its sums are finite
     failed: set[int] = field(default_factory=set)
+    examined: dict[int, bool] = field(default_factory=dict)  # rank -> whether its own gradient is finite
+    suspects: set[int] = field(default_factory=set)
 
 
 class StepMachine:
     """One replica's side of the step protocol.
 
-    `held` is the lineage hash of the state it starts with, `steps` the number of updates after which
-    it rests, `replay` how many reduced steps it keeps while it fetches.
+    `held` is the lineage hash of the state it starts with ("": none), `steps` the number of updates after
+    which it rests, `life` the run's life, `skips` the positions of its stream whose batches are not computed.
     """
 
-    def __init__(self, replica: int, incarnation: int, rings: int, log: Log, held: str, steps: int, replay: int = 16) -> None:
+    def __init__(
+        self,
+        replica: int,
+        incarnation: int,
+        rings: int,
+        log: Log,
+        held: str,
+        steps: int,
+        rules: StepRules | None = None,
+        life: int = 0,
+        skips: Collection[int] = (),
+    ) -> None:
         self.replica, self.incarnation, self.rings = replica, incarnation, rings
-        self.log, self.held, self.steps, self.replay = log, held, steps, replay
+        self.log, self.held, self.steps = log, held, steps
+        self.rules, self.life, self.skips = rules or StepRules(), life, frozenset(skips)
         self.phase = Phase.NEW
         self.attempt: Attempt | None = None
         self.work: tuple[str, int] | None = None  # (base, position) of running or preserved gradients
-        self.fetching = ""  # lineage hash of the state or the reduced buckets under way
-        self.refused = ""  # record whose reduced buckets nobody had: fetch the state instead
-        self.kept: dict[str, CommitRecord] = {}  # reduced buckets kept for replay, by record hash
+        self.following = Following(log, self.rules)
         self.offers: set[str] = set()
         self.settled = False  # after the last step: the newest quorum had nobody behind
         self.epoch = -1
-        self.group: tuple[tuple[int, int], ...] = ()  # (replica, incarnation) of the sound exchange
+        self.group: tuple[Incarnation, ...] = ()  # of the sound exchange
+        self.seen = 0  # highest generation seen
+        self.evidence: Evidence | None = None
+        self.looked = ""  # the head for which a newer durable state was looked for
+        self.unusable: Unusable | None = None
+        self.overflow: Overflow | None = None
+        self.blames: tuple[Incarnation, ...] = ()
+        self.breaks = 0  # exchanges broken in a row
+        self.sits_until, self.pauses = 0, 0  # a generation; pauses in a row
 
     # ---- what a driver may ask
 
@@ -133,6 +177,8 @@ class StepMachine:
                 return [self._join()] if self.phase is Phase.JOINING else []
             case RingDone() | RingFailed():
                 return self._ring(event)
+            case Examined():
+                return self._examined(event)
             case Appended():
                 return self._appended(event) if self.phase is Phase.COMMITTING else []
             case LogRead():
@@ -142,8 +188,13 @@ class StepMachine:
             case Fetched() | FetchFailed():
                 return self._fetch_ended(event)
             case Reloaded():
-                self.held = event.lineage
+                self.held, self.looked = event.lineage, self.log.head.hash
                 return self._next_step()
+            case WaitEnded():
+                self.evidence = event.evidence
+                return [self._join()] if self.phase is Phase.WAITING else []
+            case HoldEnded():
+                return [self._join()] if self.phase is Phase.HOLDING else []
             case Rested():
                 return self._next_step() if self.phase is Phase.RESTING else []
         raise AssertionError(f"unknown event {event!r}")
@@ -151,8 +202,27 @@ class StepMachine:
     # ---- quorum
 
     def _me(self) -> Member:
+        record = self.log.get(self.held)
+        if record is not None and record.positions.get(self.replica, 0) in self.skips:
+            self.unusable = Unusable(self.held, -1)
         return Member(
-            self.replica, self.incarnation, self.held_step, self.held, self.fetching, self.epoch, entries=len(self.log)
+            self.replica,
+            self.incarnation,
+            self.held_step,
+            self.held,
+            self.following.fetching,
+            self.epoch,
+            entries=len(self.log),
+            seen=max(self.seen, self.log.head.generation),
+            evidence=self.evidence if self.evidence is not None and self.evidence.head == self.log.head.hash else None,
+            looked=self.looked,
+            unusable=self.unusable,
+            overflow=self.overflow,
+            overtaken=self.following.overtaken,
+            held_since=self.following.held_since,
+            blames=self.blames,
+            breaks=self.breaks,
+            sits_until=self.sits_until,
         )
 
     def _join(self) -> Join:
@@ -168,48 +238,81 @@ class StepMachine:
 
     def _begin_work(self, base: CommitRecord) -> list[Action]:
         position = base.positions.get(self.replica, 0)
-        if self.work == (base.hash, position):
-            return []  # running, or preserved from a broken exchange
+        if self.work == (base.hash, position) or position in self.skips:
+            return []  # running, or preserved from a broken exchange; or not to be computed
         self.work = (base.hash, position)
         return [Work(base.hash, position, base.step + 1)]
 
     def _formed(self, event: Formed) -> list[Action]:
         actions = self._learn(event.entries)
-        if not self.fetching:
-            actions += self._replay_kept()
-        if self.log.head.generation > event.generation or all(
-            (m.replica, m.incarnation) != (self.replica, self.incarnation) for m in event.members
-        ):
+        if not self.following.fetching:
+            self.held, replays = self.following.replay(self.held)
+            actions += replays
+        generation = generation_of(event.generation, event.members)
+        me = next((m for m in event.members if (m.replica, m.incarnation) == (self.replica, self.incarnation)), None)
+        if me is None or self.log.head.generation > generation:
             return [*actions, self._join()]  # this quorum is older than the newest commit, or not ours
+        self.seen = max(self.seen, generation)
         # A straggler's entry may stand in the log by now for some of us and not for others: a common view of it.
         common = max(m.entries for m in event.members)
-        assessment = assess(event.members, self.log.first(common) if common else self.log)
-        if assessment is None:
-            self.phase = Phase.RELOADING
-            return [*actions, Reload()]
-        behind = self.replica in assessment.behind
-        if not behind and self.held != assessment.base.hash:
+        view = self.log.first(common) if common else self.log
+        assessment = assess(event.members, view, generation, self.rules, self.life, self.steps)
+        if isinstance(assessment, Stranded):
+            return actions + self._stranded(assessment, generation)
+        behind, sitting = self.replica in assessment.behind, self.replica in assessment.sitting
+        if not behind and not sitting and self.held != assessment.base.hash:
             return [*actions, self._join()]  # fetched state arrived since we joined, and is better than all here
+        if not assessment.supersedes and any(m.evidence is not None for m in event.members):
+            actions.append(WaitOver(generation, view.head))
+            self.evidence = None
+        if sitting:
+            return [*actions, self._sit_out(generation)]
         actions += self._serve(event.members, assessment)
         if behind:
-            actions += self._begin_fetch(event.members, assessment)
+            actions += self.following.begin(self.held, me, event.members, assessment, generation)
         else:
-            actions += self._end_fetch()  # we work on what we hold; what is under way would replace it
+            actions += self.following.healthy()  # what is under way would replace what we work on
         if assessment.base.step >= self.steps:
             self.settled = not assessment.behind
-            self.phase = Phase.FETCHING if self.fetching else Phase.RESTING
-            return actions if self.fetching else [*actions, Rest()]
+            self.phase = Phase.FETCHING if self.following.fetching else Phase.RESTING
+            return actions if self.following.fetching else [*actions, Rest()]
         if not behind:
             actions += self._begin_work(assessment.base)
-        group = tuple((m.replica, m.incarnation) for m in event.members)
-        fresh = self.epoch < 0 or reusable_epoch(event.members) != self.epoch or group != self.group
+        if assessment.hold is not None:
+            self.phase = Phase.HOLDING
+            return [*actions, Hold(assessment.hold)]
+        candidate = successor(assessment, generation, event.members, self.life)
+        self.attempt = Attempt(generation, event.members, assessment, candidate, view.head.hash)
+        if not candidate.applied:
+            return actions + ([self._join()] if behind else self._commit())
+        return [*actions, self._exchange(self.attempt, contribute=self.replica in assessment.contributors)]
+
+    def _exchange(self, attempt: Attempt, contribute: bool) -> Exchange:
+        assessment = attempt.assessment
+        taking_part = [m for m in attempt.members if m.replica in assessment.members]
+        group = tuple((m.replica, m.incarnation) for m in taking_part)
+        fresh = self.epoch < 0 or reusable_epoch(taking_part) != self.epoch or group != self.group
         self.group = group
         if fresh:
-            self.epoch = event.generation
-        self.attempt = Attempt(event.generation, event.members, assessment, successor(assessment, event.generation))
+            self.epoch = attempt.generation
         self.phase = Phase.EXCHANGING
-        actions.append(Exchange(event.generation, assessment.members, assessment.contributors, not behind, fresh))
-        return actions
+        return Exchange(attempt.generation, assessment.members, assessment.contributors, contribute, fresh)
+
+    def _stranded(self, stranded: Stranded, generation: int) -> list[Action]:
+        """Nobody here holds what others may hold: look for durable state if that is all that is missing, else wait."""
+        ruling, head = stranded.ruling, stranded.head
+        if ruling.look and self.looked != head.hash:
+            self.phase = Phase.RELOADING
+            return [Reload(stranded.base.step if stranded.base is not None else -1)]
+        self.phase = Phase.WAITING
+        return [Wait(generation, head, ruling.missing, ruling.waited_s)]
+
+    def _sit_out(self, generation: int) -> Join:
+        if self.sits_until <= generation:
+            self.pauses += 1
+            self.sits_until = generation + pause_generations(self.pauses, self.rules.blame)
+            self.blames, self.breaks = (), 0
+        return self._join()
 
     def _learn(self, entries: Sequence[CommitRecord]) -> list[Action]:
         """Take new log entries; what we kept for replay and is not on the chain is forgotten."""
@@ -217,12 +320,7 @@ class StepMachine:
         for entry in entries:
             actions.append(Persist(len(self.log), entry))
             self.log.append(entry)
-        for stale in [h for h in self.kept if not self.log.on_chain(h)]:
-            del self.kept[stale]
-            actions.append(Forget(stale))
-            if self.fetching == stale:
-                self.fetching = ""  # its reduced buckets; when they come they are no state to load
-        return actions
+        return actions + self.following.learned()
 
     # ---- catch-up
 
@@ -230,7 +328,8 @@ class StepMachine:
         """Healthy replicas offer the base when somebody behind has no fetch under way."""
         behind = [m for m in members if m.replica in assessment.behind]
         needed = {m.fetching for m in behind if m.fetching}
-        if self.replica in assessment.contributors and any(not m.fetching for m in behind):
+        asked = any(not m.fetching for m in behind) and may_offer(members, assessment, self.rules)
+        if self.replica in assessment.healthy and asked:
             needed.add(assessment.base.hash)
         mine = {assessment.base.hash} if self.held == assessment.base.hash else set()
         actions: list[Action] = [Withdraw(h) for h in sorted(self.offers - needed)]
@@ -238,60 +337,10 @@ class StepMachine:
         self.offers = (self.offers & needed) | new
         return actions + [Offer(h) for h in sorted(new)]
 
-    def _begin_fetch(self, members: Sequence[Member], assessment: Assessment) -> list[Action]:
-        base = assessment.base
-        if self.held == base.hash or (self.fetching and self._replayable(self.fetching, base)):
-            return []
-        actions = self._end_fetch()
-        if any(m.fetching for m in members if m.replica == self.replica):
-            return actions  # our account named another fetch, so nobody offers the base for us: next quorum
-        donors = tuple(m for m in members if m.replica in assessment.contributors)
-        self.fetching = base.hash
-        if self.held and self.held == base.parent and self.refused != base.hash:
-            self.kept[base.hash] = base
-            return [*actions, FetchReduced(base.hash, donors)]
-        return [*actions, FetchState(base.hash, donors)]
-
-    def _end_fetch(self) -> list[Action]:
-        actions: list[Action] = [Forget(h) for h in sorted(self.kept)]
-        self.kept.clear()
-        self.fetching = ""
-        return actions
-
-    def _replayable(self, start: str, base: CommitRecord) -> bool:
-        """Whether kept buckets lead from `start` (or from our state) to `base` along the chain."""
-        if not self.log.on_chain(start) or len(self.kept) > self.replay:
-            return False
-        node: CommitRecord | None = base
-        while node is not None and node.hash != start:
-            if node.hash not in self.kept:
-                return False
-            node = self.log.get(node.parent)
-        return node is not None
-
-    def _replay_kept(self) -> list[Action]:
-        """Follow the chain from the state we hold through the buckets that we kept."""
-        actions: list[Action] = []
-        while following := next(
-            (r for r in self.kept.values() if r.parent == self.held and self.log.on_chain(r.hash)), None
-        ):
-            del self.kept[following.hash]
-            actions.append(Replay(following))
-            self.held = following.hash
-        return actions
-
     def _fetch_ended(self, event: Fetched | FetchFailed) -> list[Action]:
-        if event.lineage != self.fetching:
+        if event.lineage != self.following.fetching:
             return []
-        if isinstance(event, FetchFailed):
-            self.refused = event.lineage
-            actions = self._end_fetch()
-        else:
-            actions, self.fetching = [], ""
-            if event.lineage not in self.kept:
-                actions.append(Load(event.lineage))
-                self.held = event.lineage
-            actions += self._replay_kept()
+        self.held, actions = self.following.ended(event, self.held)
         if self.phase in (Phase.REPAIRING, Phase.FETCHING):
             actions += self._next_step()
         return actions
@@ -302,24 +351,65 @@ class StepMachine:
         attempt = self.attempt
         if attempt is None or event.generation != attempt.generation or self.phase not in (Phase.EXCHANGING, Phase.BREAKING):
             return []
-        (attempt.done if isinstance(event, RingDone) else attempt.failed).add(event.rank)
         actions: list[Action] = []
-        if isinstance(event, RingFailed) and self.phase is Phase.EXCHANGING:
-            self.phase, self.epoch = Phase.BREAKING, -1
-            actions.append(Abort(attempt.generation, event.reason))
+        if isinstance(event, RingDone):
+            attempt.done[event.rank] = event.finite
+        else:
+            attempt.failed.add(event.rank)
+            attempt.suspects |= set(event.suspects)
+            if self.phase is Phase.EXCHANGING:
+                self.phase, self.epoch = Phase.BREAKING, -1
+                actions.append(Abort(attempt.generation, event.reason))
         if len(attempt.done) + len(attempt.failed) < self.rings:
             return actions
         if attempt.failed:
-            self.phase = Phase.SETTLING
+            self.phase, self.breaks = Phase.SETTLING, self.breaks + 1
+            self.blames = tuple((m.replica, m.incarnation) for m in attempt.members if m.replica in attempt.suspects)
             return [*actions, ReadLog(len(self.log))]
+        self.blames, self.breaks, self.pauses = (), 0, 0
+        if not all(attempt.done.values()):
+            return self._not_finite(attempt)
         if self.held != attempt.assessment.base.hash:
             # behind still: whoever holds the base decides; we keep what we will need to follow
-            self.kept[attempt.candidate.hash] = attempt.candidate
-            return [*actions, Keep(attempt.candidate), self._join()]
-        self.phase = Phase.COMMITTING
-        return [*actions, Append(len(self.log), attempt.candidate)]
+            self.following.keep(attempt.candidate)
+            return [Keep(attempt.candidate), self._join()]
+        return self._commit()
+
+    def _not_finite(self, attempt: Attempt) -> list[Action]:
+        if self.replica not in attempt.assessment.contributors or self.held != attempt.assessment.base.hash:
+            return [self._join()]
+        if self.rules.exclusion:
+            self.phase = Phase.EXAMINING
+            return [Examine(attempt.generation)]
+        self.overflow = Overflow(self.held, attempt.assessment.contributors)
+        return [self._join()]
+
+    def _examined(self, event: Examined) -> list[Action]:
+        attempt = self.attempt
+        if attempt is None or event.generation != attempt.generation or self.phase is not Phase.EXAMINING:
+            return []
+        attempt.examined[event.rank] = event.finite
+        if len(attempt.examined) < self.rings:
+            return []
+        found = [rank for rank, finite in sorted(attempt.examined.items()) if not finite]
+        if found:
+            self.unusable = Unusable(self.held, found[0])
+        else:
+            self.overflow = Overflow(self.held, attempt.assessment.contributors)
+        return [self._join()]
 
     # ---- commit
+
+    def _commit(self) -> list[Action]:
+        """Propose the record, unless entries that were not assessed stand in the log and must not be superseded."""
+        attempt = self.attempt
+        assert attempt is not None
+        base = attempt.assessment.base
+        assessed = self.log.head.hash == attempt.head
+        if not assessed and (not self.log.on_chain(base.hash) or depth(self.log, base) > 1):
+            return [self._join()]
+        self.phase = Phase.COMMITTING
+        return [Append(len(self.log), attempt.candidate)]
 
     def _appended(self, event: Appended) -> list[Action]:
         assert self.attempt is not None
@@ -327,10 +417,21 @@ class StepMachine:
         actions = self._learn([event.standing]) if event.index == len(self.log) else []
         if event.standing.hash == candidate.hash:
             self.held = candidate.hash
-            return [*actions, Apply(candidate), *self._next_step()]
+            return [*actions, Apply(candidate), *self._too_often_excluded(candidate), *self._next_step()]
         if event.standing.generation < candidate.generation:
-            return [*actions, Append(len(self.log), candidate)]
+            return actions + self._commit()
         return [*actions, self._join()]  # we are the stragglers; the next quorum tells what we hold is worth
+
+    def _too_often_excluded(self, newest: CommitRecord) -> list[Action]:
+        me = (self.replica, self.incarnation)
+        if self.replica not in newest.excluded:
+            return []
+        window = self.log.above(newest.step - self.rules.nonfinite_window)
+        mine = [r.excluded[self.replica] for r in window if r.life == self.life and self.replica in r.excluded]
+        count = sum((self.replica, e.incarnation) == me and e.rank >= 0 for e in mine)
+        if count <= self.rules.nonfinite_limit:
+            return []
+        return [Restart(f"its gradient was not finite in {count} of the last {self.rules.nonfinite_window} steps")]
 
     def _settled(self, event: LogRead) -> list[Action]:
         """After a broken exchange: if others finished it and committed, take their reduced buckets."""
@@ -338,11 +439,11 @@ class StepMachine:
         attempt, candidate = self.attempt, self.attempt.candidate
         actions = self._learn(event.entries)
         decided = self.log.on_chain(candidate.hash)
-        if not decided or self.held != attempt.assessment.base.hash or self.fetching:
+        if not decided or self.held != attempt.assessment.base.hash or self.following.fetching:
             return [*actions, self._join()]
         donors = tuple(m for m in attempt.members if m.replica != self.replica)
-        self.phase, self.fetching = Phase.REPAIRING, candidate.hash
-        self.kept[candidate.hash] = candidate
+        self.phase = Phase.REPAIRING
+        self.following.repair(candidate)
         return [*actions, FetchReduced(candidate.hash, donors)]
 
     def _ask_store_again(self) -> list[Action]:

@@ -1,15 +1,16 @@
-"""What a step machine hears and what it answers: events and actions, all frozen.
+"""Events and actions of the step machine, all frozen.
 
-In: nothing. Out: the vocabulary that `step.StepMachine` shares with whoever drives it, the job's leader
-and the simulated world alike. DESIGN.md, "The life of a step", says what each is for.
+In: nothing. Out: the vocabulary that `step.StepMachine` shares with its drivers, the job's leader and the
+simulated world. DESIGN.md, "The life of a step", says what each is for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.protocol.step.lineage import CommitRecord, Incarnation
 from helixrt.protocol.step.quorum import Member
+from helixrt.protocol.step.supersede import Evidence
 
 # ---------------------------------------------------------------- events
 
@@ -21,7 +22,10 @@ class Begin:
 
 @dataclass(frozen=True)
 class Formed:
-    """A quorum with us formed; `entries` are the log's entries from our `len(log)` on, read after it formed."""
+    """A quorum with us formed; `entries` are the log's entries from our `len(log)` on, read after it formed.
+
+    `generation` is the membership service's number of it; the machine's own is at least that.
+    """
 
     generation: int
     members: tuple[Member, ...]
@@ -37,19 +41,34 @@ class JoinFailed:
 
 @dataclass(frozen=True)
 class RingDone:
-    """The ring of `rank` holds the reduced buckets of `generation`: its vote for the commit."""
+    """The ring of `rank` holds the reduced buckets of `generation`: its vote for the commit.
+
+    `finite`: no number in its buckets is infinite or NaN.
+    """
 
     generation: int
     rank: int
+    finite: bool = True
 
 
 @dataclass(frozen=True)
 class RingFailed:
-    """The ring of `rank` broke, or its deadline passed."""
+    """The ring of `rank` broke, or its deadline passed. `suspects` are the replicas that were silent to it or
+    closed its connection; none if it was aborted from here."""
 
     generation: int
     rank: int
     reason: str
+    suspects: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The answer of `rank` to `Examine`: whether its own preserved gradient is finite."""
+
+    generation: int
+    rank: int
+    finite: bool
 
 
 @dataclass(frozen=True)
@@ -87,9 +106,21 @@ class FetchFailed:
 
 @dataclass(frozen=True)
 class Reloaded:
-    """The answer to `Reload`: the durable state that was loaded."""
+    """The answer to `Reload`: what is held now, a newer durable state or what was held before."""
 
     lineage: str
+
+
+@dataclass(frozen=True)
+class WaitEnded:
+    """The answer to `Wait`: what the store says about the head now."""
+
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class HoldEnded:
+    """The answer to `Hold`: look again whether the fetch is there."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +134,15 @@ Event = (
     | JoinFailed
     | RingDone
     | RingFailed
+    | Examined
     | Appended
     | LogRead
     | StoreLost
     | Fetched
     | FetchFailed
     | Reloaded
+    | WaitEnded
+    | HoldEnded
     | Rested
 )
 
@@ -149,6 +183,13 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Examine:
+    """A sum of `generation` was not finite: each ring tests its own preserved gradient; answers `Examined`."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Abort:
     """Break the running rings of `generation`; each still answers once."""
 
@@ -181,7 +222,10 @@ class Persist:
 
 @dataclass(frozen=True)
 class Apply:
-    """Update the state with the reduced buckets of the exchange just done; then offer them."""
+    """Update the state with the reduced buckets of the exchange just done; then offer them.
+
+    A record with `applied` False has no buckets: the state stays and is that of the record from now on.
+    """
 
     record: CommitRecord
 
@@ -202,7 +246,7 @@ class Forget:
 
 @dataclass(frozen=True)
 class Replay:
-    """Update the state with the kept (or fetched) reduced buckets of `record`; then offer them."""
+    """Update the state with the kept (or fetched) reduced buckets of `record`, if it has any; then offer them."""
 
     record: CommitRecord
 
@@ -244,7 +288,43 @@ class FetchReduced:
 
 @dataclass(frozen=True)
 class Reload:
-    """Nobody holds a state of the chain: load the newest durable one on it; answers `Reloaded`."""
+    """Load the newest durable state of the chain if its step is above `newer_than`, else keep what is held; answers
+    `Reloaded`. With `newer_than` -1 nothing of use is held, and the initial parameters count as durable."""
+
+    newer_than: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The quorum `generation` does not hold the head `head` and may not supersede it yet: count the wait in the store,
+    collect the evidence; answers `WaitEnded`. `missing` may hold it and have not ended; `waited_s` was observed."""
+
+    generation: int
+    head: CommitRecord
+    missing: tuple[Incarnation, ...]
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class WaitOver:
+    """A quorum holds the head `head`: its counter of waiting starts again. Needs no answer."""
+
+    generation: int
+    head: CommitRecord
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Nothing is exchanged while replica `replica` fetches; answers `HoldEnded` after a moment."""
+
+    replica: int
+
+
+@dataclass(frozen=True)
+class Restart:
+    """This replica must start again, for this reason."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -256,6 +336,7 @@ Action = (
     Join
     | Work
     | Exchange
+    | Examine
     | Abort
     | Append
     | ReadLog
@@ -270,5 +351,9 @@ Action = (
     | FetchState
     | FetchReduced
     | Reload
+    | Wait
+    | WaitOver
+    | Hold
+    | Restart
     | Rest
 )

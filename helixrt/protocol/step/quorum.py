@@ -1,17 +1,59 @@
 """Quorum rules: who is healthy, who is behind, and from what state a step starts.
 
-In: the members' own accounts (step, lineage hash) and the run's log. Out: an `Assessment`, the same
-on every member that sees the same log. Follows FT-HSDP section 4.3 (Figure 6), with the lineage
-hash in place of the bare step number: a replica whose chain differs is behind, whatever its step.
+In: the members' own accounts (step, lineage hash …), the run's log and the rules. Out: an `Assessment`, or a
+`Stranded` when the quorum may not go on yet; the same on every member that sees the same log. Follows
+FT-HSDP section 4.3 (Figure 6), with the lineage hash in place of the bare step number: a replica whose
+chain differs is behind, whatever its step.
 Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from helixrt.protocol.step.lineage import CommitRecord, Log
+from helixrt.protocol.step.blame import BlameRules, sitting_out
+from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Incarnation, Log
+from helixrt.protocol.step.supersede import GENERATIONS_PER_S, Evidence, Ruling, rule
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """What the rules of a step depend on; the same for all replicas of a run.
+
+    A replica that is behind keeps at most `replay` sets of reduced buckets while it fetches; donors keep at
+    most `snapshots` snapshots at a time. A replica whose fetches were overtaken `overtaken` times has the
+    others wait for it, once, for at most `hold_s`. With `exclusion` off a sum that is not finite commits
+    `applied=False` without a search for the culprit (an optimizer with a gradient scaler). A replica
+    that was excluded more than `nonfinite_limit` times in `nonfinite_window` steps is restarted.
+    """
+
+    replay: int = 16
+    snapshots: int = 1
+    overtaken: int = 2
+    hold_s: float = 600.0
+    supersede_after_s: float = 600.0
+    exclusion: bool = True
+    nonfinite_limit: int = 10
+    nonfinite_window: int = 100
+    blame: BlameRules = field(default_factory=BlameRules)
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A declaration: my gradient on `base` must not be summed, by the finding of group rank `rank` (-1: skipped by order)."""
+
+    base: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """A declaration: the sum of the gradients of `of` on `base` is not finite, and my own gradient is finite."""
+
+    base: str
+    of: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -24,6 +66,12 @@ class Member:
     ranks serve state, in rank order. `incarnation` tells a restarted replica from its predecessor.
     `entries` is how many entries of the log it knew: members read the log each at its own moment, and
     assess it as far as the one who knew most (0: not said, all that was read counts).
+
+    `seen` is the highest generation it has seen. `evidence` and `looked` (the head for which it has looked for
+    a newer checkpoint) serve the rule of superseding; `unusable` and `overflow` a sum that was not finite;
+    `overtaken` (fetches thrown away because the others were faster) and `held_since` (the generation at which the
+    others began to wait for its fetch, 0: never) catch-up; `blames`, `breaks` (exchanges broken in a row)
+    and `sits_until` (a generation) broken exchanges.
     """
 
     replica: int
@@ -34,47 +82,153 @@ class Member:
     epoch: int = -1
     addresses: tuple[str, ...] = ()
     entries: int = 0
+    seen: int = 0
+    evidence: Evidence | None = None
+    looked: str = ""
+    unusable: Unusable | None = None
+    overflow: Overflow | None = None
+    overtaken: int = 0
+    held_since: int = 0
+    blames: tuple[Incarnation, ...] = ()
+    breaks: int = 0
+    sits_until: int = 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain containers, for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(raw: Mapping[str, Any]) -> Member:
+        """Inverse of `to_plain`, also after a way through JSON."""
+        changed: dict[str, Any] = {"addresses": tuple(raw["addresses"]), "blames": _pairs(raw["blames"])}
+        if (evidence := raw["evidence"]) is not None:
+            pairs = {name: _pairs(evidence[name]) for name in ("holders", "ended")}
+            changed["evidence"] = Evidence(**{**evidence, **pairs})
+        if (unusable := raw["unusable"]) is not None:
+            changed["unusable"] = Unusable(**unusable)
+        if (overflow := raw["overflow"]) is not None:
+            changed["overflow"] = Overflow(overflow["base"], tuple(overflow["of"]))
+        return Member(**{**raw, **changed})
+
+
+def _pairs(raw: Sequence[Sequence[int]]) -> tuple[Incarnation, ...]:
+    return tuple((replica, incarnation) for replica, incarnation in raw)
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """What a quorum means: the state the step starts from, who works on it, who catches up."""
+    """What a quorum means: the state the step starts from, and what each of its members does.
+
+    `contributors` are the healthy replicas whose gradients count, `excluded` the healthy ones whose do not,
+    `behind` those that catch up, `sitting` those that take no part. With `applied` False the step is
+    committed without an exchange. `hold`: nothing is exchanged while this replica's fetch comes in.
+    """
 
     base: CommitRecord
     contributors: tuple[int, ...]
     behind: tuple[int, ...]
     supersedes: bool  # the head is held by nobody here: committing will supersede it
+    excluded: Mapping[int, Exclusion] = field(default_factory=dict)
+    sitting: tuple[int, ...] = ()
+    applied: bool = True
+    hold: int | None = None
+
+    @property
+    def healthy(self) -> tuple[int, ...]:
+        """Those that hold the base and take part."""
+        return tuple(sorted((*self.contributors, *self.excluded)))
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(sorted(self.contributors + self.behind))
+        """Those that exchange."""
+        return tuple(sorted((*self.healthy, *self.behind)))
 
 
-def assess(members: Sequence[Member], log: Log) -> Assessment | None:
+@dataclass(frozen=True)
+class Stranded:
+    """The quorum may not go on: records above `base` (None: nobody holds a state of the chain) may be held elsewhere."""
+
+    head: CommitRecord
+    base: CommitRecord | None
+    ruling: Ruling
+
+
+def generation_of(formed: int, members: Sequence[Member]) -> int:
+    """The generation of a quorum that the membership service numbers `formed`: it grows also when a clock steps back."""
+    return max(formed, 1 + max(m.seen for m in members))
+
+
+def assess(
+    members: Sequence[Member], log: Log, generation: int = 0, rules: StepRules | None = None, life: int = 0, steps: int = 0
+) -> Assessment | Stranded:
     """The newest state on the head's chain that a member holds is the base; its holders are healthy.
 
-    None if no member holds a state on the chain: nobody can work, all must load a checkpoint.
+    `steps` is the run's last step (0: none): from there on nobody sits out, since nothing is exchanged.
     """
-    held = [log.get(m.lineage) for m in members if m.lineage and log.on_chain(m.lineage)]
-    known = [record for record in held if record is not None]
-    if not known:
-        return None
-    base = max(known, key=lambda record: record.step)
-    healthy = tuple(sorted(m.replica for m in members if m.lineage == base.hash))
-    behind = tuple(sorted(m.replica for m in members if m.lineage != base.hash))
-    return Assessment(base, healthy, behind, supersedes=base.hash != log.head.hash)
+    rules = rules or StepRules()
+    known = [record for m in members if m.lineage and log.on_chain(m.lineage) and (record := log.get(m.lineage)) is not None]
+    base = max(known, key=lambda record: record.step, default=None)
+    ruling = rule(
+        log,
+        base,
+        life,
+        present=[(m.replica, m.incarnation) for m in members],
+        evidence=[m.evidence for m in members if m.evidence is not None],
+        all_looked=all(m.looked == log.head.hash for m in members),
+        after_s=rules.supersede_after_s,
+    )
+    if base is None or not ruling.permitted:
+        return Stranded(log.head, base, ruling)
+    holding = [m for m in members if m.lineage == base.hash]
+    ended = steps and base.step >= steps
+    sitting = frozenset() if ended else sitting_out(members, [m.replica for m in holding], generation, rules.blame)
+    healthy = [m for m in holding if m.replica not in sitting]
+    excluded = {
+        m.replica: Exclusion(m.incarnation, m.unusable.rank)
+        for m in healthy
+        if m.unusable is not None and m.unusable.base == base.hash
+    }
+    contributors = tuple(sorted(m.replica for m in healthy if m.replica not in excluded))
+    behind = [m for m in members if m.lineage != base.hash and m.replica not in sitting]
+    return Assessment(
+        base,
+        contributors,
+        tuple(sorted(m.replica for m in behind)),
+        supersedes=base.hash != log.head.hash,
+        excluded=excluded,
+        sitting=tuple(sorted(sitting)),
+        applied=bool(contributors) and not any(m.overflow == Overflow(base.hash, contributors) for m in healthy),
+        hold=_held_for(behind, generation, rules),
+    )
 
 
-def successor(assessment: Assessment, generation: int) -> CommitRecord:
+def _held_for(behind: Sequence[Member], generation: int, rules: StepRules) -> int | None:
+    """The replica that all wait for at this step boundary, if any: once per catch-up, and bounded."""
+    for member in sorted(behind, key=lambda m: m.replica):
+        since = member.held_since or generation
+        if member.overtaken >= rules.overtaken and generation - since < rules.hold_s * GENERATIONS_PER_S:
+            return member.replica
+    return None
+
+
+def successor(assessment: Assessment, generation: int, members: Sequence[Member], life: int = 0) -> CommitRecord:
     """The record that this quorum will propose; equal on every member."""
     base = assessment.base
-    positions = {
-        replica: position + (1 if replica in assessment.contributors else 0)
-        for replica, position in base.positions.items()
-    }
-    for replica in assessment.contributors:
-        positions.setdefault(replica, 1)
-    return CommitRecord(base.step + 1, generation, base.hash, assessment.contributors, positions, base.run)
+    incarnations = {m.replica: m.incarnation for m in members}
+    positions = dict(base.positions)
+    for replica in assessment.healthy:
+        positions[replica] = positions.get(replica, 0) + 1
+    return CommitRecord(
+        base.step + 1,
+        generation,
+        base.hash,
+        tuple((replica, incarnations[replica]) for replica in assessment.contributors),
+        positions,
+        base.run,
+        life,
+        assessment.excluded,
+        assessment.applied,
+    )
 
 
 def reusable_epoch(members: Sequence[Member]) -> int:

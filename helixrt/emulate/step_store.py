@@ -1,0 +1,95 @@
+"""The simulated run's store and disks of the step world, with the invariant of lost progress.
+
+In: records proposed, holder entries, ends, waits, durable states. Out: answers, and a complaint when a record that
+supersedes others loses a step that it must not lose: only at depth 1, or when no holder lives, or after
+`supersede_after_s` (DESIGN, "The life of a step", 4). The check knows everything, unlike the machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from helixrt.protocol.step.lineage import CommitRecord, Incarnation, Log
+from helixrt.protocol.step.supersede import GENERATIONS_PER_S, STEP_S, Evidence, Waited, counted
+
+Batch = tuple[int, int]  # (replica, position)
+State = tuple[str, tuple[frozenset[Batch], ...]]  # lineage hash ("": none), what each update summed
+
+
+@dataclass
+class SimulatedStore:
+    """One run over all of its lives. `holding()` gives the lineage hashes that living, unfenced replicas hold."""
+
+    root: CommitRecord
+    supersede_after_s: float
+    holding: Callable[[], Iterable[str]]
+    life: int = 0
+    entries: list[CommitRecord] = field(default_factory=list)
+    durable: dict[str, State] = field(default_factory=dict)
+    ended: set[Incarnation] = field(default_factory=set)
+    holders: list[tuple[Incarnation, str]] = field(default_factory=list)  # who wrote an entry for which lineage
+    waited: dict[str, Waited] = field(default_factory=dict)
+    since_s: dict[str, float] = field(default_factory=dict)  # head -> when it was appended, by the world's true time
+    jumps: int = 0  # of the membership service's clock
+    lost: int = 0  # steps that were superseded at a depth above 1
+    down_until: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.entries.append(self.root)
+        self.durable[self.root.hash] = (self.root.hash, ())
+        self.since_s[self.root.hash] = 0.0
+
+    @property
+    def head(self) -> CommitRecord:
+        return self.entries[-1]
+
+    def put(self, index: int, record: CommitRecord, now: float) -> tuple[CommitRecord, str]:
+        """The entry that stands at `index` now, and what is wrong with it ("": nothing)."""
+        complaint = ""
+        if index == len(self.entries):
+            complaint = self._loss(record, now)
+            self.entries.append(record)
+            self.since_s[record.hash] = now
+        return self.entries[index], complaint
+
+    def _loss(self, record: CommitRecord, now: float) -> str:
+        log = Log(self.entries)
+        base = log.get(record.parent)
+        assert base is not None
+        if not log.on_chain(base.hash):
+            return f"record {record.step} follows one that was superseded"
+        lost = [r.hash for r in log.above(base.step)]
+        if len(lost) <= 1:
+            return ""
+        self.lost += len(lost)
+        if saved := [h for h in lost if h in self.durable]:
+            return f"{len(lost)} steps above step {base.step} are lost, and a checkpoint holds {saved[-1][:6]}"
+        observed_s = now - self.since_s[self.head.hash] + STEP_S * self.jumps
+        if observed_s < self.supersede_after_s and (held := set(lost) & set(self.holding())):
+            return f"{len(lost)} steps above step {base.step} are lost after {observed_s:.1f} s, and {sorted(held)[0][:6]} is held"
+        return ""
+
+    def evidence(self, head: CommitRecord, generation: int) -> Evidence:
+        """What a member that waits finds about `head`, its own wait counted."""
+        log = Log(self.entries)
+        counter = self.waited[head.hash] = counted(self.waited.get(head.hash), generation)
+        chain = {r.hash for r in log.chain(head.hash)}
+        holders = tuple(sorted({who for who, lineage in self.holders if lineage in chain}))
+        return Evidence(head.hash, holders, tuple(sorted(self.ended)), counter.seconds)
+
+    def wait_over(self, head: CommitRecord, generation: int) -> None:
+        self.waited[head.hash] = Waited(generation, 0.0)
+
+    def newest_durable(self, log: Log) -> State:
+        return next(self.durable[r.hash] for r in reversed(log.chain()) if r.hash in self.durable)
+
+    def resume(self, keep: int, now: float) -> None:
+        """A new life of the run: the lineage as far as it was on disk, and nothing else of the old store."""
+        self.life += 1
+        self.entries = self.entries[:keep]
+        self.ended, self.holders, self.waited = set(), [], {}
+        self.down_until = now
+
+    def generation(self, now: float, offset_s: float) -> int:
+        return round((now + offset_s) * GENERATIONS_PER_S)

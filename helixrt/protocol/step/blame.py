@@ -1,0 +1,84 @@
+"""Who sits out after broken exchanges: a replica that reaches the membership service and not its peers.
+
+In: the members' accounts, each with the incarnations that were silent to it in its last exchange if that
+broke. Out: who takes no part in the next exchange, the same on every member, the blamed ones too.
+
+- Whoever more than half of the others blame, and at least two, sits out at once.
+- Without a majority nothing happens for `breaks` broken exchanges in a row; then one of those involved sits
+  out: one that is behind, else the one with the highest id.
+- A pause is `pause_s`, and doubles with each in a row up to `pause_max_s`; it ends by generation.
+- The replicas that hold the base are never all left out: then those that blame them sit out instead.
+
+FT-HSDP leaves a broken peer to its scheduler. Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from helixrt.protocol.step.lineage import Incarnation
+from helixrt.protocol.step.supersede import GENERATIONS_PER_S
+
+
+@dataclass(frozen=True)
+class BlameRules:
+    breaks: int = 3
+    pause_s: float = 2.0
+    pause_max_s: float = 60.0
+
+
+class Account(Protocol):
+    """The part of a `Member` that blame needs."""
+
+    @property
+    def replica(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def blames(self) -> tuple[Incarnation, ...]: ...
+    @property
+    def breaks(self) -> int: ...
+    @property
+    def sits_until(self) -> int: ...
+
+
+def pause_generations(times: int, rules: BlameRules) -> int:
+    """How many generations the `times`-th pause in a row lasts, counted from 1."""
+    seconds = min(rules.pause_max_s, rules.pause_s * 2.0 ** min(times - 1, 30))
+    return round(seconds * GENERATIONS_PER_S)
+
+
+def accusers(members: Sequence[Account]) -> dict[int, set[int]]:
+    """For each blamed member, the members that blame it."""
+    present = {(m.replica, m.incarnation) for m in members}
+    found: dict[int, set[int]] = {}
+    for member in members:
+        for blamed in member.blames:
+            if blamed in present and blamed[0] != member.replica:
+                found.setdefault(blamed[0], set()).add(member.replica)
+    return found
+
+
+def sitting_out(members: Sequence[Account], holders: Sequence[int], generation: int, rules: BlameRules) -> frozenset[int]:
+    """The replicas that take no part in the exchange of this generation. `holders` hold the base."""
+    still = {m.replica for m in members if m.sits_until > generation}
+    active = [m for m in members if m.replica not in still]
+    blamed = accusers(active)
+    others = len(active) - 1
+    out = {x for x, by in blamed.items() if len(by) >= 2 and 2 * len(by) > others}
+    if blamed and not out and max(m.breaks for m in active) >= rules.breaks:
+        out = {_least_needed(blamed, holders)}
+    out |= still
+    if out >= set(holders):  # somebody has to hold the base: those that blame it sit out instead
+        out = ({r for holder in holders for r in blamed.get(holder, ())} | out) - set(holders)
+    if len(out) == len(members):
+        return frozenset()
+    return frozenset(out)
+
+
+def _least_needed(blamed: Mapping[int, set[int]], holders: Sequence[int]) -> int:
+    involved = set(blamed).union(*blamed.values())
+    behind = involved - set(holders)
+    return max(behind or involved)
