@@ -23,6 +23,8 @@ class Timeouts:
     step_s: float  # one step of a replica's ranks, from plan to vote
     join_s: float  # how long a quorum waits for a living replica that has not joined
     start_s: float  # from a process's start to its first join
+    progress_period_s: float  # between two progress reports of a rank
+    evaluate_s: float  # an evaluation, a digest of the state or a checkpoint's copy of it
 
 
 def derive(step_timeout_s: float) -> Timeouts:
@@ -38,7 +40,10 @@ def derive(step_timeout_s: float) -> Timeouts:
         step_s=step_timeout_s,
         join_s=2 * step_timeout_s,
         start_s=max(120.0, 3 * step_timeout_s),
+        progress_period_s=min(2.0, step_timeout_s / 20),
+        evaluate_s=max(120.0, 3 * step_timeout_s),
     )
     assert lattice.heartbeat_period_s < lattice.heartbeat_s < lattice.exchange_s <= lattice.step_s
     assert lattice.step_s < lattice.join_s < lattice.start_s
+    assert lattice.progress_period_s < lattice.step_s < lattice.evaluate_s
     return lattice

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
@@ -21,8 +21,11 @@ from typing import Any
 from helixrt.errors import Cause, Retryable
 from helixrt.ray_cluster import policies
 from helixrt.ray_cluster.policies import Options, Phase, RunState, StopRun
+from helixrt.ray_cluster.stuck import Limits
+from helixrt.ray_cluster.watch import ProgressWatch
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, poison_key, running_key
+from helixrt.timeouts import Timeouts
 
 
 class Happening(Enum):
@@ -34,6 +37,8 @@ class Happening(Enum):
     RESTARTED = "restarted"
     FINISHED = "finished"
     GIVEN_UP = "given_up"
+    WAITING = "waiting"  # for resources to start its ranks with
+    SKIPPED = "skipped"  # a batch of its stream, which ended it twice
     STOPPED = "stopped"
 
 
@@ -72,7 +77,8 @@ class Controller:
     """Owns the launcher from construction on: `run` closes it however it ends.
 
     `specs(replica, incarnation)` gives the specs of all ranks of that replica. `on_event` gets
-    every `LifeEvent` as it is added to `history`, in the thread of `run`.
+    every `LifeEvent` as it is added to `history`, in the thread of `run`. With `timeouts`, ranks that make no
+    progress are found (`stuck`).
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Controller:
         exit_grace_s: float = 20.0,
         store_patience_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self.history: list[LifeEvent] = []
         self.state = RunState.initial(options)
@@ -93,6 +100,11 @@ class Controller:
         self._exit_grace_s, self._store_patience_s = exit_grace_s, store_patience_s
         self._alive: set[tuple[int, str]] = set()  # (incarnation, rank) started and not reported as ended
         self._store_lost_s: float | None = None
+        self._told_waiting: set[tuple[int, int]] = set()  # (replica, incarnation)
+        self._watch: ProgressWatch | None = None
+        if timeouts is not None:
+            period_s = timeouts.progress_period_s
+            self._watch = ProgressWatch(store, Limits(timeouts.step_s, timeouts.start_s, 2 * period_s), period_s, clock)
         self._wake = threading.Event()
         self._signal: int | None = None
 
@@ -135,7 +147,9 @@ class Controller:
                 raise Retryable(Cause(what, "driver")) from lost
         for exit_ in ended:
             self._alive.discard((exit_.incarnation, str(exit_.coordinate)))
-            self._feed(_event_of(exit_))
+            self._feed(self._event_of(exit_))
+        self._look_for_stuck_ranks()
+        self._look_at_launches()
         self._feed(policies.Tick())
 
     def _read_store(self) -> None:
@@ -146,6 +160,22 @@ class Controller:
                 self._feed(policies.ReplicaDone(index))
             elif replica.phase is not Phase.RUNNING and self._store.get(running_key(index, replica.incarnation)) is not None:
                 self._feed(policies.ReplicaRunning(index, replica.incarnation))
+
+    def _look_for_stuck_ranks(self) -> None:
+        if self._watch is None:
+            return
+        active = [i for i, r in enumerate(self.state.replicas) if r.phase in policies.ACTIVE]
+        with suppress(Retryable):  # time without the store is not observed
+            for stuck in self._watch.look(active):
+                self._feed(stuck)
+
+    def _look_at_launches(self) -> None:
+        for index, replica in enumerate(self.state.replicas):
+            if replica.phase in (Phase.STARTING, Phase.RESTARTING) and self._launcher.waiting(index):
+                self._feed(policies.CapacityAwaited(index, replica.incarnation))
+                if (index, replica.incarnation) not in self._told_waiting:
+                    self._told_waiting.add((index, replica.incarnation))
+                    self._tell(Happening.WAITING, index, replica.incarnation, "no resources yet for its ranks")
 
     def _feed(self, event: policies.Event) -> None:
         before = self.state
@@ -165,20 +195,42 @@ class Controller:
 
     def _tell_survivors(self, replica: int, incarnation: int) -> None:
         """So that they do not wait for its heartbeats to pass."""
-        try:
+        with suppress(Retryable):  # then they do; a store that stays away ends the run in `_round`
             self._store.put_if_absent(lost_key(replica, incarnation), "yes")
-        except Retryable:
-            pass  # then they do; a store that stays away ends the run in `_round`
 
     def _execute(self, decision: policies.Decision) -> None:
         if isinstance(decision, policies.StartReplica):
-            for spec in self._specs(decision.replica, decision.incarnation):
+            specs = self._specs(decision.replica, decision.incarnation)
+            if self._watch is not None:
+                self._watch.began(decision.replica, decision.incarnation, [str(spec.coordinate) for spec in specs])
+            for spec in specs:
                 self._alive.add((spec.incarnation, str(spec.coordinate)))
                 self._launcher.start(spec)
         elif isinstance(decision, policies.KillReplica):
             self._launcher.kill(decision.replica)
+        elif isinstance(decision, policies.SkipBatch):
+            self._put_surely(poison_key(decision.replica, decision.position), "skip")
+            incarnation = self.state.replicas[decision.replica].incarnation
+            self._tell(Happening.SKIPPED, decision.replica, incarnation, decision.reason)
         elif isinstance(decision, StopRun):
             self._tell(Happening.STOPPED, -1, 0, decision.reason)
+
+    def _put_surely(self, key: str, value: str) -> None:
+        """Put it, before anything else is done; for as long as the store may be away."""
+        deadline = self._clock() + self._store_patience_s
+        while True:
+            try:
+                self._store.put_if_absent(key, value)
+                return
+            except Retryable:
+                if self._clock() >= deadline:
+                    raise
+                self._pause(0.2)
+
+    def _event_of(self, exit_: RankExit) -> policies.RankEnded:
+        replica, rank = exit_.coordinate.replica, str(exit_.coordinate)
+        position = None if self._watch is None else self._watch.position(replica, exit_.incarnation, rank)
+        return policies.RankEnded(replica, exit_.incarnation, rank, exit_.code, exit_.reason, position)
 
     def _let_go(self, poll_s: float, tick: Callable[[], None]) -> None:
         """Tell the ranks to exit and wait for them; who stays longer than the grace is killed by close."""
@@ -238,9 +290,3 @@ def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
     finally:
         for restored, previous in old.items():
             signal.signal(restored, previous)
-
-
-def _event_of(exit_: RankExit) -> policies.RankEnded:
-    return policies.RankEnded(
-        exit_.coordinate.replica, exit_.incarnation, str(exit_.coordinate), exit_.code, exit_.reason
-    )

@@ -45,6 +45,11 @@ class RayRunStore(RunStore):
             if stands is not None:  # else another client deleted it in between
                 return stands
 
+    def set(self, key: str, value: str) -> None:
+        if not value:
+            raise ValueError(f"the value of {key!r} is empty; the store cannot tell that from no value")
+        self._call(lambda: self._kv._internal_kv_put(key.encode(), value.encode(), overwrite=True, namespace=self._namespace))
+
     def get(self, key: str) -> str | None:
         value = self._call(lambda: self._kv._internal_kv_get(key.encode(), namespace=self._namespace))
         return None if value is None else value.decode()

@@ -116,7 +116,7 @@ class Membership(ABC):
 
 
 class RunStore(ABC):
-    """The run's key-value store. Values are text; a key that was put is never changed.
+    """The run's key-value store. Values are text; a key that was put with `put_if_absent` is never changed.
 
     Safe from any thread. Raises Retryable when the store cannot be reached.
     """
@@ -124,6 +124,11 @@ class RunStore(ABC):
     @abstractmethod
     def put_if_absent(self, key: str, value: str) -> str:
         """Put `value` unless the key has one; returns what the key has now. Atomic: the first wins."""
+
+    @abstractmethod
+    def set(self, key: str, value: str) -> None:
+        """Put or replace the value: for a key with one writer, of which only the newest value matters. It may be
+        on its way still when this returns; a reader sees an old or a new value, never a part of one."""
 
     @abstractmethod
     def get(self, key: str) -> str | None:
@@ -270,6 +275,10 @@ class Launcher(ABC):
     @abstractmethod
     def poll(self) -> list[RankExit]:
         """The ranks that ended since the last call."""
+
+    def waiting(self, replica: int) -> bool:
+        """Whether a rank of the replica that was started has no process yet for lack of resources."""
+        return False
 
     @abstractmethod
     def kill(self, replica: int) -> None:

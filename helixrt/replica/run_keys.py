@@ -1,7 +1,7 @@
 """The keys of the run's store by which ranks and the controller tell each other where they are.
 
 A rank's leader says that its replica runs and that it is done; the driver says when all may exit.
-Every key is put once and never changed (`RunStore`); a new driver begins with an empty store.
+Every key but a rank's progress is put once and never changed (`RunStore`); a new driver begins with an empty store.
 """
 
 from __future__ import annotations
@@ -17,6 +17,16 @@ def running_key(replica: int, incarnation: int) -> str:
 def done_key(replica: int) -> str:
     """Put by the replica's leader after its last step, with everything it had to write written."""
     return f"done/{replica}"
+
+
+def progress_key(rank: str, incarnation: int) -> str:
+    """Set again and again by the rank (named by its coordinate): its newest `ProgressReport`."""
+    return f"progress/{rank}/{incarnation}"
+
+
+def poison_key(replica: int, position: int) -> str:
+    """Put by the driver: the batch at this position of the replica's stream is to be left out."""
+    return f"poison/{replica}/{position}"
 
 
 def lost_key(replica: int, incarnation: int) -> str:

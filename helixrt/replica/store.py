@@ -53,6 +53,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _check_value(key: str, value: str) -> None:
+    if not value:
+        raise ValueError(f"the value of {key!r} is empty; the store cannot tell that from no value")
+
+
 class TcpRunStore(RunStore):
     """A client of the store at `address`; every thread connects when it first calls.
 
@@ -65,10 +70,13 @@ class TcpRunStore(RunStore):
         self._local = threading.local()
 
     def put_if_absent(self, key: str, value: str) -> str:
-        if not value:
-            raise ValueError(f"the value of {key!r} is empty; the store cannot tell that from no value")
+        _check_value(key, value)
         # compare_set against "" sets a key that is not there, and gives back what is there now.
         return self._call(lambda client: client.compare_set(key, "", value)).decode()
+
+    def set(self, key: str, value: str) -> None:
+        _check_value(key, value)
+        self._call(lambda client: client.set(key, value))
 
     def get(self, key: str) -> str | None:
         def read(client: dist.TCPStore) -> str | None:
@@ -117,12 +125,17 @@ class MemoryRunStore(RunStore):
         self._changed = threading.Condition()
 
     def put_if_absent(self, key: str, value: str) -> str:
-        if not value:
-            raise ValueError(f"the value of {key!r} is empty; the store cannot tell that from no value")
+        _check_value(key, value)
         with self._changed:
             now = self._values.setdefault(key, value)
             self._changed.notify_all()
             return now
+
+    def set(self, key: str, value: str) -> None:
+        _check_value(key, value)
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
 
     def get(self, key: str) -> str | None:
         with self._changed:

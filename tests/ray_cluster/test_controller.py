@@ -12,7 +12,9 @@ from helixrt.errors import Cause, Retryable
 from helixrt.ray_cluster.controller import Controller, Happening, Terminated
 from helixrt.ray_cluster.policies import FATAL_EXIT, Options, StopRun
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, running_key
+from helixrt.replica.progress import ProgressReport, ThreadReport
+from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, poison_key, progress_key, running_key
+from helixrt.timeouts import derive
 
 
 class MemoryStore(RunStore):
@@ -22,6 +24,9 @@ class MemoryStore(RunStore):
 
     def put_if_absent(self, key: str, value: str) -> str:
         return self.values.setdefault(key, value)
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
 
     def get(self, key: str) -> str | None:
         if self.down:
@@ -42,6 +47,7 @@ class ListedLauncher(Launcher):
         self.alive: dict[Coordinate, int] = {}
         self.starts: list[tuple[str, int]] = []
         self.unreported: list[RankExit] = []
+        self.without_resources: set[int] = set()
         self.closed = False
 
     def start(self, spec: RankSpec) -> None:
@@ -57,6 +63,9 @@ class ListedLauncher(Launcher):
         ended, self.unreported = self.unreported, []
         return ended
 
+    def waiting(self, replica: int) -> bool:
+        return replica in self.without_resources
+
     def kill(self, replica: int) -> None:
         for coordinate in [c for c in self.alive if c.replica == replica]:
             self.end(replica, coordinate.pp, -9, "killed")
@@ -65,6 +74,9 @@ class ListedLauncher(Launcher):
         for replica in {c.replica for c in self.alive}:
             self.kill(replica)
         self.closed = True
+
+
+TIMEOUTS = derive(5.0)
 
 
 class World:
@@ -81,6 +93,7 @@ class World:
             Options(2, 2, **options),  # type: ignore[arg-type]
             on_event=lambda e: self.told.append(f"{e.kind.value} {e.replica}.{e.incarnation}"),
             clock=lambda: self.now,
+            timeouts=TIMEOUTS,
         )
 
     def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
@@ -103,6 +116,11 @@ class World:
 
     def running(self, replica: int, incarnation: int = 0) -> None:
         self.store.values[running_key(replica, incarnation)] = "1"
+
+    def reports(self, rank: str, sequence: int, *threads: ThreadReport, incarnation: int = 0, **what: object) -> None:
+        """What a rank says of its progress; it has been through a step."""
+        report = ProgressReport(sequence, True, threads=threads, **what)  # type: ignore[arg-type]
+        self.store.values[progress_key(f"{rank}.dp0.cp0.tp0", incarnation)] = report.to_json()
 
     def exit_all(self) -> None:
         assert self.store.values.get(EXIT_KEY), "ranks may not exit yet"
@@ -223,3 +241,99 @@ def test_it_runs_outside_the_main_thread_too() -> None:
     thread.start()
     thread.join(30)
     assert outcomes == [StopRun(True, "")]
+
+
+RANKS = ("r0.pp0", "r0.pp1", "r1.pp0", "r1.pp1")
+
+
+def talk(world: World, sequence: int, *but: str, incarnation: int = 0) -> None:
+    """All ranks say that they live and wait for orders, but these."""
+    for rank in set(RANKS) - set(but):
+        world.reports(rank, sequence, incarnation=incarnation if rank.startswith("r1") else 0)
+
+
+def test_a_rank_that_hangs_is_named_and_its_replica_started_again() -> None:
+    """The leader goes on: its other rank hangs in work, which only its own report tells."""
+    world = World()
+    hangs = ThreadReport("main", "work", 7, where="job:loss, line 3")
+
+    def hang(sequence: int) -> None:
+        talk(world, sequence, "r1.pp1")
+        if world.controller.state.replicas[1].incarnation == 0:
+            world.reports("r1.pp1", sequence, hangs)
+
+    world.run(
+        lambda: (world.running(0), world.running(1)),
+        *[lambda n=n: hang(n) for n in range(55)],
+        lambda: (world.running(1, 1), world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    (lost,) = [e for e in world.controller.history if e.kind is Happening.LOST]
+    assert (lost.replica, lost.incarnation) == (1, 0)
+    assert "r1.pp1.dp0.cp0.tp0 incarnation 0 has made no progress for 5 s" in lost.why and "job:loss, line 3" in lost.why
+    assert world.launcher.starts[-2:] == [("r1.pp0.dp0.cp0.tp0", 1), ("r1.pp1.dp0.cp0.tp0", 1)]
+    assert lost_key(1, 0) in world.store.values
+    assert progress_key("r1.pp1.dp0.cp0.tp0", 0) not in world.store.values, "what it said is deleted"
+
+
+def test_a_stopped_rank_falls_silent_and_a_stopped_driver_blames_nobody() -> None:
+    world = World()
+    world.run(
+        lambda: (world.running(0), world.running(1)),
+        *[lambda n=n: talk(world, n) for n in range(5)],
+        lambda: setattr(world, "now", world.now + 500.0),  # the driver's process was stopped, nobody reported meanwhile
+        *[None] * 20,
+        lambda: pytest.fail("somebody was blamed") if "lost" in str(world.told) else None,
+        *[lambda n=n: talk(world, 100 + n, "r0.pp0") for n in range(40)],
+        lambda: (world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    (lost,) = [e for e in world.controller.history if e.kind is Happening.LOST]
+    assert lost.replica == 0 and "r0.pp0.dp0.cp0.tp0 incarnation 0 has not reported for 5 s" in lost.why
+
+
+@pytest.mark.parametrize("on_poison", ["stop", "skip"])
+def test_a_batch_that_ends_a_replica_twice(on_poison: str) -> None:
+    world = World(on_poison=on_poison)
+
+    def end(incarnation: int) -> None:
+        world.running(1, incarnation)
+        world.reports("r1.pp0", 1, ThreadReport("main", "work", 1), incarnation=incarnation, position=12)
+        world.launcher.end(1, 0, -11, f"killed by SIGSEGV in life {incarnation}")
+
+    def begun_again() -> None:
+        assert poison_key(1, 12) in world.store.values or ("r1.pp0.dp0.cp0.tp0", 2) not in world.launcher.starts
+
+    outcome = world.run(
+        lambda: (world.running(0), world.running(1)),
+        lambda: end(0),
+        *[None] * 20,
+        lambda: end(1),
+        *[begun_again] * 20,
+        lambda: (world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    said = [e for e in world.controller.history if e.kind is Happening.SKIPPED]
+    if on_poison == "skip":
+        assert outcome.ok and len(said) == 1 and ("r1.pp0.dp0.cp0.tp0", 2) in world.launcher.starts
+        assert world.store.values[poison_key(1, 12)] and "position 12 of replica 1's stream" in said[0].why
+    else:
+        assert not outcome.ok and not said and poison_key(1, 12) not in world.store.values
+        assert "position 12 of replica 1's stream" in outcome.reason and "life 0; then: killed" in outcome.reason
+
+
+def test_ranks_without_resources_are_waited_for() -> None:
+    world = World(max_restarts=0, start_timeout_s=2.0)
+    world.launcher.without_resources = {1}
+    outcome = world.run(
+        lambda: world.running(0),
+        *[None] * 200,
+        lambda: setattr(world.launcher, "without_resources", set()),
+        lambda: (world.running(1), world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    assert outcome == StopRun(True, "") and world.told.count("waiting 1.0") == 1

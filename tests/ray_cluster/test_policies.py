@@ -11,18 +11,23 @@ from helixrt.ray_cluster.policies import (
     ACTIVE,
     CONFIG_EXIT,
     FATAL_EXIT,
+    RELOAD_EXIT,
     SETTLED,
+    SKIP,
     Began,
+    CapacityAwaited,
     Event,
     GiveUp,
     KillReplica,
     Options,
     Phase,
     RankEnded,
+    RankStuck,
     ReplicaDone,
     ReplicaRunning,
     ReplicaState,
     RunState,
+    SkipBatch,
     StartReplica,
     StopRun,
     Tick,
@@ -34,8 +39,27 @@ from helixrt.ray_cluster.policies import (
 OPTIONS = Options(replicas=2, ranks_per_replica=2, max_restarts=2, start_timeout_s=10.0, backoff_s=1.0, gone_s=3.0)
 
 
-def ended(replica: int, rank: int = 0, incarnation: int = 0, code: int = -9, reason: str = "") -> RankEnded:
-    return RankEnded(replica, incarnation, f"r{replica}.pp{rank}", code, reason or f"rank {rank} of {replica} ended")
+def ended(
+    replica: int, rank: int = 0, incarnation: int = 0, code: int = -9, reason: str = "", position: int | None = None
+) -> RankEnded:
+    return RankEnded(replica, incarnation, f"r{replica}.pp{rank}", code, reason or f"rank {rank} of {replica} ended", position)
+
+
+ONE_RANK = replace(OPTIONS, ranks_per_replica=1)
+
+
+def lives(*ends: tuple[float, RankEnded | RankStuck], options: Options = ONE_RANK) -> tuple[RunState, list[object]]:
+    """Both replicas run, then replica 0 has these ends; each incarnation runs before the next end."""
+    state, _ = play((0.1, ReplicaRunning(0, 0)), (0.1, ReplicaRunning(1, 0)), options=options)
+    made: tuple[object, ...] = ()
+    for at, end in ends:
+        state, _ = decide(state, ReplicaRunning(0, end.incarnation), at, options)
+        state, made = decide(state, end, at, options)
+        for later in (0.1, 50.0):
+            if state.replicas[0].phase is Phase.LOST:
+                state, more = decide(state, Tick(), at + later, options)
+                made = (*made, *more)
+    return state, list(made)
 
 
 def play(*timed: tuple[float, Event], options: Options = OPTIONS) -> tuple[RunState, list[object]]:
@@ -106,6 +130,100 @@ def test_a_config_error_stops_the_run_at_once() -> None:
     assert decide(state, ended(1), 2, OPTIONS) == (state, ())
 
 
+@pytest.mark.parametrize("code", [CONFIG_EXIT, FATAL_EXIT])
+def test_a_config_error_after_the_first_quorum_loses_one_replica_as_a_fatal_does(code: int) -> None:
+    """Its NIC is missing, or a package on its node: the others train on."""
+    options = replace(ONE_RANK, max_restarts=9, fatal_restarts=1)
+    state, made = lives((1.0, ended(0, code=code)), options=options)
+    assert made == [KillReplica(0), StartReplica(0, 1)]
+    state, made = decide(state, ended(0, incarnation=1, code=code, reason="rails=eth7: no such NIC"), 2, options)
+    assert made == (KillReplica(0), GiveUp(0, "rails=eth7: no such NIC")) and state.stopped is None
+    assert decide(state, ReplicaDone(1), 3, options)[1] == (StopRun(True, "given up: rails=eth7: no such NIC"),)
+
+
+def test_a_config_error_of_a_restarted_replica_does_not_stop_the_run_even_before_the_first_quorum() -> None:
+    state, made = play((1, ended(0)), (2, ended(0, incarnation=1, code=CONFIG_EXIT)), options=ONE_RANK)
+    assert made == [KillReplica(0)] and state.stopped is None
+
+
+def test_restarts_count_within_the_window_alone() -> None:
+    options = replace(ONE_RANK, max_restarts=2, restart_window_s=1000.0)
+    rare = [(600.0 * n, ended(0, incarnation=n)) for n in range(20)]  # two in any window
+    state, made = lives(*rare, options=options)
+    assert StartReplica(0, 20) in made and state.replicas[0].phase is Phase.RESTARTING
+    frequent = [(400.0 * n, ended(0, incarnation=n)) for n in range(3)]
+    assert GiveUp(0, "rank 0 of 0 ended") in lives(*frequent, options=options)[1]
+
+
+def test_the_backoff_follows_the_restarts_within_the_window() -> None:
+    options = replace(ONE_RANK, max_restarts=9, restart_window_s=1000.0)
+    state, _ = lives((10.0, ended(0)), (100.0, ended(0, incarnation=1)), options=options)
+    state, made = decide(state, ended(0, incarnation=2), 5000.0, options)
+    assert made == (KillReplica(0), StartReplica(0, 3)), "the earlier ones are long past: at once"
+    assert decide(state, ended(0, incarnation=3), 5001.0, options)[1] == (KillReplica(0),)
+
+
+def test_a_reload_that_the_protocol_asked_for_is_no_failure() -> None:
+    options = replace(ONE_RANK, max_restarts=0, fatal_restarts=0)
+    state, made = lives(*[(100.0 * n, ended(0, incarnation=n, code=RELOAD_EXIT)) for n in range(8)], options=options)
+    assert StartReplica(0, 8) in made and state.replicas[0].failures == ()
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_the_failure_that_a_reload_only_followed_counts(budget: int) -> None:
+    """The leader leaves because its other rank is broken, and is seen first."""
+    options = replace(OPTIONS, max_restarts=budget)
+    state, made = play((1, ReplicaRunning(0, 0)), (2, ended(0, 0, code=RELOAD_EXIT)), options=options)
+    assert made == [KillReplica(0)]
+    state, made_ = decide(state, ended(0, 1, code=FATAL_EXIT, reason="out of memory"), 2.1, options)
+    expected = StartReplica(0, 1) if budget else GiveUp(0, "out of memory")
+    assert expected in made_ and len(state.replicas[0].failures) == 1 and state.replicas[0].why == "out of memory"
+
+
+def test_waiting_for_resources_costs_nothing() -> None:
+    state, _ = play((1, ReplicaRunning(1, 0)))
+    for now in range(2, 500):
+        state, made = decide(state, CapacityAwaited(0, 0), now, OPTIONS)
+        assert made == () and decide(state, Tick(), now, OPTIONS)[1] == ()
+    assert state.replicas[0].phase is Phase.STARTING
+    assert decide(state, Tick(), 509.5, OPTIONS)[1] == (KillReplica(0),), "from then on the start timeout counts"
+
+
+def test_a_stuck_rank_has_its_replica_restarted() -> None:
+    state, made = play((1, ReplicaRunning(0, 0)), (2, RankStuck(0, 0, "r0.pp1", "r0.pp1 makes no progress")))
+    assert made == [KillReplica(0)] and state.replicas[0].why == "r0.pp1 makes no progress"
+    state, made_ = decide(state, ended(0, 0), 2.1, OPTIONS)
+    state, made_ = decide(state, ended(0, 1), 2.2, OPTIONS)
+    assert made_ == (StartReplica(0, 1),)
+    assert decide(state, RankStuck(0, 0, "r0.pp1", "late news"), 3, OPTIONS) == (state, ())
+
+
+def test_a_batch_that_ends_its_replica_twice_stops_the_run_and_is_named() -> None:
+    ends = ((1.0, ended(0, position=7, reason="core dumped")), (2.0, RankStuck(0, 1, "r0.pp0", "hangs", position=7)))
+    state, made = lives(*ends)
+    assert state.stopped is not None and not state.stopped.ok and made == [KillReplica(0), state.stopped]
+    for part in ("position 7 of replica 0's stream", "core dumped; then: hangs", "on_poison=skip"):
+        assert part in state.stopped.reason
+
+
+def test_a_poison_batch_is_skipped_before_the_next_incarnation_starts() -> None:
+    options = replace(ONE_RANK, on_poison=SKIP, max_restarts=9)
+    ends = [(1.0, ended(0, position=7)), (2.0, ended(0, incarnation=1, position=7))]
+    state, made = lives(*ends, options=options)
+    assert [type(d) for d in made] == [KillReplica, SkipBatch, StartReplica] and state.stopped is None
+    skip = made[1]
+    assert isinstance(skip, SkipBatch) and (skip.replica, skip.position) == (0, 7)
+
+
+@pytest.mark.parametrize("between", [ended(0, incarnation=1), ended(0, incarnation=1, code=RELOAD_EXIT, position=7)])
+def test_ends_outside_work_on_the_batch_do_not_count_as_its_doing(between: RankEnded) -> None:
+    options = replace(ONE_RANK, max_restarts=9)
+    state, _ = lives((1.0, ended(0, position=7)), (2.0, between), options=options)
+    assert state.stopped is None
+    state, _ = lives((1.0, ended(0, position=7)), (2.0, ended(0, incarnation=1, position=8)), options=options)
+    assert state.stopped is None
+
+
 def test_a_replica_that_does_not_join_in_time_is_lost_and_a_running_one_is_not() -> None:
     state, made = play((9, ReplicaRunning(0, 0)), (10, Tick()))
     assert made == [KillReplica(1)] and state.replicas[0].phase is Phase.RUNNING
@@ -148,7 +266,10 @@ def test_likely_root_causes_come_before_complaints_of_peers() -> None:
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize(
     "event",
-    [ReplicaRunning(0, 1), ReplicaDone(0), ended(0, 0, 1), ended(0, 0, 0), ended(0, 0, 1, CONFIG_EXIT), Tick()],
+    [
+        ReplicaRunning(0, 1), ReplicaDone(0), ended(0, 0, 1), ended(0, 0, 0), ended(0, 0, 1, CONFIG_EXIT), Tick(),
+        RankStuck(0, 1, "r0.pp0", "stuck"), RankStuck(0, 0, "r0.pp0", "stuck"), CapacityAwaited(0, 1),
+    ],  # fmt: skip
     ids=repr,
 )
 def test_every_phase_meets_every_event(phase: Phase, event: Event) -> None:
@@ -166,8 +287,7 @@ def test_every_phase_meets_every_event(phase: Phase, event: Event) -> None:
     if isinstance(event, ReplicaRunning):
         expected = Phase.RUNNING if phase in (Phase.STARTING, Phase.RESTARTING) else phase
         assert new.replicas[0].phase is expected
-    stopped = isinstance(event, RankEnded) and event.code == CONFIG_EXIT and event.incarnation == 1
-    assert (new.stopped is not None) == stopped
+    assert new.stopped is None
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -188,6 +308,7 @@ def _live(seed: int) -> None:
         max_restarts=rng.randint(0, 4),
         fatal_restarts=rng.randint(0, 2),
         start_timeout_s=rng.uniform(1, 20),
+        restart_window_s=1e9,  # the world is shorter
         backoff_s=rng.uniform(0, 3),
         gone_s=100.0,  # nothing gets lost in this world, so old ranks are always gone before new ones start
     )
@@ -232,6 +353,10 @@ def _live(seed: int) -> None:
             feed(ReplicaRunning(replica, rng.choice([0, len(starts[replica]) - 1])))
         elif choice < 0.51:
             feed(ReplicaDone(replica))
+        elif choice < 0.53:
+            feed(RankStuck(replica, rng.choice([0, len(starts[replica]) - 1]), f"r{replica}.pp0", "stuck"))
+        elif choice < 0.56:
+            feed(CapacityAwaited(replica, rng.choice([0, len(starts[replica]) - 1])))
         else:
             feed(Tick())
     # From here on nothing breaks by itself: the run must come to its end, for every replica is done or given up.

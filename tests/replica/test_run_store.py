@@ -59,6 +59,19 @@ def test_the_first_value_stays(clients: Clients) -> None:
     assert other.get("k") == "third ü {}"
 
 
+def test_the_newest_value_that_was_set_stays(clients: Clients) -> None:
+    writer, reader = clients(), clients()
+    for value in ("one", "two ü", "three"):
+        writer.set("k", value)
+        assert writer.get("k") == value
+    assert reader.wait("k", 10) == reader.get("k") == "three"
+    assert reader.put_if_absent("k", "four") == "three", "a key that was set is there"
+    writer.delete("k")
+    assert writer.get("k") is None
+    with pytest.raises(ValueError, match="empty"):
+        writer.set("k", "")
+
+
 def test_one_winner_of_many(clients: Clients) -> None:
     stores = [clients() for _ in range(4)]
     start = threading.Barrier(8)

@@ -28,6 +28,9 @@ class MemoryStore(RunStore):
             self._changed.notify_all()
             return self._values.setdefault(key, value)
 
+    def set(self, key: str, value: str) -> None:
+        raise NotImplementedError
+
     def get(self, key: str) -> str | None:
         return self._values.get(key)
 

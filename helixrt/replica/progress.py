@@ -1,0 +1,186 @@
+"""What a rank's threads are doing, told to the driver again and again: how a rank that hangs is found.
+
+In: threads that say what they do (`doing`), and the rank's flight record, each event of which is something completed.
+Out: a `ProgressReport` under one key of the run's store, replaced by a thread of its own every `period_s`, and at
+once when work on a batch begins or ends. Whether a rank is stuck is decided by whoever reads the reports
+(`helixrt.ray_cluster.stuck`). A process that is stopped, or whose interpreter lock is held, does not report.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+from helixrt.errors import Retryable
+from helixrt.record import Event
+from helixrt.replica.contracts import RunStore
+
+MAIN, EXCHANGE, LEADER, FETCH = "main", "exchange", "leader", "fetch"
+_DEPTH = 80  # frames of a thread that are looked at
+_OWN = ("threading", "queue", "contextlib")
+
+
+@dataclass(frozen=True)
+class ThreadReport:
+    """A thread that is doing something. `completed` changes whenever it begins, completes or ends anything.
+
+    `limit_s`: it may take so long without completing anything (0: the usual limit applies); never shortens the
+    usual limit. `where` it is, if that was looked up. `waits_for_peer`: it waits for another rank of its replica.
+    """
+
+    thread: str
+    doing: str
+    completed: int
+    limit_s: float = 0.0
+    where: str = ""
+    waits_for_peer: bool = False
+
+
+@dataclass(frozen=True)
+class ProgressReport:
+    """One report of a rank. A thread that waits for orders is not listed.
+
+    `committed`: the rank has done an update. `position`: of the batch that it is working on, if it is.
+    """
+
+    sequence: int
+    committed: bool = False
+    position: int | None = None
+    threads: tuple[ThreadReport, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ProgressReport:
+        raw = json.loads(text)
+        return ProgressReport(**{**raw, "threads": tuple(ThreadReport(**thread) for thread in raw["threads"])})
+
+
+@dataclass
+class _Slot:
+    thread: str
+    doing: str
+    limit_s: float
+
+
+class Progress:
+    """Of one rank. Attach it to the rank's flight record. Without a store it reports nothing.
+
+    `waits_in` names modules: a thread with a frame in one of them waits for another rank of the replica.
+    """
+
+    def __init__(
+        self, store: RunStore | None = None, key: str = "", period_s: float = 1.0, waits_in: tuple[str, ...] = ()
+    ) -> None:
+        self._store, self._key, self._period_s, self._waits_in = store, key, period_s, waits_in
+        self._changed = threading.Condition()  # guards everything below
+        self._slots: dict[int, list[_Slot]] = {}  # thread's id -> what it is doing, innermost last
+        self._completed: dict[int, int] = {}
+        self._sequence = 0
+        self._committed = False
+        self._position: int | None = None
+        self._hurry = self._closed = False
+        self._thread: threading.Thread | None = None
+        if store is not None:
+            self._thread = threading.Thread(target=self._run, name="helixrt-progress", daemon=True)
+            self._thread.start()
+
+    @contextmanager
+    def doing(self, doing: str, thread: str = MAIN, limit_s: float = 0.0, position: int | None = None) -> Iterator[None]:
+        """While the calling thread does this. An error leaves `position` reported: the rank ended while it worked there."""
+        me = threading.get_ident()
+        self._begin(me, _Slot(thread, doing, limit_s), position)
+        try:
+            yield
+        except BaseException:
+            self._end(me, None)
+            raise
+        self._end(me, position)
+
+    def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
+        """While the calling thread does something that may take `limit_s` without completing a part of it."""
+        return self.doing(doing, limit_s=limit_s)
+
+    def committed(self) -> None:
+        """The rank has done an update of its state."""
+        with self._changed:
+            self._committed = True
+
+    def __call__(self, event: Event) -> None:
+        """A sink of the flight record: the calling thread has completed something."""
+        me = threading.get_ident()
+        if me in self._completed:
+            self._completed[me] += 1  # no other thread writes this entry
+
+    def report(self, look: bool = True) -> ProgressReport:
+        """What there is to report now. `look`: find out where each thread is, too."""
+        frames = sys._current_frames() if look and self._slots else {}
+        with self._changed:
+            self._sequence += 1
+            threads = []
+            for me, slots in self._slots.items():
+                where, waits = self._place(frames[me]) if me in frames else ("", False)
+                limit_s = max(slot.limit_s for slot in slots)
+                doing = "/".join(slot.doing for slot in slots)
+                threads.append(ThreadReport(slots[0].thread, doing, self._completed[me], limit_s, where, waits))
+            return ProgressReport(self._sequence, self._committed, self._position, tuple(threads))
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+
+    def _begin(self, me: int, slot: _Slot, position: int | None) -> None:
+        with self._changed:
+            self._slots.setdefault(me, []).append(slot)
+            self._completed[me] = self._completed.get(me, 0) + 1
+            if position is not None:
+                self._position = position
+                self._report_at_once()
+
+    def _end(self, me: int, position: int | None) -> None:
+        with self._changed:
+            self._completed[me] += 1
+            self._slots[me].pop()
+            if not self._slots[me]:
+                del self._slots[me]
+            if position is not None and self._position == position:
+                self._position = None
+                self._report_at_once()
+
+    def _report_at_once(self) -> None:
+        self._hurry = True
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        assert self._store is not None
+        while True:
+            with self._changed:
+                in_a_hurry = self._changed.wait_for(lambda: self._closed or self._hurry, self._period_s)
+                if self._closed:
+                    return
+                self._hurry = False
+            try:
+                self._store.set(self._key, self.report(look=not in_a_hurry).to_json())
+            except Retryable:
+                pass  # the next one says as much; a store that stays away ends the run
+
+    def _place(self, frame: FrameType | None) -> tuple[str, bool]:
+        """The innermost frame outside the interpreter's own waiting, and whether it waits for a peer."""
+        where, waits, depth = "", False, 0
+        while frame is not None and depth < _DEPTH:
+            module = frame.f_globals.get("__name__", "")
+            if not where and module not in _OWN:
+                where = f"{module}:{frame.f_code.co_name}, line {frame.f_lineno}"
+            waits = waits or module.startswith(self._waits_in)
+            frame, depth = frame.f_back, depth + 1
+        return where, waits
