@@ -55,6 +55,8 @@ class Kind(StrEnum):
     HOP = "hop"  # peer, old, path, reason, old_rtt_s (null: no answer), rtt_s: new messages to the peer take another path
     PATH_PROBED = "path_probed"  # peer, path, rtt_s
     FAILURE = "failure"  # replica, reason
+    STORAGE_FAILED = "storage_failed"  # what (checkpoint | lineage | metrics), reason, failures: attempts in a row that failed
+    STORAGE_BACK = "storage_back"  # what, failures: that came before
     CHAOS = "chaos"  # command; has a duration
     RANK_START = "rank_start"  # pid, incarnation
     RANK_END = "rank_end"  # code

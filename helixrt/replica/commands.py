@@ -34,9 +34,11 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Save:
-    """Write a checkpoint of the state, which is that of `record`, as the job does it."""
+    """Write a checkpoint of the state, which is that of `record`, as the job does it; `after_failover`: because a link
+    has lost a rail."""
 
     record: CommitRecord
+    after_failover: bool = False
 
 
 @dataclass(frozen=True)

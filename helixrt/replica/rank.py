@@ -53,7 +53,7 @@ class Hooks:
 
     updated: Callable[[Done], None] = lambda done: None
     evaluated: Callable[[int, float, int], None] = lambda step, loss, tokens: None
-    save: Callable[[CommitRecord], None] = lambda record: None
+    save: Callable[[Save], None] = lambda command: None
     stuck: Callable[[str], None] = lambda why: None
 
 
@@ -202,7 +202,7 @@ class RankWorker:
                 self.hooks.evaluated(command.step, loss, tokens)
                 self._idle_since = time.monotonic()
             case Save():
-                self.hooks.save(command.record)
+                self.hooks.save(command)
                 self._idle_since = time.monotonic()
             case Digest():
                 self.report(digest(self.engine.state()))

@@ -70,9 +70,11 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 50  # steps; 0 turns checkpoints off
+    every: int = 50  # steps, and the last step always; 0 turns checkpoints off
     keep: int = 3  # newest complete ones kept
     after_failover: bool = True  # one more as soon as a link had to go on without one of its rails; needs `every` > 0
+    write_s: float = 3600.0  # a checkpoint that is not written after so long has failed
+    retry_s: float = 300.0  # how long the last one is tried again if it fails; then the run ends with exit code 1
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from helixrt.train.config import ChaosConfig, TrainConfig
 from helixrt.train.data import load_corpus
 from helixrt.train.leader_reports import Finished, metrics_key
 from helixrt.train.lineage_files import drop_from, read_lineage, write_durably
-from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics_line
+from helixrt.train.metrics import MetricsLine, Notice, StepMetrics, read_metrics_line
 from helixrt.train.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.train.report import RunFacts, write_report
 
@@ -172,9 +172,11 @@ class Driver:
             if driver_is_due(self.config.chaos, entry.step):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def _show(self, line: StepMetrics | ValidationMetrics) -> None:
+    def _show(self, line: MetricsLine) -> None:
         if isinstance(line, StepMetrics):
             self.output.step(line)
+        elif isinstance(line, Notice):
+            self.output.say(f"{line.rank}  {line.text}")
         else:
             self.output.validation(line)
 
@@ -202,6 +204,10 @@ class Driver:
         self.output.summary()
         if not stopped.ok:
             print(f"the run failed: {stopped.reason}", file=sys.stderr)
+            return 1
+        if finished and all(f.unsaved for f in finished):
+            lost = f"the weights of step {finished[0].step} are lost: their checkpoint could not be written"
+            print(f"{lost} ({finished[0].unsaved})", file=sys.stderr)
             return 1
         if not (equal and at_head and found.clean):
             print(f"the replicas did not end alike: {finished}, audit {found}", file=sys.stderr)

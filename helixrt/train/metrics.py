@@ -1,14 +1,15 @@
 """The figures of a step that a rank tells the driver, as one line of JSON each way.
 
 In and out: `StepMetrics` (one per replica and step) and `ValidationMetrics`; ranks send them as text
-through the run's store, the driver hands them to `RunOutput`, and `metrics.jsonl` keeps them.
+through the run's store, the driver hands them to `RunOutput`, and `metrics.jsonl` keeps them. A `Notice`
+travels the same way, and is printed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,15 +61,30 @@ class ValidationMetrics:
         return json.dumps({"kind": "validation", **asdict(self)}, separators=(",", ":"))
 
 
-def read_metrics_line(line: str) -> StepMetrics | ValidationMetrics:
+@dataclass(frozen=True)
+class Notice:
+    """Something for the console that is no figure: what could not be written, and that it was written later."""
+
+    rank: str
+    text: str
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": "notice", **asdict(self)}, separators=(",", ":"))
+
+
+MetricsLine = StepMetrics | ValidationMetrics | Notice
+_KINDS: dict[str, Callable[..., MetricsLine]] = {"step": StepMetrics, "validation": ValidationMetrics, "notice": Notice}
+
+
+def read_metrics_line(line: str) -> MetricsLine:
     """Inverse of `to_json`."""
     raw = json.loads(line)
-    return ValidationMetrics(**raw) if raw.pop("kind") == "validation" else StepMetrics(**raw)
+    return _KINDS[raw.pop("kind")](**raw)
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics | ValidationMetrics]:
-    """The lines of a `metrics.jsonl`; a last line cut short is left out."""
+    """The figures in a `metrics.jsonl`; a last line cut short is left out."""
     with open(path, encoding="utf-8") as lines:
         for line in lines:
-            if line.endswith("\n"):
-                yield read_metrics_line(line)
+            if line.endswith("\n") and not isinstance(figures := read_metrics_line(line), Notice):
+                yield figures

@@ -7,7 +7,6 @@ In: a `RankSpec`. Out: an exit code; everything else goes through the run's stor
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import json
 import os
@@ -33,26 +32,30 @@ from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.record import BoundedSink, FlightRecord, Kind
-from helixrt.replica.commands import Broken, Channel, Digest, Evaluate, Exit, RankCommand, RankReport, Save
+from helixrt.replica.commands import Broken, Channel, Evaluate, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership, TorchftMembership
 from helixrt.replica.rank import Done, Hooks, RankWorker
-from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, running_key
+from helixrt.replica.run_keys import lost_key, running_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, split_address
 from helixrt.timeouts import Timeouts, derive
 from helixrt.train import checkpoint as checkpoints
 from helixrt.train.chaos import ChaosSink
+from helixrt.train.checkpoint_orders import CheckpointOrders
+from helixrt.train.checkpoint_writer import Checkpointer
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import PipelineEngine
 from helixrt.train.failover import FailoverNews
+from helixrt.train.finish import EndOfRun, ObservedMembership
 from helixrt.train.heap import keep_freed_memory
-from helixrt.train.leader_reports import Finished, MetricsSender
+from helixrt.train.leader_reports import MetricsSender
 from helixrt.train.lineage_files import LineageWriter
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 from helixrt.train.reach import reach
+from helixrt.train.storage_trouble import StorageTrouble
 
 FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
@@ -83,11 +86,10 @@ class Rank:
         if self.config.checkpoint.after_failover and self.config.checkpoint.every:
             self.failovers = FailoverNews(self.store, f"{self.label}.inc{spec.incarnation}")
             self.record.attach(self.failovers)
-        self.asked_after = -1  # the failover that the last checkpoint out of turn was for
         self.leads = self.ring == 0
         self.said_running = False
-        self.metrics = MetricsSender(self.store, self.replica, spec.incarnation) if self.leads else None
-        self.lineage = LineageWriter(self.output / "lineage", 0.5 * self.replica) if self.leads else None
+        self.metrics = MetricsSender(self.store, self.replica, spec.incarnation, self.label) if self.leads else None
+        self.lineage = self._lineage_writer() if self.leads else None
         self.closing: list[Channel] = []
         self.last_update_s = time.monotonic()
 
@@ -113,7 +115,7 @@ class Rank:
             self.config.catchup.max_wait_s,
         )
         self.worker, self.engine = worker, engine
-        self.checkpointer = checkpoints.Checkpointer(
+        self.checkpointer = Checkpointer(
             self.output / "checkpoints",
             self.ring,
             self.rings,
@@ -121,6 +123,10 @@ class Rank:
             self.record,
             self.config.checkpoint.every,
             self.config.checkpoint.keep,
+            self.config.steps,
+            self.config.checkpoint.write_s,
+            self.life,
+            self._say,
         )
         self.store.put_if_absent(f"address/{self.life}/{self.ring}", transport.address)
         try:
@@ -173,6 +179,16 @@ class Rank:
             world_size=self.rings,
             timeout=timedelta(seconds=self.timeouts.step_s),
         )
+
+    def _lineage_writer(self) -> LineageWriter:
+        trouble = StorageTrouble("lineage", self.record, self._say)
+        return LineageWriter(self.output / "lineage", 0.5 * self.replica, trouble, RunLog(self.store).read_from)
+
+    def _say(self, text: str) -> None:
+        """Have the driver print a line, if this rank has a way to tell it."""
+        print(f"{self.label}: {text}", flush=True)
+        if self.metrics is not None:
+            self.metrics.say(text)
 
     def _batches(self, stream: ReplicaStream) -> Callable[[int], torch.Tensor]:
         """Where the engine's batches come from; a benchmark may stand in between."""
@@ -264,11 +280,33 @@ class Rank:
             self.replica, self.spec.incarnation, self.rings, Log(entries), held, self.config.steps, self.config.catchup.replay
         )
         addresses = tuple(self.store.wait(f"address/{self.life}/{r}", self.timeouts.start_s) for r in range(self.rings))
-        membership = self._membership()
+        membership = ObservedMembership(self._membership())
+        self.checkpoint_orders = CheckpointOrders(
+            self.replica,
+            self.output / "checkpoints",
+            self.config.checkpoint.every,
+            self.config.checkpoint.retry_s,
+            self.config.steps,
+            self.store,
+            self.checkpointer,
+            self.failovers,
+            self._tell,
+        )
         self.orders = Channel(self.store, f"orders/{self.life}", self.timeouts.step_s)
-        hooks = LeaderHooks(self.lineage.append, self._ordered, self._resting, self.worker.fail)
+        hooks = LeaderHooks(self.lineage.append, self._ordered, lambda m: self.end_of_run.resting(m), self.worker.fail)
         self.leader = Leader(machine, membership, RunLog(self.store), addresses, self._tell, self.record, self.timeouts, hooks)
         self.membership = membership
+        self.end_of_run = EndOfRun(
+            self.replica,
+            self.rings,
+            self.store,
+            membership,
+            self.checkpoint_orders,
+            self.leader.digests,
+            self._tell,
+            self.config.eval.batches,
+            self.timeouts.step_s,
+        )
         for ring in range(1, self.rings):
             reports = Channel(self.store, f"reports/{self.life}/{ring}", self.timeouts.step_s)
             reports.follow(partial(self.leader.report, ring), self._store_gone)
@@ -319,22 +357,11 @@ class Rank:
                 self.store.put_if_absent(running_key(self.replica, self.spec.incarnation), "yes")
                 self.said_running = True
         if isinstance(command, p.Apply) and self._writes(command.record):
-            if self._saves_out_of_turn(command.record):
-                self._tell(Save(command.record))
+            if (save := self.checkpoint_orders.out_of_turn(command.record)) is not None:
+                self._tell(save)
             every, step = self.config.eval.every, command.record.step
             if every and step % every == 0 and step < self.config.steps:  # the last one is evaluated when all rest
                 self._tell(Evaluate(step, self.config.eval.batches))
-
-    def _saves_out_of_turn(self, record: CommitRecord) -> bool:
-        """After a failover, once, and as soon as the last checkpoint is written."""
-        if self.failovers is None or checkpoints.is_due(record.step, self.config.checkpoint.every):
-            return False
-        with suppress(Retryable):  # the next update asks again
-            left_in = self.failovers.newest()
-            if self.asked_after < left_in <= record.step and not self.checkpointer.busy:
-                self.asked_after = left_in
-                return not checkpoints.saved_since(self.output / "checkpoints", left_in)
-        return False
 
     def _writes(self, record: CommitRecord) -> bool:
         return self.replica == checkpoints.writer_of(record)
@@ -344,12 +371,11 @@ class Rank:
         if self.lineage is not None:
             self.lineage.flush()
 
-    def _saved(self, record: CommitRecord) -> None:
-        self.checkpointer.save(record, self.engine.state(), self._flush)
+    def _saved(self, command: Save) -> None:
+        self.checkpointer.save(command.record, self.engine.state(), self._flush, command.after_failover)
 
     def _updated(self, done: Done) -> None:
-        last = done.record.step == self.config.steps
-        self.checkpointer.maybe_save(done.record, self.engine.state(), self._writes(done.record), self._flush, last)
+        self.checkpointer.maybe_save(done.record, self.engine.state(), self._writes(done.record), self._flush)
         now = time.monotonic()
         seconds, self.last_update_s = now - self.last_update_s, now
         if self.metrics is not None and done.work is not None:
@@ -372,32 +398,6 @@ class Rank:
     def _evaluated(self, step: int, loss: float, tokens: int) -> None:
         if self.metrics is not None:
             self.metrics.send(ValidationMetrics(self.replica, step, loss, tokens).to_json())
-
-    def _resting(self, machine: StepMachine) -> bool:
-        """After the last step, again and again until all replicas are there: report, then leave when told."""
-        if machine.settled and self.store.get(done_key(self.replica)) is None:
-            self._tell(Evaluate(machine.held_step, self.config.eval.batches))
-            self._tell(Digest())
-            deadline = time.monotonic() + self.timeouts.step_s
-            while len(self.leader.digests) < self.rings and time.monotonic() < deadline:
-                time.sleep(0.01)
-            if len(self.leader.digests) < self.rings:
-                raise Fatal(f"validation and digest of the last state took longer than {self.timeouts.step_s:g} s")
-            digests = [self.leader.digests[r] for r in range(self.rings)]
-            self.store.put_if_absent(
-                done_key(self.replica),
-                Finished(
-                    self.replica,
-                    machine.held_step,
-                    machine.held,
-                    _joined(d.parameters for d in digests),
-                    _joined(d.state for d in digests),
-                ).to_json(),
-            )
-        if self.store.get(EXIT_KEY) is None:
-            return False
-        self._tell(Exit())
-        return True
 
     # ---------------------------------------------------------------- ends
 
@@ -427,14 +427,10 @@ class Rank:
         if self.leads:
             self.leader.close() if hasattr(self, "leader") else None
             self.membership.close() if hasattr(self, "membership") else None
-        for part in (self.failovers, self.metrics, self.lineage):
+        for part in (self.failovers, self.lineage, self.metrics):  # what the second cannot write, the third tells
             if part is not None:
                 part.close()
         self.record.write(Kind.RANK_END, code=0)
-
-
-def _joined(digests: object) -> str:
-    return hashlib.sha256("".join(digests).encode()).hexdigest()  # type: ignore[arg-type]
 
 
 def run_rank(spec: RankSpec) -> int:

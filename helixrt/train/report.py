@@ -55,6 +55,7 @@ class Figures:
     rails: tuple[RailOutage, ...]
     ways: tuple[tuple[str, int, str, str], ...]  # (rank, its peer's rank in the exchange, transport, why), each once
     checkpoints: tuple[Event, ...]  # that were written whole
+    storage: tuple[Event, ...]  # what could not be written, and that it was written later
     commits: tuple[tuple[float, CommitRecord], ...]  # when each record of the chain was first applied
     lives: tuple[tuple[int, float], ...]  # (replica, Unix time) of every start of a replica
     begin_s: float
@@ -98,6 +99,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         rails=tuple(rail_outages(events)),
         ways=_ways(events),
         checkpoints=tuple(e for e in events if e.kind is Kind.CHECKPOINT_END),
+        storage=tuple(e for e in events if e.kind in (Kind.STORAGE_FAILED, Kind.STORAGE_BACK)),
         commits=commits,
         lives=_lives(events),
         begin_s=first_s,
@@ -168,6 +170,19 @@ def to_plain(found: Figures) -> dict[str, Any]:
         "checkpoints": [
             {"step": c.step, "after_failover": bool(c.detail.get("after_failover"))} for c in found.checkpoints
         ],
+        "storage": [
+            {
+                "rank": e.rank,
+                "what": e.detail["what"],
+                "step": e.step,
+                "at_s": e.end_s - found.begin_s,
+                "written": e.kind is Kind.STORAGE_BACK,
+                "failures": e.detail["failures"],
+                "reason": e.detail.get("reason", ""),
+            }
+            for e in found.storage
+        ],
+        "unsaved": next((f.unsaved for f in facts.finished), ""),
         "corpus": {
             "path": facts.corpus.path,
             "bytes": facts.corpus.nbytes,

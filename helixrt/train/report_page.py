@@ -44,6 +44,7 @@ def page(found: Figures, report: dict[str, Any]) -> str:
             if found.rails
             else []
         ),
+        *([_section("Storage", "What could not be written at once.", _storage(report))] if found.storage else []),
         *(
             _section(caption, _what_it_shows() if i == 0 else "", _timeline_legend(shown) + timeline_chart(shown))
             for i, (caption, shown) in enumerate(found.timelines)
@@ -71,6 +72,7 @@ def _tiles(found: Figures, report: dict[str, Any]) -> str:
     hashes = {r["parameters_sha256"] for r in report["replicas"]}
     alike = len(hashes) == 1 and len(report["replicas"]) == found.facts.config.mesh.replicas
     tiles = [
+        *([("checkpoint", "LOST", f"of the last step: {report['unsaved']}", "bad")] if report["unsaved"] else []),
         ("validation", "&ndash;" if reached is None else f"{reached:.3f}", f"bits per byte; order\u20110 is {order0:.3f}", ""),
         ("updates", f"{report['steps']:,}", f"in {report['seconds']:.0f} s", ""),
         ("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", ""),
@@ -132,6 +134,20 @@ def _rails(report: dict[str, Any]) -> str:
         for r in report["rails_left"]
     ]
     return _table(head, rows)
+
+
+def _storage(report: dict[str, Any]) -> str:
+    rows = [
+        (
+            escape(each["rank"]),
+            escape(each["what"]),
+            str(each["step"]),
+            _seconds(each["at_s"]),
+            f"written after {each['failures']} failed attempts" if each["written"] else f"failed: {escape(each['reason'])}",
+        )
+        for each in report["storage"]
+    ]
+    return _table(("rank", "what", "step", "after", "outcome"), rows)
 
 
 def _seconds(value: float | None) -> str:

@@ -71,6 +71,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "seed": config.seed,
         "restarts": config.restarts,
         "checkpoint.every": config.checkpoint.every,
+        "checkpoint.retry_s": config.checkpoint.retry_s,
         "eval.every": config.eval.every,
         "catchup.max_wait_s": config.catchup.max_wait_s,
         "catchup.replay": config.catchup.replay,
@@ -86,6 +87,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "optim.eps": config.optim.eps,
         "model.capacity": config.model.capacity,
         "transport.heartbeat_s": config.transport.heartbeat_s,
+        "checkpoint.write_s": config.checkpoint.write_s,
     }
     yield from (ConfigError(k, v, "must be at least 1") for k, v in at_least_one.items() if v < 1)
     yield from (ConfigError(k, v, "must not be negative") for k, v in not_negative.items() if not 0 <= v < math.inf)

@@ -34,6 +34,7 @@ DEADLINE_S = 240.0
 EVERY = 10  # steps between checkpoints
 STEPS = 80
 JOB, PATIENT_JOB = ("-m", "helixrt.train"), (str(Path(__file__).with_name("patient_job.py")),)
+HASTY_JOB = (str(Path(__file__).with_name("hasty_job.py")),)
 SIZE = (
     "model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64",
     "data.batch=16", "data.seq_len=64", "schedule.microbatches=2", "optim.bucket_bytes=16384",
@@ -343,3 +344,63 @@ def test_asked_to_end_it_ends_everything(number: signal.Signals, code: int, earl
     assert ended.code == code, run.why(ended)
     assert ended.err.splitlines() == [{130: "interrupted", 143: "terminated"}[code]], ended.err
     run.nothing_is_left()
+
+
+# The weights of the last step. 12 steps with a checkpoint every 5: the last one is due by no multiple.
+
+LAST = ("steps=12", "checkpoint.every=5")
+
+
+def commands_at(*chosen: tuple[int, str, str]) -> str:
+    """The override for commands: (step, moment, command), all of replica 0."""
+    each = (f"{{command: '{command}', replica: 0, step: {step}, moment: {moment}}}" for step, moment, command in chosen)
+    return f"chaos.run=[{', '.join(each)}]"
+
+
+def test_the_last_weights_are_saved_however_slow_the_disk_and_hasty_the_driver(job: Any) -> None:
+    """The writer's disk takes longer than `step_timeout_s` and than any time that the driver gives a rank to leave."""
+    run = job(*LAST, "step_timeout_s=5", commands_at((12, "checkpoint", "sleep 7")))
+    run.program = HASTY_JOB
+    assert_consistent(run, run.run(), steps=12)
+    assert run.newest_checkpoint().record == run.log().head
+    assert run.report()["unsaved"] == ""
+
+
+@pytest.mark.slow
+def test_the_last_weights_are_saved_by_another_when_their_writer_dies(job: Any) -> None:
+    run = job(*LAST, kills((0, 12, "checkpoint")), "restarts=0")
+    ended = run.run()
+    assert ended.code == 0, run.why(ended)
+    assert [f["replica"] for f in run.report()["replicas"]] == [1]
+    assert run.newest_checkpoint().record == run.log().head
+
+
+@pytest.mark.slow
+def test_checkpoints_and_lineage_that_fail_are_written_later_and_both_are_told(job: Any, tmp_path: Path) -> None:
+    run, folder = job(*LAST), tmp_path / "out" / "latest"
+    break_it, mend_it = tmp_path / "break_it", tmp_path / "mend_it"
+    break_it.write_text(f"cd {folder} && mv lineage away && touch lineage checkpoints")
+    failed = f"grep -qs storage_failed.*checkpoint {folder}/flight/r0.pp0.inc0.jsonl"
+    wait = f"for i in $(seq 500); do {failed} && break; sleep 0.1; done"
+    mend_it.write_text(f"cd {folder}; {wait}; rm lineage checkpoints; mv away lineage")
+    run.overrides += (commands_at((2, "forward", f"sh {break_it}"), (7, "forward", f"sh {mend_it}")),)
+    ended = run.run()
+    report = assert_consistent(run, ended, steps=12)
+    told = [(each["what"], each["written"]) for each in report["storage"] if each["rank"] == "r0.pp0"]
+    assert {("checkpoint", False), ("checkpoint", True), ("lineage", False), ("lineage", True)} <= set(told), told
+    assert "r0.pp0  checkpoint of step 5 could not be written, it is tried again" in ended.out
+    assert "was written, after" in ended.out
+    steps = sorted(int(f.name.split("_")[1]) for f in step_folders(run.folder / "checkpoints"))
+    assert steps[0] < 10 and steps[-1] == 12, f"not only when the next one was due: {steps}"
+    assert "Storage" in (run.folder / "report.html").read_text()
+
+
+def test_weights_that_cannot_be_saved_fail_the_run_and_say_so(job: Any) -> None:
+    run = job(*LAST, "checkpoint.retry_s=1")
+    run.overrides += (commands_at((2, "forward", f"touch {run.root / 'latest' / 'checkpoints'}")),)
+    ended = run.run()
+    assert ended.code == 1, run.why(ended)
+    assert "the weights of step 12 are lost: their checkpoint could not be written" in ended.err
+    assert "Not a directory" in ended.err and "Traceback" not in ended.err
+    report = run.report()
+    assert "Not a directory" in report["unsaved"] and len(report["replicas"]) == 2 and report["failures"] == []
