@@ -27,6 +27,7 @@ COMMANDS = {  # each a module of helixrt.commands
     "replay": "replay a trace of slow links under several policies",
     "strands": "two interwoven strands of a model: operators, pairs, times, pictures, graphs",
     "profile": "which operators hide behind which on this machine",
+    "accept-loss": "let a run that waits for newer state go on without it",
     "lab": "networks on this machine: namespaces with rated links, a VM with RDMA NICs",
 }
 
@@ -54,7 +55,7 @@ def _load_benchmark(name: str) -> ModuleType:
 
 
 def _load_command(name: str) -> ModuleType:
-    return importlib.import_module(f"helixrt.commands.{name}")
+    return importlib.import_module(f"helixrt.commands.{name.replace('-', '_')}")
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """Where a failure began: which rank saw it, what it was, and where that rank's log is."""
+    """Where a failure began: which rank saw it, what it was, and where that rank's log is.
+
+    `peers` are the peers that were silent to the rank that raises this, if that is the cause: their ranks in the
+    group, or their replicas where a replica's exchange says it.
+    """
 
     what: str
     rank: str = ""
     log: str = ""
+    peers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         where = f" at {self.rank}" if self.rank else ""
@@ -56,6 +61,11 @@ class Fatal(HelixError):
     def __init__(self, cause: Cause | str) -> None:
         self.cause = cause if isinstance(cause, Cause) else Cause(cause)
         super().__init__(str(self.cause))
+
+
+class StartAgain(Fatal):
+    """This process must start again from durable state, because the step protocol asked for it or another rank of its
+    replica ended. No failure of its own: it costs no restart of the budget."""
 
 
 class MissingExtra(ConfigError):

@@ -24,7 +24,7 @@ from helixrt.ray_cluster.policies import Options, Phase, RunState, StopRun
 from helixrt.ray_cluster.stuck import Limits
 from helixrt.ray_cluster.watch import ProgressWatch
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, poison_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, ended_key, poison_key, running_key
 from helixrt.timeouts import Timeouts
 
 
@@ -196,7 +196,7 @@ class Controller:
     def _tell_survivors(self, replica: int, incarnation: int) -> None:
         """So that they do not wait for its heartbeats to pass."""
         with suppress(Retryable):  # then they do; a store that stays away ends the run in `_round`
-            self._store.put_if_absent(lost_key(replica, incarnation), "yes")
+            self._store.put_if_absent(ended_key(replica, incarnation), "yes")
 
     def _execute(self, decision: policies.Decision) -> None:
         if isinstance(decision, policies.StartReplica):

@@ -67,7 +67,8 @@ class SimulatedStore:
             return f"{len(lost)} steps above step {base.step} are lost, and a checkpoint holds {saved[-1][:6]}"
         observed_s = now - self.since_s[self.head.hash] + STEP_S * self.jumps
         if observed_s < self.supersede_after_s and (held := set(lost) & set(self.holding())):
-            return f"{len(lost)} steps above step {base.step} are lost after {observed_s:.1f} s, and {sorted(held)[0][:6]} is held"
+            newest = sorted(held)[0][:6]
+            return f"{len(lost)} steps above step {base.step} are lost after {observed_s:.1f} s, and {newest} is held"
         return ""
 
     def evidence(self, head: CommitRecord, generation: int) -> Evidence:

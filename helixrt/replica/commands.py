@@ -47,6 +47,23 @@ class Digest:
 
 
 @dataclass(frozen=True)
+class LoadDurable:
+    """Load the durable state of this lineage hash; `initial`: it is that of the initial parameters. Answers
+    `LoadedDurable`, with `found` False if it was deleted meanwhile."""
+
+    lineage: str
+    initial: bool
+
+
+@dataclass(frozen=True)
+class LoadedDurable:
+    """The answer to `LoadDurable`."""
+
+    lineage: str
+    found: bool
+
+
+@dataclass(frozen=True)
 class Exit:
     """Leave."""
 
@@ -69,6 +86,7 @@ class Broken:
 RankCommand = (
     p.Work
     | p.Exchange
+    | p.Examine
     | p.Abort
     | p.Apply
     | p.Keep
@@ -82,9 +100,12 @@ RankCommand = (
     | Evaluate
     | Save
     | Digest
+    | LoadDurable
     | Exit
 )
-RankReport = p.RingDone | p.RingFailed | p.Fetched | p.FetchFailed | Digested | Broken
+RankReport = (
+    p.RingDone | p.RingFailed | p.Examined | p.Fetched | p.FetchFailed | Digested | LoadedDurable | Broken
+)
 
 _TYPES: dict[str, Any] = {t.__name__: t for t in (*RankCommand.__args__, *RankReport.__args__)}
 
@@ -105,7 +126,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, CommitRecord):
         return value.to_json()
     if isinstance(value, Member):
-        return dataclasses.asdict(value)
+        return value.to_plain()
     raise TypeError(f"cannot send {value!r}")
 
 
@@ -113,7 +134,7 @@ def _rich(name: str, value: Any) -> Any:
     if name == "record":
         return CommitRecord.from_json(value)
     if name == "donors":
-        return tuple(Member(**{**m, "addresses": tuple(m["addresses"])}) for m in value)
+        return tuple(Member.from_plain(m) for m in value)
     return tuple(value) if isinstance(value, list) else value
 
 

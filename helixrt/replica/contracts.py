@@ -231,8 +231,9 @@ class RankSpec:
 
     `store` is the `host:port` of the run's store, `lighthouse` the address of the membership
     service ("" when there is one replica), `config` the resolved configuration as plain containers,
-    `run_epoch_s` the Unix time the run first began (generations count from it), `incarnation` how
-    often this replica was started before, `output` the run's folder, `secret` the run's secret,
+    `run_epoch_s` the Unix time the run first began (generations count from it), `life` how often the run
+    was resumed, `incarnation` how often this replica was started before in this life of the run,
+    `output` the run's folder, `secret` the run's secret,
     `transport` how state is fetched from peers: "http", or "ray" when ranks are Ray actors.
     """
 
@@ -246,6 +247,7 @@ class RankSpec:
     run_epoch_s: float
     config: dict[str, Any]
     transport: str = "http"
+    life: int = 0
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,8 +1,8 @@
-"""The leader of a replica: drives the step machine, and tells the ranks.
+"""The leader of a replica: drives the step machine, and commands the ranks.
 
 In: reports of the ranks, answers of the membership service and of the run's store. Out: commands.
 The machine (`helixrt.protocol.step.machine`) decides; this only carries out, in two threads: one feeds
-events to the machine, one does whatever blocks (a quorum, the store), of which there is never
+events to the machine, one makes the calls that block (a quorum, the store), of which there is never
 more than one at a time. Follows DESIGN.md, "The life of a step".
 """
 
@@ -19,12 +19,16 @@ from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.commands import Broken, Digested, RankCommand, RankReport
+from helixrt.replica.commands import Broken, Digested, LoadDurable, LoadedDurable, RankCommand, RankReport
 from helixrt.replica.contracts import Membership
+from helixrt.replica.evidence import Holders
 from helixrt.replica.runlog import RunLog
 from helixrt.timeouts import Timeouts
 
 STORE_PAUSE_S = 0.5  # before an unanswered store is asked again
+WAIT_PAUSE_S = 0.5  # between two quorums that wait for a holder of newer state
+HOLD_PAUSE_S = 0.1  # between two looks for the end of a fetch that all wait for
+LOAD_ATTEMPTS = 5  # to read a checkpoint that the others do not delete meanwhile
 
 
 @dataclasses.dataclass
@@ -34,13 +38,18 @@ class LeaderHooks:
 
     `decided(index, record)`: the log has this entry; write it durably. `ordered(command)`: it was
     sent to the ranks. `resting(done)`: the last step is done; returns True when this replica may
-    leave, called again and again. `broken(error)`: end this process.
+    leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits for
+    a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable
+    state of the chain with a higher step (that of the initial parameters if there is no other and `newer_than`
+    is -1), or None; called in the coordination thread.
     """
 
     decided: Callable[[int, CommitRecord], None]
     ordered: Callable[[RankCommand], None]
     resting: Callable[[StepMachine], bool]
     broken: Callable[[BaseException], None]
+    waiting: Callable[[p.Wait], None] = lambda action: None
+    durable: Callable[[int], str | None] = lambda newer_than: None
 
 
 class Leader:
@@ -51,6 +60,7 @@ class Leader:
         machine: StepMachine,
         membership: Membership,
         log: RunLog,
+        holders: Holders,
         addresses: tuple[str, ...],
         tell: Callable[[RankCommand], None],
         record: FlightRecord,
@@ -58,11 +68,14 @@ class Leader:
         hooks: LeaderHooks,
     ) -> None:
         self.machine, self.membership, self.log, self.addresses = machine, membership, log, addresses
+        self.holders = holders
         self.tell, self.record, self.timeouts, self.hooks = tell, record, timeouts, hooks
         self.digests: dict[int, Digested] = {}
-        self._events: queue.Queue[tuple[int, RankReport] | p.Event | None] = queue.Queue()
-        self._blocking: queue.Queue[Callable[[], p.Event] | None] = queue.Queue()
+        self._events: queue.Queue[tuple[int, RankReport] | p.Event | LoadDurable | None] = queue.Queue()
+        self._blocking: queue.Queue[Callable[[], p.Event | LoadDurable | None] | None] = queue.Queue()
         self._fetched: dict[str, set[int]] = {}
+        self._loaded: dict[int, bool] = {}  # rank -> whether it found the durable state that all are to load
+        self._loads, self._newer_than = 0, -1
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._event_loop, name="helixrt-leader", daemon=True),
@@ -93,6 +106,10 @@ class Leader:
     def _event_loop(self) -> None:
         try:
             while (item := self._events.get()) is not None and not self._closed.is_set():
+                if isinstance(item, LoadDurable):
+                    self._loaded.clear()
+                    self._order(item)
+                    continue
                 event = self._hear(*item) if isinstance(item, tuple) else item
                 if event is not None:
                     for action in self.machine.on(event):
@@ -103,7 +120,7 @@ class Leader:
     def _hear(self, ring: int, report: RankReport) -> p.Event | None:
         """The event that a rank's report completes, if any."""
         match report:
-            case p.RingDone() | p.RingFailed():
+            case p.RingDone() | p.RingFailed() | p.Examined():
                 return report
             case p.FetchFailed():
                 self._fetched.pop(report.lineage, None)
@@ -117,6 +134,17 @@ class Leader:
                 return report
             case Digested():
                 self.digests[ring] = report
+                return None
+            case LoadedDurable():
+                self._loaded[ring] = report.found
+                if len(self._loaded) < self.machine.rings:
+                    return None
+                if all(self._loaded.values()):
+                    return p.Reloaded(report.lineage)
+                self._loads += 1
+                if self._loads >= LOAD_ATTEMPTS:
+                    raise Fatal(f"{self._loads} checkpoints in turn were deleted while this replica was reading them")
+                self._blocking.put(lambda: self._reload(self._newer_than))
                 return None
             case Broken():
                 raise Fatal(f"rank {ring} of replica {self.machine.replica}: {report.reason}")
@@ -140,10 +168,31 @@ class Leader:
                 self._decided(action)
             case p.Rest():
                 self._blocking.put(self._rest)
+            case p.FetchState() | p.FetchReduced():
+                self._begin_fetch(action)
+            case p.Wait():
+                self.hooks.waiting(action)
+                self._blocking.put(lambda: self._wait(action))
+            case p.WaitOver():
+                self._blocking.put(lambda: self._wait_over(action))
+            case p.Hold():
+                self._blocking.put(self._hold)
+            case p.Restart():
+                raise Fatal(f"replica {self.machine.replica} starts again: {action.reason}")
             case p.Reload():
-                raise Fatal("no member holds a state of the chain: this replica starts again from durable state")
+                self._newer_than, self._loads = action.newer_than, 0
+                self._blocking.put(lambda: self._reload(action.newer_than))
             case _:
                 self._order(action)
+
+    def _begin_fetch(self, action: p.FetchState | p.FetchReduced) -> None:
+        """The holder entry comes first: whoever waits for a holder of the head must know of this replica."""
+        try:
+            self.holders.claim(action.lineage, self.machine.log)
+        except Retryable as error:
+            self._events.put(p.FetchFailed(action.lineage, str(error)))
+            return
+        self._order(action)
 
     def _order(self, command: RankCommand) -> None:
         if isinstance(command, p.Apply):
@@ -153,7 +202,9 @@ class Leader:
                 step=record.step,
                 generation=record.generation,
                 record=record.hash,
-                contributors=list(record.contributors),
+                contributors=list(record.replicas),
+                excluded={str(r): e.rank for r, e in record.excluded.items()},
+                applied=record.applied,
             )
         elif isinstance(command, p.Exchange) and self.machine.attempt is not None:
             attempt = self.machine.attempt
@@ -181,12 +232,15 @@ class Leader:
     def _blocking_loop(self) -> None:
         try:
             while (call := self._blocking.get()) is not None and not self._closed.is_set():
-                self._events.put(call())
+                outcome = call()
+                if outcome is not None:
+                    self._events.put(outcome)
         except BaseException as error:
             self.hooks.broken(error)
 
     def _join(self, me: Member, known: int) -> p.Event:
         try:
+            self.holders.check_fence()
             formed = self.membership.join(me, self.timeouts.join_s)
             return p.Formed(formed.generation, formed.members, tuple(self.log.read_from(known)))
         except Retryable as error:
@@ -195,6 +249,7 @@ class Leader:
 
     def _append(self, action: p.Append) -> p.Event:
         try:
+            self.holders.check_fence()
             return p.Appended(action.index, self.log.append(action.index, action.record))
         except Retryable:
             self._closed.wait(STORE_PAUSE_S)
@@ -206,6 +261,40 @@ class Leader:
         except Retryable:
             self._closed.wait(STORE_PAUSE_S)
             return p.StoreLost()
+
+    def _wait(self, action: p.Wait) -> p.Event | None:
+        self._closed.wait(WAIT_PAUSE_S)
+        try:
+            self.holders.check_fence()
+            evidence = self.holders.evidence(self.machine.log, action.head, action.missing, action.generation)
+            return p.WaitEnded(evidence)
+        except Retryable:
+            self._blocking.put(lambda: self._wait(action))
+            return None
+
+    def _wait_over(self, action: p.WaitOver) -> None:
+        try:
+            self.holders.wait_over(action.head, action.generation)
+        except Retryable:
+            self._closed.wait(STORE_PAUSE_S)
+            self._blocking.put(lambda: self._wait_over(action))
+
+    def _hold(self) -> p.Event:
+        self._closed.wait(HOLD_PAUSE_S)
+        return p.HoldEnded()
+
+    def _reload(self, newer_than: int) -> p.Event | LoadDurable | None:
+        """Choose the durable state that all ranks load, and write the holder entry for it."""
+        try:
+            lineage = self.hooks.durable(newer_than)
+            if lineage is None:
+                return p.Reloaded(self.machine.held)
+            self.holders.claim(lineage, self.machine.log)
+        except Retryable:
+            self._closed.wait(STORE_PAUSE_S)
+            self._blocking.put(lambda: self._reload(newer_than))
+            return None
+        return LoadDurable(lineage, initial=lineage == self.machine.log.entries[0].hash)
 
     def _rest(self) -> p.Event:
         try:

@@ -26,7 +26,6 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -64,23 +63,13 @@ def serve_lighthouse(timeouts: Timeouts, host: str = "127.0.0.1") -> tuple[Any, 
     return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
 
 
-def generation_of(created_s: int, created_ns: int, run_epoch_s: float) -> int:
+def time_stamp(created_s: int, created_ns: int, run_epoch_s: float) -> int:
     """A quorum's time stamp as whole microseconds of the run.
 
     Quorums follow each other within a millisecond or two, so milliseconds could repeat.
     """
     epoch_us = round(run_epoch_s * 1_000_000)
     return created_s * 1_000_000 + created_ns // 1000 - epoch_us
-
-
-def to_data(member: Member) -> dict[str, Any]:
-    """A member's account as plain data for the wire."""
-    return {**asdict(member), "addresses": list(member.addresses)}
-
-
-def from_data(raw: dict[str, Any]) -> Member:
-    """Inverse of `to_data`."""
-    return Member(**{**raw, "addresses": tuple(raw["addresses"])})
 
 
 def newest_incarnations(members: Iterable[Member]) -> tuple[Member, ...]:
@@ -149,7 +138,7 @@ class TorchftMembership(Membership):
                 self._client = self._connect()
             with self._lost.spoken_for():
                 quorum = self._client.quorum(
-                    replica_id=self._id, timeout=timedelta(seconds=timeout_s), step=me.step, data=to_data(me)
+                    replica_id=self._id, timeout=timedelta(seconds=timeout_s), step=me.step, data=me.to_plain()
                 )
         except (TimeoutError, RuntimeError, OSError) as error:
             self._client = None
@@ -160,8 +149,8 @@ class TorchftMembership(Membership):
         self._lost.formed((p.replica_id for p in quorum.participants), gone)
         if self._id in gone:
             raise Retryable(f"the driver saw incarnation {me.incarnation} of replica {me.replica} end; it is over")
-        members = newest_incarnations(from_data(p.data) for p in quorum.participants if p.data and p.data != GONE)
-        return Formed(generation_of(quorum.created.seconds, quorum.created.nanos, self._run_epoch_s), members)
+        members = newest_incarnations(Member.from_plain(p.data) for p in quorum.participants if p.data and p.data != GONE)
+        return Formed(time_stamp(quorum.created.seconds, quorum.created.nanos, self._run_epoch_s), members)
 
     def _ask_for(self, member: str) -> None:
         try:

@@ -22,12 +22,23 @@ from dataclasses import dataclass, field
 import torch
 
 from helixrt.collectives.exchange import Exchange
-from helixrt.errors import Fatal, Retryable
+from helixrt.errors import Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand, RankReport, Save
+from helixrt.replica.commands import (
+    Digest,
+    Digested,
+    Evaluate,
+    Exit,
+    LoadDurable,
+    LoadedDurable,
+    RankCommand,
+    RankReport,
+    Save,
+)
 from helixrt.replica.contracts import Engine, FetchReport, Shard, StateTransport, Update, WorkResult, layout_of
+from helixrt.replica.finite import all_finite
 from helixrt.timeouts import Timeouts
 
 Buckets = list[torch.Tensor]
@@ -38,7 +49,7 @@ class Done:
     """One update as a rank saw it: what was worked on, and how long the rank waited for others."""
 
     record: CommitRecord
-    update: Update
+    update: Update | None  # None: the record was not applied
     work: WorkResult | None  # None: the replica was behind and contributed nothing
     stall_s: float  # from the end of its work (or of the update before) to the update
 
@@ -48,13 +59,16 @@ class Hooks:
     """What the job adds to a rank's life; called in the main thread, but for `stuck`. All optional.
 
     `stuck(why)`: compute has not given a gradient for longer than any step may take. Called from another
-    thread, since nothing reaches a main thread that hangs; it should end the process.
+    thread, since nothing reaches a main thread that hangs; it should end the process. `load(lineage, initial)`: load
+    this durable state (`initial`: the parameters that the engine began with, which it holds still) into the engine;
+    False if it is not there any more.
     """
 
     updated: Callable[[Done], None] = lambda done: None
     evaluated: Callable[[int, float, int], None] = lambda step, loss, tokens: None
     save: Callable[[Save], None] = lambda command: None
     stuck: Callable[[str], None] = lambda why: None
+    load: Callable[[str, bool], bool] = lambda lineage, initial: True
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,7 @@ class RankWorker:
         self.record, self.timeouts, self.rendezvous, self.report = record, timeouts, rendezvous, report
         self.hooks, self.max_wait_s = hooks or Hooks(), max_wait_s
         self._main: queue.Queue[RankCommand | Numbered | BaseException] = queue.Queue()
-        self._exchanges: queue.Queue[p.Exchange | None] = queue.Queue()
+        self._exchanges: queue.Queue[p.Exchange | p.Examine | None] = queue.Queue()
         self._changed = threading.Condition()  # guards everything below
         self._work_serial = 0  # of the newest dispatched Work
         self._ready: set[int] = set()  # buckets that its work has finished
@@ -129,7 +143,7 @@ class RankWorker:
                     self._ready.clear()
                     serial = self._work_serial
                 self._main.put(Numbered(serial, command))
-            case p.Exchange():
+            case p.Exchange() | p.Examine():
                 self._exchanges.put(command)
             case p.Abort():
                 with self._changed:
@@ -137,10 +151,10 @@ class RankWorker:
                     self._changed.notify_all()
                 self.exchange.abort()
             case p.Apply():
-                # taken now: the next exchange may begin before the main thread gets here
-                self._keep(command.record)
+                if command.record.applied:  # taken now: the next exchange may begin before the main thread gets here
+                    self._keep(command.record)
                 self._order_update(command)
-            case p.Replay() | p.Load():
+            case p.Replay() | p.Load() | LoadDurable():
                 self._order_update(command)
             case p.Keep():
                 self._keep(command.record)
@@ -189,7 +203,7 @@ class RankWorker:
                 self._work(command.serial, command.work)
             case p.Apply() | p.Replay():
                 with self._changed:
-                    reduced = self._kept.pop(command.record.hash)
+                    reduced = self._kept.pop(command.record.hash) if command.record.applied else None
                 self._update(command.record, reduced)
             case p.Load():
                 with self._changed:
@@ -197,6 +211,8 @@ class RankWorker:
                 self._settle_snapshots()
                 self.engine.load(shards)
                 self._update_done()
+            case LoadDurable():
+                self._load_durable(command)
             case Evaluate():
                 loss, tokens = self.engine.evaluate(command.batches)
                 self.hooks.evaluated(command.step, loss, tokens)
@@ -225,15 +241,25 @@ class RankWorker:
         self._idle_since = time.monotonic()
         self.record.write(Kind.WORK_END, begin_s=begin_s, position=command.position)
 
-    def _update(self, record: CommitRecord, reduced: Buckets) -> None:
+    def _load_durable(self, command: LoadDurable) -> None:
+        if command.initial and self._updates_done:
+            raise StartAgain("nothing but the initial parameters is durable, and this process has changed its own")
+        self._settle_snapshots()
+        found = self.hooks.load(command.lineage, command.initial)
+        self._update_done()
+        self.report(LoadedDurable(command.lineage, found))
+
+    def _update(self, record: CommitRecord, reduced: Buckets | None) -> None:
         stall_s = time.monotonic() - self._idle_since
         self._settle_snapshots()
-        begin_s = self.record.clock()
-        update = self.engine.apply(record.step, reduced)
-        self.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
-        self._serve_reduced(record, reduced)
+        update = None
+        if reduced is not None:
+            begin_s = self.record.clock()
+            update = self.engine.apply(record.step, reduced)
+            self.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
+            self._serve_reduced(record, reduced)
         self._update_done()
-        work = self._result[1] if self._result is not None and self.replica in record.contributors else None
+        work = self._result[1] if self._result is not None and self.replica in record.replicas else None
         self._result = None
         self.hooks.updated(Done(record, update, work, stall_s))
         self._idle_since = time.monotonic()
@@ -259,17 +285,24 @@ class RankWorker:
             try:
                 outcome: RankReport
                 try:
-                    self._exchange(command)
-                    outcome = p.RingDone(command.generation, self.ring)
+                    if isinstance(command, p.Examine):
+                        finite = all(all_finite(bucket) for bucket in self.engine.buckets)
+                        outcome = p.Examined(command.generation, self.ring, finite)
+                    else:
+                        outcome = p.RingDone(command.generation, self.ring, finite=self._exchange(command))
                 except Retryable as error:
-                    self.record.write(Kind.EXCHANGE_FAILED, generation=command.generation, reason=str(error))
-                    outcome = p.RingFailed(command.generation, self.ring, str(error))
+                    suspects = error.cause.peers
+                    self.record.write(
+                        Kind.EXCHANGE_FAILED, generation=command.generation, reason=str(error), suspects=list(suspects)
+                    )
+                    outcome = p.RingFailed(command.generation, self.ring, str(error), suspects)
                 self.report(outcome)  # one answer each, also when the report itself fails
             except BaseException as error:
                 self.fail(error)
                 return
 
-    def _exchange(self, command: p.Exchange) -> None:
+    def _exchange(self, command: p.Exchange) -> bool:
+        """Sum all buckets; whether every sum is finite."""
         deadline = time.monotonic() + self.timeouts.exchange_s + self.timeouts.step_s
         self._check_abort(command.generation)
         if not command.contribute and self.max_wait_s > 0:
@@ -283,7 +316,7 @@ class RankWorker:
             Kind.EXCHANGE_BEGIN, begin_s=begin_s, generation=command.generation, contribute=command.contribute
         )
         buckets = self.engine.buckets
-        sums = self._borrow(buckets)
+        sums, finite = self._borrow(buckets), True
         for count, index in enumerate(reversed(range(len(buckets)))):
             if command.contribute:
                 self._await_bucket(index, command.generation, deadline)
@@ -301,9 +334,11 @@ class RankWorker:
                 bytes=source.numel() * source.element_size(),
             )
             self._check_abort(command.generation)
+            finite = finite and all_finite(sums[index])
         with self._changed:
             self._reduced = (command.generation, sums)
-        self.record.write(Kind.EXCHANGE_END, generation=command.generation)
+        self.record.write(Kind.EXCHANGE_END, generation=command.generation, finite=finite)
+        return finite
 
     def _await_bucket(self, index: int, generation: int, deadline: float) -> None:
         with self._changed:

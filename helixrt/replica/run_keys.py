@@ -29,6 +29,22 @@ def poison_key(replica: int, position: int) -> str:
     return f"poison/{replica}/{position}"
 
 
-def lost_key(replica: int, incarnation: int) -> str:
-    """Put by the driver when a process of this incarnation has ended too early: it takes part no more."""
-    return f"lost/{replica}/{incarnation}"
+def ended_key(replica: int, incarnation: int) -> str:
+    """Put by the driver when a process of this incarnation has ended too early, and by the leader of its successor:
+    it takes part no more. A rank reads its own at every quorum and before every append, and stops if it is there."""
+    return f"ended/{replica}/{incarnation}"
+
+
+def holder_key(index: int) -> str:
+    """Entry `index` of the list of holder entries: an incarnation, and the lineage hash of a state that it will load."""
+    return f"holders/{index}"
+
+
+def waited_key(head: str, index: int) -> str:
+    """Entry `index` of the counter of waiting for a holder of the record `head` (`protocol.step.supersede.Waited`)."""
+    return f"waited/{head}/{index}"
+
+
+def accepted_key(head: str) -> str:
+    """Put by the driver: the user accepts that the record `head` is lost if nobody who is there holds it."""
+    return f"accepted/{head}"

@@ -54,8 +54,8 @@ def pause_steps(failures: int, every: int) -> int:
 
 
 def writer_of(record: CommitRecord) -> int:
-    """The replica that writes this record's checkpoint: the lowest that contributed."""
-    return min(record.contributors)
+    """The replica that writes this record's checkpoint: the lowest that committed it."""
+    return min(record.committers)[0]
 
 
 def writer_of_last(record: CommitRecord, holders: Collection[int]) -> int:

@@ -81,6 +81,7 @@ class CheckpointConfig:
 class CatchupConfig:
     max_wait_s: float = 0.0  # how long an exchange waits for a replica that is fetching state
     replay: int = 16  # reduced steps a replica that is behind keeps while it fetches
+    hold_s: float = 600.0  # the others wait once, at most so long, for a replica whose fetches were overtaken twice
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ class TrainConfig:
     exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo
     step_timeout_s: float = 60.0
     restarts: int = 3  # how often a lost replica is started again
+    supersede_after_s: float = 600.0  # how long replicas wait for one that holds newer state and has not ended
+    nonfinite_limit: int = 10  # a replica whose gradient was not finite in more of the last 100 steps is started again
     host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there
     port: int = 0  # of the run's store; 0: any free one
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -22,7 +22,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.ray_cluster.controller import Controller, LifeEvent
 from helixrt.ray_cluster.policies import Options, StopRun
 from helixrt.replica.contracts import Coordinate, Launcher, RankSpec, RunStore
-from helixrt.replica.run_keys import done_key
+from helixrt.replica.run_keys import accepted_key, done_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, host_store
 from helixrt.timeouts import derive
@@ -35,6 +35,7 @@ from helixrt.train.lineage_files import drop_from, read_lineage, write_durably
 from helixrt.train.metrics import MetricsLine, Notice, StepMetrics, read_metrics_line
 from helixrt.train.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.train.report import RunFacts, write_report
+from helixrt.train.step_rules import take_acceptance
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Run:
     name: str
     epoch_s: float
     entries: tuple[CommitRecord, ...]
+    life: int = 0  # how often it was resumed
 
 
 def new_run(config: TrainConfig) -> Run:
@@ -53,8 +55,12 @@ def new_run(config: TrainConfig) -> Run:
     name = f"{config.name}-{secrets.token_hex(4)}"
     run = Run(folder, name, time.time(), (genesis(name, config.mesh.replicas),))
     write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
-    write_durably(folder / "run.json", json.dumps({"run": run.name, "epoch_s": run.epoch_s}))
+    _write_identity(run)
     return run
+
+
+def _write_identity(run: Run) -> None:
+    write_durably(run.folder / "run.json", json.dumps({"run": run.name, "epoch_s": run.epoch_s, "life": run.life}))
 
 
 def resumed_run(config: TrainConfig) -> Run:
@@ -68,7 +74,10 @@ def resumed_run(config: TrainConfig) -> Run:
     drop_from(folder / "lineage", len(entries))
     # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
     epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
-    return Run(folder, identity["run"], epoch_s, entries)
+    life = 1 + max(identity["life"], *(entry.life for entry in entries))
+    run = Run(folder, identity["run"], epoch_s, entries, life)
+    _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
+    return run
 
 
 def uses_ray(config: TrainConfig) -> bool:
@@ -120,6 +129,7 @@ class Driver:
                 run_epoch_s=self.run_.epoch_s,
                 config=self.config.to_plain(),
                 transport="ray" if uses_ray(self.config) else "http",
+                life=self.run_.life,
             )
             for pp in range(self.config.mesh.pp)
         ]
@@ -167,6 +177,8 @@ class Driver:
                 number += 1
                 self._show(read_metrics_line(line))
             self._next[(replica, incarnation)] = number
+        if take_acceptance(self.run_.folder):
+            self.store.put_if_absent(accepted_key(self.seen.head.hash), "yes")
         for entry in self.log.read_from(len(self.seen)):
             self.seen.append(entry)
             if driver_is_due(self.config.chaos, entry.step):

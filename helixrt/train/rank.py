@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import signal
 import sys
@@ -34,10 +35,11 @@ from helixrt.protocol.step.machine import StepMachine
 from helixrt.record import BoundedSink, FlightRecord, Kind
 from helixrt.replica.commands import Broken, Channel, Evaluate, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport
+from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership, TorchftMembership
 from helixrt.replica.rank import Done, Hooks, RankWorker
-from helixrt.replica.run_keys import lost_key, running_key
+from helixrt.replica.run_keys import ended_key, running_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, split_address
 from helixrt.timeouts import Timeouts, derive
@@ -47,6 +49,7 @@ from helixrt.train.checkpoint_orders import CheckpointOrders
 from helixrt.train.checkpoint_writer import Checkpointer
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import ReplicaStream, load_corpus
+from helixrt.train.durable_state import DurableState
 from helixrt.train.engine import PipelineEngine
 from helixrt.train.failover import FailoverNews
 from helixrt.train.finish import EndOfRun, ObservedMembership
@@ -55,12 +58,12 @@ from helixrt.train.leader_reports import MetricsSender
 from helixrt.train.lineage_files import LineageWriter
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 from helixrt.train.reach import reach
+from helixrt.train.step_rules import WAITING_LINE_S, skipped_positions, step_rules, waiting_text
 from helixrt.train.storage_trouble import StorageTrouble
 
 FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
 CONFIG_CODE = 2
-LOAD_ATTEMPTS = 5  # to read a checkpoint that the others do not prune meanwhile
 
 
 class Rank:
@@ -87,7 +90,7 @@ class Rank:
             self.failovers = FailoverNews(self.store, f"{self.label}.inc{spec.incarnation}")
             self.record.attach(self.failovers)
         self.leads = self.ring == 0
-        self.said_running = False
+        self.said_running, self.said_waiting_s = False, -math.inf
         self.metrics = MetricsSender(self.store, self.replica, spec.incarnation, self.label) if self.leads else None
         self.lineage = self._lineage_writer() if self.leads else None
         self.closing: list[Channel] = []
@@ -111,10 +114,13 @@ class Rank:
             self.timeouts,
             f"{self.spec.store}/exchange/{self.ring}",
             self._reporter,
-            Hooks(self._updated, self._evaluated, self._saved, self._stuck),
+            Hooks(self._updated, self._evaluated, self._saved, self._stuck, self._load),
             self.config.catchup.max_wait_s,
         )
         self.worker, self.engine = worker, engine
+        self.durable = DurableState(
+            self.output / "checkpoints", self.ring, self.rings, engine, lambda: Log(RunLog(self.store).read_from(0))
+        )
         self.checkpointer = Checkpointer(
             self.output / "checkpoints",
             self.ring,
@@ -219,65 +225,28 @@ class Rank:
             self.spec.lighthouse,
             self.timeouts,
             self.spec.run_epoch_s,
-            lambda replica, incarnation: self.store.get(lost_key(replica, incarnation)) is not None,
+            lambda replica, incarnation: self.store.get(ended_key(replica, incarnation)) is not None,
         )
-
-    # ---------------------------------------------------------------- the state to begin with
-
-    def _load_durable(self) -> str:
-        """Load the newest durable state on the lineage; its lineage hash, the same on all ranks of this life.
-
-        The others train and save meanwhile, so what the leader chose may be pruned before all ranks have
-        read it: then it chooses again.
-        """
-        for attempt in range(LOAD_ATTEMPTS):
-            lineage = self._begin_from(attempt)
-            shards = self._durable(lineage)
-            if self._all_have_it(attempt, shards is not None):
-                if shards:
-                    self.engine.load(shards)
-                return lineage
-        raise Fatal(f"{LOAD_ATTEMPTS} checkpoints in turn were deleted while this replica was reading them")
-
-    def _begin_from(self, attempt: int) -> str:
-        """What to load: decided by the leader."""
-        key = f"begin/{self.life}/{attempt}"
-        if not self.leads:
-            return self.store.wait(key, self.timeouts.start_s)
-        log = Log(RunLog(self.store).read_from(0))
-        found = checkpoints.newest_complete(self.output / "checkpoints", lambda record: log.on_chain(record.hash))
-        return self.store.put_if_absent(key, found.record.hash if found is not None else log.entries[0].hash)
-
-    def _durable(self, lineage: str) -> dict[str, torch.Tensor] | None:
-        """This rank's state from disk; empty for the initial parameters, None when it was pruned."""
-        log = Log(RunLog(self.store).read_from(0))
-        record = log.get(lineage)
-        assert record is not None, f"the leader chose {lineage}, which the log does not know"
-        if record == log.entries[0]:
-            return {}
-        folder = self.output / "checkpoints" / checkpoints.folder_name(record)
-        try:
-            return checkpoints.load(checkpoints.Checkpoint(folder, record, self.rings), self.ring, self.engine.state())
-        except ConfigError:
-            if checkpoints.is_complete(folder):
-                raise
-            return None
-
-    def _all_have_it(self, attempt: int, mine: bool) -> bool:
-        key = f"loaded/{self.life}/{attempt}"
-        self.store.put_if_absent(f"{key}/{self.ring}", "yes" if mine else "no")
-        return all(self.store.wait(f"{key}/{r}", self.timeouts.start_s) == "yes" for r in range(self.rings))
 
     # ---------------------------------------------------------------- leading and following
 
     def _lead(self) -> None:
-        held = self._load_durable()
+        holders = Holders(self.store, self.replica, self.spec.incarnation)
+        holders.end_predecessors()
         entries = RunLog(self.store).read_from(0)
         assert self.lineage is not None
         for index, entry in enumerate(entries):
             self.lineage.append(index, entry)
         machine = StepMachine(
-            self.replica, self.spec.incarnation, self.rings, Log(entries), held, self.config.steps, self.config.catchup.replay
+            self.replica,
+            self.spec.incarnation,
+            self.rings,
+            Log(entries),
+            entries[0].hash if len(entries) == 1 else "",
+            self.config.steps,
+            step_rules(self.config),
+            self.spec.life,
+            skipped_positions(self.store, self.replica, entries[-1]),
         )
         addresses = tuple(self.store.wait(f"address/{self.life}/{r}", self.timeouts.start_s) for r in range(self.rings))
         membership = ObservedMembership(self._membership())
@@ -293,8 +262,17 @@ class Rank:
             self._tell,
         )
         self.orders = Channel(self.store, f"orders/{self.life}", self.timeouts.step_s)
-        hooks = LeaderHooks(self.lineage.append, self._ordered, lambda m: self.end_of_run.resting(m), self.worker.fail)
-        self.leader = Leader(machine, membership, RunLog(self.store), addresses, self._tell, self.record, self.timeouts, hooks)
+        hooks = LeaderHooks(
+            self.lineage.append,
+            self._ordered,
+            lambda m: self.end_of_run.resting(m),
+            self.worker.fail,
+            self._waiting,
+            self.durable.newest,
+        )
+        self.leader = Leader(
+            machine, membership, RunLog(self.store), holders, addresses, self._tell, self.record, self.timeouts, hooks
+        )
         self.membership = membership
         self.end_of_run = EndOfRun(
             self.replica,
@@ -327,7 +305,6 @@ class Rank:
                 return
 
     def _follow(self) -> None:
-        self._load_durable()
         self.reports = Channel(self.store, f"reports/{self.life}/{self.ring}", self.timeouts.step_s)
         self.report_lock = threading.Lock()
         orders = Channel(self.store, f"orders/{self.life}", self.timeouts.step_s)
@@ -352,16 +329,31 @@ class Rank:
     # ---------------------------------------------------------------- what the job adds
 
     def _ordered(self, command: RankCommand) -> None:
-        if isinstance(command, p.Exchange) and not self.said_running:
-            with suppress(Retryable):  # the next exchange says it
-                self.store.put_if_absent(running_key(self.replica, self.spec.incarnation), "yes")
-                self.said_running = True
+        if isinstance(command, p.Exchange):
+            self._say_running()
         if isinstance(command, p.Apply) and self._writes(command.record):
             if (save := self.checkpoint_orders.out_of_turn(command.record)) is not None:
                 self._tell(save)
             every, step = self.config.eval.every, command.record.step
             if every and step % every == 0 and step < self.config.steps:  # the last one is evaluated when all rest
                 self._tell(Evaluate(step, self.config.eval.batches))
+
+    def _say_running(self) -> None:
+        if not self.said_running:
+            with suppress(Retryable):  # the next quorum says it
+                self.store.put_if_absent(running_key(self.replica, self.spec.incarnation), "yes")
+                self.said_running = True
+
+    def _waiting(self, action: p.Wait) -> None:
+        """A replica that waits has joined: no start timeout and no restart budget apply."""
+        self._say_running()
+        text = waiting_text(action, self.config.supersede_after_s, self.output)
+        if text is not None and self.metrics is not None and time.monotonic() - self.said_waiting_s > WAITING_LINE_S:
+            self.said_waiting_s = time.monotonic()
+            self.metrics.say(text)
+
+    def _load(self, lineage: str, initial: bool) -> bool:
+        return self.durable.load(lineage, initial)
 
     def _writes(self, record: CommitRecord) -> bool:
         return self.replica == checkpoints.writer_of(record)
@@ -378,7 +370,7 @@ class Rank:
         self.checkpointer.maybe_save(done.record, self.engine.state(), self._writes(done.record), self._flush)
         now = time.monotonic()
         seconds, self.last_update_s = now - self.last_update_s, now
-        if self.metrics is not None and done.work is not None:
+        if self.metrics is not None and done.work is not None and done.update is not None:
             self.metrics.send(
                 StepMetrics(
                     replica=self.replica,
@@ -387,7 +379,7 @@ class Rank:
                     loss_nats=done.work.loss,
                     tokens=done.work.tokens,
                     seconds=seconds,
-                    participants=len(done.record.contributors),
+                    participants=len(done.record.summed),
                     stall_s=done.stall_s,
                     grad_norm=done.update.grad_norm,
                     learning_rate=done.update.learning_rate,

@@ -261,7 +261,7 @@ def _speed(commits: Sequence[tuple[float, CommitRecord]], facts: RunFacts) -> fl
     commits = [c for c in commits if c[0] >= commits[-1][0] - facts.seconds]  # a resumed run has older ones
     if len(commits) < 2 or commits[-1][0] <= commits[0][0]:
         return 0.0
-    batches = sum(len(record.contributors) for _, record in commits[1:])
+    batches = sum(len(record.summed) for _, record in commits[1:])
     tokens = batches * facts.config.data.batch * facts.config.data.seq_len
     return tokens / (commits[-1][0] - commits[0][0])
 

@@ -162,7 +162,7 @@ def _presence(
     since: float | None = None
     first_step = 0
     for at_s, record in commits:
-        inside = replica in record.contributors
+        inside = replica in record.replicas
         if inside and since is None:
             since, first_step = before_s, record.step
         if not inside and since is not None:

@@ -13,7 +13,7 @@ from helixrt.ray_cluster.controller import Controller, Happening, Terminated
 from helixrt.ray_cluster.policies import FATAL_EXIT, Options, StopRun
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.progress import ProgressReport, ThreadReport
-from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, poison_key, progress_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, ended_key, poison_key, progress_key, running_key
 from helixrt.timeouts import derive
 
 
@@ -168,8 +168,8 @@ def test_a_killed_rank_takes_its_replica_down_and_a_new_incarnation_comes() -> N
     ]
     lost = next(e for e in world.controller.history if e.kind is Happening.LOST)
     assert lost.why == "killed by SIGKILL at r1.pp0"
-    said = [lost_key(*life) for life in ((0, 0), (1, 0), (1, 1)) if lost_key(*life) in world.store.values]
-    assert said == [lost_key(1, 0)]
+    said = [ended_key(*life) for life in ((0, 0), (1, 0), (1, 1)) if ended_key(*life) in world.store.values]
+    assert said == [ended_key(1, 0)]
 
 
 def test_a_done_replica_that_exits_in_the_same_round_is_finished_not_lost() -> None:
@@ -273,7 +273,7 @@ def test_a_rank_that_hangs_is_named_and_its_replica_started_again() -> None:
     assert (lost.replica, lost.incarnation) == (1, 0)
     assert "r1.pp1.dp0.cp0.tp0 incarnation 0 has made no progress for 5 s" in lost.why and "job:loss, line 3" in lost.why
     assert world.launcher.starts[-2:] == [("r1.pp0.dp0.cp0.tp0", 1), ("r1.pp1.dp0.cp0.tp0", 1)]
-    assert lost_key(1, 0) in world.store.values
+    assert ended_key(1, 0) in world.store.values
     assert progress_key("r1.pp1.dp0.cp0.tp0", 0) not in world.store.values, "what it said is deleted"
 
 

@@ -243,4 +243,5 @@ def cause(frame: Frame) -> Cause:
         at += size
     if at != len(frame.body):
         raise FrameError(f"ABORT with {len(frame.body) - at} bytes after its three texts")
-    return Cause(*texts)
+    what, rank, log = texts
+    return Cause(what, rank, log)
