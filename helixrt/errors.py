@@ -58,6 +58,11 @@ class Fatal(HelixError):
         super().__init__(str(self.cause))
 
 
+class StartAgain(Fatal):
+    """This process must start again from durable state, because the step protocol asked for it or another rank of its
+    replica ended. No failure of its own: it costs no restart of the budget."""
+
+
 class MissingExtra(ConfigError):
     """An optional package is needed and not installed; says which extra brings it."""
 

@@ -12,8 +12,9 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
-from helixrt.errors import Fatal, Retryable
+from helixrt.errors import Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
@@ -34,13 +35,15 @@ class LeaderHooks:
 
     `decided(index, record)`: the log has this entry; write it durably. `ordered(command)`: it was
     sent to the ranks. `resting(done)`: the last step is done; returns True when this replica may
-    leave, called again and again. `broken(error)`: end this process.
+    leave, called again and again. `broken(error)`: end this process. `doing(what)`: around each action, for the
+    progress report.
     """
 
     decided: Callable[[int, CommitRecord], None]
     ordered: Callable[[RankCommand], None]
     resting: Callable[[StepMachine], bool]
     broken: Callable[[BaseException], None]
+    doing: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
 
 
 class Leader:
@@ -96,7 +99,8 @@ class Leader:
                 event = self._hear(*item) if isinstance(item, tuple) else item
                 if event is not None:
                     for action in self.machine.on(event):
-                        self._perform(action)
+                        with self.hooks.doing(type(action).__name__.lower()):
+                            self._perform(action)
         except BaseException as error:
             self.hooks.broken(error)
 
@@ -119,7 +123,7 @@ class Leader:
                 self.digests[ring] = report
                 return None
             case Broken():
-                raise Fatal(f"rank {ring} of replica {self.machine.replica}: {report.reason}")
+                raise StartAgain(f"rank {ring} of replica {self.machine.replica}: {report.reason}")
 
     # ---------------------------------------------------------------- actions
 
@@ -141,7 +145,7 @@ class Leader:
             case p.Rest():
                 self._blocking.put(self._rest)
             case p.Reload():
-                raise Fatal("no member holds a state of the chain: this replica starts again from durable state")
+                raise StartAgain("no member holds a state of the chain: this replica starts again from durable state")
             case _:
                 self._order(action)
 

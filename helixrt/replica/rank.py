@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,7 @@ from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Engine, FetchReport, Shard, StateTransport, Update, WorkResult, layout_of
+from helixrt.replica.progress import EXCHANGE, FETCH, Progress
 from helixrt.timeouts import Timeouts
 
 Buckets = list[torch.Tensor]
@@ -92,10 +94,11 @@ class RankWorker:
         report: Callable[[RankReport], None],
         hooks: Hooks | None = None,
         max_wait_s: float = 0.0,
+        progress: Progress | None = None,
     ) -> None:
         self.replica, self.ring, self.engine, self.exchange, self.transport = replica, ring, engine, exchange, transport
         self.record, self.timeouts, self.rendezvous, self.report = record, timeouts, rendezvous, report
-        self.hooks, self.max_wait_s = hooks or Hooks(), max_wait_s
+        self.hooks, self.max_wait_s, self.progress = hooks or Hooks(), max_wait_s, progress or Progress()
         self._main: queue.Queue[RankCommand | Numbered | BaseException] = queue.Queue()
         self._exchanges: queue.Queue[p.Exchange | None] = queue.Queue()
         self._changed = threading.Condition()  # guards everything below
@@ -179,9 +182,20 @@ class RankWorker:
                     raise command
                 if isinstance(command, Exit):
                     return
-                self._carry_out(command)
+                with self._doing(command):
+                    self._carry_out(command)
         finally:
             self.close()
+
+    def _doing(self, command: RankCommand | Numbered) -> AbstractContextManager[None]:
+        """What the main thread reports while it carries out the command."""
+        match command:
+            case Numbered():
+                return self.progress.doing("work", position=command.work.position)
+            case Evaluate() | Save() | Digest():
+                return self.progress.busy(type(command).__name__.lower(), self.timeouts.evaluate_s)
+            case _:
+                return self.progress.doing(type(command).__name__.lower())
 
     def _carry_out(self, command: RankCommand | Numbered) -> None:
         match command:
@@ -233,6 +247,7 @@ class RankWorker:
         self.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
         self._serve_reduced(record, reduced)
         self._update_done()
+        self.progress.committed()
         work = self._result[1] if self._result is not None and self.replica in record.contributors else None
         self._result = None
         self.hooks.updated(Done(record, update, work, stall_s))
@@ -259,7 +274,8 @@ class RankWorker:
             try:
                 outcome: RankReport
                 try:
-                    self._exchange(command)
+                    with self.progress.doing("exchange", EXCHANGE, self.max_wait_s + self.timeouts.exchange_s):
+                        self._exchange(command)
                     outcome = p.RingDone(command.generation, self.ring)
                 except Retryable as error:
                     self.record.write(Kind.EXCHANGE_FAILED, generation=command.generation, reason=str(error))
@@ -390,7 +406,8 @@ class RankWorker:
 
     def _fetch_and_report(self, command: p.FetchState | p.FetchReduced, serial: int) -> None:
         try:
-            outcome = self._fetch(command, serial)
+            with self.progress.doing("fetch", FETCH, 2 * self.timeouts.fetch_s):
+                outcome = self._fetch(command, serial)
             if outcome is not None:
                 self.report(outcome)
         except BaseException as error:

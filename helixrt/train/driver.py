@@ -144,9 +144,11 @@ class Driver:
             replicas=self.config.mesh.replicas,
             ranks_per_replica=self.config.mesh.pp,
             max_restarts=self.config.restarts,
+            restart_window_s=self.config.restart_window_s,
+            on_poison=self.config.on_poison,
             start_timeout_s=self.timeouts.start_s,
         )
-        self.controller = Controller(self.launcher(), self.store, self.specs, options, self._lived)
+        self.controller = Controller(self.launcher(), self.store, self.specs, options, self._lived, timeouts=self.timeouts)
         try:
             stopped = self.controller.run(tick=self._tick)
             self._tick()

@@ -11,7 +11,6 @@ import hashlib
 import ipaddress
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -28,22 +27,25 @@ from helixrt.collectives.endpoints import interface_towards, open_endpoint
 from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.gloo import GlooExchange
-from helixrt.errors import ConfigError, Fatal, Retryable
+from helixrt.errors import ConfigError, Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
+from helixrt.ray_cluster.policies import CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT
 from helixrt.record import BoundedSink, FlightRecord, Kind
 from helixrt.replica.commands import Broken, Channel, Digest, Evaluate, Exit, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership, TorchftMembership
+from helixrt.replica.progress import LEADER, Progress
 from helixrt.replica.rank import Done, Hooks, RankWorker
-from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, lost_key, progress_key, running_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, split_address
 from helixrt.timeouts import Timeouts, derive
 from helixrt.train import checkpoint as checkpoints
 from helixrt.train.chaos import ChaosSink
+from helixrt.train.chaos_actions import ReplicaKiller
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import PipelineEngine
@@ -54,9 +56,8 @@ from helixrt.train.lineage_files import LineageWriter
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 from helixrt.train.reach import reach
 
-FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
-CONFIG_CODE = 2
+WAITS_FOR_STAGES = ("helixrt.pipeline.channels", "torch.distributed.distributed_c10d")  # modules
 LOAD_ATTEMPTS = 5  # to read a checkpoint that the others do not prune meanwhile
 
 
@@ -74,11 +75,17 @@ class Rank:
         self.record = FlightRecord(self.label)
         flight = self.output / "flight" / f"{self.label}.inc{spec.incarnation}.jsonl"
         self.record.attach(BoundedSink(flight, self.config.output.detail_mb << 20))
+        key = progress_key(str(spec.coordinate), spec.incarnation)
+        self.progress = Progress(self.store, key, self.timeouts.progress_period_s, WAITS_FOR_STAGES)
+        self.record.attach(self.progress)
+        killed = any(kill.replica == self.replica for kill in self.config.chaos.kill)
+        self.killer = ReplicaKiller(self.store, self.life, self.ring, self.rings, obeys=killed and self.rings > 1)
         self.record.attach(
-            ChaosSink(self.config.chaos, self.replica, spec.incarnation, self._kill_replica, self.record, self._claims)
+            ChaosSink(
+                self.config.chaos, self.replica, spec.incarnation, self.killer.kill, self.record, self._claims, self.ring
+            )
         )
         self.record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
-        self.store.put_if_absent(f"pid/{self.life}/{self.ring}", str(os.getpid()))
         self.failovers: FailoverNews | None = None
         if self.config.checkpoint.after_failover and self.config.checkpoint.every:
             self.failovers = FailoverNews(self.store, f"{self.label}.inc{spec.incarnation}")
@@ -111,6 +118,7 @@ class Rank:
             self._reporter,
             Hooks(self._updated, self._evaluated, self._saved, self._stuck),
             self.config.catchup.max_wait_s,
+            self.progress,
         )
         self.worker, self.engine = worker, engine
         self.checkpointer = checkpoints.Checkpointer(
@@ -266,7 +274,8 @@ class Rank:
         addresses = tuple(self.store.wait(f"address/{self.life}/{r}", self.timeouts.start_s) for r in range(self.rings))
         membership = self._membership()
         self.orders = Channel(self.store, f"orders/{self.life}", self.timeouts.step_s)
-        hooks = LeaderHooks(self.lineage.append, self._ordered, self._resting, self.worker.fail)
+        doing = partial(self.progress.doing, thread=LEADER)
+        hooks = LeaderHooks(self.lineage.append, self._ordered, self._resting, self.worker.fail, doing)
         self.leader = Leader(machine, membership, RunLog(self.store), addresses, self._tell, self.record, self.timeouts, hooks)
         self.membership = membership
         for ring in range(1, self.rings):
@@ -378,11 +387,11 @@ class Rank:
         if machine.settled and self.store.get(done_key(self.replica)) is None:
             self._tell(Evaluate(machine.held_step, self.config.eval.batches))
             self._tell(Digest())
-            deadline = time.monotonic() + self.timeouts.step_s
+            deadline = time.monotonic() + self.timeouts.evaluate_s
             while len(self.leader.digests) < self.rings and time.monotonic() < deadline:
                 time.sleep(0.01)
             if len(self.leader.digests) < self.rings:
-                raise Fatal(f"validation and digest of the last state took longer than {self.timeouts.step_s:g} s")
+                raise Fatal(f"validation and digest of the last state took longer than {self.timeouts.evaluate_s:g} s")
             digests = [self.leader.digests[r] for r in range(self.rings)]
             self.store.put_if_absent(
                 done_key(self.replica),
@@ -406,20 +415,9 @@ class Rank:
         print(f"{self.spec.coordinate}: {why}; compute hangs, so this process ends", file=sys.stderr, flush=True)
         os._exit(RETRY_CODE)
 
-    def _claims(self, index: int) -> bool:
-        """Chaos: whether a command is this rank's to run; the first to come to its moment gets it."""
-        return self.store.put_if_absent(f"chaos/{index}", f"{self.life}/{self.ring}") == f"{self.life}/{self.ring}"
-
-    def _kill_replica(self) -> None:
-        """Chaos: SIGKILL to every process of this replica's life, this one last."""
-        for ring in range(self.rings):
-            pid = self.store.get(f"pid/{self.life}/{ring}")
-            if pid is not None and int(pid) != os.getpid():
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass  # it was quicker
-        os.kill(os.getpid(), signal.SIGKILL)
+    def _claims(self, name: str) -> bool:
+        """Chaos: whether this is the rank's to carry out; the first to come to its moment gets it."""
+        return self.store.put_if_absent(f"chaos/{name}", f"{self.life}/{self.ring}") == f"{self.life}/{self.ring}"
 
     def _close(self) -> None:
         for channel in self.closing:
@@ -427,7 +425,7 @@ class Rank:
         if self.leads:
             self.leader.close() if hasattr(self, "leader") else None
             self.membership.close() if hasattr(self, "membership") else None
-        for part in (self.failovers, self.metrics, self.lineage):
+        for part in (self.failovers, self.metrics, self.lineage, self.killer, self.progress):
             if part is not None:
                 part.close()
         self.record.write(Kind.RANK_END, code=0)
@@ -446,7 +444,7 @@ def run_rank(spec: RankSpec) -> int:
         return 0
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
-        return CONFIG_CODE
+        return CONFIG_EXIT
     except BaseException as error:
         import traceback
 
@@ -457,7 +455,9 @@ def run_rank(spec: RankSpec) -> int:
                 rank._reporter(Broken(f"{type(error).__name__}: {error}"))
             except Retryable:
                 pass  # the store is gone too; the exit code tells
-        return RETRY_CODE if isinstance(error, Retryable) else FATAL_CODE
+        if isinstance(error, StartAgain):
+            return RELOAD_EXIT
+        return RETRY_CODE if isinstance(error, Retryable) else FATAL_EXIT
 
 
 def main() -> None:
