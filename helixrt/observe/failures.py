@@ -41,6 +41,7 @@ class Failure:
     survivors_stalled_s: float | None  # how much longer than usual the steps around it took, for the slowest survivor
     rejoined_after_s: float | None  # first quorum in which it contributed again
     survivors_recomputed: int  # how often ranks of survivors began the work of that step again
+    seen: str = ""  # what the driver saw: which rank ended or is stuck, and how; `reason` may be an injected fault
 
 
 def failures(events: Iterable[Event], losses: Sequence[Loss]) -> list[Failure]:
@@ -78,6 +79,7 @@ def _failure(events: Sequence[Event], loss: Loss, losses: Sequence[Loss]) -> Fai
         survivors_stalled_s=None if noticed is None else _stall(survivors, lost_s, noticed),
         rejoined_after_s=None if back is None else back - lost_s,
         survivors_recomputed=_recomputed(survivors, step, lost_s, until_s),
+        seen=loss.reason,
     )
 
 

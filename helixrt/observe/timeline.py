@@ -125,7 +125,7 @@ def _end(inside: Sequence[Event], begin_s: float) -> float:
     if first_s is None:
         return worked_s
     limit_s = begin_s + 2 * (first_s - begin_s)
-    return max(e.end_s for e in inside if e.end_s <= limit_s)
+    return max((e.end_s for e in inside if e.end_s <= limit_s), default=worked_s)  # none if the clock stepped back
 
 
 def _bar(event: Event, origin_s: float, step: int) -> Bar | None:

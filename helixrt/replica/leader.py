@@ -12,8 +12,9 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
-from helixrt.errors import Fatal, Retryable
+from helixrt.errors import Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
@@ -41,7 +42,7 @@ class LeaderHooks:
     leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits for
     a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable
     state of the chain with a higher step (that of the initial parameters if there is no other and `newer_than`
-    is -1), or None; called in the coordination thread.
+    is -1), or None; called in the coordination thread. `doing(what)`: around each action, for the progress report.
     """
 
     decided: Callable[[int, CommitRecord], None]
@@ -50,6 +51,7 @@ class LeaderHooks:
     broken: Callable[[BaseException], None]
     waiting: Callable[[p.Wait], None] = lambda action: None
     durable: Callable[[int], str | None] = lambda newer_than: None
+    doing: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
 
 
 class Leader:
@@ -113,7 +115,8 @@ class Leader:
                 event = self._hear(*item) if isinstance(item, tuple) else item
                 if event is not None:
                     for action in self.machine.on(event):
-                        self._perform(action)
+                        with self.hooks.doing(type(action).__name__.lower()):
+                            self._perform(action)
         except BaseException as error:
             self.hooks.broken(error)
 
@@ -147,7 +150,7 @@ class Leader:
                 self._blocking.put(lambda: self._reload(self._newer_than))
                 return None
             case Broken():
-                raise Fatal(f"rank {ring} of replica {self.machine.replica}: {report.reason}")
+                raise StartAgain(f"rank {ring} of replica {self.machine.replica}: {report.reason}")
 
     # ---------------------------------------------------------------- actions
 

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,7 @@ from helixrt.replica.commands import (
 )
 from helixrt.replica.contracts import Engine, FetchReport, Shard, StateTransport, Update, WorkResult, layout_of
 from helixrt.replica.finite import all_finite
+from helixrt.replica.progress import EXCHANGE, FETCH, Progress
 from helixrt.timeouts import Timeouts
 
 Buckets = list[torch.Tensor]
@@ -106,10 +108,11 @@ class RankWorker:
         report: Callable[[RankReport], None],
         hooks: Hooks | None = None,
         max_wait_s: float = 0.0,
+        progress: Progress | None = None,
     ) -> None:
         self.replica, self.ring, self.engine, self.exchange, self.transport = replica, ring, engine, exchange, transport
         self.record, self.timeouts, self.rendezvous, self.report = record, timeouts, rendezvous, report
-        self.hooks, self.max_wait_s = hooks or Hooks(), max_wait_s
+        self.hooks, self.max_wait_s, self.progress = hooks or Hooks(), max_wait_s, progress or Progress()
         self._main: queue.Queue[RankCommand | Numbered | BaseException] = queue.Queue()
         self._exchanges: queue.Queue[p.Exchange | p.Examine | None] = queue.Queue()
         self._changed = threading.Condition()  # guards everything below
@@ -193,9 +196,20 @@ class RankWorker:
                     raise command
                 if isinstance(command, Exit):
                     return
-                self._carry_out(command)
+                with self._doing(command):
+                    self._carry_out(command)
         finally:
             self.close()
+
+    def _doing(self, command: RankCommand | Numbered) -> AbstractContextManager[None]:
+        """What the main thread reports while it carries out the command."""
+        match command:
+            case Numbered():
+                return self.progress.doing("work", position=command.work.position)
+            case Evaluate() | Save() | Digest() | LoadDurable():
+                return self.progress.busy(type(command).__name__.lower(), self.timeouts.evaluate_s)
+            case _:
+                return self.progress.doing(type(command).__name__.lower())
 
     def _carry_out(self, command: RankCommand | Numbered) -> None:
         match command:
@@ -259,6 +273,7 @@ class RankWorker:
             self.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
             self._serve_reduced(record, reduced)
         self._update_done()
+        self.progress.committed()
         work = self._result[1] if self._result is not None and self.replica in record.replicas else None
         self._result = None
         self.hooks.updated(Done(record, update, work, stall_s))
@@ -285,11 +300,12 @@ class RankWorker:
             try:
                 outcome: RankReport
                 try:
-                    if isinstance(command, p.Examine):
-                        finite = all(all_finite(bucket) for bucket in self.engine.buckets)
-                        outcome = p.Examined(command.generation, self.ring, finite)
-                    else:
-                        outcome = p.RingDone(command.generation, self.ring, finite=self._exchange(command))
+                    with self.progress.doing("exchange", EXCHANGE, self.max_wait_s + self.timeouts.exchange_s):
+                        if isinstance(command, p.Examine):
+                            finite = all(all_finite(bucket) for bucket in self.engine.buckets)
+                            outcome = p.Examined(command.generation, self.ring, finite)
+                        else:
+                            outcome = p.RingDone(command.generation, self.ring, finite=self._exchange(command))
                 except Retryable as error:
                     suspects = error.cause.peers
                     self.record.write(
@@ -425,7 +441,8 @@ class RankWorker:
 
     def _fetch_and_report(self, command: p.FetchState | p.FetchReduced, serial: int) -> None:
         try:
-            outcome = self._fetch(command, serial)
+            with self.progress.doing("fetch", FETCH, 2 * self.timeouts.fetch_s):
+                outcome = self._fetch(command, serial)
             if outcome is not None:
                 self.report(outcome)
         except BaseException as error:

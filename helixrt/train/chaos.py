@@ -1,16 +1,17 @@
-"""Trouble on purpose: which moment of a step a flight event is, and when a kill or a command is due.
+"""Fault injection: which moment of a step a flight event is, and when a kill, a fault or a command is due.
 
-In: `ChaosConfig` and the events of a rank's own flight record. Out: one call of `kill`, and commands that are run.
+In: `ChaosConfig` and the events of a rank's own flight record. Out: one call of `kill`, faults that are inflicted on
+this process (`chaos_actions`), and commands that are run.
 
-The n-th kill listed for a replica (by step) belongs to its n-th life, its incarnation counted from
-0; so each happens once, and a restarted replica is not killed by what killed it before. A kill at
-`fetch` belongs to incarnation 1 at the earliest, since only a replica that came back fetches; it is
-due at once, whatever its step, for such a replica does not know yet which step it will join.
-A kill is due at the first such moment in its step or, if the replica had none there (no checkpoint is
-due, it was fetching), in a later one.
+Kills and faults end a life of their replica, but for `slow`. The n-th of them listed for a replica (by step) belongs to
+its n-th life, its incarnation counted from 0; so each happens once, and a restarted replica does not meet what ended it
+before. One at `fetch` belongs to incarnation 1 at the earliest, since only a replica that came back fetches; it is due
+at once, whatever its step, for such a replica does not know yet which step it will join.
+It is due at the first such moment in its step or, if the replica had none there (no checkpoint is due, it was
+fetching), in a later one. A kill is carried out by the first rank that comes to the moment, a fault by the rank it names.
 
-A command is run once in a run, at the first such moment of its replica in or after its step, in whatever life; the thread
-that came to the moment waits for it.
+A command and a `slow` fault happen once in a run, at the first such moment of their replica (a fault: of its rank) in or
+after their step, in whatever life; the thread that came to the moment waits.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from __future__ import annotations
 import shlex
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 
 from helixrt.errors import Fatal
 from helixrt.record import Event, FlightRecord, Kind
-from helixrt.train.config import ChaosConfig, CommandConfig, KillConfig
+from helixrt.train.chaos_actions import inflict
+from helixrt.train.config import ChaosConfig, CommandConfig, FaultConfig, KillConfig
 
 DRIVER = -1
 COMMAND_S = 60.0  # a command may take so long
@@ -38,14 +39,24 @@ MOMENTS = (
     "fetch",  # after the first shard of a fetch
     "driver",  # the driver itself, replica -1
 )
+LEADER_MOMENTS = ("before_quorum", "before_commit", "after_record")  # of a replica's first rank alone
+FAULTS = ("stop", "hang", "hang_lock", "slow", "exception", "oom")
+SLOW = "slow"
+
+
+def fault_moments(kind: str) -> tuple[str, ...]:
+    """Where a fault of this kind can happen. A thread that hangs while it writes a checkpoint looks like slow storage,
+    for which there is no limit: nobody would end it."""
+    return tuple(m for m in MOMENTS if m != "driver" and (kind, m) != ("hang", "checkpoint"))
 
 
 class ChaosSink:
     """Attach it to a rank's FlightRecord, after the sink that writes the file.
 
     Calls `kill()` at most once, from the thread that wrote the event; `kill` should end all processes
-    of the replica and need not return. With `record`, the kill is noted in the flight record first, as is a command.
-    `claim(i)`: whether command i of the settings is this rank's to run; asked when it is due.
+    of the replica and need not return. With `record`, what is done is noted in the flight record first.
+    `claim(name)`: whether a command or a slow fault of the settings is this rank's to carry out; asked when it is due.
+    `rank` is this rank's number in its replica.
     """
 
     def __init__(
@@ -55,10 +66,18 @@ class ChaosSink:
         incarnation: int,
         kill: Callable[[], None],
         record: FlightRecord | None = None,
-        claim: Callable[[int], bool] = lambda index: True,
+        claim: Callable[[str], bool] = lambda name: True,
+        rank: int = 0,
     ) -> None:
-        self._due = kill_of(config, replica, incarnation)
+        self._due = due_in(config, replica, incarnation)
+        if isinstance(self._due, FaultConfig) and self._due.rank != rank:
+            self._due = None
         self._commands = {index: command for index, command in enumerate(config.run) if command.replica == replica}
+        self._slow = {
+            index: fault
+            for index, fault in enumerate(config.fault)
+            if fault.kind == SLOW and (fault.replica, fault.rank) == (replica, rank)
+        }
         self._claim = claim
         self._kill, self._record = kill, record
         self._buckets: tuple[int, int, int] = (-1, -1, 0)  # step, generation, buckets done
@@ -67,23 +86,42 @@ class ChaosSink:
         if event.kind is Kind.EXCHANGE_BUCKET:
             key = (event.step, int(event.detail["generation"]))
             self._buckets = (*key, self._buckets[2] + 1 if self._buckets[:2] == key else 1)
-        if self._due is None and not self._commands:
+        if self._due is None and not self._commands and not self._slow:
             return
         moments = moments_of(event, self._buckets[2])
         for index, command in list(self._commands.items()):
             if command.moment in moments and event.step >= command.step:
                 del self._commands[index]
-                if self._claim(index):
+                if self._claim(f"run/{index}"):
                     self._run(command, event.step)
+        for index, fault in list(self._slow.items()):
+            if fault.moment in moments and event.step >= fault.step:
+                del self._slow[index]
+                if self._claim(f"fault/{index}"):
+                    self._delay(fault, event.step)
         due = self._due
         if due is None or due.moment not in moments:
             return
         if event.step < due.step and due.moment != "fetch":
             return
         self._due = None
+        if isinstance(due, FaultConfig):
+            self._note(event.step, due.replica, f"chaos: {due.kind} at {due.moment} on rank {due.rank}")
+            inflict(due)
+        else:
+            self._note(event.step, due.replica, f"chaos: killed at {due.moment}")
+            self._kill()
+
+    def _note(self, step: int, replica: int, reason: str) -> None:
         if self._record is not None:
-            self._record.write(Kind.FAILURE, step=event.step, replica=due.replica, reason=f"chaos: killed at {due.moment}")
-        self._kill()
+            self._record.write(Kind.FAILURE, step=step, replica=replica, reason=reason)
+
+    def _delay(self, fault: FaultConfig, step: int) -> None:
+        begin_s = self._record.clock() if self._record is not None else 0.0
+        inflict(fault)
+        if self._record is not None:
+            what = f"{fault.seconds:g} s slower at {fault.moment} on rank {fault.rank}"
+            self._record.write(Kind.CHAOS, begin_s=begin_s, step=step, command=what)
 
     def _run(self, command: CommandConfig, step: int) -> None:
         begin_s = self._record.clock() if self._record is not None else 0.0
@@ -105,20 +143,21 @@ def run_command(command: str) -> None:
         raise Fatal(f"chaos: {command!r} ended with {done.returncode}" + (f": {said[-1]}" if said else ""))
 
 
-def kill_of(config: ChaosConfig, replica: int, incarnation: int) -> KillConfig | None:
-    """The kill that belongs to this life of the replica, if any. `replica` is DRIVER for the driver."""
+def due_in(config: ChaosConfig, replica: int, incarnation: int) -> KillConfig | FaultConfig | None:
+    """The kill or fault that belongs to this life of the replica, if any. `replica` is DRIVER for the driver."""
     life = 0
-    for kill in sorted((k for k in config.kill if k.replica == replica), key=lambda k: k.step):
-        life = max(life, 1) if kill.moment == "fetch" else life
+    ends: list[KillConfig | FaultConfig] = [*config.kill, *(f for f in config.fault if f.kind != SLOW)]
+    for end in sorted((e for e in ends if e.replica == replica), key=lambda e: e.step):
+        life = max(life, 1) if end.moment == "fetch" else life
         if life == incarnation:
-            return replace(kill)
+            return end
         life += 1
     return None
 
 
 def driver_is_due(config: ChaosConfig, step: int) -> bool:
     """Whether the driver has to kill itself now that the run has committed `step`. A resumed run passes none."""
-    kill = kill_of(config, DRIVER, 0)
+    kill = due_in(config, DRIVER, 0)
     return kill is not None and step >= kill.step
 
 

@@ -117,6 +117,23 @@ class KillConfig:
 
 
 @dataclass(frozen=True)
+class FaultConfig:
+    """Have one rank of a replica fail once in its own process, at a moment of a step, in another way than by a kill.
+
+    Kinds: `stop` (SIGSTOP), `hang` (the thread at that moment waits for ever), `hang_lock` (and keeps the interpreter lock),
+    `slow` (the moment takes `seconds` longer), `exception` (is raised), `oom` (torch's allocator raises as it does when it
+    gets no memory; a rank that the kernel kills for memory is a `chaos.kill`).
+    """
+
+    kind: str = "stop"  # stop | hang | hang_lock | slow | exception | oom
+    replica: int = 1
+    rank: int = 0  # of the replica; the moments before_quorum, before_commit and after_record are those of rank 0
+    step: int = 20
+    moment: str = "forward"  # as for a kill
+    seconds: float = 5.0  # slow: by how much
+
+
+@dataclass(frozen=True)
 class CommandConfig:
     """Run a command once, at a moment of a step of a replica, on that rank's machine: to cut a cable, or to mend it."""
 
@@ -130,6 +147,7 @@ class CommandConfig:
 class ChaosConfig:
     kill: tuple[KillConfig, ...] = ()
     run: tuple[CommandConfig, ...] = ()
+    fault: tuple[FaultConfig, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,7 +168,9 @@ class TrainConfig:
     threads: int = 1  # compute threads per rank
     exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo
     step_timeout_s: float = 60.0
-    restarts: int = 3  # how often a lost replica is started again
+    restarts: int = 3  # how often a lost replica is started again, within restart_window_s
+    restart_window_s: float = 3600.0  # restarts that are longer ago do not count
+    on_poison: str = "stop"  # a batch that ends the same replica twice: stop (the run) | skip (the batch)
     supersede_after_s: float = 600.0  # how long replicas wait for one that holds newer state and has not ended
     nonfinite_limit: int = 10  # a replica whose gradient was not finite in more of the last 100 steps is started again
     host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there
@@ -178,6 +198,7 @@ class TrainConfig:
         chaos = ChaosConfig(
             tuple(KillConfig(**kill) for kill in raw["chaos"]["kill"]),
             tuple(CommandConfig(**command) for command in raw["chaos"].get("run", ())),  # runs of before had none
+            tuple(FaultConfig(**fault) for fault in raw["chaos"].get("fault", ())),
         )
         transport = dict(raw.get("transport", {}))
         if "rails" in transport:

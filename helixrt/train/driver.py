@@ -14,6 +14,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,7 +105,7 @@ class Driver:
         self.lighthouse, self.lighthouse_address = self._serve_membership()
         self.output = RunOutput(run.folder, config)
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
-        self.started_s = time.time()
+        self.started_s = time.monotonic()
 
     def _serve_membership(self) -> tuple[object, str]:
         if self.config.mesh.replicas == 1:
@@ -154,9 +155,11 @@ class Driver:
             replicas=self.config.mesh.replicas,
             ranks_per_replica=self.config.mesh.pp,
             max_restarts=self.config.restarts,
+            restart_window_s=self.config.restart_window_s,
+            on_poison=self.config.on_poison,
             start_timeout_s=self.timeouts.start_s,
         )
-        self.controller = Controller(self.launcher(), self.store, self.specs, options, self._lived)
+        self.controller = Controller(self.launcher(), self.store, self.specs, options, self._lived, timeouts=self.timeouts)
         try:
             stopped = self.controller.run(tick=self._tick)
             self._tick()
@@ -201,19 +204,7 @@ class Driver:
         found = audit(self.seen.chain())
         equal = len({(f.lineage, f.parameters_sha256, f.state_sha256) for f in finished}) == 1
         at_head = all(f.lineage == self.seen.head.hash for f in finished)
-        write_report(
-            self.run_.folder,
-            RunFacts(
-                config=self.config,
-                corpus=load_corpus(self.config.data),
-                entries=tuple(self.seen.entries),
-                finished=tuple(finished),
-                history=tuple(self.controller.history),
-                seconds=time.time() - self.started_s,
-            ),
-        )
-        point_latest_to(self.run_.folder)
-        self.output.summary()
+        self._report(finished)
         if not stopped.ok:
             print(f"the run failed: {stopped.reason}", file=sys.stderr)
             return 1
@@ -225,6 +216,25 @@ class Driver:
             print(f"the replicas did not end alike: {finished}, audit {found}", file=sys.stderr)
             return 1
         return 0
+
+    def _report(self, finished: Sequence[Finished]) -> None:
+        """Write the report and say what it holds. A run is as good without it: what goes wrong costs a message."""
+        try:
+            write_report(
+                self.run_.folder,
+                RunFacts(
+                    config=self.config,
+                    corpus=load_corpus(self.config.data),
+                    entries=tuple(self.seen.entries),
+                    finished=tuple(finished),
+                    history=tuple(self.controller.history),
+                    seconds=time.monotonic() - self.started_s,
+                ),
+            )
+            point_latest_to(self.run_.folder)
+            self.output.summary()
+        except Exception as error:  # a full disk, a read-only folder, an error in a chart
+            self.output.problem("the report", error)
 
 
 def train(config: TrainConfig) -> int:

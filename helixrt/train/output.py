@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,7 +21,8 @@ from helixrt.ray_cluster.controller import Happening, LifeEvent
 from helixrt.train.config import TrainConfig
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 
-_TOLD = {Happening.LOST, Happening.RESTARTED, Happening.GIVEN_UP, Happening.RUNNING}
+_EXPLAINED = {Happening.LOST, Happening.GIVEN_UP, Happening.WAITING, Happening.SKIPPED}
+_TOLD = {Happening.RESTARTED, Happening.RUNNING, *_EXPLAINED}
 
 
 def new_run_folder(root: Path, now: datetime | None = None) -> Path:
@@ -57,6 +60,7 @@ class RunOutput:
         _drop_cut_line(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self._board = _board(folder / "tensorboard")
+        self._unwritten: set[str] = set()  # files whose newest entry could not be written
         self._said = 0  # the newest step that has had its line
         self._bar: Any = None
         if self._stream.isatty():
@@ -66,7 +70,7 @@ class RunOutput:
 
     def step(self, metrics: StepMetrics) -> None:
         """Keep one replica's figures of one step; print them if it is the first to report the step."""
-        self._metrics.write(metrics.to_json() + "\n")
+        self._keep(metrics)
         if metrics.step > self._said:
             self._said = metrics.step
             self.say(line_of(metrics, self._config.steps, self._config.mesh.replicas))
@@ -82,18 +86,18 @@ class RunOutput:
         }
         for name, value in scalars.items():
             if value is not None:
-                self._board.add_scalar(f"{name}/r{metrics.replica}", value, metrics.step)
+                self._draw(f"{name}/r{metrics.replica}", value, metrics.step)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Print and keep a validation loss."""
-        self._metrics.write(metrics.to_json() + "\n")
+        self._keep(metrics)
         self.say(f"r{metrics.replica}      step {metrics.step}  validation {metrics.bits_per_byte:.4f} bits/byte")
-        self._board.add_scalar(f"loss/validation_bits_per_byte/r{metrics.replica}", metrics.bits_per_byte, metrics.step)
+        self._draw(f"loss/validation_bits_per_byte/r{metrics.replica}", metrics.bits_per_byte, metrics.step)
 
     def life(self, event: LifeEvent) -> None:
         """Say what happened to a replica, if a user wants to know."""
         if event.kind in _TOLD:
-            why = f": {event.why}" if event.why and event.kind in (Happening.LOST, Happening.GIVEN_UP) else ""
+            why = f": {event.why}" if event.why and event.kind in _EXPLAINED else ""
             self.say(f"r{event.replica}      {event.kind.value.replace('_', ' ')} (incarnation {event.incarnation}){why}")
 
     def summary(self) -> None:
@@ -109,13 +113,40 @@ class RunOutput:
         else:
             self._bar.write(text, file=self._stream)
 
+    def problem(self, what: str, error: BaseException) -> None:
+        """Say on stderr that something of the output could not be written. Training does not depend on it."""
+        said = str(error).strip().splitlines()
+        print(f"{what} could not be written: {type(error).__name__}: {said[0] if said else ''}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
-        """Finish the files and take the bar away; idempotent."""
+        """Finish the files and take the bar away; idempotent. A file that cannot be written costs a message."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._metrics.close()
-        self._board.close()
+        for what, file in (("metrics.jsonl", self._metrics), ("TensorBoard's files", self._board)):
+            try:
+                file.close()
+            except Exception as error:
+                self.problem(what, error)
+
+    def _keep(self, metrics: StepMetrics | ValidationMetrics) -> None:
+        """Into metrics.jsonl. What cannot be written is lost, and the first of a series of such lines is reported."""
+        with self._tolerant("metrics.jsonl"):
+            self._metrics.write(metrics.to_json() + "\n")
+
+    def _draw(self, name: str, value: float, step: int) -> None:
+        with self._tolerant("TensorBoard's files"):
+            self._board.add_scalar(name, value, step)
+
+    @contextmanager
+    def _tolerant(self, what: str) -> Iterator[None]:
+        try:
+            yield
+            self._unwritten.discard(what)
+        except OSError as error:
+            if what not in self._unwritten:
+                self.problem(what, error)
+            self._unwritten.add(what)
 
     def _advance(self, metrics: StepMetrics) -> None:
         if self._bar is not None and metrics.step > self._bar.n:

@@ -11,7 +11,6 @@ import ipaddress
 import json
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -28,23 +27,26 @@ from helixrt.collectives.endpoints import interface_towards, open_endpoint
 from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.gloo import GlooExchange
-from helixrt.errors import ConfigError, Fatal, Retryable
+from helixrt.errors import ConfigError, Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
+from helixrt.ray_cluster.policies import CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT
 from helixrt.record import BoundedSink, FlightRecord, Kind
 from helixrt.replica.commands import Broken, Channel, Evaluate, RankCommand, RankReport, Save
 from helixrt.replica.contracts import Membership, RankSpec, RunStore, StateTransport
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership, TorchftMembership
+from helixrt.replica.progress import LEADER, Progress
 from helixrt.replica.rank import Done, Hooks, RankWorker
-from helixrt.replica.run_keys import ended_key, running_key
+from helixrt.replica.run_keys import ended_key, progress_key, running_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, split_address
 from helixrt.timeouts import Timeouts, derive
 from helixrt.train import checkpoint as checkpoints
 from helixrt.train.chaos import ChaosSink
+from helixrt.train.chaos_actions import ReplicaKiller
 from helixrt.train.checkpoint_orders import CheckpointOrders
 from helixrt.train.checkpoint_writer import Checkpointer
 from helixrt.train.config import TrainConfig
@@ -61,9 +63,8 @@ from helixrt.train.reach import reach
 from helixrt.train.step_rules import WAITING_LINE_S, skipped_positions, step_rules, waiting_text
 from helixrt.train.storage_trouble import StorageTrouble
 
-FATAL_CODE = 70  # EX_SOFTWARE: this process is broken, a new one may do
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
-CONFIG_CODE = 2
+WAITS_FOR_STAGES = ("helixrt.pipeline.channels", "torch.distributed.distributed_c10d")  # modules
 
 
 class Rank:
@@ -80,11 +81,17 @@ class Rank:
         self.record = FlightRecord(self.label)
         flight = self.output / "flight" / f"{self.label}.inc{spec.incarnation}.jsonl"
         self.record.attach(BoundedSink(flight, self.config.output.detail_mb << 20))
+        key = progress_key(str(spec.coordinate), spec.incarnation)
+        self.progress = Progress(self.store, key, self.timeouts.progress_period_s, WAITS_FOR_STAGES)
+        self.record.attach(self.progress)
+        killed = any(kill.replica == self.replica for kill in self.config.chaos.kill)
+        self.killer = ReplicaKiller(self.store, self.life, self.ring, self.rings, obeys=killed and self.rings > 1)
         self.record.attach(
-            ChaosSink(self.config.chaos, self.replica, spec.incarnation, self._kill_replica, self.record, self._claims)
+            ChaosSink(
+                self.config.chaos, self.replica, spec.incarnation, self.killer.kill, self.record, self._claims, self.ring
+            )
         )
         self.record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
-        self.store.put_if_absent(f"pid/{self.life}/{self.ring}", str(os.getpid()))
         self.failovers: FailoverNews | None = None
         if self.config.checkpoint.after_failover and self.config.checkpoint.every:
             self.failovers = FailoverNews(self.store, f"{self.label}.inc{spec.incarnation}")
@@ -116,6 +123,7 @@ class Rank:
             self._reporter,
             Hooks(self._updated, self._evaluated, self._saved, self._stuck, self._load),
             self.config.catchup.max_wait_s,
+            self.progress,
         )
         self.worker, self.engine = worker, engine
         self.durable = DurableState(
@@ -269,6 +277,7 @@ class Rank:
             self.worker.fail,
             self._waiting,
             self.durable.newest,
+            partial(self.progress.doing, thread=LEADER),
         )
         self.leader = Leader(
             machine, membership, RunLog(self.store), holders, addresses, self._tell, self.record, self.timeouts, hooks
@@ -283,7 +292,7 @@ class Rank:
             self.leader.digests,
             self._tell,
             self.config.eval.batches,
-            self.timeouts.step_s,
+            self.timeouts.evaluate_s,
         )
         for ring in range(1, self.rings):
             reports = Channel(self.store, f"reports/{self.life}/{ring}", self.timeouts.step_s)
@@ -398,20 +407,9 @@ class Rank:
         print(f"{self.spec.coordinate}: {why}; compute hangs, so this process ends", file=sys.stderr, flush=True)
         os._exit(RETRY_CODE)
 
-    def _claims(self, index: int) -> bool:
-        """Chaos: whether a command is this rank's to run; the first to come to its moment gets it."""
-        return self.store.put_if_absent(f"chaos/{index}", f"{self.life}/{self.ring}") == f"{self.life}/{self.ring}"
-
-    def _kill_replica(self) -> None:
-        """Chaos: SIGKILL to every process of this replica's life, this one last."""
-        for ring in range(self.rings):
-            pid = self.store.get(f"pid/{self.life}/{ring}")
-            if pid is not None and int(pid) != os.getpid():
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass  # it was quicker
-        os.kill(os.getpid(), signal.SIGKILL)
+    def _claims(self, name: str) -> bool:
+        """Chaos: whether this is the rank's to carry out; the first to come to its moment gets it."""
+        return self.store.put_if_absent(f"chaos/{name}", f"{self.life}/{self.ring}") == f"{self.life}/{self.ring}"
 
     def _close(self) -> None:
         for channel in self.closing:
@@ -419,7 +417,8 @@ class Rank:
         if self.leads:
             self.leader.close() if hasattr(self, "leader") else None
             self.membership.close() if hasattr(self, "membership") else None
-        for part in (self.failovers, self.lineage, self.metrics):  # what the second cannot write, the third tells
+        # what the lineage cannot write, the metrics tell
+        for part in (self.failovers, self.lineage, self.metrics, self.killer, self.progress):
             if part is not None:
                 part.close()
         self.record.write(Kind.RANK_END, code=0)
@@ -434,7 +433,7 @@ def run_rank(spec: RankSpec) -> int:
         return 0
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
-        return CONFIG_CODE
+        return CONFIG_EXIT
     except BaseException as error:
         import traceback
 
@@ -445,7 +444,9 @@ def run_rank(spec: RankSpec) -> int:
                 rank._reporter(Broken(f"{type(error).__name__}: {error}"))
             except Retryable:
                 pass  # the store is gone too; the exit code tells
-        return RETRY_CODE if isinstance(error, Retryable) else FATAL_CODE
+        if isinstance(error, StartAgain):
+            return RELOAD_EXIT
+        return RETRY_CODE if isinstance(error, Retryable) else FATAL_EXIT
 
 
 def main() -> None:

@@ -144,8 +144,14 @@ def to_plain(found: Figures) -> dict[str, Any]:
                 "rejoined_after_s": f.rejoined_after_s,
                 "survivors_recomputed": f.survivors_recomputed,
                 "reason": f.reason,
+                "seen": f.seen,
             }
             for f in found.failures
+        ],
+        "skipped_batches": [
+            {"replica": e.replica, "at_s": e.at_s - found.begin_s, "reason": e.why}
+            for e in facts.history
+            if e.kind is Happening.SKIPPED
         ],
         "rails_left": [
             {

@@ -38,7 +38,7 @@ def page(found: Figures, report: dict[str, Any]) -> str:
             _legend([("var(--train)", "training"), ("var(--lost)", "lost"), ("var(--back)", "coming back")])
             + participants_chart(found.commits, found.lives, found.failures, mesh.replicas, found.begin_s),
         ),
-        _section("Failures", "", _failures(found.failures)),
+        _section("Failures", "", _failures(found.failures) + _skipped(report)),
         *(
             [_section("Rails that were left", "NICs or networks that links went on without.", _rails(report))]
             if found.rails
@@ -101,7 +101,7 @@ def _back(failures: Sequence[Failure]) -> str:
 def _failures(failures: Sequence[Failure]) -> str:
     if not failures:
         return '<p class="nothing">No replica was lost.</p>'
-    head = ("replica", "lost in step", "detected after", "survivors stalled for", "rejoined after", "why")
+    head = ("replica", "lost in step", "detected after", "survivors stalled for", "rejoined after", "why", "seen by the driver")
     rows = [
         (
             str(f.replica),
@@ -110,10 +110,16 @@ def _failures(failures: Sequence[Failure]) -> str:
             _seconds(f.survivors_stalled_s),
             _seconds(f.rejoined_after_s),
             escape(f.reason),
+            escape(f.seen if f.seen != f.reason else ""),
         )
         for f in failures
     ]
     return _table(head, rows)
+
+
+def _skipped(report: dict[str, Any]) -> str:
+    """Batches that were left out because they ended their replica twice."""
+    return "".join(f"<p>Skipped: {escape(skipped['reason'])}</p>" for skipped in report["skipped_batches"])
 
 
 def _rails(report: dict[str, Any]) -> str:

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from helixrt.collectives.endpoints import find_rails
 from helixrt.errors import ConfigError, MissingExtra
+from helixrt.ray_cluster.policies import ON_POISON
 from helixrt.schedule.generators.policies import policy
 from helixrt.timeouts import derive
-from helixrt.train.chaos import DRIVER, MOMENTS
+from helixrt.train.chaos import DRIVER, FAULTS, LEADER_MOMENTS, MOMENTS, fault_moments
 from helixrt.train.config import TrainConfig, TransportConfig
 from helixrt.train.reach import NO_HOPPING, POLICIES, reach
 from helixrt.transport.auto import TRANSPORTS, check_transport
@@ -88,6 +89,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "model.capacity": config.model.capacity,
         "transport.heartbeat_s": config.transport.heartbeat_s,
         "checkpoint.write_s": config.checkpoint.write_s,
+        "restart_window_s": config.restart_window_s,
     }
     yield from (ConfigError(k, v, "must be at least 1") for k, v in at_least_one.items() if v < 1)
     yield from (ConfigError(k, v, "must not be negative") for k, v in not_negative.items() if not 0 <= v < math.inf)
@@ -113,6 +115,7 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
         ("model.family", model.family, FAMILIES),
         ("launcher", config.launcher, LAUNCHERS),
         ("exchange", config.exchange, EXCHANGES),
+        ("on_poison", config.on_poison, ON_POISON),
         ("transport.kind", transport.kind, TRANSPORTS),
         ("transport.hopping", transport.hopping, POLICIES),
     ):
@@ -153,6 +156,7 @@ def _chaos(config: TrainConfig) -> Iterator[ConfigError]:
             yield ConfigError(f"{key}.replica", command.replica, f"must be below mesh.replicas={config.mesh.replicas}")
         elif not 1 <= command.step <= config.steps:
             yield ConfigError(f"{key}.step", command.step, f"must be from 1 to steps={config.steps}")
+    yield from _faults(config)
     for i, kill in enumerate(config.chaos.kill):
         key = f"chaos.kill[{i}]"
         if kill.moment not in MOMENTS:
@@ -163,6 +167,26 @@ def _chaos(config: TrainConfig) -> Iterator[ConfigError]:
             yield ConfigError(f"{key}.replica", kill.replica, f"must be below mesh.replicas={config.mesh.replicas}")
         if not 1 <= kill.step <= config.steps:
             yield ConfigError(f"{key}.step", kill.step, f"must be from 1 to steps={config.steps}")
+
+
+def _faults(config: TrainConfig) -> Iterator[ConfigError]:
+    for i, fault in enumerate(config.chaos.fault):
+        key = f"chaos.fault[{i}]"
+        moments = fault_moments(fault.kind)
+        if fault.kind not in FAULTS:
+            yield ConfigError(f"{key}.kind", fault.kind, f"must be one of {', '.join(FAULTS)}")
+        elif fault.moment not in moments:
+            yield ConfigError(f"{key}.moment", fault.moment, f"must be one of {', '.join(moments)} for {fault.kind}")
+        elif not 0 <= fault.replica < config.mesh.replicas:
+            yield ConfigError(f"{key}.replica", fault.replica, f"must be below mesh.replicas={config.mesh.replicas}")
+        elif not 0 <= fault.rank < config.mesh.pp:
+            yield ConfigError(f"{key}.rank", fault.rank, f"must be below mesh.pp={config.mesh.pp}")
+        elif fault.rank and fault.moment in LEADER_MOMENTS:
+            yield ConfigError(f"{key}.rank", fault.rank, f"must be 0 for {fault.moment}, a moment of the replica's first rank")
+        elif not 1 <= fault.step <= config.steps:
+            yield ConfigError(f"{key}.step", fault.step, f"must be from 1 to steps={config.steps}")
+        elif not 0 < fault.seconds < math.inf:
+            yield ConfigError(f"{key}.seconds", fault.seconds, "must be above 0")
 
 
 def require_extras(config: TrainConfig) -> None:

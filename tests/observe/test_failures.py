@@ -86,7 +86,7 @@ def test_second_life_that_is_lost_again_has_its_own_figures() -> None:
     ]
     first, second = failures(events, [Loss(1, 1, 9.9, "signal 9"), Loss(1, 0, 4.9, "signal 9")])
     assert (first.lost_s, second.lost_s) == (3.4, 9.8)
-    assert second == Failure(1, 9, 9.8, "chaos: killed at forward", pytest.approx(0.2), pytest.approx(0.2), None, 0)
+    assert second == Failure(1, 9, 9.8, "chaos: killed at forward", pytest.approx(0.2), pytest.approx(0.2), None, 0, "signal 9")
 
 
 def test_names() -> None:

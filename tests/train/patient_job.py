@@ -1,8 +1,8 @@
 """`python patient_job.py key=value …`: the main job, in which whoever trains alone does so slowly.
 
 A small model's survivor is done with all its steps before a lost replica's new process has even
-imported torch. So a rank here takes a second for each batch while a replica that was killed by then
-(`chaos.kill`) has not begun to work again. Everything else is the job as it is.
+imported torch. So a rank here takes a second for each batch while a replica that was ended by then
+(`chaos.kill`, `chaos.fault`) has not begun to work again. Everything else is the job as it is.
 """
 
 import json
@@ -18,6 +18,7 @@ from helixrt.replica.contracts import Launcher, RankSpec
 from helixrt.replica.local_launcher import LocalLauncher
 from helixrt.replica.orphan import die_with_parent
 from helixrt.train import rank
+from helixrt.train.chaos import SLOW
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import ReplicaStream
 from helixrt.train.driver import Driver, new_run
@@ -37,8 +38,10 @@ class PatientRank(rank.Rank):
         return batch_at
 
     def anyone_missing(self, step: int) -> bool:
+        chaos = self.config.chaos
+        ends = [*chaos.kill, *(f for f in chaos.fault if f.kind != SLOW)]
         for replica in range(self.config.mesh.replicas):
-            lives = sum(k.replica == replica and k.step < step for k in self.config.chaos.kill)
+            lives = sum(e.replica == replica and e.step < step for e in ends)
             flight = self.output / "flight" / f"r{replica}.pp0.inc{lives}.jsonl"
             if replica != self.replica and lives and not (flight.exists() and '"kind":"work_begin"' in flight.read_text()):
                 return True

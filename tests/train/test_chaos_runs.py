@@ -1,6 +1,7 @@
-"""Whole runs of the main job in local processes, killed at every moment of a step: each ends consistent, none leaves a process.
+"""Whole runs of the main job in local processes, with a kill or another fault at every moment of a step: each ends
+consistent, none leaves a process.
 
-Three of the kills run on every commit, all of them with `make test-slow`. A run is found among the
+Three of the kills and three of the faults run on every commit, all of them with `make test-slow`. A run is found among the
 machine's processes by a mark in its environment, which its ranks inherit.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from helixrt.protocol.step.lineage import Log, audit
-from helixrt.train.chaos import MOMENTS
+from helixrt.train.chaos import FAULTS, LEADER_MOMENTS, MOMENTS, SLOW, fault_moments
 from helixrt.train.checkpoint import Checkpoint, newest_complete, step_folders
 from helixrt.train.lineage_files import read_lineage
 
@@ -293,6 +294,66 @@ def test_all_replicas_lost_then_resumed_from_the_whole_checkpoint(job: Any) -> N
     assert any(newest.glob("stage_*/*")), "some of it was written"
     assert_consistent(run, run.run("resume=true", "restarts=3"), steps=60)
     assert_resumed_from(run, saved, before)
+
+
+FAULTS_EVERY_COMMIT = {("stop", "exchange_early"), ("exception", "before_commit"), ("slow", "forward")}
+FAULTS_AT_MOMENTS = [
+    pytest.param(kind, moment, marks=() if (kind, moment) in FAULTS_EVERY_COMMIT else pytest.mark.slow)
+    for kind in FAULTS
+    for moment in fault_moments(kind)
+    if moment != "fetch"
+]
+STUCK = {
+    "stop": "has not reported for 6 s: it is stopped",
+    "hang_lock": "has not reported for 6 s: it is stopped, or its interpreter lock is held",
+    "hang": "has made no progress for 6 s",
+    "exception": "chaos: exception at",
+    "oom": "DefaultCPUAllocator",
+}
+
+
+def faults(*chosen: tuple[str, int, int, int, str]) -> str:
+    """The override for these faults: (kind, replica, rank, step, moment)."""
+    each = (f"{{kind: {k}, replica: {r}, rank: {n}, step: {s}, moment: {m}, seconds: 2}}" for k, r, n, s, m in chosen)
+    return f"chaos.fault=[{', '.join(each)}]"
+
+
+@pytest.mark.parametrize(("kind", "moment"), FAULTS_AT_MOMENTS)
+def test_rank_that_fails_otherwise_than_by_a_kill_is_named_and_replaced(kind: str, moment: str, job: Any, seed: int) -> None:
+    choice = random.Random(seed)
+    step = EVERY if moment == "checkpoint" else choice.randint(3, 12)
+    replica = 0 if moment == "checkpoint" else choice.randrange(2)  # the lowest contributor writes
+    rank = 0 if moment in LEADER_MOMENTS else choice.randrange(2)
+    # An error while a checkpoint is written costs the checkpoint alone.
+    survives = kind == SLOW or (moment == "checkpoint" and kind in ("exception", "oom"))
+    run = job(faults((kind, replica, rank, step, moment)), "step_timeout_s=6", "steps=40", patient=not survives)
+    report = assert_consistent(run, run.run(), lost=[] if survives else [replica], steps=40)
+    if not survives:
+        (failure,) = report["failures"]
+        assert failure["reason"] == f"chaos: {kind} at {moment} on rank {rank}" and failure["step"] >= step
+        assert f"r{replica}.pp{rank}." in failure["seen"] and STUCK[kind] in failure["seen"]
+        assert failure["rejoined_after_s"] is not None or failure["step"] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != SLOW])
+def test_restarted_replica_that_fails_otherwise_while_it_fetches(kind: str, job: Any, seed: int) -> None:
+    """It has not been through a step yet, so one that hangs has the time of a start."""
+    choice = random.Random(seed)
+    replica, rank, step = choice.randrange(2), choice.randrange(2), choice.randint(3, 12)
+    run = job(kills((replica, step, "forward")), faults((kind, replica, rank, step + 1, "fetch")), patient=True)
+    report = assert_consistent(run, run.run(), lost=[replica, replica])
+    assert [f["reason"] for f in report["failures"]] == ["chaos: killed at forward", f"chaos: {kind} at fetch on rank {rank}"]
+    assert f"r{replica}.pp{rank}." in report["failures"][1]["seen"]
+
+
+@pytest.mark.slow
+def test_a_batch_that_ends_its_replica_twice_stops_the_run_with_its_name(job: Any) -> None:
+    run = job(faults(("exception", 1, 1, 5, "forward"), ("exception", 1, 1, 5, "forward")), patient=True)
+    ended = run.run()
+    assert ended.code == 1, run.why(ended)
+    assert "the run failed: the batch at position 4 of replica 1's stream ended this replica twice" in ended.err
+    assert "chaos: exception at forward" in ended.err and (run.folder / "report.html").exists()
 
 
 @pytest.mark.slow

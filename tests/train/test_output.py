@@ -1,14 +1,27 @@
 """A run's folder, lines and files."""
 
 import dataclasses
+import errno
 import io
+import json
 import math
+import shutil
+import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from helixrt.train.config import TrainConfig
+from helixrt.protocol.step.lineage import CommitRecord, genesis
+from helixrt.ray_cluster.controller import Happening, LifeEvent
+from helixrt.ray_cluster.policies import StopRun
+from helixrt.replica.run_keys import done_key
+from helixrt.train import driver as drivers
+from helixrt.train.config import DataConfig, MeshConfig, OutputConfig, TrainConfig
+from helixrt.train.driver import Driver, Run
+from helixrt.train.leader_reports import Finished
 from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics, read_metrics_line
 from helixrt.train.output import RunOutput, line_of, new_run_folder
 
@@ -69,3 +82,73 @@ def test_terminal_gets_a_bar(tmp_path: Path) -> None:
     output.step(ONE)
     output.close()
     assert "\r" in stream.getvalue() and "/200" in stream.getvalue() and "r1.pp1" in stream.getvalue()
+
+
+def test_what_happens_to_a_replica_is_said_with_its_cause(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    output = RunOutput(tmp_path, TrainConfig(), stream)
+    for kind in (Happening.LOST, Happening.WAITING, Happening.SKIPPED, Happening.STOPPED):
+        output.life(LifeEvent(kind, 1, 2, 0.0, f"why it is {kind.value}"))
+    output.close()
+    assert stream.getvalue().splitlines() == [
+        f"r1      {kind} (incarnation 2): why it is {kind}" for kind in ("lost", "waiting", "skipped")
+    ]
+
+
+def test_figures_that_cannot_be_written_cost_a_message_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = RunOutput(tmp_path, TrainConfig(), io.StringIO())
+    output._metrics.close()
+    output._metrics = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    for step in (20, 21, 22):
+        output.step(dataclasses.replace(ONE, step=step))
+    output.close()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "metrics.jsonl could not be written: OSError: [Errno 28] No space left on device"
+    assert len(said) <= 2, "once, and when the file is closed"
+
+
+@pytest.fixture
+def ended_run(tmp_path: Path) -> Iterator[Driver]:
+    """A driver whose one replica has done its one step and said so."""
+    (tmp_path / "text").write_text("some text to train on. " * 2000)
+    folder = tmp_path / "out" / "2026-03-04" / "05-06-07"
+    folder.mkdir(parents=True)
+    data, output = DataConfig(str(tmp_path / "text")), OutputConfig(str(tmp_path / "out"))
+    config = TrainConfig(steps=1, data=data, output=output, mesh=MeshConfig(replicas=1, pp=1))
+    first = genesis("run", 1)
+    driver = Driver(config, Run(folder, "run", 0.0, (first, CommitRecord(1, 5, first.hash, (0,), {0: 1}, "run"))))
+    driver.store.put_if_absent(done_key(0), Finished(0, 1, driver.seen.head.hash, "ab", "cd").to_json())
+    driver.controller = SimpleNamespace(history=[])  # type: ignore[assignment]
+    yield driver
+    driver.output.close()
+
+
+def test_a_finished_run_has_its_report(ended_run: Driver) -> None:
+    assert ended_run._end(StopRun(True, "")) == 0
+    assert (ended_run.run_.folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("problem", ["the disk is full", "an error in a chart", "no folder"])
+def test_a_report_that_cannot_be_written_does_not_fail_a_finished_run(
+    problem: str, ended_run: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device") if "disk" in problem else ZeroDivisionError("a chart")
+
+    if problem == "no folder":
+        shutil.rmtree(ended_run.run_.folder)
+    else:
+        monkeypatch.setattr(drivers, "write_report", fail)
+    assert ended_run._end(StopRun(True, "")) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("the report could not be written: ") and said.count("\n") == 1
+    assert ended_run._end(StopRun(False, "no replica is left")) == 1, "a failed run stays failed"
+
+
+def test_a_clock_that_steps_back_does_not_shorten_the_run(ended_run: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 7200.0)
+    assert ended_run._end(StopRun(True, "")) == 0
+    assert json.loads((ended_run.run_.folder / "report.json").read_text())["seconds"] >= 0

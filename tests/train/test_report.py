@@ -1,5 +1,6 @@
 """The report of a made-up run that loses a replica: figures that must come out, and a page that stands alone."""
 
+import dataclasses
 import json
 import math
 import random
@@ -210,7 +211,9 @@ def test_page_stands_alone_and_shows_everything(tmp_path: Path, facts: RunFacts)
     page = Page(text)
     assert page.open == [] and page.outside == [] and "@import" not in text and "url(" not in text
     assert text.count("<svg") == 4, "loss, participants, an undisturbed step, the step of the loss"
-    for part in ("replica 1 lost in step 20", "1.20 s", "1.80 s", "chaos: killed at forward", "order-0 entropy of the corpus",
+    assert json.loads((tmp_path / "report.json").read_text())["failures"][0]["seen"] == "signal 9"
+    for part in ("signal 9", "replica 1 lost in step 20", "1.20 s", "1.80 s", "chaos: killed at forward",
+                 "order-0 entropy of the corpus",
                  facts.corpus.sha256, "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0",
                  "Rails that were left", "the peer&#x27;s end was closed",
                  'class="message-F"', "waiting for a message"):  # fmt: skip
@@ -256,3 +259,22 @@ def test_replica_that_is_given_up_was_lost_once_per_life(tmp_path: Path, facts: 
     history = tuple(LifeEvent(kind, 1, life, BEGIN_S + i, "signal 9") for i, (kind, life) in enumerate(told))
     facts = RunFacts(facts.config, facts.corpus, facts.entries, facts.finished, history, 1.0)
     assert len(write_report(tmp_path, facts)["failures"]) == 3
+
+
+def test_a_skipped_batch_is_named(tmp_path: Path, facts: RunFacts) -> None:
+    skipped = LifeEvent(Happening.SKIPPED, 1, 1, BEGIN_S + 9, "the batch at position 12 ended <it> twice")
+    facts = dataclasses.replace(facts, history=(*facts.history, skipped))
+    report = write_report(tmp_path, facts)
+    assert report["skipped_batches"] == [{"replica": 1, "at_s": 9.0, "reason": skipped.why}]
+    page = (tmp_path / "report.html").read_text()
+    assert "position 12 ended &lt;it&gt; twice" in page and Page(page).open == []
+
+
+def test_a_clock_that_steps_back_in_a_run_leaves_a_report(tmp_path: Path) -> None:
+    class SteppedBack(FakeRun):
+        def at(self, seconds: float) -> None:
+            super().at(seconds - (3600.0 if seconds > BEGIN_S + 30 else 0.0))
+
+    report = write_report(tmp_path, SteppedBack(tmp_path).play())
+    assert report["steps"] == STEPS and report["data_audit"]["gaps"] == 0
+    assert Page((tmp_path / "report.html").read_text()).open == []

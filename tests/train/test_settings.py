@@ -13,7 +13,7 @@ import pytest
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train import validate as rules
-from helixrt.train.config import CommandConfig, KillConfig, ScheduleConfig, TrainConfig
+from helixrt.train.config import CommandConfig, FaultConfig, KillConfig, ScheduleConfig, TrainConfig
 from helixrt.train.schema import command, load_config
 from helixrt.train.validate import resume_conflicts, validate
 from helixrt.transport.verbs import endpoint as verbs
@@ -73,8 +73,16 @@ def test_a_rail_may_have_another_name_for_each_replica_and_chaos_runs_commands()
     assert config.chaos.run == (CommandConfig("ip link set a1 down", 0, 2, "forward"),)
 
 
+def test_faults_are_settings_of_one_rank() -> None:
+    faults = "{kind: hang_lock, rank: 1, step: 3, moment: exchange_early}, {kind: slow, seconds: 2}"
+    config = load_config([f"chaos.fault=[{faults}]"])
+    assert TrainConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config
+    assert config.chaos.fault == (FaultConfig("hang_lock", 1, 1, 3, "exchange_early"), FaultConfig("slow", seconds=2.0))
+
+
 def test_a_run_of_before_these_settings_can_be_resumed() -> None:
     plain = TrainConfig().to_plain()
+    del plain["chaos"]["fault"], plain["on_poison"], plain["restart_window_s"]
     del plain["transport"], plain["chaos"]["run"], plain["checkpoint"]["after_failover"]
     assert TrainConfig.from_plain(plain) == TrainConfig()
 
@@ -152,6 +160,16 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("chaos.run=[{command: ls, moment: driver}]", r"^chaos\.run\[0\]\.moment=driver: must be one of before_quorum"),
         ("chaos.run=[{command: ls, replica: -1}]", r"^chaos\.run\[0\]\.replica=-1: must be below mesh\.replicas=2"),
         ("chaos.run=[{command: ls, step: 0}]", r"^chaos\.run\[0\]\.step=0: must be from 1 to steps=200"),
+        ("chaos.fault=[{kind: sulk}]", r"^chaos\.fault\[0\]\.kind=sulk: must be one of stop, hang, hang_lock, slow, exception"),
+        ("chaos.fault=[{moment: driver}]", r"^chaos\.fault\[0\]\.moment=driver: must be one of before_quorum"),
+        ("chaos.fault=[{kind: hang, moment: checkpoint}]", r"^chaos\.fault\[0\]\.moment=checkpoint: .*, fetch for hang$"),
+        ("chaos.fault=[{replica: 2}]", r"^chaos\.fault\[0\]\.replica=2: must be below mesh\.replicas=2"),
+        ("chaos.fault=[{rank: 2}]", r"^chaos\.fault\[0\]\.rank=2: must be below mesh\.pp=2"),
+        ("chaos.fault=[{rank: 1, moment: after_record}]", r"^chaos\.fault\[0\]\.rank=1: must be 0 for after_record"),
+        ("chaos.fault=[{step: 0}]", r"^chaos\.fault\[0\]\.step=0: must be from 1 to steps=200"),
+        ("chaos.fault=[{kind: slow, seconds: 0}]", r"^chaos\.fault\[0\]\.seconds=0\.0: must be above 0"),
+        ("restart_window_s=0", r"^restart_window_s=0\.0: must be above 0"),
+        ("on_poison=ignore", r"^on_poison=ignore: must be one of stop, skip"),
         ("transport.kind=pigeon", r"^transport\.kind=pigeon: must be one of auto, tcp, shared_memory, verbs"),
         ("transport.paths=0", r"^transport\.paths=0: must be at least 1"),
         ("transport.paths=4", r"^transport\.paths=4: needs transport\.hopping, one of hopper, flowbender, ecmp"),
