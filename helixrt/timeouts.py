@@ -19,7 +19,7 @@ class Timeouts:
     heartbeat_period_s: float  # between two heartbeats of a replica
     heartbeat_s: float  # silent for longer: left out of the quorum
     exchange_s: float  # one generation's exchange, connection included
-    fetch_s: float  # one fetch of state from peers
+    stall_s: float  # a fetch of state from peers, of which no byte comes
     step_s: float  # one step of a replica's ranks, from plan to vote
     join_s: float  # how long a quorum waits for a living replica that has not joined
     start_s: float  # from a process's start to its first join
@@ -36,7 +36,7 @@ def derive(step_timeout_s: float) -> Timeouts:
         heartbeat_period_s=heartbeat / 10,
         heartbeat_s=heartbeat,
         exchange_s=step_timeout_s / 2,
-        fetch_s=step_timeout_s,
+        stall_s=step_timeout_s,
         step_s=step_timeout_s,
         join_s=2 * step_timeout_s,
         start_s=max(120.0, 3 * step_timeout_s),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from helixrt.errors import MissingExtra
@@ -31,13 +32,19 @@ class RayTransport(OfferingTransport):
     `name` says otherwise where there is no actor (such a process can fetch and is asked by nobody).
     """
 
-    def __init__(self, name: str | None = None, serve_cpu: float | None = None, rules: FetchRules | None = None) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        serve_cpu: float = 0.0,
+        serve_mb_s: float = 0.0,
+        rules: FetchRules | None = None,
+    ) -> None:
         try:
             import ray
         except ImportError as error:
             raise MissingExtra("ray", "ray", "state transport through Ray") from error
         self._ray: Any = ray
-        super().__init__(serve_cpu, rules)
+        super().__init__(serve_cpu, serve_mb_s, rules)
         found = ray.get_runtime_context().get_actor_name() if name is None else name
         if not found:
             raise ValueError("other ranks find this one by its actor's name, and this actor has none")
@@ -72,7 +79,7 @@ class RayTransport(OfferingTransport):
         if not self.still_offers(name, state):  # what was copied may have been reused already
             raise LookupError(f"no offer {name!r}")
         answer = self.put(data), _checksum(data)
-        return *answer, self._pace.spent(time.thread_time() - began_s)
+        return *answer, max(self._pace.spent(time.thread_time() - began_s), self._pace.sent(len(data)))
 
     def put(self, data: bytes) -> Any:
         """Put an answer's bytes into the object store; tests replace it to spoil or delay them."""
@@ -90,9 +97,10 @@ class _RayLink(DonorLink):
         except ValueError as error:
             raise DonorGone(f"there is no actor {donor!r}") from error
 
-    def read(self, piece: Piece, into: memoryview) -> bool:
+    def read(self, piece: Piece, into: memoryview, heard: Callable[[], None]) -> bool:
         call = self._actor.call_transport.options(concurrency_group=CONTROL_GROUP)
         ref, checksum, sleep_s = self._get(call.remote("serve_piece", self._name, self._digest, piece.begin, piece.end))
+        heard()
         data = self._get(ref)
         if not isinstance(data, bytes) or len(data) != piece.nbytes:
             raise DonorGone(f"{self._donor} sends something else than {piece.nbytes} bytes")

@@ -1,7 +1,7 @@
 """How much a donor's step time grows while a peer fetches its state.
 
 Donors are processes that do steps of matrix products; a process of its own fetches their state again and
-again. Windows alternate in a random order: no fetch, a fetch at the default pace, a fetch as fast as it
+again. Windows alternate in a random order: no fetch, a fetch at the job's pace, a fetch as fast as it
 goes (what a plain file server beside the training would do). Donor and fetcher share this machine's
 processors here, so what the fetcher itself uses counts against the donors when they leave it no core.
 For machines that are busy otherwise there is a second figure: the growth of the processor time that a
@@ -12,6 +12,7 @@ own, but for what its threads wait for each other.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import random
@@ -29,7 +30,6 @@ from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Retryable
 from helixrt.replica.contracts import Shard, layout_of
 from helixrt.replica.http_transport import HttpTransport
-from helixrt.replica.offering import default_serve_cpu
 
 WINDOWS = ("idle", "paced", "unpaced")
 _SECRET = "bench"
@@ -78,6 +78,10 @@ class Window:
     fetches: int
 
 
+class _WindowOver(Exception):
+    """Ends a fetch at the end of its window."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cores = os.cpu_count() or 1
     parser.add_argument("--donors", type=int, default=max(1, min(2, cores - 1)), help="processes that train and serve")
@@ -85,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=384, help="a step multiplies square matrices of this size")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of three windows")
     parser.add_argument("--window", type=float, default=2.0, help="seconds per window")
-    parser.add_argument("--serve-cpu", type=float, default=default_serve_cpu(), help="cores a donor may spend on serving")
+    parser.add_argument("--serve-cpu", type=float, default=0.0, help="cores a donor may spend on serving; 0: what is spare")
     parser.add_argument("--seed", type=int, default=0, help="of the order of windows")
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
 
@@ -102,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         if value < least:
             raise ConfigError(key, value, f"must be at least {least}")
-    if settings.serve_cpu <= 0:
-        raise ConfigError("--serve-cpu", settings.serve_cpu, "must be above 0; as fast as it goes is measured anyway")
+    if settings.serve_cpu < 0:
+        raise ConfigError("--serve-cpu", settings.serve_cpu, "must not be negative; as fast as it goes is measured anyway")
     steps, windows = measure(settings)
 
     of_kind = {kind: [w for w in windows if w.kind == kind] for kind in WINDOWS}
@@ -162,6 +166,8 @@ def _fetch_windows(settings: Settings, addresses: list[dict[str, str]]) -> list[
 
                 def count(shard: Shard, donor: str, ok: bool) -> None:
                     nonlocal nbytes
+                    if time.monotonic() >= begin_s + settings.window_s:  # noqa: B023 called in this round alone
+                        raise _WindowOver
                     nbytes += shard.nbytes if ok else 0
 
                 while (left_s := begin_s + settings.window_s - time.monotonic()) > 0:
@@ -169,10 +175,10 @@ def _fetch_windows(settings: Settings, addresses: list[dict[str, str]]) -> list[
                         time.sleep(left_s)
                         continue
                     try:
-                        fetcher.fetch(_OFFER, layout, [a[kind] for a in addresses], left_s, count)
+                        fetcher.fetch(_OFFER, layout, [a[kind] for a in addresses], _START_S, count)
                         fetches += 1
-                    except Retryable:
-                        break  # the window is over in the middle of a fetch
+                    except _WindowOver:
+                        break  # in the middle of a fetch
                 windows.append(Window(kind, begin_s, begin_s + settings.window_s, nbytes, fetches))
     finally:
         fetcher.close()
@@ -210,7 +216,7 @@ def _donate(pipe: Connection, settings: Settings) -> None:
     """A donor's process: offers its state at both paces and does steps until told to stop."""
     torch.set_num_threads(1)
     state = _state(settings)
-    paced, unpaced = HttpTransport(_SECRET, serve_cpu=settings.serve_cpu), HttpTransport(_SECRET, serve_cpu=0)
+    paced, unpaced = HttpTransport(_SECRET, serve_cpu=settings.serve_cpu), HttpTransport(_SECRET, serve_cpu=math.inf)
     for transport in (paced, unpaced):
         transport.offer(_OFFER, state)
     left, right = torch.randn(2, settings.size, settings.size).unbind()

@@ -22,7 +22,9 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class FetchRules:
-    """`in_flight` requests per donor at a time. A donor with `strikes` spoilt or late pieces is dropped."""
+    """`in_flight` requests per donor at a time. A piece that takes longer than `request_timeout_s` is asked from another
+    donor as well. A donor is dropped after `strikes`: pieces that were spoilt, and times in a row that nothing came from
+    it for `request_timeout_s`. So one that is slow is kept as long as its bytes come."""
 
     in_flight: int = 2
     piece_floor_bytes: int = 1 << 10
@@ -71,6 +73,13 @@ class Arrived:
 
 
 @dataclass(frozen=True)
+class Heard:
+    """Bytes of an answer have come from this donor, though not all of it."""
+
+    donor: str
+
+
+@dataclass(frozen=True)
 class DonorLost:
     """A donor is gone, or does not have what it should."""
 
@@ -83,7 +92,7 @@ class Tick:
     """Time passed."""
 
 
-Event = Begin | Arrived | DonorLost | Tick
+Event = Begin | Arrived | Heard | DonorLost | Tick
 
 # Actions
 
@@ -149,7 +158,13 @@ class _Donor:
     late: set[Piece] = field(default_factory=set)  # of `flying`: asked again elsewhere
     began: float | None = None
     kept_bytes: int = 0
-    strikes: int = 0
+    spoilt: int = 0  # pieces
+    silent: int = 0  # times in a row that nothing came for a whole timeout, counted for each piece that was awaited
+    heard: float = 0.0  # when bytes came last
+
+    @property
+    def strikes(self) -> int:
+        return self.spoilt + self.silent
 
     def rest_bytes(self) -> int:
         return sum(p.nbytes for p in self.queue) + sum(p.nbytes for p in self.flying)
@@ -195,7 +210,11 @@ class Fetch:
         match event:
             case Begin() | Tick():
                 actions += self._late(now)
+            case Heard(name) if name in self._donors:
+                self._donors[name].heard, self._donors[name].silent = now, 0
+                return []
             case Arrived(name, piece, intact) if name in self._donors:
+                self._donors[name].heard, self._donors[name].silent = now, 0
                 actions += self._arrived(self._donors[name], piece, intact)
             case DonorLost(name, reason) if name in self._donors:
                 actions += self._lose(name, reason)
@@ -220,7 +239,7 @@ class Fetch:
             donor.kept_bytes += piece.nbytes
             self._kept_from[donor.name] += piece.nbytes
             return [Keep(donor.name, piece)]
-        donor.strikes += 1
+        donor.spoilt += 1
         if not was_late:
             self._ask_again(piece, donor, Again.CHECKSUM)
         if donor.strikes >= self.rules.strikes:
@@ -234,13 +253,14 @@ class Fetch:
             for piece, since in list(donor.flying.items()):
                 if now - since < self.rules.request_timeout_s or donor.name not in self._donors:
                     continue
-                donor.strikes += 1
+                if now - max(since, donor.heard) >= self.rules.request_timeout_s:
+                    donor.silent += 1
+                    donor.flying[piece] = now  # its next strike is a whole timeout away
                 if donor.strikes >= self.rules.strikes:
                     actions += self._lose(donor.name, f"{donor.strikes} pieces were spoilt or late")
                 elif piece not in donor.late and len(self._donors) > 1 and piece in self._open:
                     donor.late.add(piece)
                     self._ask_again(piece, donor, Again.SLOW)
-                donor.flying[piece] = now  # its next strike is a whole timeout away
         return actions
 
     def _lose(self, name: str, reason: str) -> list[Action]:

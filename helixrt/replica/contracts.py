@@ -185,11 +185,17 @@ class StateTransport(ABC):
 
     @abstractmethod
     def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Serve these tensors under `name` until `withdraw`; the caller no longer changes them."""
+        """Serve these tensors under `name` until `withdraw`; the caller no longer changes them. No copy is made of
+        contiguous tensors in host memory."""
+
+    @abstractmethod
+    def offers(self, name: str) -> bool:
+        """Whether `name` is offered now."""
 
     @abstractmethod
     def withdraw(self, name: str) -> None:
-        """Stop serving `name`; idempotent. Transfers that have begun may fail at the other side."""
+        """Stop serving `name`; idempotent. The tensors may be changed afterwards: a transfer that has begun then fails at
+        the other side, which never takes bytes that were not offered."""
 
     @abstractmethod
     def fetch(
@@ -197,13 +203,14 @@ class StateTransport(ABC):
         name: str,
         layout: Sequence[Shard],
         donors: Sequence[str],
-        timeout_s: float,
+        stall_s: float,
         on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
     ) -> tuple[dict[str, torch.Tensor], FetchReport]:
         """Fetch what the donors (addresses) offer under `name`, different shards from different donors.
 
         Sizes come from `layout`, never from the peer. A wrong checksum or a lost donor has the shard
-        asked again from another. Raises Retryable when no donor is left or time is up.
+        asked again from another. Raises Retryable when no donor is left, or when no byte has come for `stall_s`: a
+        fetch has no deadline as long as bytes come. What `on_shard` raises ends the fetch, and is raised.
         """
 
     @abstractmethod

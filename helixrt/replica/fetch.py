@@ -30,6 +30,7 @@ from helixrt.protocol.catchup import (
     Fetch,
     FetchRules,
     Finished,
+    Heard,
     Keep,
     Piece,
     Tick,
@@ -49,8 +50,9 @@ class DonorLink(ABC):
     """The way to one donor. All but `cut` is called on the donor's thread."""
 
     @abstractmethod
-    def read(self, piece: Piece, into: memoryview) -> bool:
-        """Put the piece's bytes into `into` (of its length); False if their checksum is wrong. Raises DonorGone."""
+    def read(self, piece: Piece, into: memoryview, heard: Callable[[], None]) -> bool:
+        """Put the piece's bytes into `into` (of its length), and call `heard` as some come; False if their checksum
+        is wrong. Raises DonorGone."""
 
     @abstractmethod
     def cut(self) -> None:
@@ -65,23 +67,23 @@ def fetch_state(
     layout: Sequence[Shard],
     donors: Sequence[str],
     connect: Callable[[str], DonorLink],
-    timeout_s: float,
+    stall_s: float,
     on_shard: OnShard,
     rules: FetchRules,
 ) -> tuple[dict[str, torch.Tensor], FetchReport]:
     """Fetch all of `layout`. `on_shard(shard, donor, True)` when a shard is whole, with the donor of its
     last piece, and `(…, False)` for every shard that a spoilt piece touches. Calls come one at a time,
-    on the fetch's threads. Raises Retryable when no donor is left or time is up.
+    on the fetch's threads. Raises Retryable when no donor is left, or when no byte has come for `stall_s`.
     """
     if not donors:
         raise Retryable("nobody to fetch state from")
     running = _Running(layout, donors, connect, on_shard, rules)
     began_s = time.monotonic()
-    outcome = running.wait(timeout_s)
+    outcome = running.wait(stall_s)
     if isinstance(outcome, Failed):
         raise Retryable(Cause(f"state could not be fetched: {outcome.reason}"))
     if outcome is None:
-        raise Retryable(Cause(f"state was not fetched within {timeout_s:g} s"))
+        raise Retryable(Cause(f"state could not be fetched: no bytes came within {stall_s:g} s"))
     plan = running.plan
     report = FetchReport(running.state.nbytes, plan.per_donor, dict(plan.retried), time.monotonic() - began_s)
     return running.tensors, report
@@ -106,6 +108,7 @@ class _Running:
         self._changed = threading.Condition()
         self._outcome: Finished | Failed | None = None
         self._over = False
+        self._heard_at = 0.0  # when bytes came last, from any donor
         self._error: BaseException | None = None  # raised by a callback
         self._links: dict[str, DonorLink] = {}
         self._asked: dict[str, queue.SimpleQueue[Piece | None]] = {d: queue.SimpleQueue() for d in self.plan.per_donor}
@@ -113,9 +116,9 @@ class _Running:
             threading.Thread(target=self._serve, args=(d,), name=f"helixrt-fetch-{d}", daemon=True) for d in self._asked
         ]
 
-    def wait(self, timeout_s: float) -> Finished | Failed | None:
-        """Run until finished, failed or late (None); no thread writes into the state afterwards."""
-        deadline = time.monotonic() + timeout_s
+    def wait(self, stall_s: float) -> Finished | Failed | None:
+        """Run until finished, failed or without bytes for `stall_s` (None); no thread writes into the state afterwards."""
+        self._heard_at = time.monotonic()
         for shard in self.state.layout:
             if not shard.nbytes:
                 self._on_shard(shard, "", True)
@@ -124,8 +127,8 @@ class _Running:
         try:
             self._take(Begin())
             with self._changed:
-                while self._outcome is None and self._error is None and time.monotonic() < deadline:
-                    self._changed.wait(min(_TICK_S, max(0.0, deadline - time.monotonic())))
+                while self._outcome is None and self._error is None and time.monotonic() < self._heard_at + stall_s:
+                    self._changed.wait(min(_TICK_S, max(0.0, self._heard_at + stall_s - time.monotonic())))
                     self._take(Tick())
         finally:
             self._end()
@@ -148,6 +151,14 @@ class _Running:
         """A donor's thread."""
         buffer = bytearray(0)
         link: DonorLink | None = None
+        told_at = 0.0
+
+        def heard() -> None:
+            nonlocal told_at
+            if (now := time.monotonic()) - told_at >= _TICK_S:
+                told_at = now
+                self._take(Heard(donor))
+
         try:
             while (piece := self._asked[donor].get()) is not None:
                 if link is None:
@@ -160,7 +171,7 @@ class _Running:
                 if len(buffer) < piece.nbytes:
                     buffer = bytearray(piece.nbytes)
                 data = memoryview(buffer)[: piece.nbytes]
-                intact = link.read(piece, data)
+                intact = link.read(piece, data, heard)
                 self._take(Arrived(donor, piece, intact), data)
         except DonorGone as gone:
             self._take(DonorLost(donor, str(gone)))
@@ -177,6 +188,8 @@ class _Running:
         with self._changed:
             if self._over or self._outcome is not None:
                 return
+            if isinstance(event, Arrived | Heard):
+                self._heard_at = time.monotonic()
             if isinstance(event, Arrived) and not event.intact:
                 for i in self.state.shards_of(event.piece):
                     self._on_shard(self.state.layout[i], event.donor, False)

@@ -9,8 +9,8 @@ The bytes go out of the tensors' own memory. Nothing that arrives is unpickled; 
     200  Content-Length: 65536                                X-Helixrt-Checksum
     403 no proof   404 no such offer   409 another layout   416 no such range
 
-Serving is paced: over all its connections a donor spends at most `serve_cpu` of a core's time on it,
-so that a training step beside it is not slowed by more than that.
+Serving is paced (`serving_pace`), so that a training step beside it is hardly slowed. If an offer is withdrawn while its
+bytes are sent, the connection is broken off.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from helixrt.protocol.catchup import FetchRules, Piece
 from helixrt.replica.fetch import DonorGone, DonorLink
 from helixrt.replica.offering import OfferingTransport
+from helixrt.replica.state_bytes import StateBytes
 
 _NONCE, _PROOF, _CHECKSUM = "X-Helixrt-Nonce", "X-Helixrt-Proof", "X-Helixrt-Checksum"
 _IDLE_S = 60.0
+_CHUNK_BYTES = 1 << 17  # that are sent, or received, at a time
 
 
 def _key(secret: str) -> bytes:
@@ -59,10 +61,11 @@ class HttpTransport(OfferingTransport):
         self,
         secret: str,
         host: str = "127.0.0.1",
-        serve_cpu: float | None = None,
+        serve_cpu: float = 0.0,
+        serve_mb_s: float = 0.0,
         rules: FetchRules | None = None,
     ) -> None:
-        super().__init__(serve_cpu, rules)
+        super().__init__(serve_cpu, serve_mb_s, rules)
         self._key = _key(secret)
         self.refused = 0  # requests without proof
         self._server = _Server((host, 0), self._handler())
@@ -86,8 +89,8 @@ class HttpTransport(OfferingTransport):
             self._thread.join(5)
             self.withdraw_all()
 
-    def send(self, connection: socket.socket, parts: Sequence[memoryview]) -> None:
-        """Put the bytes of an answer on the wire."""
+    def send(self, connection: socket.socket, parts: Iterable[memoryview]) -> None:
+        """Put the bytes of an answer on the wire, as they are given."""
         for part in parts:
             connection.sendall(part)
 
@@ -144,7 +147,26 @@ class HttpTransport(OfferingTransport):
         request.send_header("Content-Length", str(piece.nbytes))
         request.send_header(_CHECKSUM, checksum)
         request.end_headers()
-        self.send(request.connection, parts)
+        try:
+            self.send(request.connection, self._while_offered(unquote(name), state, parts))
+        except _Withdrawn:
+            request.close_connection = True
+            request.connection.shutdown(socket.SHUT_RDWR)
+
+    def _while_offered(self, name: str, state: StateBytes, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+        """The bytes of an answer at the pace of `serve_mb_s`. Raises _Withdrawn when they may change from now on."""
+        for part in parts:
+            for begin in range(0, len(part), _CHUNK_BYTES):
+                if not self.still_offers(name, state):
+                    raise _Withdrawn
+                chunk = part[begin : begin + _CHUNK_BYTES]
+                yield chunk
+                if sleep_s := self._pace.sent(len(chunk)):
+                    time.sleep(sleep_s)
+
+
+class _Withdrawn(Exception):
+    """What is being sent is not offered any more."""
 
 
 def _refuse(request: BaseHTTPRequestHandler, status: int) -> None:
@@ -203,7 +225,7 @@ class _HttpLink(DonorLink):
         self._connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=wait_s)
         self._cut = False
 
-    def read(self, piece: Piece, into: memoryview) -> bool:
+    def read(self, piece: Piece, into: memoryview, heard: Callable[[], None]) -> bool:
         target = f"{self._path}?begin={piece.begin}&end={piece.end}&layout={self._digest}"
         nonce = secrets.token_hex(16)
         try:
@@ -219,10 +241,11 @@ class _HttpLink(DonorLink):
                 raise DonorGone(f"{self._donor} sends {answer.headers.get('Content-Length')} bytes, not {piece.nbytes}")
             at = 0
             while at < piece.nbytes:
-                got = answer.readinto(into[at:])
+                got = answer.readinto(into[at : at + _CHUNK_BYTES])
                 if not got:
                     raise DonorGone(f"{self._donor} broke off")
                 at += got
+                heard()
             answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise DonorGone(f"{self._donor}: {error or type(error).__name__}") from error

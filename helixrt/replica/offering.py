@@ -5,9 +5,7 @@ A transport adds how a peer asks (its server) and how to ask a peer (`link`).
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,49 +14,23 @@ import torch
 from helixrt.protocol.catchup import FetchRules
 from helixrt.replica.contracts import FetchReport, Shard, StateTransport
 from helixrt.replica.fetch import DonorLink, fetch_state
+from helixrt.replica.serving_pace import Pace, idle_processors
 from helixrt.replica.state_bytes import StateBytes, layout_digest
 
 OFFER_WAIT_S = 2.0  # a donor may be a moment from its snapshot
-_BURST_S = 0.005  # of serving time that may run ahead of the pace
-
-
-def default_serve_cpu() -> float:
-    """2% of the processors this process may use, in cores: two ranks of a replica on one machine then stay
-    below 5% of it even when their training leaves no core idle."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return 0.02 * cores
-
-
-class Pace:
-    """Keeps what several threads do for others below `cores` of processor time, by having them sleep.
-
-    0 or less is no limit.
-    """
-
-    def __init__(self, cores: float) -> None:
-        self._cores = cores
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def spent(self, cpu_s: float) -> float:
-        """Account for `cpu_s` of work; returns how long to sleep before more."""
-        if self._cores <= 0:
-            return 0.0
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + cpu_s / self._cores
-            ahead = self._free_at - now
-        return ahead if ahead > _BURST_S else 0.0
 
 
 class OfferingTransport(StateTransport):
-    """A `StateTransport` but for the wire."""
+    """A `StateTransport` but for the wire.
 
-    def __init__(self, serve_cpu: float | None, rules: FetchRules | None) -> None:
+    Serving uses at most `serve_cpu` cores (0: what the machine has to spare) and `serve_mb_s` MB/s (0: no limit).
+    """
+
+    def __init__(self, serve_cpu: float, serve_mb_s: float, rules: FetchRules | None) -> None:
         self._rules = rules or FetchRules()
         self._offers: dict[str, StateBytes] = {}
         self._offered = threading.Condition()
-        self._pace = Pace(default_serve_cpu() if serve_cpu is None else serve_cpu)
+        self._pace = Pace(serve_cpu, 1e6 * serve_mb_s, None if serve_cpu else idle_processors())
 
     @abstractmethod
     def link(self, donor: str, name: str, digest: str, wait_s: float) -> DonorLink:
@@ -70,6 +42,10 @@ class OfferingTransport(StateTransport):
             self._offers[name] = state
             self._offered.notify_all()
 
+    def offers(self, name: str) -> bool:
+        with self._offered:
+            return name in self._offers
+
     def withdraw(self, name: str) -> None:
         with self._offered:
             self._offers.pop(name, None)
@@ -79,7 +55,7 @@ class OfferingTransport(StateTransport):
         name: str,
         layout: Sequence[Shard],
         donors: Sequence[str],
-        timeout_s: float,
+        stall_s: float,
         on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
     ) -> tuple[dict[str, torch.Tensor], FetchReport]:
         digest = layout_digest(layout)
@@ -88,7 +64,7 @@ class OfferingTransport(StateTransport):
         def connect(donor: str) -> DonorLink:
             return self.link(donor, name, digest, wait_s)
 
-        return fetch_state(layout, donors, connect, timeout_s, on_shard, self._rules)
+        return fetch_state(layout, donors, connect, stall_s, on_shard, self._rules)
 
     def find(self, name: str) -> StateBytes | None:
         """What is offered under `name`, perhaps after a moment."""

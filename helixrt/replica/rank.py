@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -39,6 +40,7 @@ from helixrt.replica.commands import (
     Save,
 )
 from helixrt.replica.contracts import Engine, FetchReport, Shard, StateTransport, Update, WorkResult, layout_of
+from helixrt.replica.fetch import OnShard
 from helixrt.replica.finite import all_finite
 from helixrt.replica.progress import EXCHANGE, FETCH, Progress
 from helixrt.timeouts import Timeouts
@@ -88,6 +90,10 @@ class Snapshot:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+class _Replaced(Exception):
+    """A newer fetch was begun: this one's result counts for nothing."""
+
+
 class RankWorker:
     """Owns the engine, the exchange and the transport of one rank, and the threads around them.
 
@@ -128,6 +134,7 @@ class RankWorker:
         self._fetch_serial = 0  # of the newest fetch; an older one's result counts for nothing
         self._fetching_reduced = ""  # what the newest fetch is after, if it is reduced buckets
         self._snapshots: list[Snapshot] = []
+        self._wanted: set[str] = set()  # lineages of the states that are offered, or will be after their snapshot
         self._updates_ordered = self._updates_done = 0
         self._result: tuple[int, WorkResult] | None = None
         self._idle_since = time.monotonic()
@@ -169,6 +176,8 @@ class RankWorker:
             case p.Offer():
                 self._offer(command.lineage)
             case p.Withdraw():
+                with self._changed:
+                    self._wanted.discard(command.lineage)
                 self.transport.withdraw(_state_name(command.lineage))
             case p.FetchState() | p.FetchReduced():
                 self._start_fetch(command)
@@ -410,6 +419,9 @@ class RankWorker:
     def _offer(self, lineage: str) -> None:
         snapshot = Snapshot(lineage, self._updates_ordered)
         with self._changed:
+            if lineage in self._wanted:
+                return  # offered, or about to be
+            self._wanted.add(lineage)
             self._snapshots = [s for s in self._snapshots if not s.done.is_set()] + [snapshot]
         threading.Thread(target=self._take_snapshot, args=(snapshot,), name="helixrt-snapshot", daemon=True).start()
 
@@ -420,7 +432,10 @@ class RankWorker:
                     raise Fatal(f"the update to {snapshot.lineage[:8]} was not done in {self.timeouts.step_s} s")
             begin_s = self.record.clock()
             copy = {name: shard.detach().clone() for name, shard in self.engine.state().items()}
-            self.transport.offer(_state_name(snapshot.lineage), copy)
+            with self._changed:
+                if snapshot.lineage not in self._wanted or self.transport.offers(_state_name(snapshot.lineage)):
+                    return  # withdrawn meanwhile; perhaps ordered again, and that one was quicker
+                self.transport.offer(_state_name(snapshot.lineage), copy)
             nbytes = sum(s.numel() * s.element_size() for s in copy.values())
             self.record.write(Kind.SNAPSHOT, begin_s=begin_s, lineage=snapshot.lineage, bytes=nbytes)
         except BaseException as error:
@@ -451,19 +466,20 @@ class RankWorker:
     def _fetch(self, command: p.FetchState | p.FetchReduced, serial: int) -> p.Fetched | p.FetchFailed | None:
         """Fetch, and keep what came; None if a newer fetch replaced this one."""
         state = isinstance(command, p.FetchState)
+        stall_s = self.timeouts.stall_s if state else min(2.0, self.timeouts.stall_s)
         if state:
             name, layout = _state_name(command.lineage), layout_of(self.engine.state())
-            deadline = time.monotonic() + self.timeouts.fetch_s
         else:
             buckets = self.engine.buckets
             name = _reduced_name(command.lineage)
             layout = layout_of(dict(zip(_bucket_names(buckets), buckets, strict=True)))
-            deadline = time.monotonic() + min(2.0, self.timeouts.fetch_s)
         donors = [m.addresses[self.ring] for m in command.donors if m.replica != self.replica]
         self.record.write(Kind.FETCH_BEGIN, lineage=command.lineage, donors=donors, what="state" if state else "buckets")
         begin_s = self.record.clock()
         try:
-            shards, done = self._fetch_until(name, layout, donors, deadline)
+            shards, done = self._fetch_from(name, layout, donors, stall_s, partial(self._on_shard, serial))
+        except _Replaced:
+            return None
         except Retryable as error:
             with self._changed:
                 return p.FetchFailed(command.lineage, str(error)) if serial == self._fetch_serial else None
@@ -479,21 +495,24 @@ class RankWorker:
                 self._kept[command.lineage] = [shards[name] for name in _bucket_names(self.engine.buckets)]
         return p.Fetched(command.lineage)
 
-    def _fetch_until(
-        self, name: str, layout: Sequence[Shard], donors: Sequence[str], deadline: float
+    def _fetch_from(
+        self, name: str, layout: Sequence[Shard], donors: Sequence[str], stall_s: float, on_shard: OnShard
     ) -> tuple[dict[str, torch.Tensor], FetchReport]:
-        """A donor may not offer it yet: ask again until the deadline."""
+        """A donor may not offer it yet: attempts begin for `stall_s`, and last as long as bytes come."""
+        deadline = time.monotonic() + stall_s
         while True:
             try:
-                left_s = max(0.1, deadline - time.monotonic())
-                return self.transport.fetch(name, layout, donors, left_s, on_shard=self._on_shard)
+                return self.transport.fetch(name, layout, donors, stall_s, on_shard=on_shard)
             except Retryable:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(0.05)
 
-    def _on_shard(self, shard: Shard, donor: str, ok: bool) -> None:
+    def _on_shard(self, serial: int, shard: Shard, donor: str, ok: bool) -> None:
         self.record.write(Kind.FETCH_SHARD, shard=shard.name, donor=donor, bytes=shard.nbytes, ok=ok)
+        with self._changed:
+            if serial != self._fetch_serial:
+                raise _Replaced
 
     # ---------------------------------------------------------------- end
 

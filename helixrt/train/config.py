@@ -80,8 +80,11 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class CatchupConfig:
     max_wait_s: float = 0.0  # how long an exchange waits for a replica that is fetching state
-    replay: int = 16  # reduced steps a replica that is behind keeps while it fetches
+    replay: int = 16  # reduced steps a replica that is behind keeps while it fetches, at most; fewer where memory_gb is less
+    memory_gb: float = 4.0  # GiB of host memory per rank for reduced gradients, snapshots and fetched state, at most
     hold_s: float = 600.0  # the others wait once, at most so long, for a replica whose fetches were overtaken twice
+    serve_cpu: float = 0.0  # cores that a rank spends on serving state, at most; 0: what its machine has to spare
+    serve_mb_s: float = 0.0  # MB/s that a rank serves, at most; 0: no limit
 
 
 @dataclass(frozen=True)

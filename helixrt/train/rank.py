@@ -209,13 +209,15 @@ class Rank:
         return stream.batch_at
 
     def _transport(self) -> StateTransport:
+        catchup = self.config.catchup
         if self.spec.transport == "ray":
             from helixrt.ray_cluster.state_transport import RayTransport
 
-            return RayTransport()
+            return RayTransport(serve_cpu=catchup.serve_cpu, serve_mb_s=catchup.serve_mb_s)
         from helixrt.replica.http_transport import HttpTransport
 
-        return HttpTransport(self.spec.secret, interface_towards(self.spec.store))
+        here = interface_towards(self.spec.store)
+        return HttpTransport(self.spec.secret, here, catchup.serve_cpu, catchup.serve_mb_s)
 
     def _exchange(self) -> Exchange:
         if self.config.exchange == "gloo":

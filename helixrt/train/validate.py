@@ -76,6 +76,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "eval.every": config.eval.every,
         "catchup.max_wait_s": config.catchup.max_wait_s,
         "catchup.replay": config.catchup.replay,
+        "catchup.serve_cpu": config.catchup.serve_cpu,
         "model.auxiliary": config.model.auxiliary,
         "optim.warmup_steps": config.optim.warmup_steps,
         "optim.weight_decay": config.optim.weight_decay,
@@ -90,10 +91,16 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "transport.heartbeat_s": config.transport.heartbeat_s,
         "checkpoint.write_s": config.checkpoint.write_s,
         "restart_window_s": config.restart_window_s,
+        "supersede_after_s": config.supersede_after_s,
+        "catchup.hold_s": config.catchup.hold_s,
+        "catchup.memory_gb": config.catchup.memory_gb,
     }
     yield from (ConfigError(k, v, "must be at least 1") for k, v in at_least_one.items() if v < 1)
     yield from (ConfigError(k, v, "must not be negative") for k, v in not_negative.items() if not 0 <= v < math.inf)
     yield from (ConfigError(k, v, "must be above 0") for k, v in positive.items() if not 0 < v < math.inf)
+    if config.catchup.serve_mb_s != 0 and not 1 <= config.catchup.serve_mb_s < math.inf:
+        rule = "must be at least 1, or 0 for no limit: a donor that is slower looks as if it were gone"
+        yield ConfigError("catchup.serve_mb_s", config.catchup.serve_mb_s, rule)
     if not 0 <= config.optim.min_lr_ratio <= 1:
         yield ConfigError("optim.min_lr_ratio", config.optim.min_lr_ratio, "must be from 0 to 1")
     if len(config.optim.betas) != 2 or not all(0 <= b < 1 for b in config.optim.betas):

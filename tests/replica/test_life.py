@@ -132,6 +132,10 @@ class MemoryTransport(StateTransport):
         with self.fabric.lock:
             self.fabric.offers[(self._address, name)] = tensors
 
+    def offers(self, name: str) -> bool:
+        with self.fabric.lock:
+            return (self._address, name) in self.fabric.offers
+
     def withdraw(self, name: str) -> None:
         with self.fabric.lock:
             self.fabric.offers.pop((self._address, name), None)
@@ -141,7 +145,7 @@ class MemoryTransport(StateTransport):
         name: str,
         layout: Sequence[Shard],
         donors: Sequence[str],
-        timeout_s: float,
+        stall_s: float,
         on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
     ) -> tuple[dict[str, torch.Tensor], FetchReport]:
         with self.fabric.lock:

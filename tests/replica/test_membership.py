@@ -22,7 +22,7 @@ from helixrt.timeouts import Timeouts
 pytest.importorskip("torchft", reason="torchft is not installed (extra: ft)")
 
 TIMEOUTS = Timeouts(
-    heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, fetch_s=5, step_s=5, join_s=20, start_s=30
+    heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, stall_s=5, step_s=5, join_s=20, start_s=30
 )
 DEADLINE_S = 20.0
 

@@ -47,7 +47,7 @@ class Gated(StateTransport):
     """Answers a fetch of a name when the test opens its gate."""
 
     def __init__(self) -> None:
-        self.offers: dict[str, Mapping[str, torch.Tensor]] = {}
+        self.offered: dict[str, Mapping[str, torch.Tensor]] = {}
         self.gates: dict[str, threading.Event] = {}
 
     @property
@@ -55,17 +55,20 @@ class Gated(StateTransport):
         return "gated"
 
     def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.offers[name] = tensors
+        self.offered[name] = tensors
+
+    def offers(self, name: str) -> bool:
+        return name in self.offered
 
     def withdraw(self, name: str) -> None:
-        self.offers.pop(name, None)
+        self.offered.pop(name, None)
 
     def fetch(
         self,
         name: str,
         layout: Sequence[Shard],
         donors: Sequence[str],
-        timeout_s: float,
+        stall_s: float,
         on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
     ) -> tuple[dict[str, torch.Tensor], FetchReport]:
         assert self.gates[name].wait(DEADLINE_S)
@@ -183,7 +186,7 @@ def test_a_state_is_never_offered_under_the_name_of_an_update_that_is_not_done(p
     one.worker.dispatch(p.Apply(record))
     one.worker.dispatch(p.Offer(record.hash))
     until(lambda: all(s.done.is_set() for s in one.worker._snapshots))
-    assert not [name for name in one.transport.offers if name.startswith("state-")]
+    assert not [name for name in one.transport.offered if name.startswith("state-")]
     one.end()
     assert isinstance(one.error, Fatal)
 

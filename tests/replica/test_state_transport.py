@@ -7,6 +7,7 @@ answers, or being slow. The real death of a process is tried at the end.
 from __future__ import annotations
 
 import http.client
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -14,7 +15,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +26,7 @@ from helixrt.errors import Retryable
 from helixrt.protocol.catchup import FetchRules
 from helixrt.replica.contracts import Shard, StateTransport, layout_of
 from helixrt.replica.http_transport import HttpTransport
+from helixrt.replica.serving_pace import Pace
 
 TIMEOUT_S = 60.0
 SECRET = "the run's secret"
@@ -74,9 +76,9 @@ class Faults:
 class FaultyHttp(HttpTransport):
     def __init__(self, fault: str) -> None:
         self.faults = Faults(fault)
-        super().__init__(SECRET, serve_cpu=0)
+        super().__init__(SECRET, serve_cpu=math.inf)
 
-    def send(self, connection: socket.socket, parts: Sequence[memoryview]) -> None:
+    def send(self, connection: socket.socket, parts: Iterable[memoryview]) -> None:
         what = self.faults.next()
         data = bytearray(b"".join(parts))
         if what == "spoil":
@@ -156,7 +158,7 @@ class RayPeers(Peers):
                             time.sleep(0.3)
                         return super().put(data)
 
-                self.transport = Faulty(serve_cpu=0)
+                self.transport = Faulty(serve_cpu=math.inf)
                 self.transport.offer("s", state)
 
             def call_transport(self, method: str, *arguments: Any) -> Any:
@@ -271,9 +273,28 @@ def test_an_unknown_offer_and_another_layout_are_refused(peers: Peers) -> None:
         peers.fetcher.fetch("s", other, [donor], TIMEOUT_S)
 
 
-def test_time_runs_out(peers: Peers) -> None:
-    with pytest.raises(Retryable, match="within 0.2 s"):
-        peers.fetcher.fetch("s", layout_of(make_state()), [peers.donor("slow")], 0.2)
+def test_a_fetch_of_which_no_byte_comes_ends(peers: Peers) -> None:
+    with pytest.raises(Retryable, match="no bytes came within 0.1 s"):
+        peers.fetcher.fetch("s", layout_of(make_state()), [peers.donor("slow")], stall_s=0.1)
+
+
+def test_a_fetch_of_which_bytes_come_has_no_deadline(peers: Peers) -> None:
+    """Each answer takes a third of a second, and there are sixteen of them."""
+    state, stall_s = make_state(), 2.0
+    got, report = peers.fetcher.fetch("s", layout_of(state), [peers.donor("slow")], stall_s)
+    assert_same(got, state)
+    assert report.seconds > stall_s, "it took longer than that in all"
+
+
+def test_an_offer_that_is_made_again_is_no_other(peers: Peers) -> None:
+    state = make_state(1000)
+    name = f"again-{id(state)}"
+    assert not peers.fetcher.offers(name)
+    for _ in range(2):
+        peers.fetcher.offer(name, state)
+        assert peers.fetcher.offers(name)
+    peers.fetcher.withdraw(name)
+    assert not peers.fetcher.offers(name)
 
 
 def test_a_callback_that_fails_is_heard(peers: Peers) -> None:
@@ -355,10 +376,54 @@ def test_an_offer_that_comes_a_moment_later_is_waited_for_and_withdrawn_is_gone(
     donor.close()
 
 
+class Stopping(HttpTransport):
+    """Withdraws what it serves in the middle of its first answer, and reuses the memory at once."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__(SECRET, serve_cpu=math.inf)
+        self.state, self.sent = state, 0
+        self.offer("s", state)
+
+    def send(self, connection: socket.socket, parts: Iterable[memoryview]) -> None:
+        for part in parts:
+            connection.sendall(part)
+            self.sent += 1
+            if self.sent == 1:
+                self.withdraw("s")
+                self.state["a"].fill_(-1.0)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_withdrawn_in_mid_transfer_never_arrives_as_something_else(alone: bool) -> None:
+    rules = FetchRules(piece_floor_bytes=1 << 20)
+    state = {"a": torch.arange(2_000_000.0)}
+    stopping, fetcher = Stopping({"a": state["a"].clone()}), HttpTransport(SECRET, rules=rules)
+    steady = HttpTransport(SECRET, serve_cpu=math.inf)
+    steady.offer("s", state)
+    if alone:
+        with pytest.raises(Retryable, match="broke off|no such offer"):
+            fetcher.fetch("s", layout_of(state), [stopping.address], TIMEOUT_S)
+    else:
+        got, report = fetcher.fetch("s", layout_of(state), [stopping.address, steady.address], TIMEOUT_S)
+        assert_same(got, state)
+        assert "checksum" not in report.retried, "the connection was broken off before other bytes were sent"
+    for transport in (stopping, fetcher, steady):
+        transport.close()
+
+
+def test_a_rate_that_is_set_is_kept_to() -> None:
+    """By what the donor sleeps: how long it really takes is the machine's matter."""
+    now = 0.0
+    pace = Pace(math.inf, bytes_per_s=1e6, clock=lambda: now)
+    for _ in range(10):
+        now += pace.sent(100_000)
+    assert now == pytest.approx(1.0), "a megabyte a second"
+
+
 def test_fetching_leaves_no_thread_and_no_socket() -> None:
     before = set(threading.enumerate())
     state = make_state(10_000)
-    donors = [HttpTransport(SECRET, serve_cpu=0) for _ in range(2)]
+    donors = [HttpTransport(SECRET, serve_cpu=math.inf) for _ in range(2)]
     for donor in donors:
         donor.offer("s", state)
     for _ in range(5):

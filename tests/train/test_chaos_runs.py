@@ -441,7 +441,7 @@ def test_checkpoints_and_lineage_that_fail_are_written_later_and_both_are_told(j
     run, folder = job(*LAST), tmp_path / "out" / "latest"
     break_it, mend_it = tmp_path / "break_it", tmp_path / "mend_it"
     break_it.write_text(f"cd {folder} && mv lineage away && touch lineage checkpoints")
-    failed = f"grep -qs storage_failed.*checkpoint {folder}/flight/r0.pp0.inc0.jsonl"
+    failed = f"grep -qs what.:.checkpoint {folder}/flight/r0.pp0.inc0.jsonl"
     wait = f"for i in $(seq 500); do {failed} && break; sleep 0.1; done"
     mend_it.write_text(f"cd {folder}; {wait}; rm lineage checkpoints; mv away lineage")
     run.overrides += (commands_at((2, "forward", f"sh {break_it}"), (7, "forward", f"sh {mend_it}")),)

@@ -1,0 +1,63 @@
+"""How much processor time a donor may spend on serving state, from what its machine leaves idle.
+
+In: samples of a machine's idle processors, taken while state is served. Out: a limit in cores. A donor whose machine is idle
+serves at full speed; one whose processors are all busy keeps to a small share of them, which bounds how much its training
+slows. (FT-HSDP, section 4.3, has donors train on while they serve.)
+
+Training comes in bursts: processors that are idle now may be needed in the next moment. So the limit is the least that
+was spare in any of the last samples, and a sample without idle processors halves it.
+
+Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServeRules:
+    """`share` and `reserve` are fractions of the processors that the process may use."""
+
+    share: float = 0.02  # that serving may always have
+    reserve: float = 0.1  # that serving leaves idle
+    interval_s: float = 0.2  # between two samples
+    window: int = 10  # samples that count
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Of one interval, in cores: what nobody used, and what serving used."""
+
+    idle: float
+    served: float
+
+
+class ServeLimit:
+    """The limit of one donor with `cores` processors. `limit` is in cores.
+
+    Without a full window of samples it is the share: nothing is known about the bursts of the training yet.
+    """
+
+    def __init__(self, cores: float, rules: ServeRules | None = None) -> None:
+        self.rules = rules or ServeRules()
+        self.cores = cores
+        self._spare: tuple[float, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        least = self.rules.share * self.cores
+        if len(self._spare) < self.rules.window:
+            return least
+        return min(self.cores, max(least, min(self._spare) - self.rules.reserve * self.cores))
+
+    def add(self, sample: Sample) -> None:
+        """Count one more interval."""
+        crowded = sample.idle < self.rules.reserve * self.cores
+        # What serving used of a crowded machine it took from others, who knows how much of it: go down fast.
+        spare = sample.served / 2 if crowded else sample.idle + sample.served
+        self._spare = (*self._spare, spare)[-self.rules.window :]
+
+    def forget(self) -> None:
+        """Nothing was served for a while: what was spare then says nothing about now."""
+        self._spare = ()
