@@ -7,23 +7,27 @@ import multiprocessing.spawn
 import os
 import queue
 import secrets
+import shlex
 import signal
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import hypothesis.core
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from helixrt import doctor
 from helixrt.lab.vm_tests import Forwarder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
-settings.register_profile("helixrt", deadline=None, print_blob=True, derandomize=True)  # tests never assert time
+settings.register_profile(  # tests never assert time
+    "helixrt", deadline=None, print_blob=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("helixrt")
 
 RunStages = Callable[..., list[Any]]
@@ -33,13 +37,28 @@ def pytest_configure(config: pytest.Config) -> None:
     """Started in the background or under nohup, a process has these ignored, and so would all that tests start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    config.pluginmanager.register(Forwarder(), "lab")  # tests marked rdma run in the VM lab
+    if config.option.seed is None:
+        config.option.seed = secrets.randbelow(2**32)
+    hypothesis.core.global_force_seed = config.option.seed
+    options = (f"--seed={config.option.seed}",)
+    config.pluginmanager.register(Forwarder(options), "lab")  # tests marked rdma run in the VM lab
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--seed", default="", help="seed of the `seed` fixture: a number, or `random`; by default each test has its own"
-    )
+    parser.addoption("--seed", type=int, help="all that this run draws at random follows from this number; new by default")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed of this run: {config.option.seed} (the same numbers again: --seed {config.option.seed})"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What failed says how to draw the same numbers again."""
+    report = yield
+    if report.failed:
+        report.sections.append(("seed", f"replay: pytest {shlex.quote(item.nodeid)} --seed {item.config.option.seed}"))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,13 +118,9 @@ def _needs(request: pytest.FixtureRequest, machine_lacks: dict[str, str]) -> Non
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed for this test, printed with the line that replays it. Stable from run to run unless --seed says otherwise."""
-    wanted = request.config.getoption("--seed")
-    if wanted == "random":
-        value = secrets.randbelow(2**32)
-    else:
-        value = int(wanted) if wanted else zlib.crc32(request.node.nodeid.encode())
-    print(f"seed {value}; replay: pytest '{request.node.nodeid}' --seed {value}")
+    """A seed of this test's own, that follows from the run's (`--seed`) and the test's name."""
+    value = zlib.crc32(f"{request.config.option.seed} {request.node.nodeid}".encode())
+    print(f"seed {value}")
     return value
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -58,8 +58,8 @@ class Machine:
 class GuestSession:
     """One pytest in the guest, started when the first test is asked for."""
 
-    def __init__(self, machine: Machine, folder: str) -> None:
-        self._machine, self._folder = machine, folder
+    def __init__(self, machine: Machine, folder: str, options: Sequence[str]) -> None:
+        self._machine, self._folder, self._options = machine, folder, options
         self._connection: Connection | None = None
         self._frames: Iterator[Frame] | None = None
         self._phases: dict[str, list[Phase]] = defaultdict(list)
@@ -81,7 +81,7 @@ class GuestSession:
             self._connection.close()
 
     def _start(self, nodes: list[str]) -> None:
-        argv = ("python", "-m", "helixrt.lab.guest_tests", *nodes)
+        argv = ("python", "-m", "helixrt.lab.guest_tests", *self._options, *nodes)
         command = Command(argv, self._folder, vm.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, PAIRS)
         try:
             self._connection = self._machine.connect()
@@ -140,10 +140,14 @@ class GuestItem(pytest.Item):
 
 
 class Forwarder:
-    """The plugin of the pytest outside; inside the guest it changes nothing."""
+    """The plugin of the pytest outside; inside the guest it changes nothing.
 
-    def __init__(self) -> None:
+    `options` are for the guest's pytest, which reads neither this one's command line nor its settings.
+    """
+
+    def __init__(self, options: Sequence[str] = ()) -> None:
         self.machine = Machine()
+        self._options = options
         self._guest: GuestSession | None = None
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -152,7 +156,7 @@ class Forwarder:
         for place, item in enumerate(items):
             if item.get_closest_marker(MARK) is None:
                 continue
-            self._guest = self._guest or GuestSession(self.machine, str(config.rootpath))
+            self._guest = self._guest or GuestSession(self.machine, str(config.rootpath), self._options)
             parent = item.parent
             assert parent is not None
             stand_in = GuestItem.from_parent(parent, name=item.name)

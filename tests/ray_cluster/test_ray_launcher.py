@@ -244,9 +244,8 @@ def test_the_end_of_submit_is_the_end_of_everything_it_started(
     if number is signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
         assert process.wait(60) == 130
-        assert marked(token) == []
     else:
         process.kill()
         process.wait(30)
-        until(lambda: not marked(token), "end of the head and of the job")
-    assert not any(map(exists, pids))
+    # A process that is ending has lost its mark before it is gone.
+    until(lambda: not marked(token) and not any(map(exists, pids)), "end of the head, of the job and of its ranks")
