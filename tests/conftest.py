@@ -13,6 +13,7 @@ import threading
 import traceback
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="all that this run draws at random follows from this number; new by default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need Ray come last: its head, once started, stays to the end, and keeps a core busy at times."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -105,15 +111,46 @@ def machine_lacks() -> dict[str, str]:
 def _needs(request: pytest.FixtureRequest, machine_lacks: dict[str, str]) -> None:
     """Skips, with the reason, what this machine cannot run; in CI a missing Ray, namespace or VM is a failure."""
     for marker in ("ray", "netns", "vm", "gpu", "notebook"):
-        if request.node.get_closest_marker(marker) is None:
-            continue
-        if marker not in machine_lacks:
-            machine_lacks[marker] = lacking(marker)
-        if not (reason := machine_lacks[marker]):
-            continue
-        if os.environ.get("CI") == "true" and marker in ("ray", "netns", "vm", "notebook"):
-            pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
-        pytest.skip(reason)
+        if request.node.get_closest_marker(marker) is not None:
+            require(marker, machine_lacks)
+
+
+def require(marker: str, machine_lacks: dict[str, str]) -> None:
+    if marker not in machine_lacks:
+        machine_lacks[marker] = lacking(marker)
+    if not (reason := machine_lacks[marker]):
+        return
+    if os.environ.get("CI") == "true" and marker in ("ray", "netns", "vm", "notebook"):
+        pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """Of the tests: `dashboard` is for job submission; its workers can import what lies in the folder `programs`."""
+
+    dashboard: str
+    programs: Path
+
+
+@pytest.fixture(scope="session")
+def ray_head(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, str]) -> Iterator[RayHead]:
+    """One Ray head for all tests that need one, with this process connected to it: it takes long to start and to end."""
+    require("ray", machine_lacks)
+    import ray
+
+    from helixrt.ray_cluster.head import local_head, marked
+
+    programs = tmp_path_factory.mktemp("programs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(programs))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with local_head(4) as head:
+            # "auto", for only then does Ray pick up the token in a process that has imported it before.
+            ray.init(address="auto", _temp_dir=str(head.folder), log_to_driver=False, logging_level="ERROR")
+            yield RayHead(head.dashboard, programs)
+            ray.shutdown()
+        assert marked(head.mark) == []
 
 
 @pytest.fixture
