@@ -50,8 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need Ray come last: its head, once started, stays to the end, and keeps a core busy at times."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
+    """Programs in the VM take their turn behind its pytest, which runs while the tests out here do, so they come late.
+
+    Tests that need Ray come last: its head, once started, stays to the end and keeps a core busy at times.
+    """
+    late = {"vm": 1, "ray": 2}
+    items.sort(key=lambda item: max((late.get(mark.name, 0) for mark in item.iter_markers()), default=0))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -289,14 +293,16 @@ def rank_main(rank: int, folder: str, check: Callable[[str], None], names: list[
 def ask_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RankAnswers]]:
     """`ask_ranks(check, names)`: two processes that are ranks call `check(name)`, of a test's module, for each name in turn.
 
-    One pair of processes for many cases: to start them takes seconds.
+    One pair of processes for many cases: what they import takes seconds.
     """
+    from tests.ranks_context import ranks_context
+
     processes: list[Any] = []
 
     def ask(check: Callable[[str], None], names: Iterable[str]) -> RankAnswers:
         names = list(names)
         folder = str(tmp_path_factory.mktemp("ranks"))
-        context = multiprocessing.get_context("spawn")
+        context = ranks_context()
         said = context.Queue()
         for rank in range(RANKS):
             arguments = (rank, folder, check, names, said)
