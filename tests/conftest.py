@@ -7,23 +7,28 @@ import multiprocessing.spawn
 import os
 import queue
 import secrets
+import shlex
 import signal
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import hypothesis.core
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from helixrt import doctor
 from helixrt.lab.vm_tests import Forwarder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
-settings.register_profile("helixrt", deadline=None, print_blob=True, derandomize=True)  # tests never assert time
+settings.register_profile(  # tests never assert time
+    "helixrt", deadline=None, print_blob=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("helixrt")
 
 RunStages = Callable[..., list[Any]]
@@ -33,13 +38,37 @@ def pytest_configure(config: pytest.Config) -> None:
     """Started in the background or under nohup, a process has these ignored, and so would all that tests start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    config.pluginmanager.register(Forwarder(), "lab")  # tests marked rdma run in the VM lab
+    if config.option.seed is None:
+        config.option.seed = secrets.randbelow(2**32)
+    hypothesis.core.global_force_seed = config.option.seed
+    options = (f"--seed={config.option.seed}",)
+    config.pluginmanager.register(Forwarder(options), "lab")  # tests marked rdma run in the VM lab
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--seed", default="", help="seed of the `seed` fixture: a number, or `random`; by default each test has its own"
-    )
+    parser.addoption("--seed", type=int, help="all that this run draws at random follows from this number; new by default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Programs in the VM take their turn behind its pytest, which runs while the tests out here do, so they come late.
+
+    Tests that need Ray come last: its head, once started, stays to the end and keeps a core busy at times.
+    """
+    late = {"vm": 1, "ray": 2}
+    items.sort(key=lambda item: max((late.get(mark.name, 0) for mark in item.iter_markers()), default=0))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed of this run: {config.option.seed} (the same numbers again: --seed {config.option.seed})"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What failed says how to draw the same numbers again."""
+    report = yield
+    if report.failed:
+        report.sections.append(("seed", f"replay: pytest {shlex.quote(item.nodeid)} --seed {item.config.option.seed}"))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -86,26 +115,53 @@ def machine_lacks() -> dict[str, str]:
 def _needs(request: pytest.FixtureRequest, machine_lacks: dict[str, str]) -> None:
     """Skips, with the reason, what this machine cannot run; in CI a missing Ray, namespace or VM is a failure."""
     for marker in ("ray", "netns", "vm", "gpu", "notebook"):
-        if request.node.get_closest_marker(marker) is None:
-            continue
-        if marker not in machine_lacks:
-            machine_lacks[marker] = lacking(marker)
-        if not (reason := machine_lacks[marker]):
-            continue
-        if os.environ.get("CI") == "true" and marker in ("ray", "netns", "vm", "notebook"):
-            pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
-        pytest.skip(reason)
+        if request.node.get_closest_marker(marker) is not None:
+            require(marker, machine_lacks)
+
+
+def require(marker: str, machine_lacks: dict[str, str]) -> None:
+    if marker not in machine_lacks:
+        machine_lacks[marker] = lacking(marker)
+    if not (reason := machine_lacks[marker]):
+        return
+    if os.environ.get("CI") == "true" and marker in ("ray", "netns", "vm", "notebook"):
+        pytest.fail(f"CI must run tests marked {marker}, but {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """Of the tests: `dashboard` is for job submission; its workers can import what lies in the folder `programs`."""
+
+    dashboard: str
+    programs: Path
+
+
+@pytest.fixture(scope="session")
+def ray_head(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, str]) -> Iterator[RayHead]:
+    """One Ray head for all tests that need one, with this process connected to it: it takes long to start and to end."""
+    require("ray", machine_lacks)
+    import ray
+
+    from helixrt.ray_cluster.head import local_head, marked
+
+    programs = tmp_path_factory.mktemp("programs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(programs))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with local_head(4) as head:
+            # "auto", for only then does Ray pick up the token in a process that has imported it before.
+            ray.init(address="auto", _temp_dir=str(head.folder), log_to_driver=False, logging_level="ERROR")
+            yield RayHead(head.dashboard, programs)
+            ray.shutdown()
+        assert marked(head.mark) == []
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed for this test, printed with the line that replays it. Stable from run to run unless --seed says otherwise."""
-    wanted = request.config.getoption("--seed")
-    if wanted == "random":
-        value = secrets.randbelow(2**32)
-    else:
-        value = int(wanted) if wanted else zlib.crc32(request.node.nodeid.encode())
-    print(f"seed {value}; replay: pytest '{request.node.nodeid}' --seed {value}")
+    """A seed of this test's own, that follows from the run's (`--seed`) and the test's name."""
+    value = zlib.crc32(f"{request.config.option.seed} {request.node.nodeid}".encode())
+    print(f"seed {value}")
     return value
 
 
@@ -237,14 +293,16 @@ def rank_main(rank: int, folder: str, check: Callable[[str], None], names: list[
 def ask_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RankAnswers]]:
     """`ask_ranks(check, names)`: two processes that are ranks call `check(name)`, of a test's module, for each name in turn.
 
-    One pair of processes for many cases: to start them takes seconds.
+    One pair of processes for many cases: what they import takes seconds.
     """
+    from tests.ranks_context import ranks_context
+
     processes: list[Any] = []
 
     def ask(check: Callable[[str], None], names: Iterable[str]) -> RankAnswers:
         names = list(names)
         folder = str(tmp_path_factory.mktemp("ranks"))
-        context = multiprocessing.get_context("spawn")
+        context = ranks_context()
         said = context.Queue()
         for rank in range(RANKS):
             arguments = (rank, folder, check, names, said)

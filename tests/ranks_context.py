@@ -9,7 +9,13 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-_IMPORTED = ["torch.distributed", "helixrt.collectives", "helixrt.transport.auto", "helixrt.transport.tcp.endpoint"]
+_IMPORTED = [
+    "torch.distributed",
+    "helixrt.collectives",
+    "helixrt.transport.auto",
+    "helixrt.transport.tcp.endpoint",
+    "helixrt.passes.capture",  # brings torch's tracer, which takes as long as torch itself
+]
 
 
 def ranks_context() -> ForkServerContext:

@@ -1,8 +1,9 @@
 """Tests that run in the lab's VM, told outside as any other: one boot and one pytest in the guest for all of a session's.
 
 In: what pytest collected. Out: for each item marked `rdma` one in its place that, when it is its turn, takes what the
-guest's pytest (`guest_tests`) says of it. The first one boots a VM for this session, or uses the kept one
-that HELIXRT_LAB_VM names (`helixrt lab run --name`). Where the lab cannot run, they skip with the reason, and in CI they fail.
+guest's pytest (`guest_tests`) says of it. They come behind all others, and the guest's pytest is started before the first:
+the VM boots and its tests run while those outside do. The VM is this session's own, or the kept one that HELIXRT_LAB_VM names
+(`helixrt lab run --name`). Where the lab cannot run, they skip with the reason, and in CI they fail.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -25,7 +26,7 @@ from helixrt.lab.vm_setup import LabError
 MARK = "rdma"
 PAIRS = 2
 IDLE_S = 120.0  # of a VM that a session booted and, killed, could not end
-DEADLINE_S = 600  # of one test, its wait for the boot included; the guest's own limit is the usual one
+DEADLINE_S = 500  # of one test, its wait for the boot included; the guest's own limit is the usual one
 
 
 class FailedInGuest(Exception):
@@ -56,20 +57,18 @@ class Machine:
 
 
 class GuestSession:
-    """One pytest in the guest, started when the first test is asked for."""
+    """One pytest in the guest. What it says while nobody asks waits at the VM's keeper."""
 
-    def __init__(self, machine: Machine, folder: str) -> None:
-        self._machine, self._folder = machine, folder
+    def __init__(self, machine: Machine, folder: str, options: Sequence[str]) -> None:
+        self._machine, self._folder, self._options = machine, folder, options
         self._connection: Connection | None = None
         self._frames: Iterator[Frame] | None = None
         self._phases: dict[str, list[Phase]] = defaultdict(list)
         self._line, self._errors = b"", b""
         self._end = ""
 
-    def phases(self, node: str, nodes: list[str]) -> list[Phase]:
-        """What the guest says of a test, to its teardown. FailedInGuest when it says nothing. nodes: all that will be asked."""
-        if self._frames is None and not self._end:
-            self._start(nodes)
+    def phases(self, node: str) -> list[Phase]:
+        """What the guest says of a test, to its teardown. FailedInGuest when it says nothing."""
         while not any(phase.when in ("teardown", "collect") for phase in self._phases[node]):
             if self._end:
                 raise FailedInGuest(self._end)
@@ -80,8 +79,9 @@ class GuestSession:
         if self._connection is not None:
             self._connection.close()
 
-    def _start(self, nodes: list[str]) -> None:
-        argv = ("python", "-m", "helixrt.lab.guest_tests", *nodes)
+    def start(self, nodes: Sequence[str]) -> None:
+        """nodes: all that will be asked."""
+        argv = ("python", "-m", "helixrt.lab.guest_tests", *self._options, *nodes)
         command = Command(argv, self._folder, vm.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, PAIRS)
         try:
             self._connection = self._machine.connect()
@@ -119,8 +119,7 @@ class GuestItem(pytest.Item):
             if os.environ.get("CI") == "true":
                 pytest.fail(f"CI must run tests marked {MARK}, but {lack}", pytrace=False)
             pytest.skip(str(lack))
-        asked = [item.nodeid for item in self.session.items if isinstance(item, GuestItem)]
-        phases = self.guest.phases(self.nodeid, asked)
+        phases = self.guest.phases(self.nodeid)
         for phase in phases:
             for title, text in phase.sections:
                 self.add_report_section("call", f"in the guest: {title}", text)
@@ -140,19 +139,24 @@ class GuestItem(pytest.Item):
 
 
 class Forwarder:
-    """The plugin of the pytest outside; inside the guest it changes nothing."""
+    """The plugin of the pytest outside; inside the guest it changes nothing.
 
-    def __init__(self) -> None:
+    `options` are for the guest's pytest, which reads neither this one's command line nor its settings.
+    """
+
+    def __init__(self, options: Sequence[str] = ()) -> None:
         self.machine = Machine()
+        self._options = options
         self._guest: GuestSession | None = None
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if GUEST in os.environ:
             return
         for place, item in enumerate(items):
             if item.get_closest_marker(MARK) is None:
                 continue
-            self._guest = self._guest or GuestSession(self.machine, str(config.rootpath))
+            self._guest = self._guest or GuestSession(self.machine, str(config.rootpath), self._options)
             parent = item.parent
             assert parent is not None
             stand_in = GuestItem.from_parent(parent, name=item.name)
@@ -160,6 +164,15 @@ class Forwarder:
             stand_in.own_markers = [*item.own_markers, pytest.mark.timeout(DEADLINE_S).mark]
             stand_in.keywords.update({mark.name: mark for mark in stand_in.own_markers})
             items[place] = stand_in
+
+        items.sort(key=lambda item: isinstance(item, GuestItem))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        asked = [item.nodeid for item in session.items if isinstance(item, GuestItem)]
+        if self._guest is None or not asked or session.config.option.collectonly or vm_setup.lacking() is not None:
+            return
+        self._guest.start(asked)
 
     def pytest_unconfigure(self) -> None:
         if self._guest is not None:

@@ -1,4 +1,8 @@
-"""Many seeds of a simulated world on all cores: none may break a promise, and the hard cases must happen."""
+"""Many seeds of a simulated world on all cores: none may break a promise, and the hard cases must happen.
+
+Every run of the tests draws other seeds (`--seed`). Each commit sees as many as fit into some ten seconds of two cores; the
+bulk is `slow`, in parts of which each takes about a minute there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 Sweep = Callable[[range], tuple[Counter[str], list[str]]]  # seeds -> what happened, and violations; of a module's top level
+SWEEP_LIMIT_S = 400  # of one slow part, on a busy machine
 
 
 def sweep_all(sweep: Sweep, first: int, count: int, hard_cases: Sequence[str]) -> None:

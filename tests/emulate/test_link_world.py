@@ -5,13 +5,10 @@ A failing seed prints the line that replays it (`python -m helixrt.emulate.link_
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -29,9 +26,10 @@ from helixrt.protocol.link.receive import Inbox
 from helixrt.protocol.link.send import Outbox
 from helixrt.protocol.link.wire import Wire
 from tests.emulate.break_line import break_line
+from tests.emulate.sweeps import SWEEP_LIMIT_S, sweep_all
 
-SEEDS = 500
-SLOW_SEEDS = 20_000
+SEEDS = 1_000
+SLOW_SEEDS, PARTS = 20_000, 4
 HARD_CASES = tuple(f.name for f in fields(Verdict)[4:])
 
 
@@ -48,25 +46,15 @@ def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
     return totals, violations
 
 
-def check(results: list[tuple[Counter[str], list[str]]], count: int) -> None:
-    violations = [v for _, found in results for v in found]
-    assert not violations, f"{len(violations)} of {count} seeds:\n" + "\n".join(violations[:5])
-    totals: Counter[str] = sum((t for t, _ in results), Counter())
-    print(f"{count} seeds: {dict(totals)}")
-    for what in HARD_CASES:  # the sweep is worth nothing if the hard cases never happen
-        assert totals[what] > count / 100, (what, totals)
-
-
-def test_every_message_arrives_once_whatever_rails_do() -> None:
-    check([sweep(range(SEEDS))], SEEDS)
+def test_every_message_arrives_once_whatever_rails_do(seed: int) -> None:
+    sweep_all(sweep, seed, SEEDS, HARD_CASES)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_every_message_arrives_once_in_twenty_thousand_worlds() -> None:
-    parts = [range(SEEDS + i, SEEDS + SLOW_SEEDS, 32) for i in range(32)]
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        check(list(pool.map(sweep, parts)), SLOW_SEEDS)
+@pytest.mark.timeout(SWEEP_LIMIT_S)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_message_arrives_once_in_twenty_thousand_worlds(part: int, seed: int) -> None:
+    sweep_all(sweep, seed, SLOW_SEEDS // PARTS, HARD_CASES)
 
 
 def test_a_seed_replays_exactly_and_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:

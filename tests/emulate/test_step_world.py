@@ -5,8 +5,6 @@ A failing seed prints the line that replays it (`python -m helixrt.emulate.step_
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections import Counter
 
 import pytest
@@ -14,8 +12,10 @@ import pytest
 from helixrt.emulate.step_world import FAULTS, StepWorld, Violation
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.machine import Phase, StepMachine
+from tests.emulate.sweeps import SWEEP_LIMIT_S, sweep_all
 
-SEEDS = 20_000
+SEEDS = 1_000
+SLOW_SEEDS, PARTS = 20_000, 8
 HARD_CASES = ("crashes", "superseded", "retried", "fetches", "repaired")
 SCHEDULES = (FAULTS, FAULTS, ("crash",), ("crash", "store"), ("crash", "pause"), ("crash", "partition"))
 
@@ -38,19 +38,15 @@ def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
     return totals, violations
 
 
-@pytest.mark.timeout(400)
-def test_20000_seeds_keep_one_lineage_and_every_batch_once(seed: int) -> None:
-    parts = [range(seed + i, seed + SEEDS, 16) for i in range(16)]
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(os.cpu_count()) as pool:
-        results = pool.map(sweep, parts)
-    violations = [v for _, found in results for v in found]
-    assert not violations, "\n".join(violations[:5])
-    totals: Counter[str] = sum((t for t, _ in results), Counter())
-    print(f"{SEEDS} seeds from {seed}: {dict(totals)}")
-    # the sweep is worth nothing if the hard cases never happen
-    for what in HARD_CASES:
-        assert totals[what] > SEEDS / 100, (what, totals)
+def test_many_seeds_keep_one_lineage_and_every_batch_once(seed: int) -> None:
+    sweep_all(sweep, seed, SEEDS, HARD_CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SWEEP_LIMIT_S)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_20000_seeds_keep_one_lineage_and_every_batch_once(part: int, seed: int) -> None:
+    sweep_all(sweep, seed, SLOW_SEEDS // PARTS, HARD_CASES)
 
 
 def test_a_seed_replays_exactly() -> None:

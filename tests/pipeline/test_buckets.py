@@ -11,9 +11,7 @@ from torch import nn
 from helixrt.pipeline.buckets import GradientBuckets, lay_out
 
 
-def test_layout_follows_parameter_order_for_any_sizes() -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    print(f"seed {seed}")
+def test_layout_follows_parameter_order_for_any_sizes(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
         tensors = [(str(i), torch.empty(rng.randint(1, 50))) for i in range(rng.randint(1, 20))]

@@ -22,10 +22,7 @@ def value_of(tag: Tag) -> torch.Tensor:
     return torch.full((3, 5), float(wire_tag(tag)), dtype=torch.float64)
 
 
-def test_messages_are_matched_by_tag_whatever_the_order(run_stages: Any) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    print(f"seed {seed}")
-
+def test_messages_are_matched_by_tag_whatever_the_order(run_stages: Any, seed: int) -> None:
     def talk(stage: int, group: Any) -> FlightRecord:
         rng = random.Random(seed + stage)
         record = FlightRecord(f"pp{stage}")

@@ -18,16 +18,6 @@ from helixrt.replica.store import MemoryRunStore, TcpRunStore, host_store
 Clients = Callable[[], RunStore]
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """A Ray head of this module's own."""
-    import ray
-
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", address="local")
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture(params=["tcp", "memory", pytest.param("ray", marks=pytest.mark.ray)])
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """A function that gives another client of one and the same store."""
@@ -37,7 +27,7 @@ def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     elif request.param == "ray":
         from helixrt.ray_cluster.store import RayRunStore
 
-        request.getfixturevalue("ray_cluster")
+        request.getfixturevalue("ray_head")
         run = f"{request.node.name}-{time.time_ns()}"
         yield lambda: RayRunStore(run)
     else:

@@ -135,9 +135,6 @@ class RayPeers(Peers):
         from helixrt.ray_cluster.state_transport import RayTransport
 
         self._ray: Any = ray
-        self._started = not ray.is_initialized()
-        if self._started:
-            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR", address="local")
         self.fetcher = RayTransport("fetcher")
         self._actors: list[Any] = []
         self._sound: list[str] = []  # actors take seconds to start
@@ -186,12 +183,12 @@ class RayPeers(Peers):
         self.fetcher.close()
         for actor in self._actors:
             self._ray.kill(actor)
-        if self._started:
-            self._ray.shutdown()
 
 
 @pytest.fixture(scope="module", params=["http", pytest.param("ray", marks=pytest.mark.ray)])
 def world(request: pytest.FixtureRequest) -> Iterator[Peers]:
+    if request.param == "ray":
+        request.getfixturevalue("ray_head")
     peers = HttpPeers() if request.param == "http" else RayPeers()
     yield peers
     peers.close()

@@ -71,9 +71,7 @@ def runs_to_the_end(schedule: Schedule) -> bool:
     return not left
 
 
-def test_check_agrees_with_the_oracle_on_random_orders() -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    print(f"seed {seed}")
+def test_check_agrees_with_the_oracle_on_random_orders(seed: int) -> None:
     rng = random.Random(seed)
     verdicts = set()
     for _ in range(400):

@@ -56,13 +56,11 @@ def test_standard_library_is_text_of_some_size_and_always_the_same() -> None:
     assert 0.005 < one.validation.size / one.nbytes < 0.2
 
 
-def test_sequential_reading_equals_restoring_at_any_position(folder: Path) -> None:
+def test_sequential_reading_equals_restoring_at_any_position(folder: Path, seed: int) -> None:
     reader = stream(folder)
     positions = 3 * reader.batches_per_epoch
     batches = [reader.batch_at(k) for k in range(positions)]
     assert all(b.shape == (3, 17) and b.dtype == torch.int64 for b in batches)
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     jumper = stream(folder)
     for k in [rng.randrange(positions) for _ in range(50)]:

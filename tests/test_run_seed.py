@@ -1,0 +1,63 @@
+"""A run of the tests draws a new seed, tells it, and draws the same numbers again when it is given."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import pytest
+from hypothesis import given, strategies as st
+
+drawn = []
+
+@pytest.mark.parametrize("number", range(2))
+def test_one(seed, number):
+    print(f"one-{number} drew {seed}")
+    assert number == 0
+
+@given(st.integers(0, 2**60))
+def test_property(number):
+    drawn.append(number)
+
+def test_it():
+    print(f"property drew {hash(tuple(drawn))}")
+    assert False
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\n")
+    return tmp_path
+
+
+def run(project: Path, *arguments: str) -> tuple[str, dict[str, int]]:
+    """All that pytest says, and what each test drew."""
+    command = [sys.executable, "-m", "pytest", "-rP", *arguments]
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take longer to import than the tests to run
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout, {name: int(number) for name, number in re.findall(r"^(\S+) drew (-?\d+)$", done.stdout, re.MULTILINE)}
+
+
+def test_each_run_draws_a_new_seed_and_replays_with_one_flag(project: Path) -> None:
+    said, drawn = run(project)
+    (told,) = re.findall(r"^seed of this run: (\d+) \(.*--seed \1\)$", said, re.MULTILINE)
+    assert len(drawn) == len({*drawn.values()}) == 3, "each test has a seed of its own"
+    replays = re.findall("replay: (.*)", said)
+    assert replays == [f"pytest 'test_it.py::test_one[1]' --seed {told}", f"pytest test_it.py::test_it --seed {told}"]
+
+    _, again = run(project, *shlex.split(replays[0])[1:], "test_it.py::test_property", "test_it.py::test_it")
+    assert again == {name: number for name, number in drawn.items() if name != "one-0"}, "alone as among others"
+    _, other = run(project)
+    assert not {*other.values()} & {*drawn.values()}
