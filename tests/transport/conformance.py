@@ -410,13 +410,43 @@ class EndpointConformance:
         assert two.outcomes == [[], []]
         assert two.turns < 150
 
-    def test_a_peer_that_stands_still_is_lost_by_its_silence(self, world: NewWorld) -> None:
+    def test_a_peer_that_nobody_drives_is_not_lost(self, world: NewWorld) -> None:
+        """Its process runs and its kernel answers: it is busy with something else."""
         three = world(3, heartbeat_s=0.2)
-        three.driven = {0, 1}  # 2 is not driven any more: as if stopped
-        three.run(lambda: bool(three.ended(0)) and bool(three.ended(1)))
-        three.settle(0.3)
-        assert [o.peer for o in three.ended(0)] == [2] and [o.peer for o in three.ended(1)] == [2]
-        three.exchange([Message(0, 1, 0, 0, MIB), Message(1, 0, 0, 0, 10)], random.Random(17))
+        three.driven = {0, 1}
+        back = three.receive(Message(0, 2, 0, 0, 8 * MIB))
+        three.send(Message(0, 2, 0, 0, 8 * MIB))
+        three.settle(1.0)
+        assert three.ended(0) == [] and three.ended(1) == []
+        three.driven = {0, 1, 2}
+        three.run(lambda: three.received([Message(0, 2, 0, 0, 8 * MIB)]))
+        back.check(Message(0, 2, 0, 0, 8 * MIB).content())
+        three.exchange([Message(0, 1, 1, 0, MIB), Message(2, 0, 1, 0, 10)], random.Random(17))
+
+    @pytest.mark.parametrize(
+        ("heartbeat_s", "held_s"), [(0.2, 1.5), pytest.param(1.0, 5.0, marks=pytest.mark.slow)]
+    )
+    def test_a_process_that_holds_its_interpreter_lock_is_not_lost(
+        self, world: NewWorld, process: Callable[..., Process], heartbeat_s: float, held_s: float
+    ) -> None:
+        """In the middle of an exchange, with more bytes under way than any buffer takes."""
+        size = 32 * MIB
+        here = world(2, heartbeat_s, connected=False)
+        other = process(1, size, heartbeat_s)
+        addresses = here.addresses
+        addresses[1] = other.hear()
+        other.tell(addresses[0])
+        assert here.attempt(0, 1, 0, {1: addresses[1]}).finish() is None
+        here.driven = {0}
+        for op in range(2):
+            there, echoed = Message(0, 1, op, 0, size), Message(1, 0, op, 1, size)
+            back = here.receive(echoed)
+            if op == 0:
+                other.tell(held_s)
+            here.send(there)
+            here.run(lambda echoed=echoed: here.received([echoed]) or bool(here.ended(0)))
+            assert here.ended(0) == []
+            back.check(there.content())
 
     @pytest.mark.parametrize(
         "how",
