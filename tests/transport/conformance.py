@@ -31,7 +31,7 @@ def size_at_random(rng: random.Random) -> int:
     return rng.choice([0, 1, rng.randrange(64), rng.randrange(8192), EAGER_BYTES, rng.randrange(EAGER_BYTES, 300_000)])
 
 
-class EndpointConformance:
+class Endpoints:
     """`make(secret, heartbeat_s)` gives an endpoint; a function of a module, for processes must find it too."""
 
     make: Make
@@ -61,6 +61,56 @@ class EndpointConformance:
         yield new
         for each in processes:
             each.end()
+
+    def a_process_ends(self, world: NewWorld, process: Callable[..., Process], how: str, heartbeat_s: float) -> None:
+        """Rank 1 is a process; rank 2, in ours, is not disturbed by its end."""
+        size = 16 * MIB
+        here = world(3, heartbeat_s, connected=False)
+        other = process(1, size, heartbeat_s)
+        addresses = here.addresses
+        addresses[1] = other.hear()
+        other.tell(addresses[0])
+        attempts = [here.attempt(0, 1, 0, {1: addresses[1], 2: addresses[2]}), here.attempt(2, 1, 2, {0: addresses[0]})]
+        assert [attempt.finish() for attempt in attempts] == [None, None]
+        here.driven = {0, 2}
+        there, echoed = Message(0, 1, 0, 0, size), Message(1, 0, 0, 1, size)
+        back = here.receive(echoed)
+        here.send(there)
+        here.run(lambda: here.received([echoed]))
+        back.check(there.content())
+        if how == "killed under way":
+            here.receive(Message(1, 0, 1, 1, size))
+            here.send(Message(0, 1, 1, 0, size))
+            for _ in range(2):
+                here.turn()
+        match how:
+            case "killed while idle" | "killed under way":
+                other.signal(signal.SIGKILL)
+            case "stopped":
+                other.signal(signal.SIGSTOP)
+            case _:
+                other.tell(how)
+        if how == "close":
+            here.settle(0.5)
+            assert not here.ended(0)
+        else:
+            begin = time.monotonic()
+            here.run(lambda: bool(here.ended(0)))
+            assert time.monotonic() - begin < 10  # not by a time-out of the links
+            (lost,) = here.ended(0)
+            assert isinstance(lost, Lost) and lost.peer == 1
+        here.exchange([Message(0, 2, 9, 0, MIB), Message(2, 0, 9, 0, 10)], random.Random(18))
+
+
+class StopConformance(Endpoints):
+    """Of endpoints that notice a stopped process: by themselves, or with monitor processes."""
+
+    def test_a_process_that_is_stopped(self, world: NewWorld, process: Callable[..., Process]) -> None:
+        self.a_process_ends(world, process, "stopped", heartbeat_s=1.0)
+
+
+class EndpointConformance(Endpoints):
+    """Every endpoint's."""
 
     # ---------------------------------------------------------------- messages
 
@@ -452,47 +502,10 @@ class EndpointConformance:
         "how",
         [
             "killed under way",
-            "stopped",
             pytest.param("killed while idle", marks=pytest.mark.slow),
             pytest.param("exit", marks=pytest.mark.slow),
             pytest.param("close", marks=pytest.mark.slow),
         ],
     )
     def test_a_process_that_ends(self, world: NewWorld, process: Callable[..., Process], how: str) -> None:
-        """Rank 1 is a process; rank 2, in ours, is not disturbed by its end."""
-        size, heartbeat_s = 16 * MIB, 1.0 if how == "stopped" else 30.0
-        here = world(3, heartbeat_s, connected=False)
-        other = process(1, size, heartbeat_s)
-        addresses = here.addresses
-        addresses[1] = other.hear()
-        other.tell(addresses[0])
-        attempts = [here.attempt(0, 1, 0, {1: addresses[1], 2: addresses[2]}), here.attempt(2, 1, 2, {0: addresses[0]})]
-        assert [attempt.finish() for attempt in attempts] == [None, None]
-        here.driven = {0, 2}
-        there, echoed = Message(0, 1, 0, 0, size), Message(1, 0, 0, 1, size)
-        back = here.receive(echoed)
-        here.send(there)
-        here.run(lambda: here.received([echoed]))
-        back.check(there.content())
-        if how == "killed under way":
-            here.receive(Message(1, 0, 1, 1, size))
-            here.send(Message(0, 1, 1, 0, size))
-            for _ in range(2):
-                here.turn()
-        match how:
-            case "killed while idle" | "killed under way":
-                other.signal(signal.SIGKILL)
-            case "stopped":
-                other.signal(signal.SIGSTOP)
-            case _:
-                other.tell(how)
-        if how == "close":
-            here.settle(0.5)
-            assert not here.ended(0)
-        else:
-            begin = time.monotonic()
-            here.run(lambda: bool(here.ended(0)))
-            assert time.monotonic() - begin < 10  # not by the heartbeats of 30 s
-            (lost,) = here.ended(0)
-            assert isinstance(lost, Lost) and lost.peer == 1
-        here.exchange([Message(0, 2, 9, 0, MIB), Message(2, 0, 9, 0, 10)], random.Random(18))
+        self.a_process_ends(world, process, how, heartbeat_s=30.0)

@@ -43,7 +43,7 @@ from helixrt.transport.shared_memory.segment import (
     Word,
 )
 from tests.ranks_context import ranks_context
-from tests.transport.conformance import MIB, EndpointConformance
+from tests.transport.conformance import MIB, EndpointConformance, StopConformance
 from tests.transport.worlds import LIMIT_S, Inbox, Message, Process, World
 
 
@@ -55,7 +55,7 @@ def through_the_ring(secret: bytes, heartbeat_s: float | None) -> Endpoint:
     return SharedMemoryEndpoint(secret, heartbeat_s=heartbeat_s, direct=False)
 
 
-class TestReadDirectly(EndpointConformance):
+class TestReadDirectly(EndpointConformance, StopConformance):
     make = staticmethod(direct)
 
 

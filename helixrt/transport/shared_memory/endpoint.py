@@ -277,6 +277,11 @@ class SharedMemoryEndpoint(Endpoint):
         for link in self._links.values():
             link.forget(op)
 
+    def lose(self, peer: int, cause: Cause) -> None:
+        """End the link with `peer`, because of what was learnt elsewhere; `Lost` follows. Nothing if it has ended."""
+        if peer in self._links:
+            self._links[peer].lose(cause.what)
+
     def descriptors(self) -> Mapping[int, int]:
         return {} if self._closed else {self._epoll.fileno(): select.EPOLLIN}
 

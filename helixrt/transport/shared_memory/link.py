@@ -133,6 +133,11 @@ class SharedMemoryLink:
             self._own.put_cause(cause)
             self._leave(State.ABORTED)
 
+    def lose(self, what: str) -> None:
+        """Give the link up because of `what`."""
+        if not self.ended and not self._gone:
+            self._lose(what)
+
     def close(self) -> None:
         """Farewell; what was sent in short messages still arrives. Idempotent."""
         if not self.ended:

@@ -361,6 +361,9 @@ class Peer:
             table.clear()
         self._host.add(outcome)
 
+    def lose(self, cause: Cause) -> None:
+        self._end(Lost(self.rank, self.link.first.settle(cause)))
+
     def say_why(self, cause: Cause) -> None:
         """Tell the peer the reason of the end, as far as that goes without blocking."""
         word = frames.pack(
