@@ -8,6 +8,8 @@ lists the transports it offers; both ends of a pair see both lists, test the sam
   last rail, TCP);
 - else tcp.
 
+Peers that are not on this host are watched by this rank's monitor process as well (`monitor`): it tells when one is stopped.
+
 What was chosen and why is in `choices`, in the log "helixrt.transport" and in the flight record. A user can insist on one.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import select
 import struct
 import threading
 import time
@@ -27,6 +30,8 @@ from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.protocol.link.messages import LinkOptions
 from helixrt.record import Kind
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused, Sink
+from helixrt.transport.monitor import client as monitor
+from helixrt.transport.monitor.peers import WatchedPeers
 from helixrt.transport.shared_memory import endpoint as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
@@ -38,11 +43,13 @@ if TYPE_CHECKING:
     from helixrt.transport.verbs.queue_pair import Patience
 
 AUTO, SHARED_MEMORY, VERBS, TCP = "auto", "shared_memory", "verbs", "tcp"
+MONITOR = "monitor"  # no transport: where a rank's monitor process is asked, in the same list of addresses
 TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS)
 
 _PART = struct.Struct("<BH")  # lengths of a transport's name and address
 _KEEP_ALIVE_S = 0.02
 _LOOK_S = 0.001
+_MONITOR_LOOK_S = 0.005  # at what the monitor reported, while `progress` is called again and again
 _JOIN_S = 5.0  # for a turn of the thread that keeps links alive, which never blocks
 
 _log = logging.getLogger("helixrt.transport")
@@ -128,7 +135,9 @@ class AutoEndpoint(Endpoint):
         check_transport(transport)
         options = replace(tcp or TcpOptions(), period_s=heartbeat_s)
         self._insists, self._record = transport, options.record
-        self._endpoints: dict[str, Endpoint] = {}
+        self._endpoints: dict[str, TcpEndpoint | SharedMemoryEndpoint] = {}
+        self._watched: WatchedPeers | None = None
+        self._monitor_look_s = 0.0
         if transport in (AUTO, SHARED_MEMORY):
             if (reason := shared_memory.unsupported()) is None:
                 self._endpoints[SHARED_MEMORY] = SharedMemoryEndpoint(secret, heartbeat_s=heartbeat_s)
@@ -140,10 +149,12 @@ class AutoEndpoint(Endpoint):
                 self._open_verbs(secret, rails[0], options, rdma)
             if transport in (AUTO, TCP):
                 self._endpoints[TCP] = TcpEndpoint(secret, rails, options)
+            if heartbeat_s is not None and self._endpoints.keys() - {SHARED_MEMORY} and monitor.unsupported() is None:
+                self._watched = WatchedPeers(rails[0].address, secret, heartbeat_s)
         except BaseException:
             self.close()
             raise
-        self._ways: dict[int, Endpoint] = {}
+        self._ways: dict[int, TcpEndpoint | SharedMemoryEndpoint] = {}
         self._choices: dict[int, Choice] = {}
         self._here: frozenset[str] = frozenset()  # sockets of this host, by the links that were made over them
         self._used: set[str] = set()  # transports that have peers; the others only turn strangers away
@@ -176,7 +187,10 @@ class AutoEndpoint(Endpoint):
         return self._choices
 
     def address(self) -> bytes:
-        return pack_addresses({name: endpoint.address() for name, endpoint in self._endpoints.items()})
+        addresses = {name: endpoint.address() for name, endpoint in self._endpoints.items()}
+        if self._watched is not None:
+            addresses[MONITOR] = self._watched.address()
+        return pack_addresses(addresses)
 
     def connect(
         self,
@@ -190,11 +204,13 @@ class AutoEndpoint(Endpoint):
         self._early.clear()
         mine = {name: endpoint.address() for name, endpoint in self._endpoints.items()}
         groups: dict[str, dict[int, bytes]] = {name: {} for name in self._endpoints}
+        monitors: dict[int, bytes] = {}
         self._ways, self._choices = {}, {}
         here, self._here = self._here, frozenset()  # whose owner has ended since then shows at the call
         for rank, raw in sorted(peers.items()):
             try:
                 theirs = unpack_addresses(raw)
+                asked = theirs.pop(MONITOR, None)
                 choice = choose(mine, theirs, lambda name: name in here or shared_memory.listens(name))
             except ValueError as error:
                 raise Retryable(f"rank {rank} cannot be reached: {error}") from None
@@ -206,18 +222,32 @@ class AutoEndpoint(Endpoint):
                     rule = f"does not reach rank {rank}, which is on another host; use {AUTO} or {TCP}"
                 raise ConfigError("transport", self._insists, rule)
             self._choices[rank], groups[choice.transport][rank] = choice, theirs[choice.transport]
+            if asked is not None and choice.transport != SHARED_MEMORY:  # on this host links look at the process themselves
+                monitors[rank] = asked
             self._ways[rank] = self._endpoints[choice.transport]
         self._used = {name for name, group in groups.items() if group}
         connected: list[Endpoint] = []
+        dead: list[tuple[int, Cause]] = []
+
+        def over() -> bool:
+            if self._watched is not None:
+                dead.extend(self._watched.dead(time.monotonic()))
+            return bool(dead) or stopped()
+
         try:
+            if self._watched is not None:
+                self._watched.watch(monitors)
             for name, endpoint in self._endpoints.items():
                 others = [e for e in self._endpoints.values() if e is not endpoint]
                 with self._kept_alive(others if groups[name] else [], connected):
-                    endpoint.connect(generation, me, groups[name], max(0.0, until - time.monotonic()), stopped)
+                    endpoint.connect(generation, me, groups[name], max(0.0, until - time.monotonic()), over)
                 connected.append(endpoint)
-        except BaseException:
+        except BaseException as error:
             for endpoint in connected:
                 endpoint.abort(Cause(f"rank {me} could not reach all its peers"))
+            if dead and isinstance(error, Retryable):
+                rank, cause = dead[0]
+                raise Retryable(Cause(f"rank {rank} does not come: {cause.what}", cause.rank)) from error
             raise
         if SHARED_MEMORY in groups:
             self._here = frozenset(shared_memory.parse_address(raw)[1] for raw in groups[SHARED_MEMORY].values())
@@ -275,6 +305,8 @@ class AutoEndpoint(Endpoint):
         merged: dict[int, int] = {}
         for endpoint in self._endpoints.values():
             merged.update(endpoint.descriptors())
+        if self._watched is not None and self._watched.descriptor >= 0:
+            merged[self._watched.descriptor] = select.EPOLLIN
         return merged
 
     def progress(self, now: float) -> Sequence[Outcome]:
@@ -283,6 +315,10 @@ class AutoEndpoint(Endpoint):
         look, used = now >= self._look_s, self._used
         if look:
             self._look_s = now + _LOOK_S
+            if self._watched is not None and now >= self._monitor_look_s:
+                self._monitor_look_s = now + _MONITOR_LOOK_S
+                for rank, cause in self._watched.dead(now):
+                    self._ways[rank].lose(rank, cause)
         for name, endpoint in self._endpoints.items():
             if look or name in used:
                 outcomes += endpoint.progress(now)
@@ -290,6 +326,8 @@ class AutoEndpoint(Endpoint):
 
     def next_deadline(self) -> float | None:
         deadlines = [endpoint.next_deadline() for endpoint in self._endpoints.values()]
+        if self._watched is not None:
+            deadlines.append(self._watched.next_deadline())
         if self._early:
             return 0.0
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -298,10 +336,14 @@ class AutoEndpoint(Endpoint):
         self._early.clear()
         for endpoint in self._endpoints.values():
             endpoint.abort(cause)
+        if self._watched is not None:
+            self._watched.forget()
 
     def close(self) -> None:
         for endpoint in self._endpoints.values():
             endpoint.close()
+        if self._watched is not None:
+            self._watched.close()
 
     def refused(self) -> Refused:
         counts = [endpoint.refused() for endpoint in self._endpoints.values()]

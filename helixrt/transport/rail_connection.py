@@ -10,6 +10,7 @@ from typing import Protocol
 
 from helixrt.protocol.link.frames import Frame
 from helixrt.protocol.link.messages import Failure
+from helixrt.protocol.liveness import Acknowledgements
 from helixrt.transport.intake import Intake
 
 
@@ -62,6 +63,9 @@ class RailConnection(Protocol):
 
     def say_last(self, word: bytes) -> None:
         """Before it is closed: a last frame, as far as that goes without blocking."""
+
+    def acknowledgements(self, now: float) -> Acknowledgements | None:
+        """What the kernel, or the NIC, says of the other end's; None: nothing."""
 
     def emptied(self) -> bool:
         """Everything was written, and the other end has it."""

@@ -1,29 +1,32 @@
-"""Which processes of this host stand still (SIGSTOP, a debugger), by the kernel's word, and for how long they have.
+"""Which processes of this host are stopped (SIGSTOP, a debugger), as the kernel reports it, and which have been for too long.
 
-In: the peers' processes. Out: seconds. A peer that has not connected yet gives no signs of life over shared memory, and the
-kernel takes calls for it whether it runs or not. Linux.
+In: the peers' processes. Out: whether they count as dead (`protocol/liveness.Stopped`). The state of a process depends
+neither on its interpreter lock nor on its user code. Linux.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from helixrt.protocol.liveness import Stopped
 
 _STOPPED = ("T", "t")  # by a signal, by a tracer; see proc(5)
 
 
-@dataclass
 class StoppedProcesses:
-    of: dict[int, int] = field(default_factory=dict)  # peer -> process; 0: unknown
-    _since_s: dict[int, float] = field(default_factory=dict)
+    """`period_s`: of liveness. Ask for each process at least every `Stopped.look_s`."""
 
-    def for_s(self, peer: int, now: float) -> float:
-        """Seconds since every look has found the peer's process stopped; 0 if it runs, or cannot be seen."""
-        process = self.of.get(peer, 0)
-        if not process or not is_stopped(process):
-            self._since_s.pop(peer, None)
-            return 0.0
-        return now - self._since_s.setdefault(peer, now)
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._seen: dict[int, Stopped] = {}
+
+    def stopped_s(self, process: int, now: float) -> float | None:
+        """For how long the process has been found stopped, once it counts as dead; else None, also if it cannot be seen."""
+        if not process:
+            return None
+        seen = self._seen.setdefault(process, Stopped(self._period_s))
+        dead = seen.look(is_stopped(process), now)
+        return seen.for_s if dead else None
 
 
 def is_stopped(process: int) -> bool:

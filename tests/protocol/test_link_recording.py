@@ -31,6 +31,7 @@ EVENTS: tuple[m.Event, ...] = (
     m.FrameArrived(0, Frame(Kind.DATA, 1, sequence=4, op=-2, index=1, length=1 << 30, flags=1)),
     m.PayloadArrived(0, 4),
     m.Heard(1),
+    m.Acknowledged(1, 2.5),
     m.FrameSent(0, 4),
     m.Tick(),
     m.Forget(1),

@@ -31,7 +31,7 @@ def size_at_random(rng: random.Random) -> int:
     return rng.choice([0, 1, rng.randrange(64), rng.randrange(8192), EAGER_BYTES, rng.randrange(EAGER_BYTES, 300_000)])
 
 
-class EndpointConformance:
+class Endpoints:
     """`make(secret, heartbeat_s)` gives an endpoint; a function of a module, for processes must find it too."""
 
     make: Make
@@ -61,6 +61,56 @@ class EndpointConformance:
         yield new
         for each in processes:
             each.end()
+
+    def a_process_ends(self, world: NewWorld, process: Callable[..., Process], how: str, heartbeat_s: float) -> None:
+        """Rank 1 is a process; rank 2, in ours, is not disturbed by its end."""
+        size = 16 * MIB
+        here = world(3, heartbeat_s, connected=False)
+        other = process(1, size, heartbeat_s)
+        addresses = here.addresses
+        addresses[1] = other.hear()
+        other.tell(addresses[0])
+        attempts = [here.attempt(0, 1, 0, {1: addresses[1], 2: addresses[2]}), here.attempt(2, 1, 2, {0: addresses[0]})]
+        assert [attempt.finish() for attempt in attempts] == [None, None]
+        here.driven = {0, 2}
+        there, echoed = Message(0, 1, 0, 0, size), Message(1, 0, 0, 1, size)
+        back = here.receive(echoed)
+        here.send(there)
+        here.run(lambda: here.received([echoed]))
+        back.check(there.content())
+        if how == "killed under way":
+            here.receive(Message(1, 0, 1, 1, size))
+            here.send(Message(0, 1, 1, 0, size))
+            for _ in range(2):
+                here.turn()
+        match how:
+            case "killed while idle" | "killed under way":
+                other.signal(signal.SIGKILL)
+            case "stopped":
+                other.signal(signal.SIGSTOP)
+            case _:
+                other.tell(how)
+        if how == "close":
+            here.settle(0.5)
+            assert not here.ended(0)
+        else:
+            begin = time.monotonic()
+            here.run(lambda: bool(here.ended(0)))
+            assert time.monotonic() - begin < 10  # not by a time-out of the links
+            (lost,) = here.ended(0)
+            assert isinstance(lost, Lost) and lost.peer == 1
+        here.exchange([Message(0, 2, 9, 0, MIB), Message(2, 0, 9, 0, 10)], random.Random(18))
+
+
+class StopConformance(Endpoints):
+    """Of endpoints that notice a stopped process: by themselves, or with monitor processes."""
+
+    def test_a_process_that_is_stopped(self, world: NewWorld, process: Callable[..., Process]) -> None:
+        self.a_process_ends(world, process, "stopped", heartbeat_s=1.0)
+
+
+class EndpointConformance(Endpoints):
+    """Every endpoint's."""
 
     # ---------------------------------------------------------------- messages
 
@@ -410,59 +460,52 @@ class EndpointConformance:
         assert two.outcomes == [[], []]
         assert two.turns < 150
 
-    def test_a_peer_that_stands_still_is_lost_by_its_silence(self, world: NewWorld) -> None:
+    def test_a_peer_that_nobody_drives_is_not_lost(self, world: NewWorld) -> None:
+        """Its process runs and its kernel answers: it is busy with something else."""
         three = world(3, heartbeat_s=0.2)
-        three.driven = {0, 1}  # 2 is not driven any more: as if stopped
-        three.run(lambda: bool(three.ended(0)) and bool(three.ended(1)))
-        three.settle(0.3)
-        assert [o.peer for o in three.ended(0)] == [2] and [o.peer for o in three.ended(1)] == [2]
-        three.exchange([Message(0, 1, 0, 0, MIB), Message(1, 0, 0, 0, 10)], random.Random(17))
+        three.driven = {0, 1}
+        back = three.receive(Message(0, 2, 0, 0, 8 * MIB))
+        three.send(Message(0, 2, 0, 0, 8 * MIB))
+        three.settle(1.0)
+        assert three.ended(0) == [] and three.ended(1) == []
+        three.driven = {0, 1, 2}
+        three.run(lambda: three.received([Message(0, 2, 0, 0, 8 * MIB)]))
+        back.check(Message(0, 2, 0, 0, 8 * MIB).content())
+        three.exchange([Message(0, 1, 1, 0, MIB), Message(2, 0, 1, 0, 10)], random.Random(17))
+
+    @pytest.mark.parametrize(
+        ("heartbeat_s", "held_s"), [(0.2, 1.5), pytest.param(1.0, 5.0, marks=pytest.mark.slow)]
+    )
+    def test_a_process_that_holds_its_interpreter_lock_is_not_lost(
+        self, world: NewWorld, process: Callable[..., Process], heartbeat_s: float, held_s: float
+    ) -> None:
+        """In the middle of an exchange, with more bytes under way than any buffer takes."""
+        size = 32 * MIB
+        here = world(2, heartbeat_s, connected=False)
+        other = process(1, size, heartbeat_s)
+        addresses = here.addresses
+        addresses[1] = other.hear()
+        other.tell(addresses[0])
+        assert here.attempt(0, 1, 0, {1: addresses[1]}).finish() is None
+        here.driven = {0}
+        for op in range(2):
+            there, echoed = Message(0, 1, op, 0, size), Message(1, 0, op, 1, size)
+            back = here.receive(echoed)
+            if op == 0:
+                other.tell(held_s)
+            here.send(there)
+            here.run(lambda echoed=echoed: here.received([echoed]) or bool(here.ended(0)))
+            assert here.ended(0) == []
+            back.check(there.content())
 
     @pytest.mark.parametrize(
         "how",
         [
             "killed under way",
-            "stopped",
             pytest.param("killed while idle", marks=pytest.mark.slow),
             pytest.param("exit", marks=pytest.mark.slow),
             pytest.param("close", marks=pytest.mark.slow),
         ],
     )
     def test_a_process_that_ends(self, world: NewWorld, process: Callable[..., Process], how: str) -> None:
-        """Rank 1 is a process; rank 2, in ours, is not disturbed by its end."""
-        size, heartbeat_s = 16 * MIB, 1.0 if how == "stopped" else 30.0
-        here = world(3, heartbeat_s, connected=False)
-        other = process(1, size, heartbeat_s)
-        addresses = here.addresses
-        addresses[1] = other.hear()
-        other.tell(addresses[0])
-        attempts = [here.attempt(0, 1, 0, {1: addresses[1], 2: addresses[2]}), here.attempt(2, 1, 2, {0: addresses[0]})]
-        assert [attempt.finish() for attempt in attempts] == [None, None]
-        here.driven = {0, 2}
-        there, echoed = Message(0, 1, 0, 0, size), Message(1, 0, 0, 1, size)
-        back = here.receive(echoed)
-        here.send(there)
-        here.run(lambda: here.received([echoed]))
-        back.check(there.content())
-        if how == "killed under way":
-            here.receive(Message(1, 0, 1, 1, size))
-            here.send(Message(0, 1, 1, 0, size))
-            for _ in range(2):
-                here.turn()
-        match how:
-            case "killed while idle" | "killed under way":
-                other.signal(signal.SIGKILL)
-            case "stopped":
-                other.signal(signal.SIGSTOP)
-            case _:
-                other.tell(how)
-        if how == "close":
-            here.settle(0.5)
-            assert not here.ended(0)
-        else:
-            begin = time.monotonic()
-            here.run(lambda: bool(here.ended(0)))
-            assert time.monotonic() - begin < 10  # not by the heartbeats of 30 s
-            (lost,) = here.ended(0)
-            assert isinstance(lost, Lost) and lost.peer == 1
-        here.exchange([Message(0, 2, 9, 0, MIB), Message(2, 0, 9, 0, 10)], random.Random(18))
+        self.a_process_ends(world, process, how, heartbeat_s=30.0)

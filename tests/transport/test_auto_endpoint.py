@@ -19,7 +19,7 @@ from helixrt.transport.shared_memory import endpoint as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint, host_identity
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs import endpoint as verbs
-from tests.transport.conformance import MIB, EndpointConformance
+from tests.transport.conformance import MIB, EndpointConformance, StopConformance
 from tests.transport.worlds import LIMIT_S, SECRET, Message, World
 
 _turn = itertools.count()
@@ -33,6 +33,16 @@ def mixed(secret: bytes, heartbeat_s: float | None) -> Endpoint:
 @pytest.mark.slow
 class TestMixedTransports(EndpointConformance):
     make = staticmethod(mixed)
+
+
+def over_tcp(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+    return AutoEndpoint(secret, transport="tcp", heartbeat_s=heartbeat_s)
+
+
+class TestTcpWithMonitors(StopConformance):
+    """TCP alone does not show that a peer's process is stopped."""
+
+    make = staticmethod(over_tcp)
 
 
 def world_of(*transports: str, heartbeat_s: float | None = None) -> World:

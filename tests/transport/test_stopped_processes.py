@@ -1,4 +1,4 @@
-"""A stopped process is told from one that runs, and for how long it has been seen so."""
+"""A stopped process is told from one that runs, and counts as dead after a period in which every look found it stopped."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 def test_a_process_is_stopped_goes_on_and_ends() -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
-        peers = StoppedProcesses({1: child.pid, 2: 0})
-        assert peers.for_s(1, 10.0) == 0 and peers.for_s(2, 10.0) == 0 and peers.for_s(3, 10.0) == 0
+        peers = StoppedProcesses(period_s=0.8)  # a look every 0.1 s
+
+        def dead(begin_s: float, looks: int) -> list[float | None]:
+            return [peers.stopped_s(child.pid, begin_s + 0.1 * look) for look in range(looks)]
+
+        assert dead(10.0, 9) == [None] * 9 and peers.stopped_s(0, 10.0) is None
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        assert is_stopped(child.pid) and peers.for_s(1, 11.0) == 0 and peers.for_s(1, 12.5) == 1.5
+        assert is_stopped(child.pid) and dead(11.0, 8) == [None] * 8
+        assert peers.stopped_s(child.pid, 11.81) == pytest.approx(0.81)
         os.kill(child.pid, signal.SIGCONT)
         os.waitid(os.P_PID, child.pid, os.WCONTINUED)
-        assert peers.for_s(1, 13.0) == 0
+        assert dead(13.0, 1) == [None]
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        assert peers.for_s(1, 14.0) == 0 and peers.for_s(1, 15.0) == 1  # from the second stop on
+        assert dead(14.0, 8) == [None] * 8  # counted from the second stop on
     finally:
         child.kill()
         child.wait()
-    assert not is_stopped(child.pid) and peers.for_s(1, 16.0) == 0
+    assert not is_stopped(child.pid) and peers.stopped_s(child.pid, 16.0) is None

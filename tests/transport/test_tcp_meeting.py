@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 from helixrt.errors import Retryable
 from helixrt.transport.contract import Endpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
+from helixrt.transport.tcp.rails import pack_address
 from tests.transport.worlds import LIMIT_S, SECRET, Attempt, World
 
 HEARTBEAT_S = 0.2
@@ -27,11 +29,31 @@ def two() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("me", [0, 1])
-def test_a_peer_that_listens_and_says_nothing_is_given_up_long_before_the_deadline(two: World, me: int) -> None:
-    """As one does whose process is stopped: its kernel still takes connections."""
+def test_a_peer_that_listens_and_says_nothing_for_many_periods_is_waited_for(two: World, me: int) -> None:
+    """As one does that holds its interpreter lock: its kernel takes connections. It is about to connect."""
     attempt = two.attempt(me, 1, me, {1 - me: two.addresses[1 - me]}, LIMIT_S)
-    error = attempt.finish()
-    assert isinstance(error, Retryable) and f"rank {1 - me}: no sign of life" in str(error), error
+    until = time.monotonic() + 6 * HEARTBEAT_S
+    while time.monotonic() < until:
+        assert attempt.running()
+        time.sleep(0.02)
+    other = two.attempt(1 - me, 1, 1 - me, {me: two.addresses[me]}, LIMIT_S)
+    assert attempt.finish() is None and other.finish() is None
+
+
+def test_a_host_that_does_not_answer_is_given_up_long_before_the_deadline(two: World) -> None:
+    """A full accept queue drops what comes, as a cut cable does."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        fillers = [socket.socket() for _ in range(3)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        address = pack_address([deaf])
+        error = two.attempt(0, 1, 0, {1: address}, LIMIT_S).finish()
+        for filler in fillers:
+            filler.close()
+    assert isinstance(error, Retryable) and "rank 1: no sign of life" in str(error), error
 
 
 @pytest.mark.parametrize("me", [0, 1])

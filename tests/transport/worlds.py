@@ -6,6 +6,7 @@ endpoint that forgets to ask to be called hangs here.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing.connection
 import os
 import random
@@ -263,8 +264,14 @@ class Process:
         self.pipe.close()
 
 
+def hold_interpreter_lock(seconds: float) -> None:
+    """No other thread of this process runs Python meanwhile, as in a call of C code that does not release the lock."""
+    ctypes.PyDLL(None).usleep(round(seconds * 1e6))
+
+
 def echo(make: Make, rank: int, size: int, heartbeat_s: float | None, pipe: multiprocessing.connection.Connection) -> None:
-    """The body of a `Process`. Says its address, hears rank 0's, says "connected"; hears "close" or "exit"."""
+    """The body of a `Process`. Says its address, hears rank 0's, says "connected"; hears "close", "exit", or for how long
+    to hold its interpreter lock."""
     endpoint = make(SECRET, heartbeat_s)
     pipe.send(endpoint.address())
     endpoint.connect(1, rank, {0: pipe.recv()}, LIMIT_S)
@@ -289,6 +296,8 @@ def echo(make: Make, rank: int, size: int, heartbeat_s: float | None, pipe: mult
                     return
                 case "exit":
                     os._exit(3)
+                case float(held_s):
+                    hold_interpreter_lock(held_s)
         poll = select.poll()
         poll.register(pipe.fileno(), select.POLLIN)
         for descriptor, mask in endpoint.descriptors().items():

@@ -110,6 +110,7 @@ class Link:
             m.FrameArrived: self._frame_arrived,
             m.PayloadArrived: self._payload_arrived,
             m.Heard: self._heard,
+            m.Acknowledged: self._acknowledged_by_kernel,
             m.FrameSent: self._frame_sent,
             m.Tick: self._tick,
             m.Forget: self._forget,
@@ -322,6 +323,11 @@ class Link:
 
     def _heard(self, event: m.Heard, now: float, out: list[Action]) -> None:
         self._alive(self.rails[event.rail], now)
+
+    def _acknowledged_by_kernel(self, event: m.Acknowledged, now: float, out: list[Action]) -> None:
+        rail = self.rails[event.rail]
+        if rail.up and event.at_s > rail.heard_s:
+            self._alive(rail, min(event.at_s, now))
 
     def _alive(self, rail: Rail, now: float) -> None:
         if rail.up:

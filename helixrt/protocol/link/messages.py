@@ -157,6 +157,15 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """The peer's kernel (its NIC) acknowledged something of the rail at `at_s`: a sign of life, also of a peer whose process
+    reads nothing (`liveness.acknowledged_s`). May be told again, and late."""
+
+    rail: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class FrameSent:
     """The last byte of a DATA frame left the memory it came from. Needed only without fault tolerance."""
 
@@ -198,6 +207,7 @@ Event = (
     | FrameArrived
     | PayloadArrived
     | Heard
+    | Acknowledged
     | FrameSent
     | Tick
     | Forget

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.protocol.liveness import SILENCE, Liveness
+from helixrt.protocol.liveness import LOOK
 from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, Refused, Sink
 from helixrt.transport.forking import disown_in_children
 from helixrt.transport.intake import Stage
@@ -51,7 +51,7 @@ _SOCKET = int(socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 
 
 class SharedMemoryEndpoint(Endpoint):
-    """`secret` is the run's. A peer that says nothing for 1.5 `heartbeat_s` is lost; None: only its end is noticed.
+    """`secret` is the run's. A peer whose process is stopped is lost within 1.5 `heartbeat_s`; None: only its end is noticed.
 
     `direct=False` keeps it from reading peers' memory (one copy), and all long messages go through the
     ring (two copies).
@@ -116,9 +116,6 @@ class SharedMemoryEndpoint(Endpoint):
             self._expected.clear()
             for descriptor in [d for d, (_, dialled) in self._handshakes.items() if dialled >= 0]:
                 self._drop(descriptor)
-        now = time.monotonic()
-        for link in self._links.values():
-            link.begin(now)
 
     def _meet(
         self, names: Mapping[int, str], until: float, deadline_s: float, stopped: Callable[[], bool]
@@ -127,7 +124,8 @@ class SharedMemoryEndpoint(Endpoint):
             self._resume(descriptor)
         to_dial = [peer for peer in names if peer < self._me]  # the higher rank dials
         turn = time.monotonic() + _TURN_S  # most come before that: to ask after them would cost each of them a call, too
-        look, standing = turn, StoppedProcesses()
+        look, processes = turn, dict.fromkeys(names, 0)
+        stopped_processes = None if self._heartbeat_s is None else StoppedProcesses(self._heartbeat_s)
         while self._expected:
             now = time.monotonic()
             if now >= until:
@@ -143,13 +141,15 @@ class SharedMemoryEndpoint(Endpoint):
                     process = listener(names[peer])
                     if peer > self._me and process is None:
                         raise Retryable(f"rank {peer} is gone: nobody listens at its address on this host")
-                    standing.of[peer] = process or 0
+                    processes[peer] = process or 0
             if now >= turn:
-                turn = now + _TURN_S
-                self._give_up_silent(standing, now)
+                turn = now + (_TURN_S if self._heartbeat_s is None else min(_TURN_S, LOOK * self._heartbeat_s))
+                for peer in self._expected if stopped_processes is not None else ():
+                    if (stopped_s := stopped_processes.stopped_s(processes[peer], now)) is not None:
+                        raise Retryable(f"rank {peer} on this host has been stopped for {stopped_s:.2f} s")
                 self._expire(now)
                 for link in self._links.values():
-                    link.beat_and_look(now)
+                    link.look(now)
             to_dial = [peer for peer in to_dial if not self._dial(peer, names[peer], now)]
             wait = min(until, look, turn) - now
             for descriptor, _ in self._epoll.poll(min(wait, _DIAL_AGAIN_S) if to_dial else wait):
@@ -160,14 +160,6 @@ class SharedMemoryEndpoint(Endpoint):
             for outcome in self._outcomes:
                 if isinstance(outcome, Lost):
                     raise Retryable(outcome.cause)
-
-    def _give_up_silent(self, standing: StoppedProcesses, now: float) -> None:
-        """Whose process stands still does not come; its kernel would take our calls for ever."""
-        if self._heartbeat_s is None:
-            return
-        for peer in sorted(self._expected):
-            if (silence_s := standing.for_s(peer, now)) >= SILENCE * self._heartbeat_s:
-                raise Retryable(f"rank {peer} on this host has been stopped for {silence_s:.2f} s")
 
     def _dial(self, peer: int, name: str, now: float) -> bool:
         """Whether the call went out; False if there is no room at the peer now."""
@@ -252,9 +244,8 @@ class SharedMemoryEndpoint(Endpoint):
             self._stale += 1
             return
         self._expected.discard(peer)
-        liveness = None if self._heartbeat_s is None else Liveness(self._heartbeat_s, time.monotonic())
         outcome = self._outcomes.append
-        link = SharedMemoryLink(peer, handshake.connection, joined, self._watch, liveness, outcome, self._stage)
+        link = SharedMemoryLink(peer, handshake.connection, joined, self._watch, self._heartbeat_s, outcome, self._stage)
         self._links[peer] = link
 
     def _drop(self, descriptor: int) -> None:
@@ -285,6 +276,11 @@ class SharedMemoryEndpoint(Endpoint):
     def forget(self, op: int) -> None:
         for link in self._links.values():
             link.forget(op)
+
+    def lose(self, peer: int, cause: Cause) -> None:
+        """End the link with `peer`, because of what was learnt elsewhere; `Lost` follows. Nothing if it has ended."""
+        if peer in self._links:
+            self._links[peer].lose(cause.what)
 
     def descriptors(self) -> Mapping[int, int]:
         return {} if self._closed else {self._epoll.fileno(): select.EPOLLIN}

@@ -89,6 +89,7 @@ class Joined:
     theirs: PeerSegment
     memory: ProcessMemory | None
     process: int  # pidfd, or -1
+    pid: int  # of the peer, as the kernel tells; 0: not visible here
 
     def close(self) -> None:
         self.own.close()
@@ -249,4 +250,4 @@ def _join(connection: socket.socket, terms: Terms) -> Steps:
             raise Stranger("it is not ready")
         del probe  # the peer has tried to read it
         undo.pop_all()
-    return Joined(own, theirs, memory, process)
+    return Joined(own, theirs, memory, process, pid)

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable
 
 from helixrt.errors import Cause
-from helixrt.protocol.liveness import Liveness
+from helixrt.protocol.liveness import Stopped
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Sink
 from helixrt.transport.intake import Intake, Stage
 from helixrt.transport.shared_memory.handshake import Joined
@@ -32,6 +32,7 @@ from helixrt.transport.shared_memory.segment import (
     State,
     Word,
 )
+from helixrt.transport.stopped_processes import is_stopped
 
 TURN_BYTES = 8 << 20  # moved in one `progress`, then the caller's other work has its turn
 
@@ -71,7 +72,7 @@ class SharedMemoryLink:
         connection: socket.socket,
         joined: Joined,
         watch: Watch,
-        liveness: Liveness | None,
+        period_s: float | None,
         outcome: Callable[[Outcome], None],
         stage: Stage,
     ) -> None:
@@ -86,21 +87,16 @@ class SharedMemoryLink:
         self._own, self._theirs = own, theirs
         self._fence = Fence()
         self._writer, self._reader = RingWriter(own, theirs, self._fence), RingReader(own, theirs, self._fence)
-        self._liveness, self._beat, self._beat_due_s, self._heard_beat = liveness, 0, 0.0, -1
+        self._pid, self._stopped = joined.pid, None if period_s is None or not joined.pid else Stopped(period_s)
         self._forgotten: set[int] = set()
         self._out = Sending(peer, own, theirs, self._writer, outcome, self._forgotten)
         self._in = Receiving(peer, own, theirs, joined.memory, self._fence, outcome, self._out.put, self._forgotten)
         self._sleeps, self._armed, self._rung = 0, 0, -1
         self._gone = False  # the peer hung up; what it wrote before is still there to be read
         self._again = False  # `progress` stopped in the middle of work, or there is new work
-        self._look_due_s = 0.0  # for the next sign of life, ours or the peer's
+        self._look_due_s = 0.0 if self._stopped is not None else math.inf  # at the state of the peer's process
 
     # ---------------------------------------------------------------- the caller's side
-
-    def begin(self, now: float) -> None:
-        """All links are made: the peer's silence counts from now on."""
-        if self._liveness is not None:
-            self._liveness = Liveness(self._liveness.period_s, now)
 
     def send(self, op: int, index: int, data: Buffer) -> None:
         if self.ended or op in self._forgotten:
@@ -137,6 +133,11 @@ class SharedMemoryLink:
             self._own.put_cause(cause)
             self._leave(State.ABORTED)
 
+    def lose(self, what: str) -> None:
+        """Give the link up because of `what`."""
+        if not self.ended and not self._gone:
+            self._lose(what)
+
     def close(self) -> None:
         """Farewell; what was sent in short messages still arrives. Idempotent."""
         if not self.ended:
@@ -164,7 +165,7 @@ class SharedMemoryLink:
             if self._gone and not self._again:
                 self._bury()
             elif not self._gone:
-                self.beat_and_look(now)
+                self.look(now)
         except (SegmentError, NoMemory) as error:
             self._refuse(error)
 
@@ -208,7 +209,7 @@ class SharedMemoryLink:
             return None
         if self._again:
             return 0.0
-        return None if self._liveness is None or self._gone else self._look_due_s
+        return None if self._stopped is None or self._gone else self._look_due_s
 
     # ---------------------------------------------------------------- waking
 
@@ -243,30 +244,13 @@ class SharedMemoryLink:
             except OSError:  # full: the peer has bells enough to hear; broken: its descriptor says so
                 pass
 
-    def _say_beat(self, now: float) -> None:
-        """At most as often as needed."""
-        if self._liveness is not None and now >= self._beat_due_s and not self.ended:
-            self._beat = max(self._beat + 1, round(now * 1e6))
-            self._own.store(Word.BEAT, self._beat)
-            self._beat_due_s = now + self._liveness.beat_s
-
-    def beat_and_look(self, now: float) -> None:
-        """Give a sign of life, look for the peer's; also while other links are still being made."""
-        if self._liveness is None:
-            self._look_due_s = math.inf
+    def look(self, now: float) -> None:
+        """At the state of the peer's process, if it is time; also while other links are still being made."""
+        if self._stopped is None or now < self._look_due_s:
             return
-        self._say_beat(now)
-        beat = self._theirs.load(Word.BEAT)
-        if beat != self._heard_beat:
-            self._heard_beat = beat
-            # The beat tells when it was given: on one host there is one clock. Between beat and look a quarter of a period
-            # may go by, which would come on top of the silence. In a time namespace of its own the peer's clock may be another.
-            given_s = beat * 1e-6
-            self._liveness.heard(given_s if self._liveness.heard_s < given_s < now else now)
-        if self._liveness.silent(now):
-            silence = now - self._liveness.heard_s
-            self._lose(f"rank {self.peer} on this host has given no sign of life for {silence:.2f} s")
-        self._look_due_s = min(self._beat_due_s, self._liveness.deadline_s)
+        self._look_due_s = now + self._stopped.look_s
+        if self._stopped.look(is_stopped(self._pid), now):
+            self._lose(f"the process of rank {self.peer} on this host has been stopped for {self._stopped.for_s:.2f} s")
 
     # ---------------------------------------------------------------- ends
 

@@ -39,7 +39,7 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 _SEALS = _SEAL_SHRINK | _SEAL_GROW
 
-_MAGIC = 0x686C6978_00000001  # the layout's version is in it
+_MAGIC = 0x686C6978_00000002  # the layout's version is in it
 _LINE = 64
 OFFERS = 512
 _CAUSE_AT, _OFFERS_AT, _RING_AT = 4096, 8192, 8192 + 8 * OFFERS
@@ -66,9 +66,8 @@ class Word(IntEnum):
     WRITTEN = 2  # bytes of frames in this ring, since the beginning
     READ = 3  # bytes read of the peer's ring, since the beginning
     ASLEEP = 4  # odd: the owner waits and wants its doorbell rung; each sleep has a number of its own
-    BEAT = 5  # changes as long as the owner lives
-    EAGER_FREED = 6  # bytes of eager messages whose memory the owner gave back, since the beginning
-    STATE = 7  # a `State`
+    EAGER_FREED = 5  # bytes of eager messages whose memory the owner gave back, since the beginning
+    STATE = 6  # a `State`
 
 
 class State(IntEnum):

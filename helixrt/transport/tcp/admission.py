@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 import os
 import socket
 import time
@@ -236,6 +237,8 @@ class Dial:
         self._proofs: Proofs | None = None
         self._words = _Words(sock)
         self.reset = False  # it failed because the other end closed the connection
+        self.open = False  # the other end's kernel took the connection, and nobody has closed it
+        self.open_s = -math.inf  # when it did so
         self._timer = watch.at(expires_s, lambda: self._fail(Failure.PATH, "no answer in time"))
         watch.add(sock, READ | WRITE, self._step)
 
@@ -243,12 +246,13 @@ class Dial:
         try:
             self._go_on()
         except HandshakeError as error:
+            self.open = False
             self._fail(Failure.PEER_GONE, f"somebody else listens there: {error}")
         except _Ended:
-            self.reset = True
+            self.reset, self.open = True, False
             self._fail(Failure.PATH, "the connection was closed before it was proved")
         except OSError as error:
-            self.reset = error.errno in (errno.ECONNRESET, errno.EPIPE)
+            self.reset, self.open = error.errno in (errno.ECONNRESET, errno.EPIPE), False
             self._fail(failure_of(error.errno or 0), f"cannot connect: {error.strerror}")
 
     def _go_on(self) -> None:
@@ -258,7 +262,8 @@ class Dial:
                 raise OSError(code, os.strerror(code))
             if self._sock.getsockname() == self._sock.getpeername():  # a free port can connect to itself
                 raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            self._connected = True
+            self._connected = self.open = True
+            self.open_s = time.monotonic()
             self._watch.change(self._sock, READ)
             _say(self._sock, self.hello.pack())
         if self._proofs is None:

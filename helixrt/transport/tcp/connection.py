@@ -8,16 +8,16 @@ buffer that shrinks while long payloads come, so that little of those passes thr
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 from collections import deque
 
 from helixrt.protocol.link import frames
 from helixrt.protocol.link.frames import HEADER_BYTES, MAX_BODY_BYTES, FrameError, Kind
 from helixrt.protocol.link.messages import Failure
+from helixrt.protocol.liveness import Acknowledgements
 from helixrt.transport.intake import Intake
 from helixrt.transport.rail_connection import Carrier
+from helixrt.transport.tcp.kernel_view import acknowledgements, bytes_in_kernel
 from helixrt.transport.tcp.rails import failure_of
 
 _AHEAD_BYTES = 128 << 10
@@ -26,7 +26,6 @@ _LONG_BYTES = 64 << 10  # payloads beyond this are read one by one
 _GATHER_BYTES = 256 << 10  # written in one call, and the frame that goes beyond it
 _GATHER_FRAMES = 16
 _SINK_BYTES = 256 << 10
-_SIOCOUTQ = 0x5411  # of Linux: bytes of a socket that the other end has not acknowledged
 _FLAGS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
@@ -237,7 +236,10 @@ class Connection:
 
     def emptied(self) -> bool:
         """Everything was written, and the peer's kernel has it."""
-        return self.closed or (self.idle and _in_kernel(self.descriptor) == 0)
+        return self.closed or (self.idle and bytes_in_kernel(self.sock) == 0)
+
+    def acknowledgements(self, now: float) -> Acknowledgements | None:
+        return None if self.closed else acknowledgements(self.sock, now)
 
     def close(self) -> None:
         if not self.closed:
@@ -245,8 +247,3 @@ class Connection:
             self.landing = None
             self._queue.clear()
             self.sock.close()
-
-
-def _in_kernel(descriptor: int) -> int:
-    (count,) = struct.unpack("i", fcntl.ioctl(descriptor, _SIOCOUTQ, bytes(4)))
-    return int(count)

@@ -10,10 +10,12 @@ How failures are told apart (SHIFT section 4.3 leaves that to the NIC's completi
 - The other end's kernel closed the connection: it is dialled or knocked at once. Nobody listens there any more: the
   peer's process is gone, and that is known in a round trip. Somebody does: the connection alone broke.
 - No route, no acknowledgement (TCP_USER_TIMEOUT), silence on one rail while others speak: the path.
-- Silence on all: heartbeats (`protocol/liveness.py`), which the endpoint sends and checks, unless it has no period.
+- No acknowledgement on any: the peer's host or all paths to it failed (`protocol/liveness.py`). The endpoint sends probes for
+  that, and asks its kernel for acknowledgements, unless it has no period. A peer whose process does not run its own code for
+  a while is acknowledged all the same, so it is not lost; whether the process is stopped its monitor tells (`monitor`).
 
 A peer whose generation is newer stays in the door, proved, until this end connects to that generation too. A process
-that is forked off while an endpoint lives holds its connections open: then only heartbeats tell of a death.
+that is forked off while an endpoint lives holds its connections open: then only the peer's monitor tells of a death.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _SETTLE_S = 1e-3  # who calls `progress` without a pause has the deadlines looke
 class TcpOptions:
     """The settings of a TCP endpoint. Times in seconds."""
 
-    period_s: float | None = 1.0  # of heartbeats; None: none, and a peer that falls silent is not noticed
+    period_s: float | None = 1.0  # of liveness; None: a path that fails is noticed by `sockets.user_timeout_s` alone
     link: LinkOptions = field(default_factory=lambda: LinkOptions(eager_bytes=EAGER_BYTES))  # its period is the one above
     sockets: SocketTuning = field(default_factory=SocketTuning)
     read_bytes: int = 2 << 20  # of one connection in one `progress`, about
@@ -135,6 +137,12 @@ class TcpEndpoint(Endpoint):
     def forget(self, op: int) -> None:
         for peer in list(self._peers.values()):
             peer.forget(op)
+
+    def lose(self, peer: int, cause: Cause) -> None:
+        """End the link with `peer`, because of what was learnt elsewhere; `Lost` follows. Nothing if it has ended."""
+        known = self._peers.get(peer)
+        if known is not None and not known.ended and not known.left:
+            known.lose(cause)
 
     def descriptors(self) -> Mapping[int, int]:
         return self._descriptors

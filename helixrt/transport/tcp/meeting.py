@@ -4,9 +4,10 @@ In: the peers with their addresses, and those who come through the door. Out: co
 a peer will not come. The lower rank of a pair dials, one connection per rail and the control connection; the higher one
 waits. Either knocks where it does not know whether anybody is there: a knock is a handshake that leaves no connection.
 
-Who has not come yet is knocked at again and again. A living peer answers at its door also while it is busy elsewhere (behind,
-or waiting for somebody else), so one that does not for as long as a silent peer is borne later is given up: a meeting
-ends by the same heartbeat as a link, not by its deadline.
+A peer that has not come yet is probed with knocks. A living peer answers them also while it is busy elsewhere (behind, or
+waiting for others). One whose process does not run its own code for a while (it holds its interpreter lock) does not answer,
+but its kernel takes the connection and keeps it open: that is a sign of life too. A peer without either is given up after the
+same silence as on a link. A process that is stopped gives the second sign: its monitor process tells (`transport/monitor`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from helixrt.transport.tcp.peer import CONTROL, Peer
 from helixrt.transport.tcp.rails import SocketTuning
 from helixrt.transport.tcp.watch import Timer, Watch
 
+_UNANSWERED = 0.5  # of a period: a knock that is not answered for so long is given up, and the next one shows the kernel again
 _KNOCKS = 5  # at a door that opens and shuts at once, as that of a dying process does
 _LOOK_S = 0.05  # from one knock at a peer that has not come to the next
 _LOOKS_PER_S = 500  # at all of them together, at most
@@ -251,6 +253,8 @@ class Meeting:
 
         def failed(dial: Dial, failure: Failure, reason: str, verdict: Verdict | None) -> None:
             self._knocks.discard(dial)
+            if dial.open and verdict is None and peer.rank in self._lives:  # taken by its kernel; its process did not come to it
+                self._lives[peer.rank].heard(dial.open_s)
             if dial.reset and times > 1:
                 again = functools.partial(self._knock, peer, rail, times - 1)
                 self._watch.at(self._host.now + 0.002 * 2 ** (_KNOCKS - times), again)
@@ -265,6 +269,8 @@ class Meeting:
 
         hello = self._hello(peer, Purpose.KNOCK, rail, 0)
         expires_s = self._host.now + self._means.restore_s
+        if self._gathering and self._means.period_s is not None:
+            expires_s = min(expires_s, self._host.now + _UNANSWERED * self._means.period_s)
         self._knocks.add(Dial(self._watch, sock, self._means.secret, hello, expires_s, answered, failed))
 
     def _nobody(self, peer: Peer, rail: int, failure: Failure, reason: str) -> None:

@@ -8,6 +8,7 @@ and short messages that came before their receiver (`held`).
 
 from __future__ import annotations
 
+import math
 import socket
 from typing import Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.messages import Failure, Landing
+from helixrt.protocol.liveness import BEAT, acknowledged_s
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Received, Sent, Sink
 from helixrt.transport.copies import CopyMemory
 from helixrt.transport.intake import Intake, Stage, fill
@@ -74,6 +76,7 @@ class Peer:
         self.is_touched = False
         self._host = host
         self._heard = False  # the machine heard of what was read
+        self._probed_s = 0.0  # when the control connection last carried a probe
         self._sending: dict[tuple[int, int], Buffer] = {}
         self._receiving: dict[tuple[int, int], Buffer | Intake] = {}
         self._kept: dict[tuple[int, int], Buffer] = {}
@@ -171,8 +174,10 @@ class Peer:
             self.tell(m.FrameArrived(connection.number, frame))
 
     def _control_came(self, frame: Frame) -> None:
+        if frame.kind is Kind.BEAT:
+            return  # sent to be acknowledged by this kernel
         if frame.kind is not Kind.ABORT:
-            raise frames.FrameError(f"{frame.kind.name} on the control connection: only ABORT goes there")
+            raise frames.FrameError(f"{frame.kind.name} on the control connection: only ABORT and BEAT go there")
         if frame.generation == self.link.generation and not self.ended and not self.left:
             cause = self.link.first.settle(frames.cause(frame))
             self.link.closed = True
@@ -211,7 +216,29 @@ class Peer:
     # ---------------------------------------------------------------- the machine
 
     def tick(self) -> None:
+        if not self.ended and not self.left and self.link.options.period_s < math.inf:
+            self._hear_acknowledgements()
         self.tell(_TICK)
+
+    def _hear_acknowledgements(self) -> None:
+        """Tell the machine what the peer's kernel acknowledged: a sign of life that needs nothing of the peer's process."""
+        now = self._host.now
+        control = None if self.control is None else self.control.acknowledgements(now)
+        full = False
+        for number, connection in enumerate(self.rails):
+            view = None if connection is None else connection.acknowledgements(now)
+            if view is not None:
+                full = full or view.full
+                self.tell(m.Acknowledged(number, acknowledged_s(view, control)))
+        if full and self.control is not None and self.control.idle and control is not None and not control.full:
+            self._probe_by_control(now)
+
+    def _probe_by_control(self, now: float) -> None:
+        """A rail is full, so nothing more can be acknowledged on it."""
+        if now >= self._probed_s + BEAT * self.link.options.period_s and self.control is not None:
+            self._probed_s = now
+            self.control.put(frames.pack(Frame(Kind.BEAT, self.link.generation)))
+            self._host.has_frames(self.control)
 
     def tell(self, event: m.Event) -> None:
         """Let the machine hear `event`, and do what it says."""
@@ -333,6 +360,9 @@ class Peer:
         for table in (self._sending, self._receiving, self._kept, self._held, self._unsaid):
             table.clear()
         self._host.add(outcome)
+
+    def lose(self, cause: Cause) -> None:
+        self._end(Lost(self.rank, self.link.first.settle(cause)))
 
     def say_why(self, cause: Cause) -> None:
         """Tell the peer the reason of the end, as far as that goes without blocking."""

@@ -56,7 +56,8 @@ class SocketTuning:
     send_bytes: int = 0  # its buffer; 0: the kernel tunes it, which was fastest on loopback
     receive_bytes: int = 0
     local_congestion: str = "reno"  # its congestion control between two ends on loopback; empty: the system's own
-    user_timeout_s: float = 10.0  # data nobody acknowledges, or takes, breaks the connection; at least two heartbeat periods
+    user_timeout_s: float = 60.0  # data that is not acknowledged, or not read, for so long breaks the connection; at least
+    # two heartbeat periods, which detect a path that fails; a peer may hold its interpreter lock for so long
 
 
 def rail_on(name: str) -> TcpRail:
