@@ -55,20 +55,16 @@ class SimulatedStore:
 
     def _loss(self, record: CommitRecord, now: float) -> str:
         log = Log(self.entries)
-        base = log.get(record.parent)
-        assert base is not None
-        if not log.on_chain(base.hash):
-            return f"record {record.step} follows one that was superseded"
-        lost = [r.hash for r in log.above(base.step)]
+        lost = [r.hash for r in log.lost_behind(record.parent)]
         if len(lost) <= 1:
             return ""
         self.lost += len(lost)
+        what = f"{len(lost)} steps up to step {self.head.step} are lost"
         if saved := [h for h in lost if h in self.durable]:
-            return f"{len(lost)} steps above step {base.step} are lost, and a checkpoint holds {saved[-1][:6]}"
+            return f"{what}, and a checkpoint holds {saved[-1][:6]}"
         observed_s = now - self.since_s[self.head.hash] + STEP_S * self.jumps
         if observed_s < self.supersede_after_s and (held := set(lost) & set(self.holding())):
-            newest = sorted(held)[0][:6]
-            return f"{len(lost)} steps above step {base.step} are lost after {observed_s:.1f} s, and {newest} is held"
+            return f"{what} after {observed_s:.1f} s, and {sorted(held)[0][:6]} is held"
         return ""
 
     def evidence(self, head: CommitRecord, generation: int) -> Evidence:

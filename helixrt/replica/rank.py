@@ -456,7 +456,7 @@ class RankWorker:
 
     def _fetch_and_report(self, command: p.FetchState | p.FetchReduced, serial: int) -> None:
         try:
-            with self.progress.doing("fetch", FETCH, 2 * self.timeouts.fetch_s):
+            with self.progress.doing("fetch", FETCH, 2 * self.timeouts.stall_s):
                 outcome = self._fetch(command, serial)
             if outcome is not None:
                 self.report(outcome)

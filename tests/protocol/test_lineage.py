@@ -7,12 +7,13 @@ import random
 
 import pytest
 
-from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
+from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Log, audit, genesis
 
 
 def after(parent: CommitRecord, generation: int, *contributors: int) -> CommitRecord:
     positions = {r: n + (r in contributors) for r, n in parent.positions.items()}
-    return CommitRecord(parent.step + 1, generation, parent.hash, contributors, positions, parent.run)
+    pairs = tuple((replica, 0) for replica in contributors)
+    return CommitRecord(parent.step + 1, generation, parent.hash, pairs, positions, parent.run)
 
 
 def test_a_record_survives_its_text_and_every_field_counts() -> None:
@@ -22,11 +23,16 @@ def test_a_record_survives_its_text_and_every_field_counts() -> None:
         dataclasses.replace(record, step=9),
         dataclasses.replace(record, generation=6),
         dataclasses.replace(record, parent="x"),
-        dataclasses.replace(record, contributors=(0,)),
+        dataclasses.replace(record, contributors=((0, 0), (2, 1))),
         dataclasses.replace(record, positions={0: 1}),
         dataclasses.replace(record, run="other"),
+        dataclasses.replace(record, life=1),
+        dataclasses.replace(record, excluded={1: Exclusion(0, 1)}),
+        dataclasses.replace(record, applied=False),
     ]
-    assert len({record.hash, *(c.hash for c in changed)}) == 7
+    assert len({record.hash, *(c.hash for c in changed)}) == 10
+    for other in changed:
+        assert CommitRecord.from_json(other.to_json()) == other
 
 
 def test_the_newest_entry_decides_what_counts() -> None:
@@ -68,3 +74,25 @@ def test_the_audit_counts_and_finds_gaps_and_repeats() -> None:
     moved = dataclasses.replace(two, positions={0: 2, 1: 2})  # replica 0 did not contribute
     assert audit([root, one, moved]).gaps == 1
     assert audit([root, two]).gaps > 0
+
+
+def test_excluded_batches_and_records_that_were_not_applied_are_no_gaps() -> None:
+    root = genesis("run", 2)
+    positions = {0: 1, 1: 1}
+    excluded = dataclasses.replace(after(root, 1, 0), positions=positions, excluded={1: Exclusion(0, 0)})
+    found = audit([root, excluded])
+    assert found.clean and (found.batches, found.excluded) == (1, 1) and excluded.committers == ((0, 0), (1, 0))
+    dropped = dataclasses.replace(after(excluded, 2, 0, 1), applied=False)
+    found = audit([root, excluded, dropped])
+    assert found.clean and (found.batches, found.excluded) == (1, 3) and dropped.summed == ()
+    assert audit([root, dataclasses.replace(excluded, positions={0: 1, 1: 0})]).repeats == 1  # its batch would come again
+
+
+def test_the_records_after_a_state_are_those_of_the_chain() -> None:
+    root = genesis("run", 2)
+    one = after(root, 1, 0, 1)
+    two = after(one, 2, 0, 1)
+    instead = after(one, 3, 1)
+    log = Log([root, one, two, instead])
+    assert log.after(root.hash) == one and log.after(one.hash) == instead and log.after(instead.hash) is None
+    assert log.after(two.hash) is None and log.above(0) == [one, instead] and log.above(-5) == [root, one, instead]

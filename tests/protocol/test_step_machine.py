@@ -5,7 +5,7 @@ from __future__ import annotations
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
-from helixrt.protocol.step.quorum import Member, assess, reusable_epoch, successor
+from helixrt.protocol.step.quorum import Assessment, Member, assess, reusable_epoch, successor
 
 ROOT = genesis("run", 2)
 
@@ -80,7 +80,7 @@ def test_an_older_generation_in_the_log_is_superseded_and_a_newer_one_respected(
         m = machine(rings=1)
         exchanging(m, 5)
         m.on(p.RingDone(5, 0))
-        stray = CommitRecord(1, generation, ROOT.hash, (1,), {0: 0, 1: 1}, "run")
+        stray = CommitRecord(1, generation, ROOT.hash, ((1, 0),), {0: 0, 1: 1}, "run")
         answer = m.on(p.Appended(1, stray))[-1]
         assert isinstance(answer, expected)
         if isinstance(answer, p.Append):
@@ -88,7 +88,7 @@ def test_an_older_generation_in_the_log_is_superseded_and_a_newer_one_respected(
 
 
 def test_a_replica_behind_gives_zeros_and_replays_what_it_kept() -> None:
-    one = successor(assess([member(0)], Log([ROOT])), 1)  # type: ignore[arg-type]
+    one = successor(assess([member(0)], Log([ROOT])), 1, [member(0)])  # type: ignore[arg-type]
     m = machine(replica=1, rings=1, log=Log([ROOT, one]))
     m.on(p.Begin())
     healthy = member(0, one)
@@ -132,11 +132,11 @@ def test_connections_are_reused_only_when_everyone_has_the_same_sound_ones() -> 
 
 
 def test_a_chain_decides_who_is_behind_not_the_step_number() -> None:
-    one = CommitRecord(1, 1, ROOT.hash, (0,), {0: 1, 1: 0}, "run")
-    two = CommitRecord(2, 2, one.hash, (0,), {0: 2, 1: 0}, "run")
-    instead = CommitRecord(1, 3, ROOT.hash, (1,), {0: 0, 1: 1}, "run")
+    one = CommitRecord(1, 1, ROOT.hash, ((0, 0),), {0: 1, 1: 0}, "run")
+    two = CommitRecord(2, 2, one.hash, ((0, 0),), {0: 2, 1: 0}, "run")
+    instead = CommitRecord(1, 3, ROOT.hash, ((1, 0),), {0: 0, 1: 1}, "run")
     found = assess([member(0, two), member(1, instead)], Log([ROOT, one, two, instead]))
-    assert found is not None and found.base == instead and found.behind == (0,) and not found.supersedes
+    assert isinstance(found, Assessment) and found.base == instead and found.behind == (0,) and not found.supersedes
 
 
 def test_after_the_last_step_it_rests_and_serves_who_is_behind() -> None:
@@ -156,8 +156,8 @@ def test_after_the_last_step_it_rests_and_serves_who_is_behind() -> None:
 
 def test_members_that_read_the_log_at_different_moments_agree() -> None:
     """A straggler's record lands between two members' reads: both must see the same base and contributors."""
-    held = CommitRecord(1, 3, ROOT.hash, (0,), {0: 1, 1: 0}, "run")
-    straggler = CommitRecord(1, 4, ROOT.hash, (2,), {0: 0, 1: 0, 2: 1}, "run")  # supersedes what replica 0 holds
+    held = CommitRecord(1, 3, ROOT.hash, ((0, 0),), {0: 1, 1: 0}, "run")
+    straggler = CommitRecord(1, 4, ROOT.hash, ((2, 0),), {0: 0, 1: 0, 2: 1}, "run")  # supersedes what replica 0 holds
     early = machine(0, 1, Log([ROOT, held]), held.hash)
     late = machine(1, 1, Log([ROOT, held]), ROOT.hash)
     (first,), (second,) = (actions_of(p.Join, m.on(p.Begin())) for m in (early, late))
@@ -175,8 +175,8 @@ def test_members_that_read_the_log_at_different_moments_agree() -> None:
 
 
 def test_reduced_buckets_of_a_superseded_record_are_not_taken_for_a_state() -> None:
-    decided = CommitRecord(1, 3, ROOT.hash, (1,), {0: 0, 1: 1}, "run")
-    other = CommitRecord(1, 4, ROOT.hash, (2,), {0: 0, 1: 0, 2: 1}, "run")
+    decided = CommitRecord(1, 3, ROOT.hash, ((1, 0),), {0: 0, 1: 1}, "run")
+    other = CommitRecord(1, 4, ROOT.hash, ((2, 0),), {0: 0, 1: 0, 2: 1}, "run")
     m = machine(0, 1, Log([ROOT, decided]))
     m.on(p.Begin())
     (fetch,) = actions_of(p.FetchReduced, m.on(p.Formed(5, (member(0), member(1, decided)))))

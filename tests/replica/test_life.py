@@ -23,6 +23,7 @@ from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Exit, RankCommand, RankReport, decode, encode
 from helixrt.replica.contracts import FetchReport, Formed, Membership, Shard, StateTransport
+from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.rank import Done, Hooks, RankWorker, digest
 from helixrt.replica.runlog import RunLog
@@ -185,10 +186,14 @@ class Replica:
             Hooks(updated=self.done.append),
         )
         log = RunLog(world.store)
-        machine = StepMachine(replica, incarnation, 1, Log(log.read_from(0)), world.root.hash, STEPS)
+        machine = StepMachine(replica, incarnation, 1, Log(log.read_from(0)), world.root.hash if len(log.read_from(0)) == 1 else "", STEPS)
+        holders = Holders(world.store, replica, incarnation)
+        holders.end_predecessors()
         self.membership = MemoryMembership(world.fabric, replica)
         hooks = LeaderHooks(lambda i, r: None, lambda c: None, self._resting, self.worker.fail)
-        self.leader = Leader(machine, self.membership, log, (f"mem-{replica}",), self._tell, self.record, timeouts, hooks)
+        self.leader = Leader(
+            machine, self.membership, log, holders, (f"mem-{replica}",), self._tell, self.record, timeouts, hooks
+        )
         self.thread = threading.Thread(target=self._run, name=f"replica-{replica}")
 
     def start(self) -> None:
@@ -256,7 +261,7 @@ class World:
         engine = self._engine(lambda position: torch.empty(0), vocab=16, seed=0)
         for before, record in zip(chain, chain[1:], strict=False):
             gradients = []
-            for replica in record.contributors:
+            for replica in record.replicas:
                 engine.batch_at = lambda position, r=replica: self.batch(r, position)
                 engine.run(before.positions[replica], lambda i: None)
                 gradients.append(engine.buckets[0].clone())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -17,13 +18,11 @@ from helixrt.protocol.step.quorum import Member
 from helixrt.replica.contracts import Formed
 from helixrt.replica.lost_members import GONE
 from helixrt.replica.membership import SoloMembership, TorchftMembership, newest_incarnations, serve_lighthouse
-from helixrt.timeouts import Timeouts
+from helixrt.timeouts import Timeouts, derive
 
 pytest.importorskip("torchft", reason="torchft is not installed (extra: ft)")
 
-TIMEOUTS = Timeouts(
-    heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, stall_s=5, step_s=5, join_s=20, start_s=30
-)
+TIMEOUTS = dataclasses.replace(derive(5), heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, join_s=20, start_s=30)
 DEADLINE_S = 20.0
 
 
@@ -229,7 +228,7 @@ def test_a_process_that_forgets_to_close_ends_well(world: World) -> None:
     script = f"""
 from helixrt.replica.membership import TorchftMembership
 from helixrt.protocol.step.quorum import Member
-from helixrt.timeouts import Timeouts
+from helixrt.timeouts import Timeouts, derive
 m = TorchftMembership(0, 0, {world.address!r}, {TIMEOUTS!r}, 0.0)
 m.announce()
 m.join(Member(0, 0, 0, ""), 10)

@@ -19,6 +19,7 @@ from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Channel, Exit, RankReport
 from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, StateTransport
+from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.rank import RankWorker
 from helixrt.replica.runlog import RunLog
@@ -180,7 +181,7 @@ def test_a_state_is_never_offered_under_the_name_of_an_update_that_is_not_done(p
     one.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
     until(lambda: one.reports)
     one.hold.clear()
-    record = CommitRecord(1, 1, ROOT.hash, (0,), {0: 1, 1: 0}, "run")
+    record = CommitRecord(1, 1, ROOT.hash, ((0, 0),), {0: 1, 1: 0}, "run")
     one.worker.dispatch(p.Work(ROOT.hash, 1, 2))  # keeps the main thread busy
     until(lambda: one.worked == [0, 1])
     one.worker.dispatch(p.Apply(record))
@@ -278,7 +279,9 @@ class Nobody(Membership):
 def test_ranks_answers_to_an_earlier_fetch_do_not_count_for_a_later_one() -> None:
     machine = StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9)
     hooks = LeaderHooks(lambda i, r: None, lambda c: None, lambda m: False, lambda error: None)
-    leader = Leader(machine, Nobody(), RunLog(MemoryRunStore()), (), lambda c: None, FlightRecord("r0"), derive(20), hooks)
+    store = MemoryRunStore()
+    nobody, holders, record = Nobody(), Holders(store, 0, 0), FlightRecord("r0")
+    leader = Leader(machine, nobody, RunLog(store), holders, (), lambda c: None, record, derive(20), hooks)
     assert leader._hear(0, p.Fetched("a")) is None
     leader._order(p.FetchState("a", ()))  # asked again
     assert leader._hear(1, p.Fetched("a")) is None

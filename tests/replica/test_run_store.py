@@ -106,8 +106,8 @@ def test_a_value_is_never_empty(clients: Clients) -> None:
 def test_the_log_is_what_stands(clients: Clients) -> None:
     one, other = RunLog(clients(), "run/"), RunLog(clients(), "run/")
     zero = genesis("run", 2)
-    mine = CommitRecord(1, 5, zero.hash, (0, 1), {0: 1, 1: 1}, "run")
-    late = CommitRecord(1, 6, zero.hash, (0,), {0: 1, 1: 0}, "run")
+    mine = CommitRecord(1, 5, zero.hash, ((0, 0), (1, 0)), {0: 1, 1: 1}, "run")
+    late = CommitRecord(1, 6, zero.hash, ((0, 0),), {0: 1, 1: 0}, "run")
     assert one.read_from(0) == []
     assert one.append(0, zero) == zero
     assert other.append(1, mine) == mine

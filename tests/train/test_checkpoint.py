@@ -48,7 +48,7 @@ class MemoryStore(RunStore):
 
 
 def record_of(step: int, generation: int = 1) -> CommitRecord:
-    return CommitRecord(step, generation, "parent", (0, 1), {0: step, 1: step}, "run")
+    return CommitRecord(step, generation, "parent", ((0, 0), (1, 0)), {0: step, 1: step}, "run")
 
 
 def state_of(stage: int, step: int) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def test_only_due_steps_and_only_the_writer(tmp_path: Path) -> None:
     assert replica.save(record_of(4), me_writes=False) == [False, False]
     assert Replica(tmp_path, every=0).save(record_of(4)) == [False, False]
     assert newest_complete(tmp_path) is None and list(tmp_path.iterdir()) == []
-    assert writer_of(CommitRecord(4, 1, "p", (2, 1))) == 1
+    assert writer_of(CommitRecord(4, 1, "p", ((2, 0), (1, 0)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_the_last_step_is_always_due(steps: int, every: int, due: list[int]) -> 
 
 
 def test_the_last_state_has_one_writer_among_those_who_hold_it() -> None:
-    record = CommitRecord(4, 1, "p", (1, 2), {0: 3, 1: 4, 2: 4}, "run")
+    record = CommitRecord(4, 1, "p", ((1, 0), (2, 0)), {0: 3, 1: 4, 2: 4}, "run")
     assert writer_of_last(record, {0, 1, 2}) == writer_of(record) == 1, "replica 0 caught up after the last step"
     assert writer_of_last(record, {0, 2}) == 0 and writer_of_last(record, {2}) == 2
 
@@ -376,8 +376,8 @@ def test_resume_passes_over_a_superseded_record(tmp_path: Path) -> None:
     root = genesis("run", 1)
     log = [root]
     for step in (1, 2):
-        log.append(CommitRecord(step, step, log[-1].hash, (0,), {0: step}, "run"))
-    log.append(CommitRecord(2, 9, log[1].hash, (0,), {0: 2}, "run"))  # supersedes the other one of step 2
+        log.append(CommitRecord(step, step, log[-1].hash, ((0, 0),), {0: step}, "run"))
+    log.append(CommitRecord(2, 9, log[1].hash, ((0, 0),), {0: 2}, "run"))  # supersedes the other one of step 2
     writer, replica = LineageWriter(run / "lineage"), Replica(run / "checkpoints", every=1)
     for index, entry in enumerate(log):
         writer.append(index, entry)
@@ -400,7 +400,7 @@ def test_other_model_cannot_load_it(run: Path, tmp_path: Path) -> None:
 def test_lineage_on_disk_is_what_was_appended(tmp_path: Path) -> None:
     entries = [genesis("run", 2)]
     for step in range(1, 6):
-        entries.append(CommitRecord(step, step, entries[-1].hash, (0, 1), {0: step, 1: step}, "run"))
+        entries.append(CommitRecord(step, step, entries[-1].hash, ((0, 0), (1, 0)), {0: step, 1: step}, "run"))
     writer = LineageWriter(tmp_path)
     for index, entry in enumerate(entries):
         writer.append(index, entry)
@@ -420,7 +420,7 @@ def test_lineage_on_disk_is_what_was_appended(tmp_path: Path) -> None:
 def chain_of(steps: int) -> list[CommitRecord]:
     entries = [genesis("run", 1)]
     for step in range(1, steps + 1):
-        entries.append(CommitRecord(step, step, entries[-1].hash, (0,), {0: step}, "run"))
+        entries.append(CommitRecord(step, step, entries[-1].hash, ((0, 0),), {0: step}, "run"))
     return entries
 
 

@@ -24,7 +24,8 @@ STATE = {"weight": torch.arange(6.0)}
 
 
 def record_of(step: int, contributors: tuple[int, ...] = (0, 1)) -> CommitRecord:
-    return CommitRecord(step, step, "parent", contributors, {0: step, 1: step, 2: step}, "run")
+    pairs = tuple((replica, 0) for replica in contributors)
+    return CommitRecord(step, step, "parent", pairs, {0: step, 1: step, 2: step}, "run")
 
 
 class Disk:

@@ -118,7 +118,7 @@ def ended_run(tmp_path: Path) -> Iterator[Driver]:
     data, output = DataConfig(str(tmp_path / "text")), OutputConfig(str(tmp_path / "out"))
     config = TrainConfig(steps=1, data=data, output=output, mesh=MeshConfig(replicas=1, pp=1))
     first = genesis("run", 1)
-    driver = Driver(config, Run(folder, "run", 0.0, (first, CommitRecord(1, 5, first.hash, (0,), {0: 1}, "run"))))
+    driver = Driver(config, Run(folder, "run", 0.0, (first, CommitRecord(1, 5, first.hash, ((0, 0),), {0: 1}, "run"))))
     driver.store.put_if_absent(done_key(0), Finished(0, 1, driver.seen.head.hash, "ab", "cd").to_json())
     driver.controller = SimpleNamespace(history=[])  # type: ignore[assignment]
     yield driver

@@ -75,7 +75,7 @@ class FakeRun:
     def step(self, step: int, begin_s: float, replicas: tuple[int, ...], members: tuple[int, ...], end_s: float) -> None:
         before = self.entries[-1]
         positions = {r: before.positions[r] + (r in replicas) for r in (0, 1)}
-        record = CommitRecord(step, step, before.hash, replicas, positions, "run")
+        record = CommitRecord(step, step, before.hash, tuple((r, 0) for r in replicas), positions, "run")
         self.entries.append(record)
         for replica in replicas:
             for stage in (0, 1):

@@ -172,6 +172,13 @@ class Log:
         """The records of the chain with a higher step, oldest first."""
         return [self._by_hash[self._chain[s]] for s in range(max(0, step + 1), self.head.step + 1)]
 
+    def lost_behind(self, parent: str) -> list[CommitRecord]:
+        """The records of the chain that a next entry after `parent`, on the chain or not, would supersede."""
+        node: CommitRecord | None = self._by_hash[parent]
+        while node is not None and not self.on_chain(node.hash):
+            node = self._by_hash.get(node.parent)
+        return self.above(node.step if node is not None else -1)
+
     def chain(self, until: str | None = None) -> list[CommitRecord]:
         """From the genesis to the record `until` (the head if None), following parents."""
         node: CommitRecord | None = self.head if until is None else self._by_hash[until]

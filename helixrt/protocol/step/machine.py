@@ -82,7 +82,7 @@ from helixrt.protocol.step.quorum import (
     reusable_epoch,
     successor,
 )
-from helixrt.protocol.step.supersede import Evidence, depth
+from helixrt.protocol.step.supersede import Evidence
 
 
 class Phase(Enum):
@@ -404,9 +404,8 @@ class StepMachine:
         """Propose the record, unless entries that were not assessed stand in the log and must not be superseded."""
         attempt = self.attempt
         assert attempt is not None
-        base = attempt.assessment.base
         assessed = self.log.head.hash == attempt.head
-        if not assessed and (not self.log.on_chain(base.hash) or depth(self.log, base) > 1):
+        if not assessed and len(self.log.lost_behind(attempt.candidate.parent)) > 1:
             return [self._join()]
         self.phase = Phase.COMMITTING
         return [Append(len(self.log), attempt.candidate)]
