@@ -25,7 +25,7 @@ class Exchange(ABC):
         """Connect to the members (sorted replica ids, `me` among them); drops what was there before.
 
         `rendezvous` is a `host:port/prefix` address of the run's store, unique to (generation, ring).
-        Raises Retryable when a member does not come in time.
+        Raises Retryable when a member does not come in time; `cause.peers` are the replica ids of such members.
         """
 
     @abstractmethod
@@ -33,7 +33,8 @@ class Exchange(ABC):
         """Put the sum over members of `source / divisor` (any shape, contiguous) into `out`; blocks.
 
         Every member gets the same bits. `source` is left as it was.
-        Raises Retryable as soon as a member is lost or `abort` was called; `out` is then undefined.
+        Raises Retryable as soon as a member is lost or `abort` was called; `out` is then undefined, and `cause.peers`
+        are the replica ids of members that this one found silent or gone itself, if it can tell.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -167,9 +167,10 @@ class Execution:
             # the word of an end, on another link, was faster.
             ends += self._deliver(self._endpoint.progress(now))
             for end in ends:
-                self.failure = self.failure or CollectiveError(end.cause, End.PEER)
                 lost = isinstance(end, contract.Lost)
-                self._feed(PeerLost(end.peer, end.cause) if lost else Aborted(end.cause))
+                cause = replace(end.cause, peers=(end.peer,)) if lost else end.cause  # seen from here, not by hearsay
+                self.failure = self.failure or CollectiveError(cause, End.PEER)
+                self._feed(PeerLost(end.peer, cause) if lost else Aborted(cause))
         if self._held or self._summing:
             moved = self._look_at_the_card()
         deadlines = self._deadlines

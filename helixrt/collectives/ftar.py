@@ -40,12 +40,13 @@ class FtarExchange(Exchange):
         self._stores = StoreClients()
         self._label = "exchange"
         self._configured = False
+        self._members: tuple[int, ...] = ()
 
     def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
         rank, size = rank_among(members, me), len(members)
         communicator, timeout_s = self._communicator, self._timeout_s
         communicator.begin()
-        self._configured = True
+        self._configured, self._members = True, tuple(members)
         self._label = f"exchange of generation {generation}"
         try:
             peers: dict[int, bytes] = {}
@@ -85,4 +86,5 @@ class FtarExchange(Exchange):
         cause = first.cause if isinstance(first, Retryable) else Cause(str(first).splitlines()[0] or repr(first))
         self._communicator.abort(cause)
         what = "was aborted" if cause.what == "aborted" else f"failed: {cause.what}"
-        raise Retryable(Cause(f"{self._label} {what}", cause.rank, cause.log)) from error
+        peers = tuple(self._members[rank] for rank in cause.peers)
+        raise Retryable(Cause(f"{self._label} {what}", cause.rank, cause.log, peers)) from error

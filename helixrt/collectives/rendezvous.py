@@ -80,7 +80,8 @@ def _await(store: dist.Store, keys: list[str], timeout_s: float, aborted: Callab
             raise Retryable(Cause("aborted"))
         if time.monotonic() > deadline:
             missing = [r for r in range(len(keys)) if not store.check([keys[r]])]
-            raise Retryable(Cause(f"members number {missing} of {len(keys)} did not come within {timeout_s:g} s"))
+            what = f"members number {missing} of {len(keys)} did not come within {timeout_s:g} s"
+            raise Retryable(Cause(what, peers=tuple(missing)))
         time.sleep(min(max(_POLL_S, _POLL_PART * (time.monotonic() - begin)), _SLOWEST_POLL_S))
 
 

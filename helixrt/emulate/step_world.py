@@ -25,7 +25,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member, StepRules
 
-FAULTS = ("crash", "pause", "partition", "store", "links", "fence", "clock", "nonfinite", "resume")
+FAULTS = ("crash", "pause", "partition", "store", "links", "fence", "clock", "nonfinite", "resume", "outage")
 JOIN_S, HEARTBEAT_S, DONOR_S = 12.0, 2.0, 6.0
 LIMIT_S = 60_000.0
 
@@ -118,6 +118,7 @@ class StepWorld:
         self.count: Counter[str] = Counter()
         self.crashed: set[int] = set()
         self.left_out: set[int] = set()
+        self.until_all = True  # the run ends when every replica holds the last state, not only one
 
     # ---- running
 
@@ -150,7 +151,8 @@ class StepWorld:
         head = self.store.entries[-1]
         if head.step < self.steps or len(self.nodes) < self.replicas:
             return False
-        return all(n.alive and n.machine.held == head.hash for n in self.nodes.values())
+        holding = [n.alive and n.machine.held == head.hash for n in self.nodes.values()]
+        return all(holding) if self.until_all else any(holding)
 
     def verdict(self) -> Verdict:
         log = Log(self.store.entries)
@@ -160,7 +162,7 @@ class StepWorld:
             raise self.fail(f"audit {found}")
         expected = self.content(log.head)
         for node in self.nodes.values():
-            if node.state != (log.head.hash, expected):
+            if node.state != (log.head.hash, expected) and self.until_all:
                 raise self.fail(f"replica {node.replica} ends with another state than the lineage's")
         spared = self.crashed | self.left_out
         redone = [b for (life, _, b), times in self.worked.items() if times > 1 and life == 0 and b[0] not in spared]
@@ -246,6 +248,8 @@ class StepWorld:
             self.spoilt[(replica, ahead)] = self.random.randrange(self.rings)
         elif node is None or not node.alive:
             return
+        elif kind == "outage":
+            self.outage(node)
         elif kind == "crash":
             self.crash(node)
         elif kind == "fence":
@@ -256,6 +260,23 @@ class StepWorld:
         elif kind == "partition":
             self.lonely[replica] = self.now + span
             node.silent_since = self.now
+
+    def outage(self, spared: Node) -> None:
+        """One replica is paused and keeps old state; then all others crash, or some are paused for long."""
+        spared.paused_until = self.now + self.random.uniform(6.0, 20.0)
+        spared.silent_since = self.now
+
+        def strike() -> None:
+            for node in list(self.nodes.values()):
+                if node is spared or not node.alive:
+                    continue
+                if self.random.random() < 0.7:
+                    self.crash(node)
+                else:
+                    node.paused_until = self.now + self.random.choice((40.0, 150.0, 1500.0))
+                    node.silent_since = self.now
+
+        self.at(self.random.uniform(4.0, 6.0), strike)
 
     def crash(self, node: Node) -> None:
         self.gone(node)

@@ -5,19 +5,39 @@ A failing seed prints the line that replays it (`python -m helixrt.emulate.step_
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from helixrt.emulate.step_world import FAULTS, StepWorld, Violation
 from helixrt.protocol.step import messages as p
-from helixrt.protocol.step.machine import Phase, StepMachine
+from helixrt.protocol.step import quorum, supersede
+from helixrt.protocol.step.lineage import CommitRecord, Log
+from helixrt.protocol.step.machine import Attempt, Phase, StepMachine
+from helixrt.protocol.step.quorum import StepRules
+from helixrt.protocol.step.supersede import Ruling
 from tests.emulate.sweeps import SWEEP_LIMIT_S, sweep_all
 
-SEEDS = 1_000
-SLOW_SEEDS, PARTS = 20_000, 8
-HARD_CASES = ("crashes", "superseded", "retried", "fetches", "repaired")
-SCHEDULES = (FAULTS, FAULTS, ("crash",), ("crash", "store"), ("crash", "pause"), ("crash", "partition"))
+SEEDS = 600
+SLOW_SEEDS, PARTS = 20_000, 16
+HARD_CASES = ("crashes", "superseded", "retried", "fetches", "repaired", "waits", "reloads", "excluded", "lost_steps")
+SCHEDULES = (
+    FAULTS,
+    FAULTS,
+    ("crash",),
+    ("crash", "store"),
+    ("crash", "pause"),
+    ("crash", "partition"),
+    ("crash", "links"),
+    ("crash", "fence", "pause"),
+    ("crash", "nonfinite"),
+    ("crash", "resume"),
+    ("crash", "pause", "clock"),
+    ("outage",),
+    ("outage", "crash", "pause"),
+)
 
 
 def world(seed: int) -> StepWorld:
@@ -77,12 +97,113 @@ def eager_apply(self: StepMachine, event: p.RingDone | p.RingFailed) -> list[p.A
     return [p.Append(len(self.log), self.attempt.candidate)]
 
 
-@pytest.mark.parametrize(("method", "broken"), [("_appended", careless_append), ("_ring", eager_apply)])
-def test_the_world_notices_a_wrong_protocol(monkeypatch: pytest.MonkeyPatch, method: str, broken: object) -> None:
-    monkeypatch.setattr(StepMachine, method, broken)
+def anything_goes(*_: object, **__: object) -> Ruling:
+    return Ruling(True)
+
+
+def nobody_is_missed(log: Log, base: CommitRecord | None, life: int, *_: object, **__: object) -> Ruling:
+    return Ruling(base is not None, look=base is None)
+
+
+def impatient(*args: Any, **named: Any) -> Ruling:
+    return supersede.rule(*args, **{**named, "after_s": named["after_s"] / 20})
+
+
+def never_looks(*args: Any, **named: Any) -> Ruling:
+    return supersede.rule(*args, **{**named, "all_looked": True})
+
+
+def sums_again(self: StepMachine, attempt: Attempt) -> list[p.Action]:
+    """Commits a sum that is not finite."""
+    return self._commit()
+
+
+BROKEN = {
+    "the append believes what stands": (StepMachine, "_appended", careless_append, ("crash", "pause", "partition", "store")),
+    "the first ring decides": (StepMachine, "_ring", eager_apply, ("crash", "pause", "partition", "store")),
+    "anything may be superseded": (quorum, "rule", anything_goes, ("outage",)),
+    "holders are not waited for": (quorum, "rule", nobody_is_missed, ("outage",)),
+    "the wait is a twentieth": (quorum, "rule", impatient, ("outage",)),
+    "nobody looks for a checkpoint": (quorum, "rule", never_looks, ("outage",)),
+    "a sum that is not finite counts": (StepMachine, "_not_finite", sums_again, ("nonfinite",)),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_the_world_notices_a_wrong_protocol(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    owner, name, broken, faults = BROKEN[rule]
+    monkeypatch.setattr(owner, name, broken)
     with pytest.raises((Violation, AssertionError, KeyError)):
-        for seed in range(200):
-            StepWorld(seed, replicas=3, rings=2, steps=6).run()
+        for seed in range(600):
+            StepWorld(seed, replicas=2 + seed % 3, rings=1 + seed % 2, steps=6, faults=faults).run()
+
+
+def restart(world: StepWorld, replica: int) -> None:
+    """It crashes and is back after 3 s."""
+    node = world.nodes[replica]
+    world.gone(node)
+    world.seen_to_end(node)
+    world.at(3.0, lambda: world.boot(replica, node.incarnation + 1))
+
+
+def rejoined(world: StepWorld) -> bool:
+    """Whether every replica that crashed has contributed in a later incarnation."""
+    contributors = {c for record in Log(world.store.entries).chain() for c in record.contributors}
+    return all(any(r == replica and incarnation > 0 for r, incarnation in contributors) for replica in world.crashed)
+
+
+def longest_stall_s(world: StepWorld) -> float:
+    times = [world.store.since_s[record.hash] for record in Log(world.store.entries).chain()]
+    return max(after - before for before, after in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("fetch_steps", [1, 3, 10, 30, 100, 200])
+def test_a_replica_comes_back_however_long_its_fetch_takes(fetch_steps: int, seed: int) -> None:
+    """A step takes about 1.4 s; at most 5 sets of buckets and one snapshot are kept, which the world checks."""
+    fetch_s = 1.4 * fetch_steps
+    rules = StepRules(replay=4, hold_s=2.0 * fetch_s + 10)
+    world = StepWorld(seed, 2 + seed % 3, 1, 40 + 6 * fetch_steps, (), rules, fetch_s=(fetch_s,))
+    world.at(5.0, lambda: restart(world, seed % 2))
+    world.run()
+    assert rejoined(world)
+    assert longest_stall_s(world) < rules.hold_s + 40
+    assert bool(world.count["hold"]) is (fetch_steps > 30) or 3 <= fetch_steps <= 30
+
+
+def test_nobody_waits_longer_than_stated_for_a_fetch(seed: int) -> None:
+    """The others go on after `hold_s`, once; the replica catches up when there are no more steps to outrun it."""
+    rules = StepRules(replay=4, hold_s=20.0)
+    world = StepWorld(seed, 3, 1, 150, (), rules, fetch_s=(100.0,))
+    world.at(5.0, lambda: restart(world, 1))
+    world.run()
+    assert world.count["hold"] and longest_stall_s(world) < rules.hold_s + 30
+    assert sum(stall > 15 for stall in stalls_s(world)) <= 2  # the crash itself, and one wait
+
+
+def stalls_s(world: StepWorld) -> list[float]:
+    times = [world.store.since_s[record.hash] for record in Log(world.store.entries).chain()]
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 5])
+def test_a_cut_between_two_replicas_stops_nobody_else(replicas: int, seed: int) -> None:
+    world = StepWorld(seed, replicas, 2, 60, (), cut=((0, 1),))
+    world.until_all = False
+    verdict = world.run(limit_s=2000.0)
+    assert verdict.sat_out and longest_stall_s(world) < 90  # several broken exchanges of up to 8 s, and a lighthouse that waits
+    records = Log(world.store.entries).chain()[1:]
+    others = {r for r in range(replicas) if r > 1}
+    missing = [sorted(others - set(record.replicas)) for record in records if others - set(record.replicas)]
+    assert len(missing) <= 3, missing
+    assert all({0, 1} & set(record.replicas) for record in records)
+    assert not any({0, 1} <= set(record.replicas) for record in records[1:])
+
+
+def test_a_replica_that_nobody_reaches_sits_out(seed: int) -> None:
+    world = StepWorld(seed, 4, 1, 60, (), cut=((0, 3), (1, 3), (2, 3)))
+    world.until_all = False
+    verdict = world.run(limit_s=2000.0)
+    assert verdict.sat_out and all(record.replicas == (0, 1, 2) for record in Log(world.store.entries).chain()[3:])
 
 
 def test_contributors_forget_a_fetch_that_no_longer_matters() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
-from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.machine import IDLE_QUORUMS, StepMachine
 from helixrt.protocol.step.quorum import Assessment, Member, assess, reusable_epoch, successor
 
 ROOT = genesis("run", 2)
@@ -122,7 +122,24 @@ def test_healthy_replicas_offer_the_base_only_while_somebody_needs_it() -> None:
     two = m.attempt.candidate
     m.on(p.Appended(2, two))
     actions = m.on(p.Formed(3, (member(0, two), Member(1, 3, 2, two.hash))))
+    assert not actions_of(p.Withdraw, actions)  # whoever fetches it may have missed a quorum
+    for generation in range(4, 4 + IDLE_QUORUMS):
+        m.on(p.RingFailed(generation - 1, 0, "peer died"))
+        m.on(p.LogRead(()))
+        actions = m.on(p.Formed(generation, (member(0, two), Member(1, 3, 2, two.hash))))
     assert actions_of(p.Withdraw, actions) == [p.Withdraw(ROOT.hash)]
+
+
+def test_a_snapshot_that_nobody_fetches_makes_room_for_one_that_is_needed() -> None:
+    m = machine(rings=1)
+    m.on(p.Begin())
+    m.on(p.Formed(1, (member(0), Member(1, 3, -1, ""))))
+    m.on(p.RingDone(1, 0))
+    assert m.attempt is not None
+    one = m.attempt.candidate
+    m.on(p.Appended(1, one))
+    actions = m.on(p.Formed(2, (member(0, one), Member(1, 4, -1, ""))))  # started again: the first fetch is over
+    assert actions_of(p.Withdraw, actions) == [p.Withdraw(ROOT.hash)] and actions_of(p.Offer, actions) == [p.Offer(one.hash)]
 
 
 def test_connections_are_reused_only_when_everyone_has_the_same_sound_ones() -> None:

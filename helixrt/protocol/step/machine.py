@@ -85,6 +85,9 @@ from helixrt.protocol.step.quorum import (
 from helixrt.protocol.step.supersede import Evidence
 
 
+IDLE_QUORUMS = 3  # in a row without anybody who fetches it, then a snapshot is withdrawn
+
+
 class Phase(Enum):
     """What the replica waits for."""
 
@@ -98,7 +101,6 @@ class Phase(Enum):
     COMMITTING = "committing"  # Appended
     SETTLING = "settling"  # LogRead after a broken exchange: was it decided by others?
     REPAIRING = "repairing"  # reduced buckets of the step that others finished and we did not
-    FETCHING = "fetching"  # state, with nothing to exchange meanwhile (after the last step)
     RELOADING = "reloading"  # Reloaded
     RESTING = "resting"  # Rested
 
@@ -144,7 +146,7 @@ class StepMachine:
         self.attempt: Attempt | None = None
         self.work: tuple[str, int] | None = None  # (base, position) of running or preserved gradients
         self.following = Following(log, self.rules)
-        self.offers: set[str] = set()
+        self.offers: dict[str, int] = {}  # lineage of an offered snapshot -> quorums in a row in which nobody fetched it
         self.settled = False  # after the last step: the newest quorum had nobody behind
         self.epoch = -1
         self.group: tuple[Incarnation, ...] = ()  # of the sound exchange
@@ -274,8 +276,8 @@ class StepMachine:
             actions += self.following.healthy()  # what is under way would replace what we work on
         if assessment.base.step >= self.steps:
             self.settled = not assessment.behind
-            self.phase = Phase.FETCHING if self.following.fetching else Phase.RESTING
-            return actions if self.following.fetching else [*actions, Rest()]
+            self.phase = Phase.RESTING
+            return [*actions, Rest()]
         if not behind:
             actions += self._begin_work(assessment.base)
         if assessment.hold is not None:
@@ -325,23 +327,31 @@ class StepMachine:
     # ---- catch-up
 
     def _serve(self, members: Sequence[Member], assessment: Assessment) -> list[Action]:
-        """Healthy replicas offer the base when somebody behind has no fetch under way."""
+        """Healthy replicas offer the base when somebody behind has no fetch under way.
+
+        A snapshot that is being fetched is kept; one that is not for a few quorums more (whoever fetches it may have
+        missed one), unless its memory is needed.
+        """
         behind = [m for m in members if m.replica in assessment.behind]
         needed = {m.fetching for m in behind if m.fetching}
         asked = any(not m.fetching for m in behind) and may_offer(members, assessment, self.rules)
         if self.replica in assessment.healthy and asked:
             needed.add(assessment.base.hash)
         mine = {assessment.base.hash} if self.held == assessment.base.hash else set()
-        actions: list[Action] = [Withdraw(h) for h in sorted(self.offers - needed)]
-        new = (needed & mine) - self.offers
-        self.offers = (self.offers & needed) | new
+        new = (needed & mine) - set(self.offers)
+        kept = {h: 0 for h in self.offers if h in needed}
+        room = self.rules.snapshots - len(kept) - len(new)
+        spare = {h: idle + 1 for h, idle in self.offers.items() if h not in needed and idle < IDLE_QUORUMS}
+        kept |= dict(sorted(spare.items(), key=lambda item: item[1])[: max(0, room)])
+        actions: list[Action] = [Withdraw(h) for h in sorted(set(self.offers) - set(kept))]
+        self.offers = kept | dict.fromkeys(new, 0)
         return actions + [Offer(h) for h in sorted(new)]
 
     def _fetch_ended(self, event: Fetched | FetchFailed) -> list[Action]:
         if event.lineage != self.following.fetching:
             return []
         self.held, actions = self.following.ended(event, self.held)
-        if self.phase in (Phase.REPAIRING, Phase.FETCHING):
+        if self.phase is Phase.REPAIRING:
             actions += self._next_step()
         return actions
 

@@ -120,7 +120,7 @@ class Meeting:
             if late:
                 problems.append(f"rank {', '.join(map(str, sorted(late)))} had not come")
             what = f"generation {self.generation} is not complete: {'; '.join(problems)}"
-            raise Retryable(Cause(what, f"rank {self.me}"))
+            raise Retryable(Cause(what, f"rank {self.me}", peers=tuple(sorted({*late, *self.hopeless}))))
         for peer in self.peers.values():
             for rail in range(len(peer.rails)):
                 if peer.never_came(rail):
