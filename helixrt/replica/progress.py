@@ -86,6 +86,7 @@ class Progress:
     ) -> None:
         self._store, self._period_s, self._waits_in = store, period_s, waits_in
         self._key, self._working_key = progress_key(rank, incarnation), working_key(rank, incarnation)
+        self._sending = threading.Lock()  # reports reach the store in their order
         self._changed = threading.Condition()  # guards everything below
         self._slots: dict[int, list[_Slot]] = {}  # thread's id -> what it is doing, innermost last
         self._completed: dict[int, int] = {}
@@ -117,9 +118,14 @@ class Progress:
         return self.doing(doing, limit_s=limit_s)
 
     def committed(self) -> None:
-        """The rank has been through a step: it has worked, and done the update of it."""
+        """The rank has been through a step: it has worked, and done the update of it.
+
+        Reported at once the first time, by the calling thread: a rank that hangs right after has the usual limit.
+        """
         with self._changed:
-            self._committed = True
+            first, self._committed = not self._committed, True
+        if first:
+            self._send()
 
     def __call__(self, event: Event) -> None:
         """A sink of the flight record: the calling thread has completed something."""
@@ -166,12 +172,15 @@ class Progress:
                 self._store.set(self._working_key, position)
 
     def _run(self) -> None:
-        assert self._store is not None
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, self._period_s):
                     return
-            with suppress(Retryable):  # the next one says as much
+            self._send()
+
+    def _send(self) -> None:
+        if self._store is not None:
+            with self._sending, suppress(Retryable):  # the next one says as much
                 self._store.set(self._key, self.report().to_json())
 
     def _place(self, frame: FrameType | None) -> tuple[str, bool]:

@@ -277,6 +277,14 @@ class UnreachableAtFirst(MemoryRunStore):
         super().set(key, value)
 
 
+def test_the_first_committed_step_is_reported_at_once() -> None:
+    store = MemoryRunStore()
+    progress = Progress(store, "r0", 1, period_s=1000.0)
+    progress.committed()
+    assert ProgressReport.from_json(store.get(progress_key("r0", 1)) or "").committed
+    progress.close()
+
+
 def test_reports_go_on_after_the_store_was_away() -> None:
     store = UnreachableAtFirst()
     progress = Progress(store, "r0", 1, period_s=0.01)
