@@ -228,9 +228,12 @@ class Controller:
                 self._pause(0.2)
 
     def _event_of(self, exit_: RankExit) -> policies.RankEnded:
-        replica, rank = exit_.coordinate.replica, str(exit_.coordinate)
-        position = None if self._watch is None else self._watch.position(replica, exit_.incarnation, rank)
-        return policies.RankEnded(replica, exit_.incarnation, rank, exit_.code, exit_.reason, position)
+        replica, rank, reason, position = exit_.coordinate.replica, str(exit_.coordinate), exit_.reason, None
+        if self._watch is not None:
+            position = self._watch.position(replica, exit_.incarnation, rank)
+            stuck = self._watch.complaint(replica, exit_.incarnation, rank) if exit_.code > 0 else ""
+            reason += f"; {stuck}" if stuck else ""
+        return policies.RankEnded(replica, exit_.incarnation, rank, exit_.code, reason, position)
 
     def _let_go(self, poll_s: float, tick: Callable[[], None]) -> None:
         """Tell the ranks to exit and wait for them; who stays longer than the grace is killed by close."""

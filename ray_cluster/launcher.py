@@ -119,6 +119,13 @@ class RayLauncher(Launcher):
             self._find_process(actor)
         return [a.pid for a in mine if a.pid > 0]
 
+    def waiting(self, replica: int) -> bool:
+        """Whether an actor of the replica has no process yet: Ray starts one as soon as the cluster has the resources."""
+        mine = [a for a in self._living() if a.coordinate.replica == replica]
+        for actor in mine:
+            self._find_process(actor)
+        return any(actor.process_ref is not None for actor in mine)
+
     def kill(self, replica: int) -> None:
         for actor in self._living():
             if actor.coordinate.replica == replica:

@@ -9,15 +9,16 @@ A rank is stuck when
 - one of its threads has been in the same command for the limit and has completed no part of it. A thread that
   waits for orders is not in a command. An exchange that waits for gradients is not stuck while the main thread
   makes progress.
-The limit is `step_s`, before the rank's first update `start_s`, and at least what the thread itself has asked for
-(`limit_s` of its report). Ranks of a replica wait for each other, so several are stuck at once: one that does not
-report comes first, then one that computes, then one that waits for a rank of its replica.
+The limit is `step_s`, before the rank's first committed step `start_s`, and at least what the thread itself has asked
+for (`limit_s` of its report). Ranks of a replica wait for each other, so several are stuck at once: one that does not
+report comes first, then one that computes, then one that waits for a rank of its replica. One that waits is not stuck
+while the main thread of another rank has asked for more time and has time left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from helixrt.replica.progress import EXCHANGE, MAIN, ProgressReport, ThreadReport
@@ -55,7 +56,6 @@ class Stuck:
     rank: str
     suspicion: Suspicion
     reason: str
-    position: int | None
 
 
 def observe(watch: RankWatch | None, report: ProgressReport | None, elapsed_s: float, limits: Limits) -> RankWatch | None:
@@ -77,7 +77,28 @@ def observe(watch: RankWatch | None, report: ProgressReport | None, elapsed_s: f
 def most_likely_stuck(watches: Mapping[str, RankWatch], limits: Limits) -> Stuck | None:
     """Of the ranks of one replica, by name."""
     found = [s for rank, watch in watches.items() if (s := _stuck(rank, watch, limits)) is not None]
-    return min(found, key=lambda s: (s.suspicion, s.rank), default=None)
+    likely = min(found, key=lambda s: (s.suspicion, s.rank), default=None)
+    if likely is not None and likely.suspicion is Suspicion.WAITING:
+        if any(_has_time_left(watch, limits) for rank, watch in watches.items() if rank != likely.rank):
+            return None
+    return likely
+
+
+def complaint(watches: Mapping[str, RankWatch], ended: str, limits: Limits) -> Stuck | None:
+    """Who, if anybody, the rank `ended` gave up waiting for: another rank of its replica that has completed nothing for
+    half the limit. Its patience may end shortly before the limit does."""
+    others = {rank: watch for rank, watch in watches.items() if rank != ended}
+    halved = replace(limits, step_s=limits.step_s / 2, start_s=limits.start_s / 2)
+    likely = most_likely_stuck(others, halved)
+    return None if likely is None or likely.suspicion is Suspicion.WAITING else likely
+
+
+def _has_time_left(watch: RankWatch, limits: Limits) -> bool:
+    usual_s = limits.step_s if watch.report.committed else limits.start_s
+    return any(
+        t.thread == MAIN and t.limit_s > usual_s and watch.still_s.get(MAIN, 0.0) + watch.silent_s < t.limit_s
+        for t in watch.report.threads
+    )
 
 
 def _stuck(rank: str, watch: RankWatch, limits: Limits) -> Stuck | None:
@@ -87,14 +108,14 @@ def _stuck(rank: str, watch: RankWatch, limits: Limits) -> Stuck | None:
     if watch.silent_s >= max(usual_s, silence_s):
         last = "; last: " + ", ".join(_said(t) for t in report.threads) if report.threads else ""
         why = f"has not reported for {watch.silent_s:.0f} s: it is stopped, or its interpreter lock is held{last}"
-        return Stuck(rank, Suspicion.SILENT, why, report.position)
+        return Stuck(rank, Suspicion.SILENT, why)
     still = [t for t in report.threads if watch.still_s.get(t.thread, 0.0) >= max(usual_s, t.limit_s)]
     if not still:
         return None
     thread = min(still, key=lambda t: (t.waits_for_peer, t.thread != MAIN, t.thread))
     suspicion = Suspicion.WAITING if thread.waits_for_peer else Suspicion.COMPUTING
     why = f"has made no progress for {watch.still_s[thread.thread]:.0f} s: {_said(thread)}"
-    return Stuck(rank, suspicion, why, report.position)
+    return Stuck(rank, suspicion, why)
 
 
 def _said(thread: ThreadReport) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from helixrt.errors import Retryable
 from helixrt.ray_cluster.policies import RankStuck
-from helixrt.ray_cluster.stuck import Limits, RankWatch, most_likely_stuck, observe
+from helixrt.ray_cluster.stuck import Limits, RankWatch, complaint, most_likely_stuck, observe
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.progress import ProgressReport
-from helixrt.replica.run_keys import progress_key
+from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
 
 
 @dataclass
@@ -43,6 +43,7 @@ class ProgressWatch:
             for rank in before.ranks:
                 with suppress(Retryable):  # what stays is a small key that nobody reads
                     self._store.delete(progress_key(rank, before.incarnation))
+                    self._store.delete(working_key(rank, before.incarnation))
 
     def look(self, replicas: Iterable[int]) -> list[RankStuck]:
         """The stuck ranks of these replicas, at most one of each. Raises Retryable: this look counts for nothing."""
@@ -57,19 +58,27 @@ class ProgressWatch:
                 self._observe(life, elapsed_s)
                 if (stuck := most_likely_stuck(life.watches, self._limits)) is not None:
                     why = f"{stuck.rank} incarnation {life.incarnation} {stuck.reason}"
-                    found.append(RankStuck(replica, life.incarnation, stuck.rank, why, stuck.position))
+                    position = self.position(replica, life.incarnation, stuck.rank)
+                    found.append(RankStuck(replica, life.incarnation, stuck.rank, why, position))
         return found
 
     def position(self, replica: int, incarnation: int, rank: str) -> int | None:
-        """Of the batch that the rank was working on as of its last report."""
+        """Of the batch that the rank is working on, or was when it ended; None: it does something else."""
         life = self._lives.get(replica)
         if life is None or life.incarnation != incarnation:
             return None
-        try:
-            report = self._read(life, rank)
-        except Retryable:
-            return None
-        return None if report is None else report.position
+        with suppress(Retryable):
+            position = self._store.get(working_key(rank, incarnation))
+            return None if position in (None, NOT_WORKING) else int(position)
+        return None
+
+    def complaint(self, replica: int, incarnation: int, ended: str) -> str:
+        """Which other rank of the replica stood still when this one ended, and how; empty if none did."""
+        life = self._lives.get(replica)
+        if life is None or life.incarnation != incarnation:
+            return ""
+        stuck = complaint(life.watches, ended, self._limits)
+        return "" if stuck is None else f"{stuck.rank} {stuck.reason}"
 
     def _observe(self, life: _Life, elapsed_s: float) -> None:
         for rank in life.ranks:

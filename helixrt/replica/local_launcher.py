@@ -7,6 +7,7 @@ on standard input, its output goes to `r{replica}.pp{stage}.inc{incarnation}.log
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.orphan import PARENT_VARIABLE
 from helixrt.replica.rank_log import describe_code, last_error, log_name
 
+_NO_RESOURCES = (errno.EAGAIN, errno.ENOMEM)  # of a fork: too many processes, or too little memory
 RANK_ARGV = (sys.executable, "-m", "helixrt.replica.orphan", "helixrt.train.rank")
 
 
@@ -47,6 +49,7 @@ class LocalLauncher(Launcher):
         self._environment = {**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())}
         self._children: dict[tuple[Coordinate, int], _Child] = {}  # those not reported as ended
         self._started: set[tuple[Coordinate, int]] = set()
+        self._waiting: dict[tuple[Coordinate, int], RankSpec] = {}  # the system gave no process yet
         self._closed = False
         log_folder.mkdir(parents=True, exist_ok=True)
 
@@ -55,6 +58,21 @@ class LocalLauncher(Launcher):
         if key in self._started or self._closed:
             return
         self._started.add(key)
+        self._waiting[key] = spec
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Start what waits, as far as the system has processes and memory for it."""
+        for key, spec in list(self._waiting.items()):
+            try:
+                self._launch(key, spec)
+            except OSError as error:
+                if error.errno not in _NO_RESOURCES:
+                    raise
+                return
+            del self._waiting[key]
+
+    def _launch(self, key: tuple[Coordinate, int], spec: RankSpec) -> None:
         path = self._log_folder / log_name(*key)
         with open(path, "ab") as log:
             process = subprocess.Popen(
@@ -73,7 +91,11 @@ class LocalLauncher(Launcher):
         except BrokenPipeError:
             pass  # it has ended already; poll says how
 
+    def waiting(self, replica: int) -> bool:
+        return any(coordinate.replica == replica for coordinate, _ in self._waiting)
+
     def poll(self) -> list[RankExit]:
+        self._start_waiting()
         ended = [(key, child) for key, child in self._children.items() if _has_ended(child.process)]
         for key, _ in ended:
             del self._children[key]
@@ -84,12 +106,14 @@ class LocalLauncher(Launcher):
         return [c.process.pid for c in self._children.values() if c.coordinate.replica == replica]
 
     def kill(self, replica: int) -> None:
+        self._waiting = {key: spec for key, spec in self._waiting.items() if key[0].replica != replica}
         for child in self._children.values():
             if child.coordinate.replica == replica:
                 _kill(child.process)
 
     def close(self) -> None:
         self._closed = True
+        self._waiting.clear()
         for child in self._children.values():
             _kill(child.process)
         deadline = time.monotonic() + 30

@@ -1,8 +1,9 @@
 """What a rank's threads are doing, told to the driver again and again: how a rank that hangs is found.
 
 In: threads that say what they do (`doing`), and the rank's flight record, each event of which is something completed.
-Out: a `ProgressReport` under one key of the run's store, replaced by a thread of its own every `period_s`, and at
-once when work on a batch begins or ends. Whether a rank is stuck is decided by whoever reads the reports
+Out: a `ProgressReport` under one key of the run's store, replaced by a thread of its own every `period_s`; and the
+position of the batch that the rank is working on under another, set by the working thread itself, so that it is right
+when the process ends at once. Whether a rank is stuck is decided by whoever reads the reports
 (`helixrt.ray_cluster.stuck`). A process that is stopped, or whose interpreter lock is held, does not report.
 """
 
@@ -12,13 +13,14 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
 
 from helixrt.errors import Retryable
 from helixrt.record import Event
 from helixrt.replica.contracts import RunStore
+from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
 
 MAIN, EXCHANGE, LEADER, FETCH = "main", "exchange", "leader", "fetch"
 _DEPTH = 80  # frames of a thread that are looked at
@@ -45,12 +47,11 @@ class ThreadReport:
 class ProgressReport:
     """One report of a rank. A thread that waits for orders is not listed.
 
-    `committed`: the rank has done an update. `position`: of the batch that it is working on, if it is.
+    `committed`: the rank has been through a step, from work to update.
     """
 
     sequence: int
     committed: bool = False
-    position: int | None = None
     threads: tuple[ThreadReport, ...] = ()
 
     def to_json(self) -> str:
@@ -70,22 +71,28 @@ class _Slot:
 
 
 class Progress:
-    """Of one rank. Attach it to the rank's flight record. Without a store it reports nothing.
+    """Of the rank with this coordinate. Attach it to its flight record. Without a store it reports nothing.
 
     `waits_in` names modules: a thread with a frame in one of them waits for another rank of the replica.
     """
 
     def __init__(
-        self, store: RunStore | None = None, key: str = "", period_s: float = 1.0, waits_in: tuple[str, ...] = ()
+        self,
+        store: RunStore | None = None,
+        rank: str = "",
+        incarnation: int = 0,
+        period_s: float = 1.0,
+        waits_in: tuple[str, ...] = (),
     ) -> None:
-        self._store, self._key, self._period_s, self._waits_in = store, key, period_s, waits_in
+        self._store, self._period_s, self._waits_in = store, period_s, waits_in
+        self._key, self._working_key = progress_key(rank, incarnation), working_key(rank, incarnation)
+        self._sending = threading.Lock()  # reports reach the store in their order
         self._changed = threading.Condition()  # guards everything below
         self._slots: dict[int, list[_Slot]] = {}  # thread's id -> what it is doing, innermost last
         self._completed: dict[int, int] = {}
         self._sequence = 0
         self._committed = False
-        self._position: int | None = None
-        self._hurry = self._closed = False
+        self._closed = False
         self._thread: threading.Thread | None = None
         if store is not None:
             self._thread = threading.Thread(target=self._run, name="helixrt-progress", daemon=True)
@@ -93,24 +100,32 @@ class Progress:
 
     @contextmanager
     def doing(self, doing: str, thread: str = MAIN, limit_s: float = 0.0, position: int | None = None) -> Iterator[None]:
-        """While the calling thread does this. An error leaves `position` reported: the rank ended while it worked there."""
+        """While the calling thread does this. `position`: of the batch that it works on, if it does; after an error it
+        stays in the store, since the rank ended while it worked there."""
         me = threading.get_ident()
-        self._begin(me, _Slot(thread, doing, limit_s), position)
+        if position is not None:
+            self._work_on(str(position))
+        self._begin(me, _Slot(thread, doing, limit_s))
         try:
             yield
-        except BaseException:
-            self._end(me, None)
-            raise
-        self._end(me, position)
+        finally:
+            self._end(me)
+        if position is not None:
+            self._work_on(NOT_WORKING)
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         """While the calling thread does something that may take `limit_s` without completing a part of it."""
         return self.doing(doing, limit_s=limit_s)
 
     def committed(self) -> None:
-        """The rank has done an update of its state."""
+        """The rank has been through a step: it has worked, and done the update of it.
+
+        Reported at once the first time, by the calling thread: a rank that hangs right after has the usual limit.
+        """
         with self._changed:
-            self._committed = True
+            first, self._committed = not self._committed, True
+        if first:
+            self._send()
 
     def __call__(self, event: Event) -> None:
         """A sink of the flight record: the calling thread has completed something."""
@@ -118,9 +133,9 @@ class Progress:
         if me in self._completed:
             self._completed[me] += 1  # no other thread writes this entry
 
-    def report(self, look: bool = True) -> ProgressReport:
-        """What there is to report now. `look`: find out where each thread is, too."""
-        frames = sys._current_frames() if look and self._slots else {}
+    def report(self) -> ProgressReport:
+        """What there is to report now."""
+        frames = sys._current_frames() if self._slots else {}
         with self._changed:
             self._sequence += 1
             threads = []
@@ -129,7 +144,7 @@ class Progress:
                 limit_s = max(slot.limit_s for slot in slots)
                 doing = "/".join(slot.doing for slot in slots)
                 threads.append(ThreadReport(slots[0].thread, doing, self._completed[me], limit_s, where, waits))
-            return ProgressReport(self._sequence, self._committed, self._position, tuple(threads))
+            return ProgressReport(self._sequence, self._committed, tuple(threads))
 
     def close(self) -> None:
         """End the thread; idempotent."""
@@ -139,40 +154,34 @@ class Progress:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
-    def _begin(self, me: int, slot: _Slot, position: int | None) -> None:
+    def _begin(self, me: int, slot: _Slot) -> None:
         with self._changed:
             self._slots.setdefault(me, []).append(slot)
             self._completed[me] = self._completed.get(me, 0) + 1
-            if position is not None:
-                self._position = position
-                self._report_at_once()
 
-    def _end(self, me: int, position: int | None) -> None:
+    def _end(self, me: int) -> None:
         with self._changed:
             self._completed[me] += 1
             self._slots[me].pop()
             if not self._slots[me]:
                 del self._slots[me]
-            if position is not None and self._position == position:
-                self._position = None
-                self._report_at_once()
 
-    def _report_at_once(self) -> None:
-        self._hurry = True
-        self._changed.notify_all()
+    def _work_on(self, position: str) -> None:
+        if self._store is not None:
+            with suppress(Retryable):  # a store that stays away ends the run
+                self._store.set(self._working_key, position)
 
     def _run(self) -> None:
-        assert self._store is not None
         while True:
             with self._changed:
-                in_a_hurry = self._changed.wait_for(lambda: self._closed or self._hurry, self._period_s)
-                if self._closed:
+                if self._changed.wait_for(lambda: self._closed, self._period_s):
                     return
-                self._hurry = False
-            try:
-                self._store.set(self._key, self.report(look=not in_a_hurry).to_json())
-            except Retryable:
-                pass  # the next one says as much; a store that stays away ends the run
+            self._send()
+
+    def _send(self) -> None:
+        if self._store is not None:
+            with self._sending, suppress(Retryable):  # the next one says as much
+                self._store.set(self._key, self.report().to_json())
 
     def _place(self, frame: FrameType | None) -> tuple[str, bool]:
         """The innermost frame outside the interpreter's own waiting, and whether it waits for a peer."""

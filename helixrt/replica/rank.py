@@ -282,9 +282,10 @@ class RankWorker:
             self.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
             self._serve_reduced(record, reduced)
         self._update_done()
-        self.progress.committed()
         work = self._result[1] if self._result is not None and self.replica in record.replicas else None
         self._result = None
+        if work is not None:
+            self.progress.committed()
         self.hooks.updated(Done(record, update, work, stall_s))
         self._idle_since = time.monotonic()
 

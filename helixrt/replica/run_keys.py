@@ -1,11 +1,12 @@
 """The keys of the run's store by which ranks and the controller tell each other where they are.
 
 A rank's leader says that its replica runs and that it is done; the driver says when all may exit.
-Every key but a rank's progress is put once and never changed (`RunStore`); a new driver begins with an empty store.
+Every key but those of a rank's progress is put once and never changed (`RunStore`); a new driver begins with an empty store.
 """
 
 from __future__ import annotations
 
+NOT_WORKING = "-"
 EXIT_KEY = "exit"  # put by the driver: every replica that was not given up is done, ranks may exit
 
 
@@ -22,6 +23,11 @@ def done_key(replica: int) -> str:
 def progress_key(rank: str, incarnation: int) -> str:
     """Set again and again by the rank (named by its coordinate): its newest `ProgressReport`."""
     return f"progress/{rank}/{incarnation}"
+
+
+def working_key(rank: str, incarnation: int) -> str:
+    """Set by the rank: the position of the batch that it is working on, or NOT_WORKING."""
+    return f"working/{rank}/{incarnation}"
 
 
 def poison_key(replica: int, position: int) -> str:

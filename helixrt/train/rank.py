@@ -40,7 +40,7 @@ from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership, TorchftMembership
 from helixrt.replica.progress import LEADER, Progress
 from helixrt.replica.rank import Done, Hooks, RankWorker
-from helixrt.replica.run_keys import ended_key, progress_key, running_key
+from helixrt.replica.run_keys import ended_key, running_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, split_address
 from helixrt.timeouts import Timeouts, derive
@@ -81,8 +81,8 @@ class Rank:
         self.record = FlightRecord(self.label)
         flight = self.output / "flight" / f"{self.label}.inc{spec.incarnation}.jsonl"
         self.record.attach(BoundedSink(flight, self.config.output.detail_mb << 20))
-        key = progress_key(str(spec.coordinate), spec.incarnation)
-        self.progress = Progress(self.store, key, self.timeouts.progress_period_s, WAITS_FOR_STAGES)
+        me, period_s = str(spec.coordinate), self.timeouts.progress_period_s
+        self.progress = Progress(self.store, me, spec.incarnation, period_s, WAITS_FOR_STAGES)
         self.record.attach(self.progress)
         killed = any(kill.replica == self.replica for kill in self.config.chaos.kill)
         self.killer = ReplicaKiller(self.store, self.life, self.ring, self.rings, obeys=killed and self.rings > 1)

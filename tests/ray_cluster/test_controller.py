@@ -13,7 +13,7 @@ from helixrt.ray_cluster.controller import Controller, Happening, Terminated
 from helixrt.ray_cluster.policies import FATAL_EXIT, Options, StopRun
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.progress import ProgressReport, ThreadReport
-from helixrt.replica.run_keys import EXIT_KEY, done_key, ended_key, poison_key, progress_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, ended_key, poison_key, progress_key, running_key, working_key
 from helixrt.timeouts import derive
 
 
@@ -117,9 +117,9 @@ class World:
     def running(self, replica: int, incarnation: int = 0) -> None:
         self.store.values[running_key(replica, incarnation)] = "1"
 
-    def reports(self, rank: str, sequence: int, *threads: ThreadReport, incarnation: int = 0, **what: object) -> None:
+    def reports(self, rank: str, sequence: int, *threads: ThreadReport, incarnation: int = 0) -> None:
         """What a rank says of its progress; it has been through a step."""
-        report = ProgressReport(sequence, True, threads=threads, **what)  # type: ignore[arg-type]
+        report = ProgressReport(sequence, True, threads)
         self.store.values[progress_key(f"{rank}.dp0.cp0.tp0", incarnation)] = report.to_json()
 
     def exit_all(self) -> None:
@@ -277,6 +277,26 @@ def test_a_rank_that_hangs_is_named_and_its_replica_started_again() -> None:
     assert progress_key("r1.pp1.dp0.cp0.tp0", 0) not in world.store.values, "what it said is deleted"
 
 
+def test_a_rank_that_gave_up_waiting_names_the_one_that_hangs() -> None:
+    world = World()
+
+    def hang(sequence: int) -> None:
+        talk(world, sequence, "r1.pp1")
+        world.reports("r1.pp1", sequence, ThreadReport("main", "work", 7))
+
+    world.run(
+        lambda: (world.running(0), world.running(1)),
+        *[lambda n=n: hang(n) for n in range(40)],
+        lambda: world.launcher.end(1, 0, 75, "stage 1 cannot be reached"),
+        None,
+        lambda: (world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    (lost,) = [e for e in world.controller.history if e.kind is Happening.LOST]
+    assert lost.why.startswith("stage 1 cannot be reached; r1.pp1.dp0.cp0.tp0 has made no progress for ")
+
+
 def test_a_stopped_rank_falls_silent_and_a_stopped_driver_blames_nobody() -> None:
     world = World()
     world.run(
@@ -300,7 +320,7 @@ def test_a_batch_that_ends_a_replica_twice(on_poison: str) -> None:
 
     def end(incarnation: int) -> None:
         world.running(1, incarnation)
-        world.reports("r1.pp0", 1, ThreadReport("main", "work", 1), incarnation=incarnation, position=12)
+        world.store.values[working_key("r1.pp0.dp0.cp0.tp0", incarnation)] = "12"
         world.launcher.end(1, 0, -11, f"killed by SIGSEGV in life {incarnation}")
 
     def begun_again() -> None:

@@ -109,6 +109,14 @@ def launcher(head: str, tmp_path: Path) -> Iterator[RayLauncher]:
 
 
 @pytest.fixture
+def greedy(head: str, tmp_path: Path) -> Iterator[RayLauncher]:
+    """Wants more for each rank than the cluster has."""
+    launcher = RayLauncher(tmp_path, "tiny_ranks:sleep", {"GREETING": "hello"}, num_cpus=1000.0)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
 def ending(head: str, tmp_path: Path) -> Iterator[RayLauncher]:
     launcher = RayLauncher(tmp_path, "tiny_ranks:end")
     yield launcher
@@ -242,3 +250,11 @@ def test_the_end_of_submit_is_the_end_of_everything_it_started(tmp_path: Path, n
         process.wait(30)
     # A process that is ending has lost its mark before it is gone.
     until(lambda: not marked(token) and not any(map(exists, pids)), "end of the head, of the job and of its ranks")
+
+
+def test_ranks_without_resources_wait_and_those_with_a_process_do_not(launcher: RayLauncher, greedy: RayLauncher) -> None:
+    greedy.start(spec(5))
+    launcher.start(spec(6))
+    until(lambda: len(launcher.pids(6)) == 1, "a process")
+    assert not launcher.waiting(6) and greedy.waiting(5) and not greedy.waiting(6)
+    assert greedy.poll() == [] == launcher.poll()

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from helixrt.errors import Retryable
-from helixrt.ray_cluster.stuck import Limits, RankWatch, Stuck, Suspicion, most_likely_stuck, observe
+from helixrt.ray_cluster.stuck import Limits, RankWatch, Stuck, Suspicion, complaint, most_likely_stuck, observe
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.progress import EXCHANGE, LEADER, MAIN, Progress, ProgressReport, ThreadReport
+from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
 from helixrt.replica.store import MemoryRunStore
 
 LIMITS = Limits(step_s=10.0, start_s=100.0, look_s=1.0)
@@ -36,7 +37,7 @@ class Rank:
         """So many seconds of looks, one a second."""
         for _ in range(int(seconds)):
             self.sequence += reports
-            report = ProgressReport(self.sequence, self.committed, 4, threads)
+            report = ProgressReport(self.sequence, self.committed, threads)
             self.watch = observe(self.watch, report, elapsed_s, LIMITS)
 
     @property
@@ -51,7 +52,7 @@ def test_the_same_command_without_completing_anything_is_stuck_after_the_limit()
     assert rank.stuck is None
     rank.looks(1, thread(7, where="job:loss, line 3"))
     assert rank.stuck == Stuck(
-        "r1.pp0", Suspicion.COMPUTING, "has made no progress for 10 s: main thread in work at job:loss, line 3", 4
+        "r1.pp0", Suspicion.COMPUTING, "has made no progress for 10 s: main thread in work at job:loss, line 3"
     )
 
 
@@ -160,6 +161,30 @@ def test_of_several_stuck_ranks_the_likeliest_cause_is_named() -> None:
     assert most_likely_stuck(known, LIMITS) is None
 
 
+def test_a_rank_that_waits_for_a_busy_one_is_not_stuck() -> None:
+    waiting, busy = Rank(), Rank()
+    for second in range(70):
+        waiting.looks(1, thread(waits=True))
+        busy.looks(1, thread(doing="evaluate", limit_s=50.0))
+        assert waiting.watch is not None and busy.watch is not None
+        found = most_likely_stuck({"a": waiting.watch, "b": busy.watch}, LIMITS)
+        assert (found is not None) == (second >= 50)
+        assert found is None or found.rank == "b"
+
+
+def test_a_rank_that_gave_up_waiting_says_for_whom() -> None:
+    """The patience of a stage with its neighbour ends at about the same time as the limit."""
+    waiting, hangs = Rank(), Rank()
+    waiting.looks(7, thread(waits=True))
+    hangs.looks(4, thread())
+    assert waiting.watch is not None and hangs.watch is not None
+    assert complaint({"a": waiting.watch, "b": hangs.watch}, "a", LIMITS) is None
+    hangs.looks(3, thread())
+    found = complaint({"a": waiting.watch, "b": hangs.watch}, "a", LIMITS)
+    assert found is not None and found.rank == "b" and "no progress for 6 s" in found.reason
+    assert complaint({"a": waiting.watch, "b": hangs.watch}, "b", LIMITS) is None, "it waits itself"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_ranks_are_found_exactly_when_they_stand_still(seed: int) -> None:
     """Against the definition: some rank's longest time without progress, in observed seconds, reached the limit."""
@@ -192,7 +217,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_a_report_survives_the_way_through_the_store() -> None:
-    report = ProgressReport(3, True, 9, (thread(where="a:b, line 1"), thread(2, EXCHANGE, limit_s=3.5, waits=True)))
+    report = ProgressReport(3, True, (thread(where="a:b, line 1"), thread(2, EXCHANGE, limit_s=3.5, waits=True)))
     assert ProgressReport.from_json(report.to_json()) == report
 
 
@@ -200,7 +225,7 @@ def test_threads_report_what_they_do_and_what_they_complete() -> None:
     progress, record = Progress(), FlightRecord("r0.pp0")
     record.attach(progress)
     assert progress.report().threads == ()
-    with progress.doing("work", position=5):
+    with progress.doing("work"):
         (one,) = progress.report().threads
         record.write(Kind.OPERATION, op="F")
         with progress.busy("evaluate", limit_s=30.0):
@@ -210,14 +235,16 @@ def test_threads_report_what_they_do_and_what_they_complete() -> None:
     assert progress.report() == ProgressReport(4)
 
 
-def test_the_position_stays_when_work_ended_with_an_error() -> None:
-    progress = Progress()
+def test_the_position_stays_in_the_store_when_work_ended_with_an_error() -> None:
+    store = MemoryRunStore()
+    progress, key = Progress(store, "r0.pp0", 2, period_s=1000.0), working_key("r0.pp0", 2)
     with progress.doing("work", position=5):
-        assert progress.report().position == 5
-    assert progress.report().position is None
+        assert store.get(key) == "5"
+    assert store.get(key) == NOT_WORKING
     with pytest.raises(ZeroDivisionError), progress.doing("work", position=6):
         raise ZeroDivisionError
-    assert progress.report().position == 6
+    assert store.get(key) == "6"
+    progress.close()
 
 
 def _wait_for_a_peer(event: threading.Event) -> None:
@@ -250,15 +277,18 @@ class UnreachableAtFirst(MemoryRunStore):
         super().set(key, value)
 
 
-def test_reports_go_on_and_work_is_reported_at_once() -> None:
+def test_the_first_committed_step_is_reported_at_once() -> None:
+    store = MemoryRunStore()
+    progress = Progress(store, "r0", 1, period_s=1000.0)
+    progress.committed()
+    assert ProgressReport.from_json(store.get(progress_key("r0", 1)) or "").committed
+    progress.close()
+
+
+def test_reports_go_on_after_the_store_was_away() -> None:
     store = UnreachableAtFirst()
-    progress = Progress(store, "progress/r0", period_s=0.01)
-    until(lambda: store.get("progress/r0"))
+    progress = Progress(store, "r0", 1, period_s=0.01)
+    with progress.doing("work", position=3):
+        until(lambda: store.get(progress_key("r0", 1)))
     progress.close()
     progress.close()
-    at_once = Progress(store, "now", period_s=1000.0)
-    with at_once.doing("work", position=3):
-        until(lambda: store.get("now"))
-        assert ProgressReport.from_json(store.get("now") or "").position == 3
-    until(lambda: ProgressReport.from_json(store.get("now") or "").position is None)
-    at_once.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -244,3 +246,35 @@ def test_the_line_that_says_why(tmp_path: Path, text: str, line: str) -> None:
     (tmp_path / "log").write_text(text)
     assert last_error(tmp_path / "log") == line
     assert last_error(tmp_path / "none") == ""
+
+
+def test_ranks_that_the_system_has_no_process_for_wait_and_are_started_later(
+    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refusals = subprocess.Popen, [errno.EAGAIN, errno.ENOMEM]
+
+    def start_if_possible(*arguments: Any, **options: Any) -> Any:
+        if refusals:
+            raise OSError(refusals[0], "no resources")
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_if_possible)
+    launcher.start(spec(0, do="7"))
+    launcher.start(spec(1, do="8"))
+    assert launcher.waiting(0) and launcher.waiting(1) and launcher.poll() == []
+    launcher.kill(1)
+    assert launcher.waiting(0) and not launcher.waiting(1)
+    refusals.pop(0)
+    assert launcher.poll() == [] and launcher.waiting(0)
+    refusals.clear()
+    (ended,) = polled(launcher, 1)
+    assert (ended.coordinate.replica, ended.code) == (0, 7) and not launcher.waiting(0)
+
+
+def test_a_rank_that_can_never_be_started_is_an_error(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise FileNotFoundError(errno.ENOENT, "no such interpreter")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(FileNotFoundError, match="no such interpreter"):
+        launcher.start(spec(0))

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from helixrt.collectives.exchange import Exchange
-from helixrt.errors import Fatal, Retryable
+from helixrt.errors import Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
-from helixrt.replica.commands import Channel, Exit, RankReport
+from helixrt.replica.commands import Broken, Channel, Exit, RankReport
 from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, StateTransport
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
@@ -289,3 +289,33 @@ def test_ranks_answers_to_an_earlier_fetch_do_not_count_for_a_later_one() -> Non
     assert leader._hear(0, p.Fetched("b")) is None
     assert leader._hear(1, p.FetchFailed("b", "lost")) == p.FetchFailed("b", "lost")
     assert leader._hear(1, p.Fetched("b")) is None
+
+
+def test_a_rank_reports_what_its_threads_do_and_that_it_has_been_through_a_step(rank: OneRank) -> None:
+    report = rank.worker.progress.report
+    assert report().threads == () and not report().committed
+    rank.hold.clear()
+    rank.worker.dispatch(p.Work(ROOT.hash, 6, 1))
+    rank.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
+    until(lambda: rank.worked and len(report().threads) == 2)
+    said = report()
+    assert {t.thread: t.doing for t in said.threads} == {"main": "work", "exchange": "exchange"}
+    rank.hold.set()
+    until(lambda: rank.reports)
+    until(lambda: report().threads == ())
+    rank.worker.dispatch(p.Apply(CommitRecord(1, 1, ROOT.hash, (0,), {0: 1, 1: 0}, "run")))
+    until(lambda: report().committed)
+
+
+@pytest.mark.parametrize("what", ["reload", "broken"])
+def test_a_leader_that_must_start_again_has_no_failure_of_its_own(what: str) -> None:
+    """Nobody holds a state of the chain, or another rank of the replica is broken: neither costs a restart."""
+    errors: list[BaseException] = []
+    machine = StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9)
+    hooks = LeaderHooks(lambda i, r: None, lambda c: None, lambda m: False, errors.append)
+    leader = Leader(machine, Nobody(), RunLog(MemoryRunStore()), (), lambda c: None, FlightRecord("r0"), derive(20), hooks)
+    with pytest.raises(StartAgain):
+        if what == "reload":
+            leader._perform(p.Reload())
+        else:
+            leader._hear(1, Broken("out of memory"))

@@ -8,6 +8,7 @@ machine's processes by a mark in its environment, which its ranks inherit.
 import json
 import os
 import random
+import re
 import secrets
 import signal
 import subprocess
@@ -303,10 +304,10 @@ FAULTS_AT_MOMENTS = [
     for moment in fault_moments(kind)
     if moment != "fetch"
 ]
-STUCK = {
-    "stop": "has not reported for 6 s: it is stopped",
-    "hang_lock": "has not reported for 6 s: it is stopped, or its interpreter lock is held",
-    "hang": "has made no progress for 6 s",
+SEEN = {  # by the driver; a rank that waits for a stuck one may give up first, and then names it
+    "stop": r"has not reported for \d+ s: it is stopped",
+    "hang_lock": r"has not reported for \d+ s: it is stopped, or its interpreter lock is held",
+    "hang": r"has made no progress for \d+ s: \w+ thread in",
     "exception": "chaos: exception at",
     "oom": "DefaultCPUAllocator",
 }
@@ -331,7 +332,7 @@ def test_rank_that_fails_otherwise_than_by_a_kill_is_named_and_replaced(kind: st
     if not survives:
         (failure,) = report["failures"]
         assert failure["reason"] == f"chaos: {kind} at {moment} on rank {rank}" and failure["step"] >= step
-        assert f"r{replica}.pp{rank}." in failure["seen"] and STUCK[kind] in failure["seen"]
+        assert f"r{replica}.pp{rank}." in failure["seen"] and re.search(SEEN[kind], failure["seen"])
         assert failure["rejoined_after_s"] is not None or failure["step"] > 30
 
 

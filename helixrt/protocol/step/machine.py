@@ -84,7 +84,6 @@ from helixrt.protocol.step.quorum import (
 )
 from helixrt.protocol.step.supersede import Evidence
 
-
 IDLE_QUORUMS = 3  # in a row without anybody who fetches it, then a snapshot is withdrawn
 
 

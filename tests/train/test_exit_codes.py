@@ -1,0 +1,32 @@
+"""A rank's exit code says what the controller has to know of its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from helixrt.errors import ConfigError, Fatal, Retryable, StartAgain
+from helixrt.ray_cluster.policies import CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT
+from helixrt.replica.contracts import Coordinate, RankSpec
+from helixrt.train import rank
+
+SPEC = RankSpec("run", Coordinate(0), 0, "s", "l", "out", "x", 0.0, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("transport.rails", "eth7", "no such NIC"), CONFIG_EXIT),
+        (Fatal("the device is lost"), FATAL_EXIT),
+        (ValueError("in the loss"), FATAL_EXIT),
+        (StartAgain("no member holds a state of the chain"), RELOAD_EXIT),
+        (Retryable("a stage of this replica was lost"), rank.RETRY_CODE),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_exit_code_tells_the_kind_of_the_end(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(spec: RankSpec) -> None:
+        raise error
+
+    monkeypatch.setattr(rank, "Rank", begin)
+    assert rank.run_rank(SPEC) == code
+    assert len({CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT, rank.RETRY_CODE}) == 4
