@@ -19,7 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServeRules:
-    """`share` and `reserve` are fractions of the processors that the process may use."""
+    """`share` and `reserve` are fractions of the processors that the process may use.
+
+    Where training itself gets a processor only for a part of the time, the share is of that part (a quarter at least).
+    """
 
     share: float = 0.02  # that serving may always have
     reserve: float = 0.1  # that serving leaves idle
@@ -48,10 +51,11 @@ class ServeLimit:
         self.rules = rules or ServeRules()
         self.cores = cores
         self._spare: tuple[float, ...] = ()
+        self._delayed = 0.0  # of the newest sample
 
     @property
     def limit(self) -> float:
-        least = self.rules.share * self.cores
+        least = self.rules.share * self.cores * max(0.25, 1.0 - self._delayed)
         if len(self._spare) < self.rules.window:
             return least
         return min(self.cores, max(least, min(self._spare) - self.rules.reserve * self.cores))
@@ -61,8 +65,9 @@ class ServeLimit:
         crowded = sample.idle < self.rules.reserve * self.cores / 2 or sample.delayed > self.rules.delay
         # What serving used of a crowded machine it took from others, who knows how much of it: go down fast.
         spare = sample.served / 2 if crowded else sample.idle + sample.served
+        self._delayed = sample.delayed
         self._spare = (*self._spare, spare)[-self.rules.window :]
 
     def forget(self) -> None:
         """Nothing was served for a while: what was spare then says nothing about now."""
-        self._spare = ()
+        self._spare, self._delayed = (), 0.0

@@ -56,7 +56,7 @@ def test_an_idle_machine_serves_at_full_speed_and_a_busy_one_its_share() -> None
     machine.idle = 0.0
     assert serve(pace, clock, 30.0) == pytest.approx(4.0 * ServeRules().share, rel=0.1)
     machine.idle, machine.delayed = 4.0, 0.5
-    assert serve(pace, clock, 30.0) == pytest.approx(4.0 * ServeRules().share, rel=0.1), "others' processors are idle"
+    assert serve(pace, clock, 30.0) == pytest.approx(2.0 * ServeRules().share, rel=0.1), "of what training gets"
     machine.delayed = 0.0
     assert serve(pace, clock, 30.0) == pytest.approx(1.0, rel=0.1)
 
