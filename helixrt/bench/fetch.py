@@ -204,8 +204,8 @@ def _growth(kind: str, steps: list[list[Step]], windows: list[Window], cost: Cal
 
 
 def _state(settings: Settings) -> dict[str, torch.Tensor]:
-    """Shards of a megabyte (2**20 bytes)."""
-    return {f"shard{i}": torch.full((1 << 18,), float(i)) for i in range(settings.megabytes)}
+    """Shards of an eighth of a megabyte (2**20 bytes)."""
+    return {f"shard{i}": torch.full((1 << 15,), float(i)) for i in range(8 * settings.megabytes)}
 
 
 def _layout(settings: Settings) -> tuple[Shard, ...]:

@@ -5,7 +5,9 @@ serves at full speed; one whose processors are all busy keeps to a small share o
 slows. (FT-HSDP, section 4.3, has donors train on while they serve.)
 
 Training comes in bursts: processors that are idle now may be needed in the next moment. So the limit is the least that
-was spare in any of the last samples, and a sample without idle processors halves it.
+was spare in any of the last samples, and one in which no processor was idle, or training waited for one, halves it. A burst
+after a calm of a whole window is so delayed by less than two intervals, which is 4% of the window; bursts that come more
+often leave serving its share.
 
 Pure: no clock, no I/O.
 """
@@ -17,20 +19,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServeRules:
-    """`share` and `reserve` are fractions of the processors that the process may use."""
+    """`share` and `reserve` are fractions of the processors that the process may use.
+
+    Where training itself gets a processor only for a part of the time, the share is of that part (a quarter at least).
+    """
 
     share: float = 0.02  # that serving may always have
     reserve: float = 0.1  # that serving leaves idle
-    interval_s: float = 0.2  # between two samples
-    window: int = 10  # samples that count
+    interval_s: float = 0.1  # between two samples
+    window: int = 50  # samples that count
+    delay: float = 0.02  # fraction of an interval that training may wait for a processor
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Of one interval, in cores: what nobody used, and what serving used."""
+    """Of one interval: cores that nobody used, and that serving used; fraction of it in which the training of this process
+    waited for a processor."""
 
     idle: float
     served: float
+    delayed: float = 0.0
 
 
 class ServeLimit:
@@ -43,21 +51,23 @@ class ServeLimit:
         self.rules = rules or ServeRules()
         self.cores = cores
         self._spare: tuple[float, ...] = ()
+        self._delayed = 0.0  # of the newest sample
 
     @property
     def limit(self) -> float:
-        least = self.rules.share * self.cores
+        least = self.rules.share * self.cores * max(0.25, 1.0 - self._delayed)
         if len(self._spare) < self.rules.window:
             return least
         return min(self.cores, max(least, min(self._spare) - self.rules.reserve * self.cores))
 
     def add(self, sample: Sample) -> None:
         """Count one more interval."""
-        crowded = sample.idle < self.rules.reserve * self.cores
+        crowded = sample.idle < self.rules.reserve * self.cores / 2 or sample.delayed > self.rules.delay
         # What serving used of a crowded machine it took from others, who knows how much of it: go down fast.
         spare = sample.served / 2 if crowded else sample.idle + sample.served
+        self._delayed = sample.delayed
         self._spare = (*self._spare, spare)[-self.rules.window :]
 
     def forget(self) -> None:
         """Nothing was served for a while: what was spare then says nothing about now."""
-        self._spare = ()
+        self._spare, self._delayed = (), 0.0

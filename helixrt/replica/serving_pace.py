@@ -19,17 +19,19 @@ _BURST_S = 0.005  # of serving time that may run ahead of the pace
 
 
 class IdleProcessors(ABC):
-    """Where it is read how many of the processors that this process may use are idle."""
+    """Where it is read how many of the processors that this process may use are idle, and whether training lacks any."""
 
     cores: float  # how many it may use
 
     @abstractmethod
-    def since_last(self, now: float) -> float:
-        """The cores that were idle on average since the call before; `now` is the caller's clock, in seconds."""
+    def since_last(self, now: float) -> tuple[float, float]:
+        """Since the call before: the cores that were idle on average, and the fraction of the time in which the thread that
+        trains waited for a processor. `now` is the caller's clock, in seconds."""
 
 
 class ProcessorTimes(IdleProcessors):
-    """From /proc/stat and, where a control group (version 2) limits this process's processor time, what is left of it."""
+    """From /proc/stat, the schedstat of the thread that makes it (which trains) and, where a control group (version 2)
+    limits this process's processor time, what is left of it."""
 
     STAT, CGROUP = Path("/proc/stat"), Path("/sys/fs/cgroup")
 
@@ -40,13 +42,23 @@ class ProcessorTimes(IdleProcessors):
         self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
         self._quota = self._read_quota()
         self.cores = min(float(len(self._names)), self._quota or float(len(self._names)))
-        self._last = (time.monotonic(), self._idle_s(), self._used_s())
+        self._waits = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._last = (time.monotonic(), self._idle_s(), self._used_s(), self._waited_s())
 
-    def since_last(self, now: float) -> float:
-        (then, idle_s, used_s), self._last = self._last, (now, self._idle_s(), self._used_s())
+    def since_last(self, now: float) -> tuple[float, float]:
+        (then, idle_s, used_s, waited_s), self._last = self._last, (now, self._idle_s(), self._used_s(), self._waited_s())
         passed_s = max(now - then, 1e-6)
-        idle = (self._last[1] - idle_s) / passed_s
-        return idle if self._quota is None else min(idle, self._quota - (self._last[2] - used_s) / passed_s)
+        idle, delayed = (self._last[1] - idle_s) / passed_s, (self._last[3] - waited_s) / passed_s
+        if self._quota is not None:
+            idle = min(idle, self._quota - (self._last[2] - used_s) / passed_s)
+        return max(0.0, idle), delayed
+
+    def _waited_s(self) -> float:
+        """For a processor, by that thread; 0 on a kernel that does not tell."""
+        try:
+            return int(self._waits.read_text().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0
 
     def _idle_s(self) -> float:
         ticks = 0
@@ -107,12 +119,12 @@ class Pace:
         return self._cores or self._spare.limit
 
     def spent(self, cpu_s: float) -> float:
-        """Account for `cpu_s` of work; returns how long to sleep before more."""
+        """Account for `cpu_s` of work that was done just now; returns how long to sleep before more."""
         with self._lock:
             now = self._clock()
             if not self._cores:
                 self._sample(now, cpu_s)
-            self._free_at = max(self._free_at, now) + cpu_s / self.limit
+            self._free_at = max(self._free_at, now - cpu_s) + cpu_s / self.limit
             ahead = self._free_at - now
         return ahead if ahead > _BURST_S else 0.0
 
@@ -138,5 +150,6 @@ class Pace:
         self._spent_s += cpu_s
         passed_s = now - self._sampled_at
         if passed_s >= interval_s:
-            self._spare.add(Sample(idle=max(0.0, self._idle.since_last(now)), served=self._spent_s / passed_s))
+            idle, delayed = self._idle.since_last(now)
+            self._spare.add(Sample(idle, self._spent_s / passed_s, delayed))
             self._sampled_at, self._spent_s = now, 0.0

@@ -28,7 +28,7 @@ def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
     assert "growth" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given", [["--donors", "0"], ["--rounds", "1"], ["--window", "0.1"], ["--serve-cpu", "0"]])
+@pytest.mark.parametrize("given", [["--donors", "0"], ["--rounds", "1"], ["--window", "0.1"], ["--serve-cpu", "-1"]])
 def test_wrong_settings_start_nothing(given: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"^{given[0]}={given[1]}"):
         fetch.run(arguments(*given))

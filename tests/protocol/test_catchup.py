@@ -20,6 +20,7 @@ from helixrt.protocol.catchup import (
     Fetch,
     FetchRules,
     Finished,
+    Heard,
     Keep,
     Piece,
     Tick,
@@ -38,6 +39,7 @@ class DonorModel:
     spoils: float = 0.0
     dies_at: float = float("inf")
     mute: bool = False
+    tells_every_s: float = float("inf")  # that some bytes of a piece have come
     busy_until: float = 0.0
 
 
@@ -92,7 +94,10 @@ class World:
                 if model.mute:
                     return
                 takes = piece.nbytes * model.seconds_per_byte * (1 + model.jitter * self.rng.random())
-                model.busy_until = max(self.now, model.busy_until) + takes + 1e-4
+                begin = max(self.now, model.busy_until)
+                model.busy_until = begin + takes + 1e-4
+                while (begin := begin + model.tells_every_s) < model.busy_until:
+                    later(begin, Heard(name))
                 later(model.busy_until, Arrived(name, piece, self.rng.random() >= model.spoils))
             case Keep(name, piece):
                 assert isinstance(event, Arrived) and event.intact and (event.donor, event.piece) == (name, piece)
@@ -166,6 +171,41 @@ def test_a_mute_donor_costs_a_timeout_and_is_dropped_in_the_end() -> None:
     alone = World(1000, {"mute": DonorModel(mute=True)}, random.Random(4))
     alone.run()
     assert isinstance(alone.outcome, Failed) and "mute" in alone.outcome.reason
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_donor_is_kept_as_long_as_its_bytes_come(tells: bool) -> None:
+    """Each of 16 pieces takes 21 s, four times the timeout of a request."""
+    model = DonorModel(2e-5, tells_every_s=1.0 if tells else float("inf"))
+    world = World(16 << 20, {"slow": model}, random.Random(6))
+    world.run()
+    if tells:
+        world.check_whole()
+        assert world.now > 60 * RULES.request_timeout_s
+    else:
+        assert isinstance(world.outcome, Failed) and "late" in world.outcome.reason
+
+
+def test_the_last_pieces_of_a_slow_donor_are_asked_from_another() -> None:
+    """It goes on sending, so it is not dropped; the fetch does not wait for it."""
+    donors = {"slow": DonorModel(2e-5, tells_every_s=1.0), "good": DonorModel()}
+    world = World(16 << 20, donors, random.Random(7))
+    fetch = world.run()
+    world.check_whole()
+    assert world.dropped == [] and world.now < 2 * RULES.request_timeout_s
+    assert fetch.retried == {"slow": RULES.in_flight}
+
+
+def test_a_donor_that_is_silent_at_times_is_kept() -> None:
+    """Silences count in a row: in a long fetch there is time for many of them."""
+    fetch = Fetch(1 << 20, ["a"])
+    now, asked = 0.0, [a.piece for a in fetch.on(Begin(), 0.0) if isinstance(a, Ask)]
+    while asked:
+        now += 1.2 * RULES.request_timeout_s
+        assert not [a for a in fetch.on(Tick(), now) if isinstance(a, Drop)]
+        actions = fetch.on(Arrived("a", asked.pop(0), True), now)
+        asked += [a.piece for a in actions if isinstance(a, Ask)]
+    assert actions[-1] == Finished()
 
 
 def test_with_no_donor_left_the_fetch_fails() -> None:

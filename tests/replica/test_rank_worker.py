@@ -50,6 +50,8 @@ class Gated(StateTransport):
     def __init__(self) -> None:
         self.offered: dict[str, Mapping[str, torch.Tensor]] = {}
         self.gates: dict[str, threading.Event] = {}
+        self.begun: list[str] = []
+        self.progress: threading.Event | None = None  # tells of each shard, and waits
 
     @property
     def address(self) -> str:
@@ -72,7 +74,12 @@ class Gated(StateTransport):
         stall_s: float,
         on_shard: Callable[[Shard, str, bool], None] = lambda shard, donor, ok: None,
     ) -> tuple[dict[str, torch.Tensor], FetchReport]:
+        self.begun.append(name)
         assert self.gates[name].wait(DEADLINE_S)
+        if self.progress is not None:
+            for shard in layout:
+                on_shard(shard, "peer", True)
+                assert self.progress.wait(DEADLINE_S)
         return {s.name: torch.full(s.shape, 7.0) for s in layout}, FetchReport(1, {"peer": 1})
 
     def close(self) -> None:
@@ -162,6 +169,75 @@ def test_a_fetch_that_was_replaced_changes_nothing(rank: OneRank) -> None:
     rank.worker.dispatch(p.Load(new))
     until(lambda: rank.worker._updates_done == 1)
     assert all(torch.equal(t, torch.full_like(t, 7.0)) for t in rank.worker.engine.state().values())
+
+
+def test_a_fetch_that_was_replaced_is_given_up(rank: OneRank) -> None:
+    """It has no deadline, and would hold a second state in memory."""
+    old, new = "a" * 32, "b" * 32
+    rank.transport.gates = {f"state-{h}": threading.Event() for h in (old, new)}
+    rank.transport.progress = threading.Event()
+    rank.transport.gates[f"state-{old}"].set()
+    rank.worker.dispatch(p.FetchState(old, donors()))
+    replaced = rank.worker._fetches[old]
+    until(lambda: rank.transport.begun == [f"state-{old}"])
+    rank.worker.dispatch(p.FetchState(new, donors()))
+    rank.transport.progress.set()  # its next shard comes
+    replaced.join(DEADLINE_S)
+    assert not replaced.is_alive() and rank.reports == [] and rank.error is None
+    rank.transport.gates[f"state-{new}"].set()
+    until(lambda: rank.reports == [p.Fetched(new)])
+
+
+class Slow(Gated):
+    """A transport whose first attempts find nobody who offers, and whose last takes longer than it may be without bytes."""
+
+    def fetch(self, name, layout, donors, stall_s, on_shard=lambda shard, donor, ok: None):  # type: ignore[no-untyped-def]
+        self.begun.append(name)
+        if len(self.begun) < 3:
+            raise Retryable("nobody offers it")
+        time.sleep(1.5 * stall_s)
+        return {s.name: torch.full(s.shape, 7.0) for s in layout}, FetchReport(1, {"peer": 1})
+
+
+def test_a_fetch_may_take_longer_than_a_step(rank: OneRank) -> None:
+    rank.worker.transport = Slow()
+    rank.worker.timeouts = dataclasses.replace(rank.worker.timeouts, stall_s=1.0)
+    rank.worker.dispatch(p.FetchState("a" * 32, donors()))
+    until(lambda: rank.reports)
+    assert rank.reports == [p.Fetched("a" * 32)]
+
+
+def test_a_state_that_is_offered_again_is_not_copied_again(rank: OneRank) -> None:
+    name = f"state-{ROOT.hash}"
+    for _ in range(2):
+        rank.worker.dispatch(p.Offer(ROOT.hash))
+        until(lambda: name in rank.transport.offered and all(s.done.is_set() for s in rank.worker._snapshots))
+        first = rank.transport.offered[name]
+        rank.worker.dispatch(p.Offer(ROOT.hash))
+        until(lambda: all(s.done.is_set() for s in rank.worker._snapshots))
+        assert rank.transport.offered[name] is first
+        rank.worker.dispatch(p.Withdraw(ROOT.hash))
+        assert name not in rank.transport.offered
+
+
+def test_a_state_that_is_withdrawn_before_its_snapshot_is_not_offered(plain_engine: Callable[..., object]) -> None:
+    one = OneRank(plain_engine)
+    begun, go = threading.Event(), threading.Event()
+    state = one.worker.engine.state
+
+    def slow_state() -> Mapping[str, torch.Tensor]:
+        begun.set()
+        assert go.wait(DEADLINE_S)
+        return state()
+
+    one.worker.engine.state = slow_state  # type: ignore[method-assign]
+    one.worker.dispatch(p.Offer(ROOT.hash))
+    assert begun.wait(DEADLINE_S)
+    one.worker.dispatch(p.Withdraw(ROOT.hash))
+    go.set()
+    until(lambda: all(s.done.is_set() for s in one.worker._snapshots))
+    assert one.transport.offered == {}
+    one.end()
 
 
 def test_forgotten_reduced_buckets_are_not_kept_when_they_come(rank: OneRank) -> None:

@@ -84,6 +84,7 @@ def test_a_run_of_before_these_settings_can_be_resumed() -> None:
     plain = TrainConfig().to_plain()
     del plain["chaos"]["fault"], plain["on_poison"], plain["restart_window_s"]
     del plain["transport"], plain["chaos"]["run"], plain["checkpoint"]["after_failover"]
+    del plain["checkpoint"]["retry_s"], plain["catchup"]["memory_gb"], plain["catchup"]["serve_cpu"]
     assert TrainConfig.from_plain(plain) == TrainConfig()
 
 
@@ -128,6 +129,11 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("mesh.replicas=0", r"^mesh\.replicas=0: must be at least 1"),
         ("steps=-5", r"^steps=-5: must be at least 1"),
         ("checkpoint.every=-1", r"^checkpoint\.every=-1: must not be negative"),
+        ("checkpoint.retry_s=-1", r"^checkpoint\.retry_s=-1.0: must not be negative"),
+        ("checkpoint.write_s=0", r"^checkpoint\.write_s=0.0: must be above 0"),
+        ("catchup.memory_gb=0", r"^catchup\.memory_gb=0.0: must be above 0"),
+        ("catchup.serve_cpu=-0.1", r"^catchup\.serve_cpu=-0.1: must not be negative"),
+        ("catchup.serve_mb_s=0.5", r"^catchup\.serve_mb_s=0.5: must be at least 1, or 0 for no limit"),
         ("checkpoint.keep=0", r"^checkpoint\.keep=0: "),
         ("optim.lr=0", r"^optim\.lr=0\.0: must be above 0"),
         ("optim.lr=nan", r"^optim\.lr=nan: must be above 0"),
