@@ -18,6 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SYSTEM := $(VENV)/.system-packages
+DURATIONS := --durations=30 --durations-min=1
 
 .PHONY: help train test test-slow lint bench doctor wheel clean distclean
 
@@ -51,10 +52,10 @@ train: $(INSTALLED)
 		"output.root=$(CURDIR)/outputs" $(ARGS)
 
 test: $(INSTALLED) $(SYSTEM)
-	$(BIN)/pytest -m "not gpu and not slow" $(ARGS)
+	$(BIN)/pytest -m "not gpu and not slow" $(DURATIONS) $(ARGS)
 
 test-slow: $(INSTALLED) $(SYSTEM)
-	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/pytest -m "slow and not gpu" $(DURATIONS) $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
