@@ -25,7 +25,7 @@ def plan(project: Path, *arguments: str) -> str:
     for key in ("ARGS", "EXPERIMENT", "MFLAGS"):
         environment.pop(key, None)
     done = subprocess.run(
-        ["make", "-n", *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=30
+        ["make", "-n", *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
