@@ -61,7 +61,7 @@ def build(tmp_path_factory: pytest.TempPathFactory, out: Path) -> Path:
     for name in INSTRUCTIONS:
         shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -84,7 +84,7 @@ def test_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) -> Non
     python = tmp_path / "empty" / "bin" / "python"
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     installed = run(*pip)
