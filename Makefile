@@ -8,8 +8,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
-	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
+# Looked for when it is first needed, and once: that starts five programs.
+PYTHON ?= $(eval PYTHON := $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name)))))$(PYTHON)
 PIP_ARGS ?=
 ARGS ?=
 EXPERIMENT ?= tiny
@@ -18,6 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SYSTEM := $(VENV)/.system-packages
+DURATIONS := --durations=30 --durations-min=1
 
 .PHONY: help train test test-slow lint bench doctor wheel clean distclean
 
@@ -51,10 +53,10 @@ train: $(INSTALLED)
 		"output.root=$(CURDIR)/outputs" $(ARGS)
 
 test: $(INSTALLED) $(SYSTEM)
-	$(BIN)/pytest -m "not gpu and not slow" $(ARGS)
+	$(BIN)/pytest -m "not gpu and not slow" $(DURATIONS) $(ARGS)
 
 test-slow: $(INSTALLED) $(SYSTEM)
-	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/pytest -m "slow and not gpu" $(DURATIONS) $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -32,6 +32,7 @@ settings.register_profile(  # tests never assert time
 settings.load_profile("helixrt")
 
 RunStages = Callable[..., list[Any]]
+LONGEST_S = 500  # of one test; at pyproject's faulthandler_timeout the whole run is ended
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests that need Ray come last: its head, once started, stays to the end and keeps a core busy at times.
     """
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        if limit is not None and limit.args[0] > LONGEST_S:
+            raise pytest.UsageError(f"{item.nodeid}: a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most")
     late = {"vm": 1, "ray": 2}
     items.sort(key=lambda item: max((late.get(mark.name, 0) for mark in item.iter_markers()), default=0))
 

@@ -241,7 +241,7 @@ def two_ranks_all(ask_ranks: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", names(EVERY, alone=False))
 def test_two_ranks_all(name: str, two_ranks_all: Any) -> None:
     two_ranks_all.check(name)

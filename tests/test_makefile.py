@@ -25,7 +25,7 @@ def plan(project: Path, *arguments: str) -> str:
     for key in ("ARGS", "EXPERIMENT", "MFLAGS"):
         environment.pop(key, None)
     done = subprocess.run(
-        ["make", "-n", *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=30
+        ["make", "-n", *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -79,3 +79,9 @@ def test_tests_leave_out_what_is_slow_or_needs_a_device(project: Path) -> None:
     set_up(project)
     assert '-m "not gpu and not slow"' in plan(project, "test")
     assert '-m "slow and not gpu"' in plan(project, "test-slow")
+
+
+@pytest.mark.parametrize("target", ["test", "test-slow"])
+def test_tests_list_the_slowest_and_take_arguments(project: Path, target: str) -> None:
+    set_up(project)
+    assert "--durations=30" in (said := plan(project, target, "ARGS=--seed 7")) and said.rstrip().endswith("--seed 7")

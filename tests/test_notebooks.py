@@ -20,7 +20,7 @@ def test_there_are_notebooks() -> None:
 def test_a_notebook_runs_from_top_to_bottom(path: Path) -> None:
     from nbmake.nb_run import NotebookRun
 
-    done = NotebookRun(path, default_timeout=100).execute()
+    done = NotebookRun(path, default_timeout=200).execute()
     assert done.error is None, done.error.trace
 
 

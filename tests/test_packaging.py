@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+INSTRUCTIONS = ("pyproject.toml", "README.md")
 
 
 def sources() -> set[str]:
@@ -26,16 +28,40 @@ def sources() -> set[str]:
     return found
 
 
+def digest() -> str:
+    """Of all that goes into a wheel and says how it is made."""
+    found = hashlib.sha256()
+    for name in sorted({*sources(), *INSTRUCTIONS}):
+        content = (ROOT / name).read_bytes()
+        found.update(f"{name} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:16]
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the source archive and the wheel that was made from it."""
-    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
+def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the source archive and the wheel that was made from it; made by an earlier run if nothing has changed."""
+    cache = getattr(pytestconfig, "cache", None)  # None with -p no:cacheprovider
+    if cache is None:
+        return build(tmp_path_factory, tmp_path_factory.mktemp("dist"))
+    folder = Path(cache.mkdir("wheel"))
+    kept, new = folder / digest(), folder / f"new-{os.getpid()}"
+    if not kept.exists():
+        build(tmp_path_factory, new)
+        for other in folder.iterdir():
+            if other != new:
+                shutil.rmtree(other)
+        new.rename(kept)
+    return kept
+
+
+def build(tmp_path_factory: pytest.TempPathFactory, out: Path) -> Path:
+    copy = tmp_path_factory.mktemp("copy")
     for name in ("helixrt", "passes", "triton_kernels", "ray_cluster", "conf"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in INSTRUCTIONS:
         shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -58,7 +84,7 @@ def test_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) -> Non
     python = tmp_path / "empty" / "bin" / "python"
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     installed = run(*pip)

@@ -20,20 +20,20 @@ def arguments(*given: str) -> argparse.Namespace:
 
 def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools", reason="the exact optimum needs OR-tools (extra `exact`)")
-    given = ["--instances", "3", "--first-seed", "13", "--exact-limit", "10", "--from-scratch", "1", "--sizes", "3x6"]
+    given = ["--instances", "1", "--first-seed", "13", "--exact-limit", "10", "--from-scratch", "1", "--sizes", "3x6"]
     assert schedule.run(arguments(*given, "--json", str(tmp_path / "figures.json"))) == 0
     written = json.loads((tmp_path / "figures.json").read_text())
     figures = written["random_instances"]
-    assert figures["helix_optimal_by_its_own_bound"] <= figures["helix_optimal_proven"] <= figures["exact_optimal_proven"] <= 3
+    assert figures["helix_optimal_by_its_own_bound"] <= figures["helix_optimal_proven"] <= figures["exact_optimal_proven"] <= 1
     for row in figures["against"].values():
-        assert row["win"] + row["tie"] + row["loss"] == row["fits"] <= 3
+        assert row["win"] + row["tie"] + row["loss"] == row["fits"] <= 1
     for spread in figures["spreads"].values():
         assert 0 <= spread["median"] <= spread["p95"] <= spread["most"]
     assert [row["exact"]["makespan_ms"] for row in written["known_optima"]][-4:] == [103, 107, 111, 123]
     assert len(written["large"]) == 6
     assert {"device", "python"} <= written["machine"].keys()
     printed = capsys.readouterr().out
-    assert "3 random instances, seeds 13 to 15" in printed and "adaptra" in printed
+    assert "1 random instances, seeds 13 to 13" in printed and "adaptra" in printed
 
 
 def test_gaps_are_to_the_best_bound_and_a_loss_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

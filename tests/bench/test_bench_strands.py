@@ -40,17 +40,23 @@ def test_a_quick_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.netns
-def test_memory_is_counted(tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("models", "layers"),
+    [(["gpt-tp"], ["2"]), pytest.param(["gpt-tp", "gpt-cp"], ["2", "4"], marks=pytest.mark.slow)],
+    ids=["one", "two models of two sizes"],
+)
+def test_memory_is_counted(models: list[str], layers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
-    small = ["--memory", "--layers", "2", "4", "--dim", "64", "--seq-len", "16", "--microbatches", "2"]
-    assert strands.run(arguments(*small, "--json", str(path))) == 0
-    assert strands.run(arguments(*small, "--model", "gpt-cp", "--json", str(path))) == 0
+    small = ["--memory", "--layers", *layers, "--dim", "64", "--seq-len", "16", "--microbatches", "2"]
+    for model in models:
+        assert strands.run(arguments(*small, "--model", model, "--json", str(path))) == 0
     memory = json.loads(path.read_text())["memory"]
-    assert memory.keys() == {"gpt-tp", "gpt-cp"}
+    assert memory.keys() == {*models}
     for rows in memory.values():
-        assert rows.keys() == {"2", "4"}
-        for layers, row in rows.items():
-            assert 0 < row["woven_bytes"] <= (1 + 1 / int(layers)) * row["single_bytes"]
+        assert rows.keys() == {*layers}
+        for count, row in rows.items():
+            assert 0 < row["woven_bytes"] <= (1 + 1 / int(count)) * row["single_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Many seeds of a simulated world on all cores: none may break a promise, and the hard cases must happen.
 
 Every run of the tests draws other seeds (`--seed`). Each commit sees as many as fit into some ten seconds of two cores; the
-bulk is `slow`, in parts of which each takes about a minute there.
+bulk is `slow`, in parts of which each takes half a minute there.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tests.emulate.break_line import break_line
 from tests.emulate.sweeps import SWEEP_LIMIT_S, sweep_all
 
 SEEDS = 1_000
-SLOW_SEEDS, PARTS = 20_000, 4
+SLOW_SEEDS, PARTS = 20_000, 8
 HARD_CASES = tuple(f.name for f in fields(Verdict)[4:])
 
 

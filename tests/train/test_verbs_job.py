@@ -18,7 +18,7 @@ import pytest
 from helixrt.lab import vm
 from helixrt.train.checkpoint import newest_complete
 
-DEADLINE_S = 560.0  # of one run: a minute or two where the emulation has two cores to itself
+DEADLINE_S = 470.0  # of one run: a minute or two where the emulation has two cores to itself
 pytestmark = [pytest.mark.vm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 20)]
 
 CUT_IN, MENDED_IN, STEPS = 2, 3, 5
