@@ -7,8 +7,8 @@ What is asked of survivors (FT-HSDP section 4.2 asks for less: there a collectiv
 
 - a death, or a peer that talks garbage: whoever waits raises `Retryable` within 200 ms;
 - a stopped process, or a link that is down beyond the host: within 1.5 heartbeat periods;
-- what is no failure of a member (slow, its interpreter lock held for seconds, a connection that broke, a stranger, a straggler of an older generation, a
-  full disk, a jumping clock): nothing; the sums are exact, also for the struck rank;
+- what is no failure of a member (slow, its interpreter lock held for seconds, a connection that broke, a stranger, a
+  straggler of an older generation, a full disk, a jumping clock): nothing; the sums are exact, also for the struck rank;
 - always: no hang, no other exception, no wrong sum, and the next generation's sums are exact.
 """
 

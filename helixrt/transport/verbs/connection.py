@@ -272,7 +272,7 @@ class VerbsConnection:
         return True
 
     def acknowledgements(self, now: float) -> Acknowledgements | None:
-        """Of the other end's NIC, which needs nothing of the process there; without credit nothing is sent that it could answer."""
+        """The other end's NIC needs nothing of the process there. Without credit nothing is sent that it could acknowledge."""
         return None if self.closed else Acknowledgements(self._answered_s, self._sends.starved)
 
     def emptied(self) -> bool:
