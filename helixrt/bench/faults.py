@@ -1,4 +1,4 @@
-"""FTAR's fault matrix on real processes: twelve faults in six phases, and how long survivors are blocked.
+"""FTAR's fault matrix on real processes: thirteen faults in six phases, and how long survivors are blocked.
 
 Every cell starts three ranks, brings them into the phase, lets the fault strike one of them at a fixed place, and
 checks that nobody hangs or crashes, that no sum is wrong, and that the next generation works: `fault_matrix/cells.py`

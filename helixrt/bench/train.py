@@ -179,7 +179,7 @@ def measure(config: TrainConfig, rounds: int, block: int) -> list[Outcome]:
     context = multiprocessing.get_context("spawn")
     gate, results = Gate(context, rounds), context.Queue()
     server, address = host_store()
-    store, timeouts = TcpRunStore(address), derive(config.step_timeout_s)
+    store, timeouts = TcpRunStore(address), derive(config.step_timeout_s, config.heartbeat_s)
     RunLog(store).append(0, genesis("bench", WORLD))
     lighthouse, lighthouse_address = serve_lighthouse(timeouts)
     with tempfile.TemporaryDirectory() as folder:

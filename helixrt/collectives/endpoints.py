@@ -33,7 +33,8 @@ class Reach:
     # and every active RDMA port
     paths: int = 1  # through the network, of each rail; more need hopping
     hopping: HoppingOptions | None = None
-    heartbeat_s: float | None = 1.0  # a peer that is silent for 1.5 of it is lost; None: only one that is gone
+    heartbeat_s: float | None = 1.0  # a peer that does not run, or cannot be reached, is lost within 1.5 of it; None: only
+    # one that is gone
 
     def __post_init__(self) -> None:
         if self.paths < 1:

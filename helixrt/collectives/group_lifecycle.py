@@ -21,6 +21,8 @@ from helixrt.collectives.work import GroupError
 from helixrt.errors import Cause, Retryable
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
+from helixrt.transport.monitor import client as monitor
+from helixrt.transport.monitor.client import Monitor
 
 SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks take one from their store
 TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp", "shared_memory" or "verbs"; the same on all ranks
@@ -36,6 +38,7 @@ class GroupLifecycle(GroupCollectives):
         self._collectives: Collectives | None = None
         self._timeout_s = timeout.total_seconds()
         self._generation = 0
+        self._monitor: Monitor | None = None  # kept from one generation's endpoint to the next
 
     def _join(self, store: dist.Store, rank: int, size: int, name: str) -> None:
         """Leave the last generation; come into the one that meets at `store`. Raises GroupError."""
@@ -61,7 +64,11 @@ class GroupLifecycle(GroupCollectives):
         secret = os.environ.get(SECRET_VARIABLE) or shared_secret(store)
         transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
         reach = Reach(transport=transport, heartbeat_s=self._heartbeat_s)
-        return open_endpoint(secret.encode(), towards(store), reach)
+        here = towards(store)
+        endpoint = open_endpoint(secret.encode(), here, reach)
+        if self._monitor is None and monitor.unsupported() is None:
+            self._monitor = monitor.lease(here)
+        return endpoint
 
     def _leave(self, cause: Cause) -> None:
         collectives, self._collectives = self._collectives, None
@@ -80,6 +87,9 @@ class GroupLifecycle(GroupCollectives):
     def shutdown(self) -> None:
         """Say farewell and give up connections and threads; peers that wait for nothing notice nothing."""
         self._leave(Cause("the process group was shut down"))
+        kept, self._monitor = self._monitor, None
+        if kept is not None:
+            monitor.give_back(kept)
 
     def errored(self) -> Exception | None:
         """What ended the running generation, if anything did."""

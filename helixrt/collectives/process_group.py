@@ -21,8 +21,8 @@ DEVICES = ["cpu", "cuda"]
 class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
     """The group that `init_process_group` and `new_group` make; its ranks never change.
 
-    Nothing repairs a job that loses a rank here, so a rank is patiently waited for: a call that keeps Python's lock for
-    seconds silences its heartbeats. A process that ends is noticed at once all the same.
+    Nothing repairs a job that loses a rank here, so a rank that is stopped or cannot be reached is lost only after ten seconds.
+    A process that ends is noticed at once all the same.
     """
 
     _heartbeat_s = 10.0

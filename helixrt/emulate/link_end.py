@@ -8,7 +8,7 @@ written or read that is its owner's again, what must not be repeated sent twice,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from helixrt.protocol.link import messages as m
@@ -45,6 +45,10 @@ class Surroundings(ABC):
     @abstractmethod
     def stopped(self, me: int, what: Callable[..., None], *args: Any, behind_s: float = 0.0) -> bool:
         """Whether the process of `me` is stopped: then `what` comes when it goes on."""
+
+    @abstractmethod
+    def acknowledged(self, me: int) -> Sequence[int]:
+        """Rails whose other end's kernel acknowledges what `me` sends, also while the process there is stopped."""
 
     @abstractmethod
     def note(self, end: int, *what: object) -> None:
@@ -136,6 +140,8 @@ class End:
         if self.dead or self.world.stopped(self.me, self.tick, behind_s=1e-6):  # a Tick comes after all that could be read
             return
         if self.world.now >= self.link.deadline:
+            for rail in self.world.acknowledged(self.me):
+                self.tell(m.Acknowledged(rail, self.world.now))
             self.tell(m.Tick())
         else:
             self.schedule_tick()

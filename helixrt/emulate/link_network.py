@@ -59,6 +59,7 @@ class Network(Surroundings):
         self.cable = [True] * rails  # a connection can be made, and carries
         self.mute = [[False, False] for _ in range(rails)]  # towards an end nothing arrives, and nobody is told
         self.reorders, self.doubles, self.loses = False, 0.0, 0.0
+        self.kernels = False  # they acknowledge what comes for a process that is stopped
         self._dialing = [False] * rails
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
@@ -86,6 +87,16 @@ class Network(Surroundings):
             return False
         self.at(until + behind_s, what, *args)
         return True
+
+    def acknowledged(self, me: int) -> list[int]:
+        if not self.kernels or self.ends[1 - me].dead:
+            return []
+        found = []
+        for rail, connection in self.ends[me].connections.items():
+            open_there = connection.open[1 - me] or not connection.joined[1 - me]
+            if connection.open[me] and open_there and not connection.dead and not any(self.mute[rail]):
+                found.append(rail)
+        return found
 
     def note(self, end: int, *what: object) -> None:
         if self.trace is not None:

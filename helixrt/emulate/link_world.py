@@ -27,7 +27,7 @@ OPTIONS = m.LinkOptions(
     eager_bytes=LONG_BYTES, eager_memory_bytes=4000, window_bytes=12_000, window_frames=6, attempt_s=2.0, longest_rest_s=0.4
 )
 GENERATION, END_S = 7, 60.0
-EXCUSED_S = 1.0  # a living peer is not lost for standing still so long
+EXCUSED_S = 1.0  # a living peer is not lost for being stopped so long; where kernels acknowledge for it, for no time
 
 
 class Violation(AssertionError):
@@ -61,6 +61,9 @@ class LinkWorld(Network):
         super().__init__(rng, self.draw_rails(rng), trace)
         self.seed = seed
         self.options = self.draw_options(rng)
+        self.kernels = random.Random(f"{seed} kernels").random() < 0.5  # the other draws of a world stay what they are
+        if self.kernels:
+            self.options = replace(self.options, attempt_s=6.0)  # more than a process is ever stopped
         self.ends = [self.make_end(me) for me in range(2)]
         self.draw_weather(rng)
         plain = not (self.options.striped or self.reorders or self.doubles or self.loses)
@@ -126,7 +129,7 @@ class LinkWorld(Network):
             self.fault(until)
         if rng.random() < 0.2:
             seconds = rng.choice((0.3, EXCUSED_S, 4.0))
-            self.excused |= seconds > EXCUSED_S
+            self.excused |= seconds > EXCUSED_S and not self.kernels
             self.at(rng.uniform(0, until), self.stop, rng.randrange(2), seconds)
         if rng.random() < 0.05:
             self.killed = self.excused = True

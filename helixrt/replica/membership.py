@@ -32,10 +32,16 @@ from typing import Any
 from helixrt.errors import Cause, MissingExtra, Retryable
 from helixrt.protocol.step.quorum import Member
 from helixrt.replica.contracts import Formed, Membership
+from helixrt.replica.lighthouse_beats_private import library
 from helixrt.replica.lost_members import ASK_S, GONE, Lost, LostMembers
 from helixrt.timeouts import Timeouts
+from helixrt.transport.monitor import client as monitor_client
+from helixrt.transport.monitor.client import Monitor, give_back, lease
 
 _TICK_MS = 10
+_BEATS = "helixrt.replica.lighthouse_beats_private"  # in the monitor process
+_DEPENDENT = 1 / 8  # of a membership beat: the period at which other processes of a replica are watched
+_WITHHELD_S = 0.02
 
 
 def _coordination() -> Any:
@@ -57,7 +63,7 @@ def serve_lighthouse(timeouts: Timeouts, host: str = "127.0.0.1") -> tuple[Any, 
         min_replicas=1,
         join_timeout_ms=round(timeouts.join_s * 1000),
         quorum_tick_ms=_TICK_MS,
-        heartbeat_timeout_ms=round(timeouts.heartbeat_s * 1000),
+        heartbeat_timeout_ms=round(timeouts.heartbeat_limit_s * 1000),
     )
     # It names itself by the machine's name, which need not lead to the interface it is bound to.
     return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
@@ -87,7 +93,11 @@ class TorchftMembership(Membership):
 
     `lighthouse` is the address from `serve_lighthouse`; `run_epoch_s` is the same for all replicas
     and all drivers of the run. `lost` tells whether the driver saw a replica's incarnation end; without it, only heartbeats
-    tell. The heartbeat thread runs from `announce` to `close`.
+    tell.
+
+    From `announce` to `close` this rank's monitor process sends the heartbeats, so they depend neither on the interpreter lock
+    nor on user code. It withholds them while this process is stopped, while another process of the replica is (`depend_on`),
+    and when the interpreter of this process has not run for `timeouts.step_s`. `host`: where monitors of this host meet.
     """
 
     def __init__(
@@ -98,6 +108,7 @@ class TorchftMembership(Membership):
         timeouts: Timeouts,
         run_epoch_s: float,
         lost: Lost = lambda replica, incarnation: False,
+        host: str = "127.0.0.1",
     ) -> None:
         self._id = f"{replica}:{incarnation}"
         self._address = lighthouse
@@ -109,21 +120,42 @@ class TorchftMembership(Membership):
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._heart: threading.Thread | None = None
+        self._monitor: Monitor | None = None
+        self._watched: list[int] = []
+        if monitor_client.unsupported() is None:
+            self._monitor = lease(host)
+            self._monitor.start()
 
     def announce(self) -> None:
         with self._lock:
             if self._heart is not None or self._stop.is_set():
                 return
             self._try_heartbeat(None)  # the first one before this returns: whoever joins after it waits for us
+            if self._monitor is not None:
+                arguments: dict[str, Any] = {"library": library(), "lighthouse": self._address, "member": self._id}
+                arguments["timeout_s"] = self._call_timeout_s
+                self._monitor.beat(self._id, _BEATS, arguments, self._timeouts.heartbeat_period_s, self._timeouts.step_s)
+                for number in self._watched:
+                    self._monitor.depend(self._id, number)
             self._heart = threading.Thread(target=self._beat, name=f"helixrt-heartbeat-{self._id}", daemon=True)
             self._heart.start()
         # The thread must be gone before the interpreter is: its native call cannot be unwound.
         atexit.register(self.close)
 
+    def depend_on(self, monitors: Iterable[bytes], secret: bytes) -> None:
+        """To be called before `announce`: the replica is a member only while the ranks of these monitors run as well."""
+        if self._monitor is not None:
+            period_s = _DEPENDENT * self._timeouts.heartbeat_s
+            self._watched += [self._monitor.watch(address, secret, period_s) for address in monitors]
+
     def join(self, me: Member, timeout_s: float) -> Formed:
         self.announce()
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
+            if why := self._withheld():  # to ask is a sign of life too
+                if left_s <= _WITHHELD_S or self._stop.wait(_WITHHELD_S):
+                    raise Retryable(f"this replica takes no part: {why}")
+                continue
             formed = self._ask(me, left_s)
             # A quorum in which our predecessor stands for us, or we for a successor, is not ours.
             if any(m.replica == me.replica and m.incarnation == me.incarnation for m in formed.members):
@@ -164,20 +196,42 @@ class TorchftMembership(Membership):
             heart = self._heart
         if heart is not None and heart is not threading.current_thread():
             heart.join(2 * self._call_timeout_s)
+        with self._lock:
+            monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.rest(self._id)
+            for number in self._watched:
+                monitor.forget(number)
+            give_back(monitor)
         self._lost.close()
         atexit.unregister(self.close)
 
     @property
     def _call_timeout_s(self) -> float:
-        return self._timeouts.heartbeat_s
+        return self._timeouts.heartbeat_limit_s
+
+    def _withheld(self) -> str:
+        """Why the monitor sends no heartbeats; empty: it does."""
+        with self._lock:
+            if self._monitor is None:
+                return ""
+            self._monitor.look()
+            return "" if self._monitor.ended else self._monitor.withheld(self._id)
 
     def _connect(self) -> Any:
         return self._coordination.LighthouseClient(self._address, timedelta(seconds=self._call_timeout_s))
 
     def _beat(self) -> None:
+        """Tell the monitor that this interpreter runs; until it sends heartbeats itself, and without one, send them."""
         client: Any = None
         while not self._stop.is_set():
-            client = self._try_heartbeat(client)
+            with self._lock:
+                monitor = self._monitor
+            if monitor is not None:
+                monitor.look()
+                monitor.alive(self._id)
+            if monitor is None or monitor.ended or not monitor.beating(self._id):
+                client = self._try_heartbeat(client)
             self._stop.wait(self._timeouts.heartbeat_period_s)
 
     def _try_heartbeat(self, client: Any) -> Any:

@@ -98,7 +98,8 @@ class TransportConfig:
     hopping: str = "none"  # which path new messages take: none | hopper | flowbender | ecmp
     rate_mbit: float = 0.0  # rated speed of a path, for hopping: what round-trip times are measured against
     latency_ms: float = 1.0  # of an idle path, likewise
-    heartbeat_s: float = 1.0  # a peer that is silent for 1.5 of it is lost
+    heartbeat_s: float = 0.0  # a peer that does not run, or cannot be reached, is lost within 1.5 of it; 0: half of the
+    # membership's heartbeat_s
 
     def rails_of(self, replica: int) -> tuple[str, ...]:
         return tuple(names[replica % len(names)] for names in (rail.split("|") for rail in self.rails))
@@ -171,6 +172,7 @@ class TrainConfig:
     threads: int = 1  # compute threads per rank
     exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo
     step_timeout_s: float = 60.0
+    heartbeat_s: float = 0.0  # of the membership: a replica that does not run is out within 1.5 of it; 0: derived
     restarts: int = 3  # how often a lost replica is started again, within restart_window_s
     restart_window_s: float = 3600.0  # restarts that are longer ago do not count
     on_poison: str = "stop"  # a batch that ends the same replica twice: stop (the run) | skip (the batch)

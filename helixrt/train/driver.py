@@ -94,7 +94,7 @@ class Driver:
         if config.resume:
             config = replace(config, chaos=ChaosConfig())  # kills belong to a run's first life
         self.config, self.run_ = config, run
-        self.timeouts = derive(config.step_timeout_s)
+        self.timeouts = derive(config.step_timeout_s, config.heartbeat_s)
         self.secret = secrets.token_hex(32)
         self.server, self.address = host_store(config.host, config.port)
         self.store: RunStore = TcpRunStore(self.address)

@@ -40,6 +40,7 @@ from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership, TorchftMembership
 from helixrt.replica.progress import LEADER, Progress
 from helixrt.replica.rank import Done, Hooks, RankWorker
+from helixrt.replica.rank_monitor import PublishedMonitor, monitors
 from helixrt.replica.run_keys import ended_key, running_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, split_address
@@ -76,7 +77,7 @@ class Rank:
         self.life = f"{self.replica}/{spec.incarnation}"
         self.label = f"r{self.replica}.pp{self.ring}"
         self.output = Path(spec.output)
-        self.timeouts: Timeouts = derive(self.config.step_timeout_s)
+        self.timeouts: Timeouts = derive(self.config.step_timeout_s, self.config.heartbeat_s)
         self.store: RunStore = TcpRunStore(spec.store)
         self.record = FlightRecord(self.label)
         flight = self.output / "flight" / f"{self.label}.inc{spec.incarnation}.jsonl"
@@ -100,7 +101,7 @@ class Rank:
         self.said_running, self.said_waiting_s = False, -math.inf
         self.metrics = MetricsSender(self.store, self.replica, spec.incarnation, self.label) if self.leads else None
         self.lineage = self._lineage_writer() if self.leads else None
-        self.closing: list[Channel] = []
+        self.closing: list[Channel | PublishedMonitor] = []
         self.last_update_s = time.monotonic()
 
     # ---------------------------------------------------------------- parts
@@ -223,20 +224,24 @@ class Rank:
         if self.config.exchange == "gloo":
             return GlooExchange(self.timeouts.exchange_s)
         here, secret = interface_towards(self.spec.store), self.spec.secret.encode()
-        endpoint = open_endpoint(secret, here, reach(self.config.transport, self.replica), self.record)
+        endpoint = open_endpoint(secret, here, reach(self.config.transport, self.replica, self.timeouts), self.record)
         return FtarExchange(endpoint, self.timeouts.exchange_s, name=f"exchange-{self.ring}")
 
     def _membership(self) -> Membership:
         if self.config.mesh.replicas == 1:
             return SoloMembership(self.spec.run_epoch_s)
-        return TorchftMembership(
+        membership = TorchftMembership(
             self.replica,
             self.spec.incarnation,
             self.spec.lighthouse,
             self.timeouts,
             self.spec.run_epoch_s,
             lambda replica, incarnation: self.store.get(ended_key(replica, incarnation)) is not None,
+            interface_towards(self.spec.store),
         )
+        others = monitors(self.store, self.life, self.rings, self.timeouts.start_s)
+        membership.depend_on(others, self.spec.secret.encode())
+        return membership
 
     # ---------------------------------------------------------------- leading and following
 
@@ -316,6 +321,8 @@ class Rank:
                 return
 
     def _follow(self) -> None:
+        here, secret = interface_towards(self.spec.store), self.spec.secret.encode()
+        self.closing.append(PublishedMonitor(self.store, self.life, self.ring, here, secret))
         self.reports = Channel(self.store, f"reports/{self.life}/{self.ring}", self.timeouts.step_s)
         self.report_lock = threading.Lock()
         orders = Channel(self.store, f"orders/{self.life}", self.timeouts.step_s)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from helixrt.collectives.endpoints import Reach
 from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
+from helixrt.timeouts import Timeouts
 from helixrt.train.config import TransportConfig
 
 NO_HOPPING = "none"
 POLICIES = (NO_HOPPING, *(policy.value for policy in PolicyName))
 
 
-def reach(config: TransportConfig, replica: int) -> Reach:
-    """Raises ConfigError for what cannot be, if `validate` has not said so before."""
+def reach(config: TransportConfig, replica: int, timeouts: Timeouts) -> Reach:
+    """`timeouts`: the run's; their link period is used unless the transport has a heartbeat of its own.
+
+    Raises ConfigError for what cannot be, if `validate` has not said so before.
+    """
     hopping = None
     if config.hopping != NO_HOPPING:
         unloaded = Unloaded(config.rate_mbit * 1e6 / 8, config.latency_ms / 1e3)
@@ -24,5 +28,5 @@ def reach(config: TransportConfig, replica: int) -> Reach:
         rails=config.rails_of(replica),
         paths=config.paths,
         hopping=hopping,
-        heartbeat_s=config.heartbeat_s,
+        heartbeat_s=config.heartbeat_s or timeouts.link_period_s,
     )

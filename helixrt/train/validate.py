@@ -35,7 +35,7 @@ def validate(config: TrainConfig) -> None:
     """Check every rule, cheap ones first. Raises the first ConfigError."""
     for error in (*_numbers(config), *_relations(config), *_chaos(config)):
         raise error
-    derive(config.step_timeout_s)
+    derive(config.step_timeout_s, config.heartbeat_s)
     require_extras(config)
     _schedule(config)
     _address(config.host, config.port)
@@ -83,12 +83,12 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
         "optim.clip": config.optim.clip,
         "transport.rate_mbit": config.transport.rate_mbit,
         "transport.latency_ms": config.transport.latency_ms,
+        "transport.heartbeat_s": config.transport.heartbeat_s,
     }
     positive = {
         "optim.lr": config.optim.lr,
         "optim.eps": config.optim.eps,
         "model.capacity": config.model.capacity,
-        "transport.heartbeat_s": config.transport.heartbeat_s,
         "checkpoint.write_s": config.checkpoint.write_s,
         "restart_window_s": config.restart_window_s,
         "supersede_after_s": config.supersede_after_s,
@@ -231,7 +231,7 @@ def _transport(config: TrainConfig) -> None:
     check_transport(config.transport.kind, "transport.kind")
     for replica in range(config.mesh.replicas):
         try:
-            find_rails(reach(config.transport, replica))
+            find_rails(reach(config.transport, replica, derive(config.step_timeout_s, config.heartbeat_s)))
         except ConfigError as error:
             raise ConfigError("transport.rails", error.value, error.rule) from error
 

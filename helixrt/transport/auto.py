@@ -226,7 +226,7 @@ class AutoEndpoint(Endpoint):
                 monitors[rank] = asked
             self._ways[rank] = self._endpoints[choice.transport]
         self._used = {name for name, group in groups.items() if group}
-        connected: list[Endpoint] = []
+        connected: list[TcpEndpoint | SharedMemoryEndpoint] = []
         dead: list[tuple[int, Cause]] = []
 
         def over() -> bool:

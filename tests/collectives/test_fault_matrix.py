@@ -35,6 +35,7 @@ EVERY_TIME = (  # of each fault one cell, and every phase
     Cell(Fault.CLOSED, Phase.REDUCE_SCATTER),
     Cell(Fault.HALF_OPEN, Phase.IDLE),
     Cell(Fault.SLOW, Phase.RECONFIGURING),
+    Cell(Fault.HELD, Phase.REDUCE_SCATTER),
     Cell(Fault.GARBAGE, Phase.REDUCE_SCATTER),
     Cell(Fault.SECRET, Phase.CONNECTING),
     Cell(Fault.STALE, Phase.ALL_GATHER),
@@ -42,6 +43,7 @@ EVERY_TIME = (  # of each fault one cell, and every phase
     Cell(Fault.CLOCK, Phase.IDLE),
     Cell(Fault.KILL, Phase.REDUCE_SCATTER, "shared_memory"),
     Cell(Fault.STOP, Phase.CONNECTING, "shared_memory"),
+    Cell(Fault.HELD, Phase.CONNECTING, "shared_memory"),
 )
 
 
@@ -67,7 +69,7 @@ def test_nobody_hangs_or_crashes_and_no_sum_is_wrong(troupe: Troupe, cell: Cell)
 
 
 def test_the_matrix_is_whole_and_every_fault_and_phase_runs_every_time() -> None:
-    assert len(TCP_CELLS) == 12 * 6 and set(EVERY_TIME) <= set(ALL_CELLS)
+    assert len(TCP_CELLS) == 13 * 6 and set(EVERY_TIME) <= set(ALL_CELLS)
     assert {cell.fault for cell in EVERY_TIME} == set(Fault) and {cell.phase for cell in EVERY_TIME} == set(Phase)
 
 

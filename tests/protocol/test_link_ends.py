@@ -58,6 +58,29 @@ def test_a_silent_peer_is_lost_within_one_and_a_half_periods() -> None:
     assert "no sign of life" in str(pair.said(0, m.Lost)[0].cause)
 
 
+def test_acknowledgements_of_the_kernel_are_signs_of_life_of_a_peer_that_says_nothing() -> None:
+    """For seconds; and of two rails the one that is not acknowledged is left, as one that falls silent."""
+    pair = Pair(rails=2, period_s=1.0)
+    pair.post(1, 1)
+    pair.flow()
+    for rail in range(2):
+        pair.hold(rail, 0)
+    for _ in range(50):
+        pair.wait(0.1)
+        for rail in range(2):
+            pair.tell(0, m.Acknowledged(rail, pair.now - 0.05))
+    assert not pair.links[0].closed and m.ResetRail(1) not in pair.log[0]
+    for _ in range(12):
+        pair.wait(0.1)
+        pair.tell(0, m.Acknowledged(0, pair.now - 0.05))
+        pair.tell(0, m.Acknowledged(1, pair.now - 2.0))
+    assert m.ResetRail(1) in pair.log[0] and not pair.links[0].closed
+    began = pair.now
+    while not pair.said(0, m.Lost):
+        pair.wait(0.01)
+        assert pair.now - began <= 1.5
+
+
 @pytest.mark.parametrize("crossed", [False, True])
 def test_a_rail_that_was_set_up_without_crossing_it_is_no_sign_of_life(crossed: bool) -> None:
     """Queue pairs are set up over another network: they come up again and again, and their NICs are cut off."""

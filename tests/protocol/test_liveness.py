@@ -9,7 +9,7 @@ import pytest
 
 from helixrt.errors import Cause
 from helixrt.protocol import liveness
-from helixrt.protocol.liveness import FirstReason, Liveness
+from helixrt.protocol.liveness import Acknowledgements, FirstReason, Liveness, Stopped, acknowledged_s
 
 PERIOD = 1.0
 
@@ -91,6 +91,77 @@ def test_stalls_without_end_do_not_hide_a_death() -> None:
 def test_beats_leave_a_late_sender_more_than_a_period() -> None:
     assert (liveness.SILENCE - liveness.BEAT) * PERIOD > 1.1
     assert liveness.SILENCE <= 1.4  # the rest of 1.5 is for a late look
+
+# ---------------------------------------------------------------- a process that is stopped
+
+
+def test_a_process_that_is_stopped_is_dead_within_one_and_a_quarter_periods() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        stopped, since, now = Stopped(PERIOD), rng.uniform(0, 3), 0.0
+        while not stopped.look(now >= since, now):
+            now += stopped.look_s * rng.uniform(0.9, 1.1)
+        assert since + 0.8 <= now <= since + 1.3, f"seed {seed}: stopped at {since}, declared at {now}"
+
+
+def test_short_stops_are_no_death_however_many_there_are() -> None:
+    """Each shorter than 0.8 periods, with one look between two of them that finds the process running."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        stopped, now = Stopped(PERIOD), 0.0
+        for _ in range(200):
+            until = now + rng.uniform(0, 0.8)
+            while now < until:
+                assert not stopped.look(True, now), f"seed {seed}"
+                now += stopped.look_s
+            assert not stopped.look(False, now)
+            now += stopped.look_s
+
+
+def test_two_late_looks_of_ours_are_no_proof_that_it_was_stopped_between_them() -> None:
+    stopped = Stopped(PERIOD)
+    assert not stopped.look(True, 0.0) and not stopped.look(True, 5.0)
+    assert stopped.for_s <= 2 * stopped.look_s
+
+
+# ---------------------------------------------------------------- acknowledgements
+
+
+def test_a_rail_that_the_peer_does_not_read_lives_by_the_control_connection() -> None:
+    full, silent = Acknowledgements(10.0, full=True), Acknowledgements(10.0)
+    control = Acknowledgements(12.0)
+    assert acknowledged_s(full, control) == 12.0
+    assert acknowledged_s(Acknowledgements(13.0, full=True), control) == 13.0
+    assert acknowledged_s(silent, control) == 10.0, "nothing is full: its own path fails"
+    assert acknowledged_s(Acknowledgements(10.0, full=True, unanswered=2), control) == 10.0, "its window probes are lost"
+    assert acknowledged_s(full, None) == 10.0
+
+
+@pytest.mark.parametrize("lock_held_s", [0.0, 5.0, 60.0])
+def test_a_peer_lives_by_its_kernels_acknowledgements_whatever_its_process_does(lock_held_s: float) -> None:
+    """Our probes are acknowledged within 0.3 periods until its host fails; from its process nothing comes."""
+    for seed in range(50):
+        rng = random.Random(seed)
+        fails = 1.0 + lock_held_s
+        live, now, probed = Liveness(PERIOD, 0.0), 0.0, 0.0
+        while True:
+            now = max(now, live.deadline_s) + rng.uniform(0, 0.05)
+            if probed + 0.3 < fails:
+                live.heard(min(now, probed + rng.uniform(0, 0.3)))
+            if live.silent(now):
+                break
+            probed = now
+        assert fails < now < fails + 1.8, f"seed {seed}: its host failed at {fails}, declared at {now}"
+
+
+def test_an_old_sign_of_life_changes_nothing() -> None:
+    live = Liveness(PERIOD, 0.0)
+    live.heard(2.0)
+    live.heard(1.0)
+    assert live.heard_s == 2.0
+
+
+# ---------------------------------------------------------------- the first reason
 
 
 def test_the_first_reason_stands() -> None:

@@ -186,7 +186,9 @@ class Replica:
             Hooks(updated=self.done.append),
         )
         log = RunLog(world.store)
-        machine = StepMachine(replica, incarnation, 1, Log(log.read_from(0)), world.root.hash if len(log.read_from(0)) == 1 else "", STEPS)
+        entries = log.read_from(0)
+        held = world.root.hash if len(entries) == 1 else ""
+        machine = StepMachine(replica, incarnation, 1, Log(entries), held, STEPS)
         holders = Holders(world.store, replica, incarnation)
         holders.end_predecessors()
         self.membership = MemoryMembership(world.fabric, replica)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +20,7 @@ import pytest
 from helixrt.errors import Retryable
 from helixrt.protocol.step.quorum import Member
 from helixrt.replica.contracts import Formed
+from helixrt.replica.lighthouse_beats_private import library
 from helixrt.replica.lost_members import GONE
 from helixrt.replica.membership import SoloMembership, TorchftMembership, newest_incarnations, serve_lighthouse
 from helixrt.timeouts import Timeouts, derive
@@ -246,3 +251,140 @@ def test_one_replica_needs_no_server() -> None:
     solo.close()
     with pytest.raises(Retryable):
         solo.join(me, 1)
+
+
+# ---------------------------------------------------------------- heartbeats do not depend on the rank's interpreter
+
+_MEMBER = """
+import ctypes, json, sys
+from helixrt.protocol.step.quorum import Member
+from helixrt.replica.membership import TorchftMembership
+from helixrt.timeouts import Timeouts
+from helixrt.transport.monitor.client import lease
+
+lighthouse, timeouts, monitors = json.loads(sys.argv[1])
+membership = TorchftMembership(1, 0, lighthouse, Timeouts(**timeouts), 0.0)
+mine = lease("127.0.0.1")
+mine.know(b"secret")
+membership.depend_on([address.encode() for address in monitors], b"secret")
+membership.announce()
+print(mine.address().decode(), flush=True)
+for line in sys.stdin:
+    if line == "join\\n":
+        me = Member(1, 0, 3, "abc", "def", 7, ())
+        print(json.dumps([m.replica for m in membership.join(me, 20.0).members]), flush=True)
+    else:
+        ctypes.PyDLL(None).usleep(int(float(line) * 1e6))
+        print("held", flush=True)
+"""
+
+
+_STAGE = """
+import sys
+from helixrt.transport.monitor.client import lease
+
+mine = lease("127.0.0.1")
+mine.know(b"secret")
+mine.start()
+print(mine.address().decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Rank:
+    """A process of replica 1 that says one line when it is ready."""
+
+    def __init__(self, script: str, argument: str = "") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.said = self.hear()
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, word: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def silence_s(world: World) -> float:
+    """Since the last heartbeat of replica 1, as the lighthouse's own page tells."""
+    with urllib.request.urlopen(f"{world.address}/status", timeout=5) as page:
+        (seen,) = re.findall(r"1:0: seen ([0-9.]+)s ago", page.read().decode())
+    return float(seen)
+
+
+def until_withdrawn(world: World, withdrawn: bool) -> None:
+    limit = time.monotonic() + DEADLINE_S
+    while (silence_s(world) > TIMEOUTS.heartbeat_limit_s) != withdrawn:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Replica 1: its leader, which is a member only while its other rank runs as well."""
+
+    world: World
+    leader: Rank
+    stage: Rank
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Replica]:
+    world, stage = World(), Rank(_STAGE)
+    leader = Rank(_MEMBER, json.dumps([world.address, asdict(world.timeouts), [stage.said]]))
+    yield Replica(world, leader, stage)
+    leader.end()
+    stage.end()
+    world.close()
+
+
+@pytest.mark.parametrize("held_s", [2.5, pytest.param(5.0, marks=pytest.mark.slow)])
+def test_a_replica_whose_leader_holds_its_interpreter_lock_stays_a_member(replica: Replica, held_s: float) -> None:
+    until_withdrawn(replica.world, False)
+    replica.leader.tell(held_s)
+    until = time.monotonic() + held_s
+    while time.monotonic() < until:
+        assert silence_s(replica.world) < TIMEOUTS.heartbeat_limit_s
+        time.sleep(0.05)
+    assert replica.leader.hear() == "held"
+
+
+@pytest.mark.parametrize("which", ["leader", "stage"])
+def test_a_replica_with_a_stopped_rank_is_withdrawn_and_comes_back(replica: Replica, which: str) -> None:
+    world, rank = replica.world, replica.leader if which == "leader" else replica.stage
+    mine, me = world.member(0, incarnation=which == "stage")
+    mine.announce()
+    until_withdrawn(world, False)
+    rank.process.send_signal(signal.SIGSTOP)
+    until_withdrawn(world, True)
+    replica.leader.tell("join")  # to ask for a quorum is a sign of life at the lighthouse: it must not
+    assert [m.replica for m in mine.join(me, DEADLINE_S).members] == [0]
+    assert silence_s(world) > TIMEOUTS.heartbeat_limit_s
+    rank.process.send_signal(signal.SIGCONT)
+    while [m.replica for m in mine.join(me, DEADLINE_S).members] != [0, 1]:
+        time.sleep(0.02)
+    assert json.loads(replica.leader.hear()) == [0, 1]
+    mine.close()
+
+
+def test_the_heartbeats_process_loads_no_torch() -> None:
+    code = f"""
+import sys
+from helixrt.replica.lighthouse_beats_private import beat_of
+beat = beat_of({library()!r}, "http://127.0.0.1:9", "0:0", 0.2)
+beat()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,6 @@ endpoint that forgets to ask to be called hangs here.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing.connection
 import os
 import random
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from helixrt.bench.fault_matrix.strikes import hold_interpreter_lock
 from helixrt.transport.contract import Endpoint, Lost, Outcome, PeerAborted, Received, Sent
 from tests.ranks_context import ranks_context
 
@@ -262,11 +262,6 @@ class Process:
         self._process.kill()
         self._process.join()
         self.pipe.close()
-
-
-def hold_interpreter_lock(seconds: float) -> None:
-    """No other thread of this process runs Python meanwhile, as in a call of C code that does not release the lock."""
-    ctypes.PyDLL(None).usleep(round(seconds * 1e6))
 
 
 def echo(make: Make, rank: int, size: int, heartbeat_s: float | None, pipe: multiprocessing.connection.Connection) -> None:

@@ -6,9 +6,9 @@ survivors were blocked after the fault struck.
 What is asked of survivors (FT-HSDP section 4.2 asks for less: there a collective's time-out ends a hang):
 
 - a death, or a peer that talks garbage: whoever waits raises `Retryable` within 200 ms;
-- silence (a stopped process, a link that is down beyond the host): within 1.5 heartbeat periods;
-- what is no failure of a member (slow, a connection that broke, a stranger, a straggler of an older generation, a
-  full disk, a jumping clock): nothing; the sums are exact, also for the struck rank;
+- a stopped process, or a link that is down beyond the host: within 1.5 heartbeat periods;
+- what is no failure of a member (slow, its interpreter lock held for seconds, a connection that broke, a stranger, a
+  straggler of an older generation, a full disk, a jumping clock): nothing; the sums are exact, also for the struck rank;
 - always: no hang, no other exception, no wrong sum, and the next generation's sums are exact.
 """
 
@@ -23,7 +23,7 @@ class Consequence(Enum):
     """What a fault means to the others."""
 
     GONE = "gone"  # known at once
-    SILENT = "silent"  # only silence tells
+    SILENT = "silent"  # noticed within 1.5 periods
     NONE = "none"  # no failure
 
 
@@ -37,6 +37,7 @@ class Fault(Enum):
     CLOSED = ("closed socket", Consequence.NONE)  # all its connections; the process lives, they are made anew
     HALF_OPEN = ("half-open socket", Consequence.SILENT)
     SLOW = ("slow peer", Consequence.NONE)
+    HELD = ("interpreter lock held", Consequence.NONE)  # for longer than any silence is borne; its kernel acknowledges
     GARBAGE = ("garbage", Consequence.GONE)
     SECRET = ("wrong secret", Consequence.NONE)
     STALE = ("older generation", Consequence.NONE)
@@ -89,7 +90,7 @@ class Cell:
 TCP_CELLS = tuple(Cell(fault, phase) for fault in Fault for phase in Phase)
 SHARED_MEMORY_CELLS = tuple(
     Cell(fault, phase, "shared_memory")
-    for fault in (Fault.KILL, Fault.STOP, Fault.EXIT)
+    for fault in (Fault.KILL, Fault.STOP, Fault.EXIT, Fault.HELD)
     for phase in Phase
 )
 ALL_CELLS = TCP_CELLS + SHARED_MEMORY_CELLS

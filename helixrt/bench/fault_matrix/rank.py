@@ -182,6 +182,8 @@ class Rank:
             case Fault.SLOW:
                 self._endpoint.pause_s = strikes.SLOW * self._part.heartbeat_s
                 self._endpoint.throttle_s = strikes.THROTTLE_S
+            case Fault.HELD:
+                strikes.hold_interpreter_lock(strikes.HELD * self._part.heartbeat_s)
             case Fault.DISK:
                 strikes.fill_disk(self._part.folder)
             case Fault.CLOCK:

@@ -6,6 +6,7 @@ the conductor does while the victim waits at its place.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import select
@@ -30,11 +31,17 @@ from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAbor
 from helixrt.transport.tcp import rails as tcp_rails
 
 EXIT_CODE = 3
+HELD = 2.5  # heartbeat periods for which a rank holds its interpreter lock: more than a silent peer has
 SLOW = 0.8  # of a heartbeat period: the slow peer's one long pause
 THROTTLE_S = 0.003  # and what every later look costs it
 _BABBLE_S = 20.0
 _DAY_S = 86_400
 _GARBAGE = random.Random(7).randbytes(64 << 10)
+
+
+def hold_interpreter_lock(seconds: float) -> None:
+    """No other thread of this process runs Python meanwhile, as in a call of C code that does not release the lock."""
+    ctypes.PyDLL(None).usleep(round(seconds * 1e6))
 
 
 class ProgramFault(Exception):
@@ -274,14 +281,11 @@ def babble(peers: Mapping[int, bytes], store_port: int, until: Connection) -> No
 
 def end_with_parent() -> None:
     """Whoever forked this process is its owner; a stopped one would outlive it."""
-    import ctypes
-
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def move_to_namespace(file: str) -> None:
     """This process's later sockets belong to another network. Before it has threads."""
-    import ctypes
 
     with Path(file).open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -37,10 +37,10 @@ class Monitor:
     """
 
     def __init__(self, host: str) -> None:
-        self.withheld = ""  # why the membership beats are withheld
-        self.beating = False  # the first membership beat was sent
         self._lock = threading.RLock()
         self._states: dict[int, State] = {}
+        self._beating: dict[str, bool] = {}  # names of memberships: the first beat was sent
+        self._withheld: dict[str, str] = {}
         self._numbers = 0
         self._secrets: set[bytes] = set()
         self._child: subprocess.Popen[bytes] | None = None
@@ -73,9 +73,8 @@ class Monitor:
                 if self._child is not None:
                     self._order("secret", secret=secret.hex())
 
-    def watch(self, address: bytes, secret: bytes, period_s: float, withholds: bool = False) -> int:
-        """Watch the rank of the monitor at `address`; its number from now on. `withholds`: no membership beats while it does not
-        run. Raises ValueError if it is no address."""
+    def watch(self, address: bytes, secret: bytes, period_s: float) -> int:
+        """Watch the rank of the monitor at `address`; its number from now on. Raises ValueError if it is no address."""
         host, port = wire.parse_address(address)
         least, most = wire.PERIODS_S
         with self._lock:
@@ -89,7 +88,6 @@ class Monitor:
                 port=port,
                 secret=secret.hex(),
                 period_s=min(max(period_s, least), most),
-                withholds=withholds,
             )
             return self._numbers
 
@@ -98,19 +96,31 @@ class Monitor:
             if self._states.pop(number, None) is not None:
                 self._order("forget", number=number)
 
-    def beat(self, module: str, arguments: dict[str, Any], period_s: float, alive_s: float) -> None:
-        """Let the monitor beat for this rank's membership: `beat_of(**arguments)` of `module` gives a function that beats once.
+    def beat(self, name: str, module: str, arguments: dict[str, Any], period_s: float, most_s: float) -> None:
+        """Let the monitor beat for a membership: `beat_of(**arguments)` of `module` gives a function that beats once.
 
-        The beats are withheld while this rank is stopped, and when it has not called `alive` for `alive_s` seconds.
+        The beats are withheld while this rank is stopped, and when it has not called `alive` for `most_s` seconds.
         """
         with self._lock:
             self.start()
-            self._order("beat", module=module, arguments=arguments, period_s=period_s, alive_s=alive_s)
+            self._beating[name], self._withheld[name] = False, ""
+            self._order("beat", name=name, module=module, arguments=arguments, period_s=period_s, most_s=most_s)
 
-    def alive(self) -> None:
+    def depend(self, name: str, number: int) -> None:
+        """No beats of that membership while the watched rank `number` does not run."""
+        with self._lock:
+            self._order("depend", name=name, number=number)
+
+    def alive(self, name: str) -> None:
         """This rank's interpreter runs."""
         with self._lock:
-            self._order("alive")
+            self._order("alive", name=name)
+
+    def rest(self, name: str) -> None:
+        """No more beats of that membership."""
+        with self._lock:
+            if self._beating.pop(name, None) is not None:
+                self._order("rest", name=name)
 
     # ---------------------------------------------------------------- what was seen
 
@@ -134,15 +144,23 @@ class Monitor:
                     return
                 news = wire.unpack(raw)
                 if "withheld" in news:
-                    self.withheld = news["withheld"]
+                    self._withheld[news["name"]] = news["withheld"]
                 elif "beating" in news:
-                    self.beating = True
+                    self._beating[news["beating"]] = True
                 elif news["number"] in self._states:
                     self._states[news["number"]] = State(news["state"])
 
     def state(self, number: int) -> State:
         """As of the last `look`."""
         return self._states.get(number, State.RUNNING)
+
+    def beating(self, name: str) -> bool:
+        """Whether the first beat of that membership was sent; as of the last `look`."""
+        return self._beating.get(name, False)
+
+    def withheld(self, name: str) -> str:
+        """Why its beats are withheld; empty: they are not. As of the last `look`."""
+        return self._withheld.get(name, "")
 
     # ---------------------------------------------------------------- the process
 

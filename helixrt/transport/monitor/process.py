@@ -184,26 +184,40 @@ class Watched:
 
 
 class Beats:
-    """Membership beats, in a thread of their own: each is one call of `beat`, which may block."""
+    """The beats of one membership, in a thread of their own: each is one call of `beat`, which may block."""
 
-    def __init__(self, beat: Callable[[], None], period_s: float, alive_s: float, beaten: Callable[[], None]) -> None:
+    def __init__(self, beat: Callable[[], None], period_s: float, most_s: float, beaten: Callable[[], None]) -> None:
         self.withheld = ""  # why there are none
         self.alive_s = time.monotonic()  # when the rank last said that its interpreter runs
-        self._beat, self._period_s, self._most_s, self._beaten = beat, period_s, alive_s, beaten
-        threading.Thread(target=self._run, name="helixrt-membership-beats", daemon=True).start()  # ends with the process
+        self.depends_on: set[int] = set()  # numbers of watched ranks: no beats unless they run
+        self._beat, self._period_s, self._most_s, self._beaten = beat, period_s, most_s, beaten
+        self._over = threading.Event()
+        # Never joined: a call under way ends with the process, or by its own time-out.
+        threading.Thread(target=self._run, name="helixrt-membership-beats", daemon=True).start()
 
     def _run(self) -> None:
         first = True
-        while True:
+        while not self._over.is_set():
             if not self.withheld:
                 self._beat()
                 if first:
                     first = False
                     self._beaten()
-            time.sleep(self._period_s)
+            self._over.wait(self._period_s)
 
-    def late(self, now: float) -> bool:
-        return now > self.alive_s + self._most_s
+    def reason(self, stopped: bool, states: Callable[[int], State], now: float) -> str:
+        """Why there should be no beats now; empty: there should."""
+        if stopped:
+            return "its process is stopped"
+        if now > self.alive_s + self._most_s:
+            return f"its interpreter has not run for {now - self.alive_s:.0f} s"
+        for number in sorted(self.depends_on):
+            if (state := states(number)) is not State.RUNNING:
+                return f"another process of its replica is {state.value}"
+        return ""
+
+    def end(self) -> None:
+        self._over.set()
 
 
 class Monitor:
@@ -215,8 +229,7 @@ class Monitor:
         self._secrets: list[bytes] = []
         self._watchers: dict[int, Watcher] = {}
         self._watched: dict[int, Watched] = {}  # by the rank's number for it
-        self._withholding: set[int] = set()  # of those: ranks of the same replica
-        self._beats: Beats | None = None
+        self._beats: dict[str, Beats] = {}
         self._look_due_s = 0.0
         self._over = False
         self._lock = threading.Lock()  # of sending to the rank
@@ -302,19 +315,23 @@ class Monitor:
                 address, secret = (order["host"], order["port"]), bytes.fromhex(order["secret"])
                 changed = lambda state: self._changed(number, state)  # noqa: E731
                 self._watched[number] = Watched(address, secret, order["period_s"], self._here, changed)
-                if order["withholds"]:
-                    self._withholding.add(number)
             case "forget":
                 each = self._watched.pop(order["number"], None)
-                self._withholding.discard(order["number"])
+                for beats in self._beats.values():
+                    beats.depends_on.discard(order["number"])
                 if each is not None:
                     self._hang_up(each)
             case "beat":
+                name = order["name"]
                 beat = importlib.import_module(order["module"]).beat_of(**order["arguments"])
-                self._beats = Beats(beat, order["period_s"], order["alive_s"], lambda: self._report({"beating": True}))
+                beaten = lambda: self._report({"beating": name})  # noqa: E731
+                self._beats[name] = Beats(beat, order["period_s"], order["most_s"], beaten)
+            case "depend":
+                self._beats[order["name"]].depends_on.add(order["number"])
             case "alive":
-                if self._beats is not None:
-                    self._beats.alive_s = time.monotonic()
+                self._beats[order["name"]].alive_s = time.monotonic()
+            case "rest":
+                self._beats.pop(order["name"]).end()
             case "end":
                 self._over = True
 
@@ -326,19 +343,12 @@ class Monitor:
             self._orders.send(wire.pack(message))
 
     def _withhold(self, stopped: bool, now: float) -> None:
-        """No membership beats while the rank is stopped, has not run its interpreter for too long, or another one of the replica
-        does not run."""
-        if self._beats is None:
-            return
-        why = "its process is stopped" if stopped else ""
-        if not why and self._beats.late(now):
-            why = "its interpreter has not run for too long"
-        for number in self._withholding:
-            if (state := self._watched[number].state) is not State.RUNNING:
-                why = why or f"rank {number} of its replica is {state.value}"
-        if why != self._beats.withheld:
-            self._beats.withheld = why
-            self._report({"withheld": why})
+        """No membership beats while the rank, or a rank of its replica, does not run."""
+        for name, beats in self._beats.items():
+            why = beats.reason(stopped, lambda number: self._watched[number].state, now)
+            if why != beats.withheld:
+                beats.withheld = why
+                self._report({"withheld": why, "name": name})
 
     def _rank_ended(self) -> None:
         for watcher in self._watchers.values():

@@ -144,8 +144,9 @@ class SharedMemoryEndpoint(Endpoint):
                     processes[peer] = process or 0
             if now >= turn:
                 turn = now + (_TURN_S if self._heartbeat_s is None else min(_TURN_S, LOOK * self._heartbeat_s))
-                for peer in self._expected if stopped_processes is not None else ():
-                    if (stopped_s := stopped_processes.stopped_s(processes[peer], now)) is not None:
+                for peer in self._expected:
+                    stopped_s = None if stopped_processes is None else stopped_processes.stopped_s(processes[peer], now)
+                    if stopped_s is not None:
                         raise Retryable(f"rank {peer} on this host has been stopped for {stopped_s:.2f} s")
                 self._expire(now)
                 for link in self._links.values():

@@ -253,7 +253,7 @@ class Meeting:
 
         def failed(dial: Dial, failure: Failure, reason: str, verdict: Verdict | None) -> None:
             self._knocks.discard(dial)
-            if dial.open and verdict is None and peer.rank in self._lives:  # taken by its kernel; its process did not come to it
+            if dial.open and verdict is None and peer.rank in self._lives:  # its kernel took it, its process has not run since
                 self._lives[peer.rank].heard(dial.open_s)
             if dial.reset and times > 1:
                 again = functools.partial(self._knock, peer, rail, times - 1)

@@ -9,6 +9,7 @@ memory that anybody reads: a half-written slot is no message. What is sent is th
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 from helixrt.protocol.link import frames
 from helixrt.protocol.link.frames import HEADER_BYTES, Frame, FrameError, Kind
 from helixrt.protocol.link.messages import Failure
+from helixrt.protocol.liveness import Acknowledgements
 from helixrt.transport.intake import Intake
 from helixrt.transport.rail_connection import Carrier
 from helixrt.transport.verbs.failure import first_cause
@@ -65,6 +67,7 @@ class VerbsConnection:
         self._sends = SendQueue(pair, theirs, registrations, number, generation, self._left)
         self._arrived: deque[Any] = deque()  # completions of receives that were polled and not looked at
         self._missing = self._at = self._sequence = 0  # of the payload under way
+        self._answered_s = -math.inf  # when the other end's NIC last acknowledged something, by a completion
 
     # ---------------------------------------------------------------- writing
 
@@ -177,6 +180,7 @@ class VerbsConnection:
                 elif completion.wr_id & RECEIVE_BIT:
                     self._arrived.append(completion)
                 else:
+                    self._answered_s = time.monotonic()
                     self._sends.complete(completion.wr_id & NUMBER_MASK)
         if flushed is not None:
             self._broken = first_cause((flushed,), self._enums)
@@ -266,6 +270,10 @@ class VerbsConnection:
             return False
         self._broke(*self._broken)
         return True
+
+    def acknowledgements(self, now: float) -> Acknowledgements | None:
+        """The other end's NIC needs nothing of the process there. Without credit nothing is sent that it could acknowledge."""
+        return None if self.closed else Acknowledgements(self._answered_s, self._sends.starved)
 
     def emptied(self) -> bool:
         """Everything was written, and the other end's NIC has it."""

@@ -60,7 +60,7 @@ _log = logging.getLogger("helixrt.transport")
 class VerbsOptions:
     """The settings of a verbs endpoint; all ranks of a run have the same. Times in seconds."""
 
-    period_s: float | None = 1.0  # of heartbeats; None: none, and a peer that falls silent is not noticed
+    period_s: float | None = 1.0  # of liveness; None: only what a NIC reports is noticed
     link: LinkOptions = field(default_factory=lambda: LinkOptions(striped=False))  # its period is the one above
     sizes: Sizes = field(default_factory=Sizes)
     patience: Patience = field(default_factory=Patience)

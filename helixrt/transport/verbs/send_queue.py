@@ -90,6 +90,11 @@ class SendQueue:
         """Something could go if there were credit, or room."""
         return bool(self._queue or self._asked)
 
+    @property
+    def starved(self) -> bool:
+        """Frames wait for credit, and the other end's NIC has answered all that it was to answer."""
+        return bool(self._queue) and self._signalled <= self.completed
+
     def write(self) -> None:
         """As much as credits allow."""
         try:

@@ -1,0 +1,69 @@
+"""A rank of the main job is stopped (SIGSTOP) for seconds: the other replica goes on without it, and has it back afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_chaos_runs import DEADLINE_S, Job, assert_consistent, finish
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs monitor processes: Linux only"),
+]
+
+STEPS = 1500
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path, f"steps={STEPS}", "step_timeout_s=30", "transport.kind=tcp", "checkpoint.every=500")
+    yield made
+    made.end()
+
+
+def until(what: Callable[[], bool]) -> None:
+    limit = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+def pid_of(job: Job, rank: str) -> int:
+    """From its flight record."""
+    (flight,) = job.folder.glob(f"flight/{rank}.inc0.jsonl")
+    events = [json.loads(line) for line in flight.read_text().splitlines() if '"pid"' in line]
+    return next(pid for event in events for pid in [event.get("pid") or event.get("attributes", {}).get("pid")] if pid)
+
+
+def contributors(job: Job) -> list[int]:
+    """How many replicas contributed to each step on disk."""
+    try:
+        return [len(record.contributors) for record in job.log().chain()]
+    except (ValueError, IndexError, OSError):  # there is nothing yet
+        return []
+
+
+@pytest.mark.parametrize("rank", ["r1.pp0", "r1.pp1"])
+def test_the_others_go_on_and_it_comes_back(job: Job, rank: str) -> None:
+    driver = job.start()
+    until(lambda: bool(list(job.root.glob("[0-9]*/[0-9]*"))) and len(contributors(job)) > 20)
+    pid = pid_of(job, rank)
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: contributors(job)[-10:] == [1] * 10)
+    os.kill(pid, signal.SIGCONT)
+    ended = finish(driver)
+    report = job.report() if ended.code == 0 else None
+    assert report is not None, job.why(ended)
+    lost = sorted(failure["replica"] for failure in report["failures"])
+    assert lost in ([], [1]), report["failures"]
+    assert_consistent(job, ended, lost, STEPS)
+    assert contributors(job)[-1] == 2
