@@ -20,6 +20,7 @@ from helixrt.errors import MissingExtra
 from helixrt.ray_cluster.controller import Happening, LifeEvent
 from helixrt.train.config import TrainConfig
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
+from helixrt.train.step_rules import SHOWN_EXCLUSIONS
 
 _EXPLAINED = {Happening.LOST, Happening.GIVEN_UP, Happening.WAITING, Happening.SKIPPED}
 _TOLD = {Happening.RESTARTED, Happening.RUNNING, *_EXPLAINED}
@@ -179,6 +180,7 @@ def summary_of(report: dict[str, Any]) -> list[str]:
         f"data: {audit['batches']} batches, {audit['gaps']} gaps, {audit['repeats']} repeats: {verdict}",
         f"final parameters of all replicas: {alike}",
     ]
+    lines += [e["what"] for e in report["exclusions"][:SHOWN_EXCLUSIONS]]
     for f in report["failures"]:
         lines.append(
             f"replica {f['replica']} lost in step {f['step']}: detected after {_seconds(f['detected_after_s'])}, survivors"

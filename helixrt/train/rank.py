@@ -61,7 +61,15 @@ from helixrt.train.leader_reports import MetricsSender
 from helixrt.train.lineage_files import LineageWriter
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 from helixrt.train.reach import reach
-from helixrt.train.step_rules import WAITING_LINE_S, skipped_positions, step_rules, waiting_text
+from helixrt.train.step_rules import (
+    WAITING_LINE_S,
+    agreed_memory,
+    exclusion_text,
+    publish_memory,
+    skipped_positions,
+    step_rules,
+    waiting_text,
+)
 from helixrt.train.storage_trouble import StorageTrouble
 
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
@@ -111,6 +119,7 @@ class Rank:
         torch.set_num_threads(self.config.threads)
         keep_freed_memory()
         engine = self._engine()
+        publish_memory(self.config, engine, self.store, self.life, self.ring)
         transport = self._transport()
         worker = RankWorker(
             self.replica,
@@ -259,7 +268,7 @@ class Rank:
             Log(entries),
             entries[0].hash if len(entries) == 1 else "",
             self.config.steps,
-            step_rules(self.config),
+            step_rules(self.config, agreed_memory(self.store, self.life, self.rings, self.timeouts.start_s)),
             self.spec.life,
             skipped_positions(self.store, self.replica, entries[-1]),
         )
@@ -350,6 +359,8 @@ class Rank:
         if isinstance(command, p.Exchange):
             self._say_running()
         if isinstance(command, p.Apply) and self._writes(command.record):
+            if (text := exclusion_text(command.record)) is not None and self.metrics is not None:
+                self.metrics.say(text)
             if (save := self.checkpoint_orders.out_of_turn(command.record)) is not None:
                 self._tell(save)
             every, step = self.config.eval.every, command.record.step

@@ -25,6 +25,7 @@ from helixrt.train.data import Corpus
 from helixrt.train.leader_reports import Finished
 from helixrt.train.lineage_files import write_durably
 from helixrt.train.metrics import StepMetrics, ValidationMetrics, read_metrics
+from helixrt.train.step_rules import exclusion_text
 
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
 
@@ -133,8 +134,14 @@ def to_plain(found: Figures) -> dict[str, Any]:
             "gaps": found.audit.gaps,
             "repeats": found.audit.repeats,
             "superseded": found.superseded,
+            "excluded": found.audit.excluded,
             "per_replica": {str(r): n for r, n in sorted(found.audit.per_replica.items())},
         },
+        "exclusions": [
+            {"step": record.step, "applied": record.applied, "what": text}
+            for record in found.chain
+            if (text := exclusion_text(record)) is not None
+        ],
         "failures": [
             {
                 "replica": f.replica,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from helixrt.observe.failures import Failure
 from helixrt.observe.timeline import Timeline
 from helixrt.train.report_charts import loss_chart, participants_chart, replica_colour, timeline_chart
+from helixrt.train.step_rules import SHOWN_EXCLUSIONS
 
 if TYPE_CHECKING:
     from helixrt.train.report import Figures
@@ -192,6 +193,8 @@ def _audit(report: dict[str, Any]) -> str:
         ("gaps", str(audit["gaps"])),
         ("repeats", str(audit["repeats"])),
         ("records superseded", str(audit["superseded"])),
+        ("batches excluded", str(audit["excluded"])),
+        *((f"step {e['step']}", e["what"]) for e in report["exclusions"][:SHOWN_EXCLUSIONS]),
         *((f"position of replica {r}'s stream", f"{n:,}") for r, n in audit["per_replica"].items()),
     ]
     return _table_of(rows)

@@ -7,25 +7,54 @@ is waited for, and the user's acceptance of a loss (`helixrt accept-loss RUN_FOL
 from __future__ import annotations
 
 import datetime
+import json
 from pathlib import Path
 
+import torch
+
 from helixrt.errors import ConfigError
+from helixrt.protocol.catchup_memory import GB, CatchupMemory, catchup_memory
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import StepRules
-from helixrt.replica.contracts import RunStore
+from helixrt.replica.contracts import Engine, RunStore
 from helixrt.replica.run_keys import poison_key
 from helixrt.train.config import TrainConfig
 
+SHOWN_EXCLUSIONS = 20  # in the console's summary and on the report's page; report.json has all
 WAITING_LINE_S = 10.0  # between two lines that say who is waited for
 _NEAR = 8  # positions around that of the head for which a batch may be left out
 _ACCEPTED = "accept_loss"  # a file in the run's folder, from the command to the driver
 
 
-def step_rules(config: TrainConfig) -> StepRules:
+def publish_memory(config: TrainConfig, engine: Engine, store: RunStore, life: str, rank: int) -> None:
+    """Say how many reduced sets and snapshots fit into this rank's memory for catch-up. Raises ConfigError if too few do."""
+    reduced_bytes = sum(_nbytes(bucket) for bucket in engine.buckets)
+    state_bytes = sum(_nbytes(shard) for shard in engine.state().values())
+    limit_bytes = int(config.catchup.memory_gb * GB)
+    fits = catchup_memory(limit_bytes, reduced_bytes, state_bytes, config.mesh.replicas, config.catchup.replay)
+    store.put_if_absent(_memory_key(life, rank), json.dumps([fits.replay, fits.snapshots]))
+
+
+def agreed_memory(store: RunStore, life: str, ranks: int, timeout_s: float) -> CatchupMemory:
+    """What fits on every rank of the replica. Equal ranks of all replicas say the same, so all replicas agree."""
+    said = [json.loads(store.wait(_memory_key(life, rank), timeout_s)) for rank in range(ranks)]
+    return CatchupMemory(min(replay for replay, _ in said), min(snapshots for _, snapshots in said))
+
+
+def _memory_key(life: str, rank: int) -> str:
+    return f"memory/{life}/{rank}"
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def step_rules(config: TrainConfig, memory: CatchupMemory) -> StepRules:
     """The rules of a step, the same on every replica."""
     return StepRules(
-        replay=config.catchup.replay,
+        replay=memory.replay,
+        snapshots=memory.snapshots,
         hold_s=config.catchup.hold_s,
         supersede_after_s=config.supersede_after_s,
         nonfinite_limit=config.nonfinite_limit,
@@ -50,6 +79,20 @@ def waiting_text(action: p.Wait, limit_s: float, folder: Path) -> str | None:
         f"waits for {missing}, which may hold step {action.head.step} and has not ended, until about {until:%H:%M:%S}; "
         f"`helixrt accept-loss {folder}` goes on without"
     )
+
+
+def exclusion_text(record: CommitRecord) -> str | None:
+    """What is not in the update of this record and why, in one line; None if everything is."""
+    parts = []
+    for replica, e in sorted(record.excluded.items()):
+        why = "its batch is left out by order" if e.rank < 0 else f"the gradient of its rank {e.rank} is not finite"
+        parts.append(f"replica {replica} is excluded: {why}")
+    if not record.applied and record.contributors:
+        parts.append("the sum of finite gradients is not finite")
+    if not parts:
+        return None
+    nothing = "" if record.applied else "; nothing is updated"
+    return f"step {record.step}: {'; '.join(parts)}{nothing}"
 
 
 def accept_loss(folder: Path) -> None:
