@@ -83,3 +83,14 @@ def test_every_benchmark_of_the_package_keeps_the_contract() -> None:
     for name, summary in cli.benchmarks().items():
         module = importlib.import_module(f"helixrt.bench.{name}")
         assert summary and callable(module.add_arguments) and callable(module.run), name
+
+
+def test_the_acceptance_of_a_loss_reaches_the_driver_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from helixrt.train.step_rules import take_acceptance
+
+    assert cli.main(["accept-loss", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{}")
+    assert not take_acceptance(tmp_path)
+    assert cli.main(["accept-loss", str(tmp_path)]) == 0
+    assert take_acceptance(tmp_path) and not take_acceptance(tmp_path)
