@@ -63,11 +63,11 @@ class ServeLimit:
     def add(self, sample: Sample) -> None:
         """Count one more interval."""
         crowded = sample.idle < self.rules.reserve * self.cores / 2 or sample.delayed > self.rules.delay
-        # What serving used of a crowded machine it took from others, who knows how much of it: go down fast.
+        # On a crowded machine serving takes processor time from others. How much is unknown, so the limit is halved.
         spare = sample.served / 2 if crowded else sample.idle + sample.served
         self._delayed = sample.delayed
         self._spare = (*self._spare, spare)[-self.rules.window :]
 
     def forget(self) -> None:
-        """Nothing was served for a while: what was spare then says nothing about now."""
+        """Drop all samples; for use after a pause in serving."""
         self._spare, self._delayed = (), 0.0

@@ -20,6 +20,7 @@ from helixrt.train.leader_reports import Finished
 from helixrt.train.metrics import StepMetrics, ValidationMetrics
 from helixrt.train.report import RunFacts, write_report
 from helixrt.train.report_charts import ticks
+from helixrt.train.storage_trouble import StorageTrouble
 
 STEPS, LOST_IN, BACK_IN, STEP_S = 120, 20, 38, 0.5
 BEGIN_S = 1_800_000_000.0
@@ -231,6 +232,25 @@ def test_run_that_was_lost_at_once_still_has_a_report(tmp_path: Path, facts: Run
     assert report["validation_bits_per_byte"] is None and report["data_audit"]["batches"] == 0
     assert report["failures"][0]["rejoined_after_s"] is None
     assert Page((empty / "report.html").read_text()).open == []
+
+
+def test_what_could_not_be_written_and_what_was_lost_for_it_is_told(tmp_path: Path, facts: RunFacts) -> None:
+    calm = write_report(tmp_path, facts)
+    assert calm["storage"] == [] and calm["unsaved"] == "" and "Storage" not in (tmp_path / "report.html").read_text()
+    clock = Clock()
+    clock.now = BEGIN_S + 10
+    record = FlightRecord("r0.pp0", clock=clock)
+    trouble = StorageTrouble("checkpoint", record)
+    trouble.failed(5, OSError(28, "No <space> left"))
+    trouble.worked(6)
+    with open(tmp_path / "flight" / "r0.pp0.storage.jsonl", "w") as file:
+        file.writelines(event.to_json() + "\n" for event in record.events())
+    lost = tuple(dataclasses.replace(f, unsaved="No <space> left") for f in facts.finished)
+    report = write_report(tmp_path, dataclasses.replace(facts, finished=lost))
+    assert [(each["step"], each["written"], each["failures"]) for each in report["storage"]] == [(5, False, 1), (6, True, 1)]
+    text = (tmp_path / "report.html").read_text()
+    assert report["unsaved"] == "No <space> left" and "LOST" in text and "No <space>" not in text
+    assert Page(text).open == [] and "written after 1 failed attempts" in text
 
 
 def test_names_from_outside_are_escaped(tmp_path: Path, facts: RunFacts) -> None:
