@@ -210,6 +210,11 @@ def acknowledgements_have_no_deadline(patch: Patch) -> None:
     break_line(patch, (Link, "_tick", "> options.attempt_s:", "> 1e9:"))
 
 
+def what_a_kernel_acknowledges_is_no_sign_of_life(patch: Patch) -> None:
+    """A peer whose process does not run is lost although its host answers."""
+    break_line(patch, (Link, "_acknowledged_by_kernel", "if rail.up and event.at_s > rail.heard_s:", "if False:"))
+
+
 BROKEN = [
     no_ledger,
     counted_before_it_is_whole,
@@ -225,10 +230,12 @@ BROKEN = [
     the_last_rail_is_left_for_being_slow,
     nobody_is_told_of_rails_that_return,
     acknowledgements_have_no_deadline,
+    what_a_kernel_acknowledges_is_no_sign_of_life,
 ]
 
 
-FIRST_SEEDS = {older_copies_keep_writing: 900}  # the others are noticed among the first fifty from 0 on
+# The others are noticed among the first fifty from 0 on.
+FIRST_SEEDS = {older_copies_keep_writing: 900, what_a_kernel_acknowledges_is_no_sign_of_life: 140}
 
 
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)

@@ -130,6 +130,23 @@ def test_a_rail_that_falls_silent_alone_is_left() -> None:
     assert pair.said(1, m.Received)
 
 
+def test_a_rail_on_which_we_sent_nothing_for_a_while_is_not_left() -> None:
+    """Our process was held: meanwhile the kernel went on sending what one rail had, and got acknowledgements, and the other was
+    idle, as nobody sent a probe."""
+    pair = Pair(rails=2, period_s=1.0)
+    pair.post(1, 1)
+    pair.flow()
+    pair.wait(2.0)
+    link = pair.links[0]
+    woke = pair.now + 5.0
+    actions = [*link.on(m.Acknowledged(0, woke - 0.01), woke), *link.on(m.Acknowledged(1, pair.now), woke), *link.on(m.Tick(), woke)]
+    assert not [each for each in actions if isinstance(each, m.ResetRail | m.Lost)]
+    for turn in range(1, 12):
+        now = woke + turn / 10
+        actions += [*link.on(m.Acknowledged(0, now), now), *link.on(m.Tick(), now)]
+    assert m.ResetRail(1) in actions, "nothing answered what was sent since then"
+
+
 def test_a_rail_that_swallows_a_frame_is_left_by_the_software_deadline() -> None:
     pair = Pair(rails=2, striped=False, attempt_s=3.0)
     pair.post(1, 1)

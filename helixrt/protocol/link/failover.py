@@ -40,7 +40,7 @@ class Failover:
         if rail.up:
             self.fail(rail, Failure.PATH, "connected anew", now, out)
         rail.up, rail.incarnation, rail.arrival = True, incarnation, None
-        rail.heard_s = rail.spoke_s = now
+        rail.heard_s = rail.spoke_s = rail.unanswered_s = now
         if rail.fresh:
             rail.receive = ReceiveState.DEFAULT
         plain = self.options.striped or not any(other.flights for other in self.rails)

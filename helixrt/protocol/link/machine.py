@@ -69,7 +69,8 @@ from helixrt.protocol.link.rails import Rail, ReceiveState
 from helixrt.protocol.link.wire import Broken, Wire
 from helixrt.protocol.liveness import FirstReason, Liveness
 
-RAIL_SILENCE = 0.75  # of a period: a rail this much longer silent than the peer's others has failed
+RAIL_SILENCE = 0.75  # of a period: a rail this much longer silent than the peer's others has failed,
+UNANSWERED = 0.4  # if what was sent on it has had no answer for so long: we may not have sent anything for a while
 
 
 class Link:
@@ -358,7 +359,8 @@ class Link:
         for rail in self.rails:
             if not rail.up:
                 continue
-            if live.heard_s - rail.heard_s > RAIL_SILENCE * options.period_s:
+            period_s = options.period_s
+            if live.heard_s - rail.heard_s > RAIL_SILENCE * period_s and rail.silent(UNANSWERED * period_s, now):
                 self._failover.leave(rail, f"silent for {now - rail.heard_s:.2f} s", now, out)
             elif rail.flights and not rail.unresolved and now - next(iter(rail.flights.values())).at_s > options.attempt_s:
                 self._failover.leave(rail, f"nothing acknowledged for {options.attempt_s} s", now, out)

@@ -89,6 +89,7 @@ class Rail:
 
     heard_s: float = -math.inf
     spoke_s: float = -math.inf
+    unanswered_s: float = -math.inf  # when the first frame was sent since it was heard; not later than `heard_s`: none was
 
     failure: Failure | None = None  # of the latest end; the first cause of it, not a cascade where known
     reason: str = ""
@@ -105,6 +106,16 @@ class Rail:
     unresolved: int = 0  # incarnation that failed and of which the peer has not confirmed the end; 0: none
     via: tuple[int, int] = (-1, 0)  # rail and incarnation on which the latest RESUME went
     asked_s: float = -math.inf  # when
+
+    def spoke(self, now: float) -> None:
+        """A frame is sent on it."""
+        self.spoke_s = now
+        if self.unanswered_s <= self.heard_s:
+            self.unanswered_s = now
+
+    def silent(self, least_s: float, now: float) -> bool:
+        """Frames were sent, at least so long ago, and nothing has been heard since."""
+        return self.heard_s < self.unanswered_s <= now - least_s
 
     @property
     def usable(self) -> bool:

@@ -39,7 +39,7 @@ class Wire:
     def give(self, flight: Flight, rail: Rail, now: float, out: list[Action]) -> None:
         """Send a frame that has a sequence number, for the first time or again."""
         self.outbox.place(flight, rail, now)
-        rail.spoke_s = now
+        rail.spoke(now)
         kind, message, floor = flight.kind, flight.message, self.inbox.ledger.floor
         if kind is Kind.DATA:
             assert message is not None
@@ -73,7 +73,7 @@ class Wire:
         body: bytes = b"",
     ) -> None:
         """Send a frame that needs no sequence number."""
-        rail.spoke_s = now
+        rail.spoke(now)
         floor = self.inbox.ledger.floor
         out.append(SendFrame(rail.number, Frame(kind, self.generation, 0, op, index, len(body), floor, flags, body)))
         self._acknowledged()
