@@ -187,7 +187,7 @@ def assert_consistent(job: Job, ended: Ended, lost: Sequence[int] = (), steps: i
     data = report["data_audit"]
     assert (data["gaps"], data["repeats"]) == (found.gaps, found.repeats) == (0, 0)
     assert data["batches"] == found.batches == sum(len(r.contributors) for r in log.chain())
-    assert log.head.positions == {r: sum(r in c.contributors for c in log.chain()) for r in range(replicas)}
+    assert log.head.positions == {r: sum(r in c.replicas for c in log.chain()) for r in range(replicas)}
 
     assert sorted(f["replica"] for f in report["failures"]) == sorted(lost), report["failures"]
     print(*(f"{job.overrides[-1]}: {f}" for f in report["failures"]), sep="\n")
@@ -214,8 +214,8 @@ def test_replica_killed_in_a_step_comes_back(moment: str, job: Any, seed: int) -
     assert failure["rejoined_after_s"] is not None
     assert failure["survivors_recomputed"] == 0, "a broken exchange is tried again with the gradients that were kept"
     chain = run.log().chain()
-    assert any(r.contributors == (1 - replica,) for r in chain), "the survivor went on alone"
-    assert chain[-1].contributors == (0, 1), "and not to the end"
+    assert any(r.replicas == (1 - replica,) for r in chain), "the survivor went on alone"
+    assert chain[-1].replicas == (0, 1), "and not to the end"
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ def assert_resumed_from(run: Job, saved: Checkpoint, before: Log) -> None:
     assert [e.hash for e in log.entries[: len(before)]] == [e.hash for e in before.entries]
     first = log.entries[len(before)]
     assert (first.parent, first.step) == (saved.record.hash, saved.record.step + 1)
-    expected = {r: n + (r in first.contributors) for r, n in saved.record.positions.items()}
+    expected = {r: n + (r in first.replicas) for r, n in saved.record.positions.items()}
     assert first.positions == expected
     assert all(e.step > saved.record.step for e in log.superseded())
 
@@ -364,7 +364,7 @@ def test_one_of_three_replicas_of_one_stage_comes_back(job: Any, seed: int) -> N
     run = job(kills((replica, step, "exchange_early")), "mesh.replicas=3", "mesh.pp=1", patient=True)
     report = assert_consistent(run, run.run(), lost=[replica], replicas=3)
     assert report["failures"][0]["rejoined_after_s"] is not None
-    assert run.log().head.contributors == (0, 1, 2)
+    assert run.log().head.replicas == (0, 1, 2)
 
 
 def losses(root: Path, until: int) -> dict[int, float]:

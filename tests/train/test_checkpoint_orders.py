@@ -63,7 +63,7 @@ class Replica:
     def apply(self, record: CommitRecord, waits: bool = True) -> None:
         """What a rank does with an update and the order behind it."""
         save = self.orders.out_of_turn(record)
-        self.saver.maybe_save(record, STATE, record.contributors[0] == self.number, lambda: None)
+        self.saver.maybe_save(record, STATE, record.replicas[0] == self.number, lambda: None)
         if save is not None:
             self.told.append(save)
             self.saver.save(save.record, STATE, lambda: None, save.after_failover)
