@@ -262,7 +262,8 @@ class RankWorker:
         result = self.engine.run(command.position, on_bucket)
         self._result = (command.position, result)
         self._idle_since = time.monotonic()
-        self.record.write(Kind.WORK_END, begin_s=begin_s, position=command.position)
+        # the leader may have gone on to the next step by now: it needs the buckets, not the end of the work
+        self.record.write(Kind.WORK_END, begin_s=begin_s, step=command.step, position=command.position)
 
     def _load_durable(self, command: LoadDurable) -> None:
         if command.initial and self._updates_done:
