@@ -327,25 +327,29 @@ def test_rank_that_fails_otherwise_than_by_a_kill_is_named_and_replaced(kind: st
     rank = 0 if moment in LEADER_MOMENTS else choice.randrange(2)
     # An error while a checkpoint is written costs the checkpoint alone.
     survives = kind == SLOW or (moment == "checkpoint" and kind in ("exception", "oom"))
-    run = job(faults((kind, replica, rank, step, moment)), "step_timeout_s=6", "steps=40", patient=not survives)
-    report = assert_consistent(run, run.run(), lost=[] if survives else [replica], steps=40)
+    run = job(faults((kind, replica, rank, step, moment)), "step_timeout_s=6", patient=not survives)
+    report = assert_consistent(run, run.run(), lost=[] if survives else [replica])
     if not survives:
         (failure,) = report["failures"]
         assert failure["reason"] == f"chaos: {kind} at {moment} on rank {rank}" and failure["step"] >= step
         assert f"r{replica}.pp{rank}." in failure["seen"] and re.search(SEEN[kind], failure["seen"])
-        assert failure["rejoined_after_s"] is not None or failure["step"] > 30
+        assert failure["rejoined_after_s"] is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != SLOW])
 def test_restarted_replica_that_fails_otherwise_while_it_fetches(kind: str, job: Any, seed: int) -> None:
-    """It has not been through a step yet, so one that hangs has the time of a start."""
+    """It has not been through a step yet, so one that hangs has the time of a start. A fetch that hangs alone may be
+    replaced by a newer one before anybody is stuck."""
     choice = random.Random(seed)
     replica, rank, step = choice.randrange(2), choice.randrange(2), choice.randint(3, 12)
     run = job(kills((replica, step, "forward")), faults((kind, replica, rank, step + 1, "fetch")), patient=True)
-    report = assert_consistent(run, run.run(), lost=[replica, replica])
-    assert [f["reason"] for f in report["failures"]] == ["chaos: killed at forward", f"chaos: {kind} at fetch on rank {rank}"]
-    assert f"r{replica}.pp{rank}." in report["failures"][1]["seen"]
+    ended = run.run()
+    replaced = kind == "hang" and ended.code == 0 and len(run.report()["failures"]) == 1
+    report = assert_consistent(run, ended, lost=[replica] if replaced else [replica, replica])
+    reasons = ["chaos: killed at forward", f"chaos: {kind} at fetch on rank {rank}"]
+    assert [f["reason"] for f in report["failures"]] == (reasons[:1] if replaced else reasons)
+    assert replaced or f"r{replica}.pp{rank}." in report["failures"][1]["seen"]
 
 
 @pytest.mark.slow
