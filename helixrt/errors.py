@@ -15,13 +15,15 @@ class Cause:
     """Where a failure began: which rank saw it, what it was, and where that rank's log is.
 
     `peers` are the peers that were silent to the rank that raises this, if that is the cause: their ranks in the
-    group, or their replicas where a replica's exchange says it.
+    group, or their replicas where a replica's exchange says it. `own_device`: the rank's own network device failed, and
+    no other way was left; neither is told to peers.
     """
 
     what: str
     rank: str = ""
     log: str = ""
     peers: tuple[int, ...] = ()
+    own_device: bool = False
 
     def __str__(self) -> str:
         where = f" at {self.rank}" if self.rank else ""

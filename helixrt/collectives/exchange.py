@@ -34,7 +34,8 @@ class Exchange(ABC):
 
         Every member gets the same bits. `source` is left as it was.
         Raises Retryable as soon as a member is lost or `abort` was called; `out` is then undefined, and `cause.peers`
-        are the replica ids of members that this one found silent or gone itself, if it can tell.
+        are the replica ids of members that this one found silent or gone itself, if it can tell. Raises Fatal when
+        this rank's own network device failed and no other way is left: the process should end.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ from helixrt.collectives.memory import flat
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.rendezvous import StoreClients, meet
-from helixrt.errors import Cause, Retryable
+from helixrt.errors import Cause, Fatal, Retryable
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
 
@@ -81,10 +81,12 @@ class FtarExchange(Exchange):
         self._stores.forget()
 
     def _fail(self, error: BaseException) -> None:
-        """Raise it as Retryable, with the generation; whatever the cause, this generation is over."""
+        """Raise it with the generation, which is over: as Fatal if this rank's own device failed, else as Retryable."""
         first = self._communicator.failure or error
         cause = first.cause if isinstance(first, Retryable) else Cause(str(first).splitlines()[0] or repr(first))
         self._communicator.abort(cause)
         what = "was aborted" if cause.what == "aborted" else f"failed: {cause.what}"
+        if cause.own_device:
+            raise Fatal(Cause(f"{self._label} {what}; this rank's own network device failed", cause.rank, cause.log)) from error
         peers = tuple(self._members[rank] for rank in cause.peers)
         raise Retryable(Cause(f"{self._label} {what}", cause.rank, cause.log, peers)) from error

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.rendezvous import meet
-from helixrt.errors import Retryable
+from helixrt.errors import Cause, Fatal, Retryable
 from helixrt.replica.store import host_store
 from tests.collectives.exchange_conformance import DEADLINE_S, SECRET, ExchangeConformance, make_exchange
 
@@ -49,3 +50,16 @@ def test_an_abort_while_a_member_that_announced_itself_does_not_connect(store_ad
     meet_later.join(DEADLINE_S)
     exchange.close()
     ghost.close()
+
+
+def test_a_failure_of_the_own_device_is_fatal_and_one_of_a_peer_is_not() -> None:
+    own, other = Cause("no rail is left", own_device=True), Cause("lost rank 1", peers=(1,))
+    for cause, kind in ((own, Fatal), (other, Retryable)):
+        exchange = make_exchange("tcp", DEADLINE_S)
+        exchange.configure(1, (4,), 4, "")
+        exchange._members = (4, 7)
+        exchange._communicator.abort(cause)
+        with pytest.raises(kind) as raised:
+            exchange.all_reduce(torch.zeros(2), torch.zeros(2))
+        assert raised.value.cause.peers == ((7,) if kind is Retryable else ())
+        exchange.close()

@@ -16,7 +16,7 @@ from tests.train.test_chaos_runs import DEADLINE_S, Job, assert_consistent, fini
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs monitor processes: Linux only"),
 ]
 

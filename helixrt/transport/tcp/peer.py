@@ -8,6 +8,7 @@ and short messages that came before their receiver (`held`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import socket
 from typing import Protocol, TypeVar
@@ -318,8 +319,8 @@ class Peer:
                 self._host.restore(self, rail)
             case m.RailLeft() | m.RailBack() | m.Hopped() | m.PathProbed():
                 self._host.note(self, action)
-            case m.Lost(cause, _):
-                self._end(Lost(self.rank, cause))
+            case m.Lost(cause, failure):
+                self._end(Lost(self.rank, dataclasses.replace(cause, own_device=failure is Failure.DEVICE)))
             case m.PeerAborted(cause):
                 self._end(PeerAborted(self.rank, cause))
             case m.PeerClosed():
