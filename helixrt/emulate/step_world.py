@@ -18,15 +18,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from helixrt.emulate.step_faults import FAULTS, Faults
 from helixrt.emulate.step_rings import Rings
+from helixrt.emulate.step_state import States
 from helixrt.emulate.step_store import Batch, SimulatedStore, State
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member, StepRules
 
-FAULTS = ("crash", "pause", "partition", "store", "links", "fence", "clock", "nonfinite", "resume", "outage")
-JOIN_S, HEARTBEAT_S, DONOR_S = 12.0, 2.0, 6.0
+JOIN_S, HEARTBEAT_S = 12.0, 2.0
 LIMIT_S = 60_000.0
 
 
@@ -112,7 +113,7 @@ class StepWorld:
         self.joins: dict[int, tuple[Node, Member, float]] = {}
         self.looking = False  # the membership service has something to decide
         self.generation, self.clock_offset_s = 0, 0.0
-        self.exchange = Rings(self)
+        self.exchange, self.states, self.trouble = Rings(self), States(self), Faults(self)
         self.worked: Counter[tuple[int, int, Batch]] = Counter()  # (life, incarnation, batch)
         self.spoilt: dict[Batch, int] = {}  # batches whose gradient is not finite -> the rank that has it
         self.count: Counter[str] = Counter()
@@ -136,7 +137,7 @@ class StepWorld:
             self.boot(replica, 0)
         if self.faults:
             for _ in range(self.random.randint(1, 6)):
-                self.at(self.random.uniform(0.0, 1.5 * self.steps), self.fault)
+                self.at(self.random.uniform(0.0, 1.5 * self.steps), self.trouble.strike)
         while self.heap and not self.ended():
             when, _, call = heapq.heappop(self.heap)
             self.now = when
@@ -228,65 +229,6 @@ class StepWorld:
         self.nodes[replica] = node
         self.deliver(node, p.Begin())
 
-    def fault(self) -> None:
-        kind = self.random.choice(self.faults)
-        replica = self.random.randrange(self.replicas)
-        node = self.nodes.get(replica)
-        span = self.random.choice((0.3, 1.5, 4.0, 10.0, 20.0, 20.0, 150.0, 1500.0))
-        if kind == "store":
-            self.store.down_until = self.now + min(span, 150.0)
-        elif kind == "clock":
-            self.clock_offset_s += self.random.choice((-1.0, 1.0)) * span
-            self.store.jumps += 1
-        elif kind == "resume":
-            self.kill_the_run()
-        elif kind == "links" and self.replicas > 1:
-            pair = tuple(sorted(self.random.sample(range(self.replicas), 2)))
-            self.pairs[pair] = self.now + span  # type: ignore[index]
-        elif kind == "nonfinite":
-            ahead = self.store.head.positions.get(replica, 0) + self.random.randint(1, 2)
-            self.spoilt[(replica, ahead)] = self.random.randrange(self.rings)
-        elif node is None or not node.alive:
-            return
-        elif kind == "outage":
-            self.outage(node)
-        elif kind == "crash":
-            self.crash(node)
-        elif kind == "fence":
-            self.fence(node)
-        elif kind == "pause":
-            node.paused_until = self.now + span
-            node.silent_since = self.now
-        elif kind == "partition":
-            self.lonely[replica] = self.now + span
-            node.silent_since = self.now
-
-    def outage(self, spared: Node) -> None:
-        """One replica is paused and keeps old state; then all others crash, or some are paused for long."""
-        spared.paused_until = self.now + self.random.uniform(6.0, 20.0)
-        spared.silent_since = self.now
-
-        def strike() -> None:
-            for node in list(self.nodes.values()):
-                if node is spared or not node.alive:
-                    continue
-                if self.random.random() < 0.7:
-                    self.crash(node)
-                else:
-                    node.paused_until = self.now + self.random.choice((40.0, 150.0, 1500.0))
-                    node.silent_since = self.now
-
-        self.at(self.random.uniform(4.0, 6.0), strike)
-
-    def crash(self, node: Node) -> None:
-        self.gone(node)
-        self.count["crash"] += 1
-        if self.random.random() < 0.8:  # else a host is lost, and nobody but the successor says that it ended
-            self.at(self.random.uniform(0.05, 1.0), partial(self.seen_to_end, node))
-        life = self.store.life
-        wait_s = self.random.choice((1.0, 1.0, 100.0)) * self.random.uniform(0.5, 6.0)
-        self.at(wait_s, lambda: self.boot(node.replica, node.incarnation + 1) if life == self.store.life else None)
-
     def gone(self, node: Node) -> None:
         node.alive = False
         node.silent_since = self.now if node.silent_since is None else node.silent_since
@@ -298,37 +240,6 @@ class StepWorld:
     def seen_to_end(self, node: Node) -> None:
         if node.life == self.store.life:
             self.store.ended.add((node.replica, node.incarnation))
-
-    def fence(self, node: Node) -> None:
-        """The launcher believes that it ended and starts a successor; its process may go on."""
-        self.crashed.add(node.replica)
-        self.fenced.append(node)
-        if self.random.random() < 0.5:
-            node.paused_until = self.now + self.random.choice((3.0, 30.0))
-            node.silent_since = self.now
-        self.boot(node.replica, node.incarnation + 1)
-
-    def kill_the_run(self) -> None:
-        """The driver and every rank end; after a while the run is resumed from what is on disk."""
-        if self.store.life >= 2:
-            return
-        for node in (*self.nodes.values(), *self.fenced):
-            self.gone(node)
-        self.nodes.clear()
-        log = Log(self.store.entries)
-        saved = self.store.newest_durable(log)[0]
-        least = 1 + max(i for i, entry in enumerate(self.store.entries) if entry.hash == saved)
-        keep = self.random.randint(least, len(self.store.entries))  # a checkpoint is behind its lineage, never before it
-        self.persisted = {i: h for i, h in self.persisted.items() if i < keep}
-        self.store.resume(keep, self.now + 0.5)
-        self.joins.clear()
-        for replica in range(self.replicas):
-            life = self.store.life
-            self.at(self.random.uniform(1.0, 4.0), partial(self._boot_in, life, replica))
-
-    def _boot_in(self, life: int, replica: int) -> None:
-        if life == self.store.life:
-            self.boot(replica, 0)
 
     def cut(self, replica: int) -> bool:
         return self.lonely.get(replica, 0.0) > self.now
@@ -456,15 +367,17 @@ class StepWorld:
                 if self.persisted.setdefault(action.index, action.record.hash) != action.record.hash:
                     raise self.fail(f"two records persisted at {action.index}")
             case p.Apply():
-                self.apply(node, action.record, self.taken(node, action.record) if action.record.applied else frozenset())
+                record = action.record
+                self.states.apply(node, record, self.states.taken(node, record) if record.applied else frozenset())
             case p.Keep():
-                node.kept[action.record.hash] = self.taken(node, action.record)
+                node.kept[action.record.hash] = self.states.taken(node, action.record)
                 if len(node.kept) > self.rules.replay + 2:
                     raise self.fail(f"replica {node.replica} keeps {len(node.kept)} sets of buckets")
             case p.Forget():
                 node.kept.pop(action.lineage, None)
             case p.Replay():
-                self.apply(node, action.record, node.kept.pop(action.record.hash) if action.record.applied else frozenset())
+                record = action.record
+                self.states.apply(node, record, node.kept.pop(record.hash) if record.applied else frozenset())
             case p.Load():
                 node.state = node.fetched.pop(action.lineage)
             case p.Offer():
@@ -476,9 +389,9 @@ class StepWorld:
             case p.Withdraw():
                 node.offers.pop(action.lineage, None)
             case p.FetchState() | p.FetchReduced():
-                self.claim(node, action.lineage, lambda: self.fetch(node, action))
+                self.claim(node, action.lineage, lambda: self.states.fetch(node, action))
             case p.Reload():
-                self.reload(node, action)
+                self.states.reload(node, action)
             case p.Wait():
                 self.count["wait"] += 1
                 self.at(self.random.uniform(0.5, 9.0), lambda: self.wait(node, action))
@@ -488,7 +401,7 @@ class StepWorld:
                 self.count["hold"] += 1
                 self.answer(node, p.HoldEnded(), 0.2, 0.5)
             case p.Restart():
-                self.crash(node)
+                self.trouble.crash(node)
             case p.Rest():
                 self.answer(node, p.Rested(), 0.5, 9.0)
 
@@ -551,82 +464,6 @@ class StepWorld:
             return
         self.store.holders.append(((node.replica, node.incarnation), lineage))
         then()
-
-    # ---- state
-
-    def taken(self, node: Node, record: CommitRecord) -> frozenset[Batch]:
-        sums = {node.reduced.get((record.generation, ring)) for ring in range(self.rings)}
-        if len(sums) != 1:
-            raise self.fail(f"replica {node.replica}: rings disagree for step {record.step}: {sums}")
-        (found,) = sums
-        assert found is not None
-        return found
-
-    def apply(self, node: Node, record: CommitRecord, what: frozenset[Batch]) -> None:
-        log = Log(self.store.entries)
-        if node.state[0] != record.parent or what != self.summed(record, log):
-            raise self.fail(f"replica {node.replica}: update {record.step} does not fit: {node.state[0][:6]} {set(what)}")
-        if what & set(self.spoilt):
-            raise self.fail(f"update {record.step} has a gradient that is not finite: {set(what)}")
-        node.state = (record.hash, (*node.state[1], what))
-        node.offered_reduced = (record.hash, what) if record.applied else ("", frozenset())
-        if record.step % 3 == 0 and node.replica == min(record.committers)[0]:
-            state = node.state
-            self.at(self.random.uniform(0.1, 2.0), lambda: self.saved(node, state))
-
-    def saved(self, node: Node, state: State) -> None:
-        if node.alive and node.life == self.store.life and state[0] in {e.hash for e in self.store.entries}:
-            self.store.durable.setdefault(state[0], state)
-
-    def reload(self, node: Node, action: p.Reload) -> None:
-        def read() -> None:
-            log = node.machine.log
-            newest = self.store.newest_durable(log)
-            record = log.get(newest[0])
-            assert record is not None
-            if record.step > action.newer_than:
-                node.state = newest
-            self.count["reload"] += 1
-            self.answer(node, p.Reloaded(node.state[0] if record.step > action.newer_than else node.machine.held), 0.1, 1.0)
-
-        self.claim(node, self.store.newest_durable(node.machine.log)[0], read)
-
-    def fetch(self, node: Node, action: p.FetchState | p.FetchReduced) -> None:
-        """A fetch takes one of the world's durations, as long as some donor has what it asks for."""
-        ready = self.now + self.random.choice(self.fetch_s) * self.random.uniform(0.5, 1.5)
-        missing_since: list[float] = []
-
-        def attempt() -> None:
-            if not node.alive or node.machine.following.fetching != action.lineage:
-                return
-            donors = [self.nodes[d.replica] for d in action.donors if self._serves(d, node, action)]
-            if donors and self.now >= ready:
-                self._receive(node, donors[0], action)
-                return
-            missing_since[:] = [] if donors else (missing_since or [self.now])
-            if missing_since and self.now - missing_since[0] >= DONOR_S:
-                self.deliver(node, p.FetchFailed(action.lineage, "no donor"))
-            else:
-                self.at(min(max(ready - self.now, 0.2), DONOR_S / 2) * self.random.uniform(1.0, 1.2), attempt)
-
-        attempt()
-
-    def _serves(self, donor: Member, node: Node, action: p.FetchState | p.FetchReduced) -> bool:
-        other = self.nodes.get(donor.replica)
-        if other is None or not other.alive or other.incarnation != donor.incarnation or other.paused_until > self.now:
-            return False
-        has = action.lineage in other.offers if isinstance(action, p.FetchState) else other.offered_reduced[0] == action.lineage
-        return has and self.reaches(other, node)
-
-    def _receive(self, node: Node, donor: Node, action: p.FetchState | p.FetchReduced) -> None:
-        if isinstance(action, p.FetchState):
-            node.fetched[action.lineage] = donor.offers[action.lineage]
-        else:
-            node.kept[action.lineage] = donor.offered_reduced[1]
-            self.count["repaired"] += 1
-        self.count["fetched"] += 1
-        self.deliver(node, p.Fetched(action.lineage))
-
 
 def main(arguments: list[str] | None = None) -> None:
     """`--seed N [--count M]`: run one seed, or M seeds from N on, and print what happened."""

@@ -1,0 +1,106 @@
+"""The states of the step world: updates, snapshots, fetches from peers and checkpoints, each checked against the lineage.
+
+In: the machines' actions. Out: what each replica holds, and a Violation at once if an update does not fit the lineage, or has
+a gradient that is not finite.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from helixrt.emulate.step_store import Batch, State
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord, Log
+from helixrt.protocol.step.quorum import Member
+
+if TYPE_CHECKING:
+    from helixrt.emulate.step_world import Node, StepWorld
+
+DONOR_S = 6.0  # a fetch fails when no donor had what it asks for, for so long
+
+
+class States:
+    """What moves between the replicas of a world."""
+
+    def __init__(self, world: StepWorld) -> None:
+        self.world = world
+
+    def taken(self, node: Node, record: CommitRecord) -> frozenset[Batch]:
+        world = self.world
+        sums = {node.reduced.get((record.generation, ring)) for ring in range(world.rings)}
+        if len(sums) != 1:
+            raise world.fail(f"replica {node.replica}: rings disagree for step {record.step}: {sums}")
+        (found,) = sums
+        assert found is not None
+        return found
+
+    def apply(self, node: Node, record: CommitRecord, what: frozenset[Batch]) -> None:
+        world = self.world
+        log = Log(world.store.entries)
+        if node.state[0] != record.parent or what != world.summed(record, log):
+            raise world.fail(f"replica {node.replica}: update {record.step} does not fit: {node.state[0][:6]} {set(what)}")
+        if what & set(world.spoilt):
+            raise world.fail(f"update {record.step} has a gradient that is not finite: {set(what)}")
+        node.state = (record.hash, (*node.state[1], what))
+        node.offered_reduced = (record.hash, what) if record.applied else ("", frozenset())
+        if record.step % 3 == 0 and node.replica == min(record.committers)[0]:
+            state = node.state
+            world.at(world.random.uniform(0.1, 2.0), lambda: self.saved(node, state))
+
+    def saved(self, node: Node, state: State) -> None:
+        world = self.world
+        if node.alive and node.life == world.store.life and state[0] in {e.hash for e in world.store.entries}:
+            world.store.durable.setdefault(state[0], state)
+
+    def reload(self, node: Node, action: p.Reload) -> None:
+        world = self.world
+        def read() -> None:
+            log = node.machine.log
+            newest = world.store.newest_durable(log)
+            record = log.get(newest[0])
+            assert record is not None
+            if record.step > action.newer_than:
+                node.state = newest
+            world.count["reload"] += 1
+            world.answer(node, p.Reloaded(node.state[0] if record.step > action.newer_than else node.machine.held), 0.1, 1.0)
+
+        world.claim(node, world.store.newest_durable(node.machine.log)[0], read)
+
+    def fetch(self, node: Node, action: p.FetchState | p.FetchReduced) -> None:
+        """A fetch takes one of the world's durations, as long as some donor has what it asks for."""
+        world = self.world
+        ready = world.now + world.random.choice(world.fetch_s) * world.random.uniform(0.5, 1.5)
+        missing_since: list[float] = []
+
+        def attempt() -> None:
+            if not node.alive or node.machine.following.fetching != action.lineage:
+                return
+            donors = [world.nodes[d.replica] for d in action.donors if self._serves(d, node, action)]
+            if donors and world.now >= ready:
+                self._receive(node, donors[0], action)
+                return
+            missing_since[:] = [] if donors else (missing_since or [world.now])
+            if missing_since and world.now - missing_since[0] >= DONOR_S:
+                world.deliver(node, p.FetchFailed(action.lineage, "no donor"))
+            else:
+                world.at(min(max(ready - world.now, 0.2), DONOR_S / 2) * world.random.uniform(1.0, 1.2), attempt)
+
+        attempt()
+
+    def _serves(self, donor: Member, node: Node, action: p.FetchState | p.FetchReduced) -> bool:
+        world = self.world
+        other = world.nodes.get(donor.replica)
+        if other is None or not other.alive or other.incarnation != donor.incarnation or other.paused_until > world.now:
+            return False
+        has = action.lineage in other.offers if isinstance(action, p.FetchState) else other.offered_reduced[0] == action.lineage
+        return has and world.reaches(other, node)
+
+    def _receive(self, node: Node, donor: Node, action: p.FetchState | p.FetchReduced) -> None:
+        world = self.world
+        if isinstance(action, p.FetchState):
+            node.fetched[action.lineage] = donor.offers[action.lineage]
+        else:
+            node.kept[action.lineage] = donor.offered_reduced[1]
+            world.count["repaired"] += 1
+        world.count["fetched"] += 1
+        world.deliver(node, p.Fetched(action.lineage))
