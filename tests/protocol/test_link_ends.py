@@ -139,7 +139,8 @@ def test_a_rail_on_which_we_sent_nothing_for_a_while_is_not_left() -> None:
     pair.wait(2.0)
     link = pair.links[0]
     woke = pair.now + 5.0
-    actions = [*link.on(m.Acknowledged(0, woke - 0.01), woke), *link.on(m.Acknowledged(1, pair.now), woke), *link.on(m.Tick(), woke)]
+    events = (m.Acknowledged(0, woke - 0.01), m.Acknowledged(1, pair.now), m.Tick())
+    actions = [action for event in events for action in link.on(event, woke)]
     assert not [each for each in actions if isinstance(each, m.ResetRail | m.Lost)]
     for turn in range(1, 12):
         now = woke + turn / 10
