@@ -136,6 +136,7 @@ class RankWorker:
         self._snapshots: list[Snapshot] = []
         self._wanted: set[str] = set()  # lineages of the states that are offered, or will be after their snapshot
         self._updates_ordered = self._updates_done = 0
+        self._pristine = True  # the engine has the parameters that it began with
         self._result: tuple[int, WorkResult] | None = None
         self._idle_since = time.monotonic()
         self._threads = [
@@ -233,6 +234,7 @@ class RankWorker:
                     shards = self._fetched.pop(command.lineage)
                 self._settle_snapshots()
                 self.engine.load(shards)
+                self._pristine = False
                 self._update_done()
             case LoadDurable():
                 self._load_durable(command)
@@ -266,10 +268,11 @@ class RankWorker:
         self.record.write(Kind.WORK_END, begin_s=begin_s, step=command.step, position=command.position)
 
     def _load_durable(self, command: LoadDurable) -> None:
-        if command.initial and self._updates_done:
+        if command.initial and not self._pristine:
             raise StartAgain("nothing but the initial parameters is durable, and this process has changed its own")
         self._settle_snapshots()
         found = self.hooks.load(command.lineage, command.initial)
+        self._pristine = self._pristine and (command.initial or not found)
         self._update_done()
         self.report(LoadedDurable(command.lineage, found))
 
@@ -280,6 +283,7 @@ class RankWorker:
         if reduced is not None:
             begin_s = self.record.clock()
             update = self.engine.apply(record.step, reduced)
+            self._pristine = False
             self.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
             self._serve_reduced(record, reduced)
         self._update_done()

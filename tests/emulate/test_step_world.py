@@ -152,9 +152,14 @@ def rejoined(world: StepWorld) -> bool:
     return all(any(r == replica and incarnation > 0 for r, incarnation in contributors) for replica in world.crashed)
 
 
-def longest_stall_s(world: StepWorld) -> float:
+def stalls_s(world: StepWorld) -> list[float]:
+    """The times between commits that follow each other."""
     times = [world.store.since_s[record.hash] for record in Log(world.store.entries).chain()]
-    return max(after - before for before, after in itertools.pairwise(times))
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def longest_stall_s(world: StepWorld) -> float:
+    return max(stalls_s(world))
 
 
 @pytest.mark.parametrize("fetch_steps", [1, 3, 10, 30, 100, 200])
@@ -180,17 +185,14 @@ def test_nobody_waits_longer_than_stated_for_a_fetch(seed: int) -> None:
     assert sum(stall > 15 for stall in stalls_s(world)) <= 2  # the crash itself, and one wait
 
 
-def stalls_s(world: StepWorld) -> list[float]:
-    times = [world.store.since_s[record.hash] for record in Log(world.store.entries).chain()]
-    return [after - before for before, after in itertools.pairwise(times)]
-
-
 @pytest.mark.parametrize("replicas", [2, 3, 4, 5])
 def test_a_cut_between_two_replicas_stops_nobody_else(replicas: int, seed: int) -> None:
     world = StepWorld(seed, replicas, 2, 60, (), cut=((0, 1),))
     world.until_all = False
     verdict = world.run(limit_s=2000.0)
-    assert verdict.sat_out and longest_stall_s(world) < 90  # several broken exchanges of up to 8 s, and a lighthouse that waits
+    # A broken exchange takes up to 8 s, a quorum up to 12 s more; a fifth of the breaks blames nobody on one side.
+    stalls = sorted(stalls_s(world))
+    assert verdict.sat_out and stalls[-1] < 300 and stalls[-2] < 60 and sum(stalls) < 600
     records = Log(world.store.entries).chain()[1:]
     others = {r for r in range(replicas) if r > 1}
     missing = [sorted(others - set(record.replicas)) for record in records if others - set(record.replicas)]

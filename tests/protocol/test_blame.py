@@ -38,6 +38,13 @@ def test_without_a_majority_who_is_behind_sits_out_else_the_higher_id() -> None:
     assert sitting_out(members, (1, 2), 10, RULES) == {0}  # replica 0 is behind
 
 
+def test_one_that_sat_out_before_and_breaks_the_exchange_again_sits_out_at_once() -> None:
+    returned = dataclasses.replace(member(0, 2), pauses=1)
+    assert sitting_out([returned, member(1), member(2, 0)], (0, 1, 2), 10, RULES) == {0}
+    bystander = dataclasses.replace(member(1), pauses=1)
+    assert sitting_out([member(0, 2), bystander, member(2, 0)], (0, 1, 2), 10, RULES) == frozenset()
+
+
 def test_blame_of_an_earlier_incarnation_says_nothing_of_the_next() -> None:
     members = [member(0, 2, breaks=5), member(1, 2, breaks=5), member(2, incarnation=1)]
     assert sitting_out(members, (0, 1, 2), 10, RULES) == frozenset()

@@ -17,7 +17,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
-from helixrt.replica.commands import Broken, Channel, Exit, RankReport
+from helixrt.replica.commands import Broken, Channel, Exit, LoadDurable, LoadedDurable, RankReport
 from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, StateTransport
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
@@ -379,19 +379,32 @@ def test_a_rank_reports_what_its_threads_do_and_that_it_has_been_through_a_step(
     rank.hold.set()
     until(lambda: rank.reports)
     until(lambda: report().threads == ())
-    rank.worker.dispatch(p.Apply(CommitRecord(1, 1, ROOT.hash, (0,), {0: 1, 1: 0}, "run")))
+    rank.worker.dispatch(p.Apply(CommitRecord(1, 1, ROOT.hash, ((0, 0),), {0: 1, 1: 0}, "run")))
     until(lambda: report().committed)
 
 
-@pytest.mark.parametrize("what", ["reload", "broken"])
-def test_a_leader_that_must_start_again_has_no_failure_of_its_own(what: str) -> None:
-    """Nobody holds a state of the chain, or another rank of the replica is broken: neither costs a restart."""
-    errors: list[BaseException] = []
+def test_a_rank_of_the_replica_that_is_broken_is_no_failure_of_its_leader() -> None:
     machine = StepMachine(0, 0, 2, Log([ROOT]), ROOT.hash, 9)
-    hooks = LeaderHooks(lambda i, r: None, lambda c: None, lambda m: False, errors.append)
-    leader = Leader(machine, Nobody(), RunLog(MemoryRunStore()), (), lambda c: None, FlightRecord("r0"), derive(20), hooks)
+    hooks = LeaderHooks(lambda i, r: None, lambda c: None, lambda m: False, lambda error: None)
+    store = MemoryRunStore()
+    nobody, holders, record = Nobody(), Holders(store, 0, 0), FlightRecord("r0")
+    leader = Leader(machine, nobody, RunLog(store), holders, (), lambda c: None, record, derive(20), hooks)
     with pytest.raises(StartAgain):
-        if what == "reload":
-            leader._perform(p.Reload())
-        else:
-            leader._hear(1, Broken("out of memory"))
+        leader._hear(1, Broken("out of memory"))
+
+
+def test_durable_state_is_loaded_in_place_but_the_initial_parameters_only_before_any_update(
+    plain_engine: Callable[..., object],
+) -> None:
+    one = OneRank(plain_engine)
+    asked: list[tuple[str, bool]] = []
+    one.worker.hooks.load = lambda lineage, initial: not asked.append((lineage, initial)) and lineage != "deleted"
+    for lineage, initial in (("deleted", False), (ROOT.hash, True), ("saved", False)):
+        one.worker.dispatch(LoadDurable(lineage, initial))
+    until(lambda: len(one.reports) == 3)
+    assert one.reports == [
+        LoadedDurable("deleted", False), LoadedDurable(ROOT.hash, True), LoadedDurable("saved", True),
+    ]  # fmt: skip
+    one.worker.dispatch(LoadDurable(ROOT.hash, True))  # its parameters are those of a checkpoint now
+    one.end()
+    assert isinstance(one.error, StartAgain) and asked[-1] == ("saved", False)

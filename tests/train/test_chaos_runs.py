@@ -362,6 +362,23 @@ def test_a_batch_that_ends_its_replica_twice_stops_the_run_with_its_name(job: An
 
 
 @pytest.mark.slow
+def test_a_batch_that_ends_its_replica_twice_is_left_out_if_that_is_asked_for(job: Any) -> None:
+    twice = faults(("exception", 1, 1, 5, "forward"), ("exception", 1, 1, 5, "forward"))
+    run = job(twice, "on_poison=skip", patient=True)
+    ended = run.run()
+    assert ended.code == 0, run.why(ended)
+    report, log = run.report(), run.log()
+    assert (report["data_audit"]["excluded"], report["data_audit"]["gaps"], report["data_audit"]["repeats"]) == (1, 0, 0)
+    (left_out,) = [record for record in log.chain() if record.excluded]
+    before = log.get(left_out.parent)
+    assert set(left_out.excluded) == {1} and left_out.excluded[1].rank == -1 and left_out.applied
+    assert before is not None and (before.positions[1], left_out.positions[1]) == (4, 5)
+    assert log.head.replicas == (0, 1), "and it trains on"
+    (said,) = report["exclusions"]
+    assert "replica 1 is excluded: its batch is left out by order" in said["what"]
+
+
+@pytest.mark.slow
 def test_one_of_three_replicas_of_one_stage_comes_back(job: Any, seed: int) -> None:
     choice = random.Random(seed)
     replica, step = choice.randrange(3), choice.randint(3, 16)

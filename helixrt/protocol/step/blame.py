@@ -5,8 +5,10 @@ broke. Out: who takes no part in the next exchange, the same on every member, th
 
 - Whoever more than half of the others blame, and at least two, sits out at once.
 - Without a majority nothing happens for `breaks` broken exchanges in a row; then one of those involved sits
-  out: one that is behind, else the one with the highest id.
-- A pause is `pause_s`, and doubles with each in a row up to `pause_max_s`; it ends by generation.
+  out: one that is behind, else the one with the highest id. One that sat out before and breaks the exchange again
+  sits out at once.
+- A pause is `pause_s`, and doubles with each up to `pause_max_s`, until an exchange with the replica succeeds; it
+  ends by generation.
 - The replicas that hold the base are never all left out: then those that blame them sit out instead.
 
 FT-HSDP leaves a broken peer to its scheduler. Pure: no clock, no I/O.
@@ -14,7 +16,7 @@ FT-HSDP leaves a broken peer to its scheduler. Pure: no clock, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +44,8 @@ class Account(Protocol):
     def breaks(self) -> int: ...
     @property
     def sits_until(self) -> int: ...
+    @property
+    def pauses(self) -> int: ...
 
 
 def pause_generations(times: int, rules: BlameRules) -> int:
@@ -68,8 +72,11 @@ def sitting_out(members: Sequence[Account], holders: Sequence[int], generation: 
     blamed = accusers(active)
     others = len(active) - 1
     out = {x for x, by in blamed.items() if len(by) >= 2 and 2 * len(by) > others}
-    if blamed and not out and max(m.breaks for m in active) >= rules.breaks:
-        out = {_least_needed(blamed, holders)}
+    if blamed and not out:
+        involved = set(blamed).union(*blamed.values())
+        returned = {m.replica for m in active if m.pauses and m.replica in involved}
+        if returned or max(m.breaks for m in active) >= rules.breaks:
+            out = {_least_needed(returned or involved, holders)}
     out |= still
     if out >= set(holders):  # somebody has to hold the base: those that blame it sit out instead
         out = ({r for holder in holders for r in blamed.get(holder, ())} | out) - set(holders)
@@ -78,7 +85,6 @@ def sitting_out(members: Sequence[Account], holders: Sequence[int], generation: 
     return frozenset(out)
 
 
-def _least_needed(blamed: Mapping[int, set[int]], holders: Sequence[int]) -> int:
-    involved = set(blamed).union(*blamed.values())
+def _least_needed(involved: set[int], holders: Sequence[int]) -> int:
     behind = involved - set(holders)
     return max(behind or involved)

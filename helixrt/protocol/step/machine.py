@@ -224,6 +224,7 @@ class StepMachine:
             blames=self.blames,
             breaks=self.breaks,
             sits_until=self.sits_until,
+            pauses=self.pauses,
         )
 
     def _join(self) -> Join:

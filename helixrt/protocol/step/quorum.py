@@ -70,8 +70,8 @@ class Member:
     `seen` is the highest generation it has seen. `evidence` and `looked` (the head for which it has looked for
     a newer checkpoint) serve the rule of superseding; `unusable` and `overflow` a sum that was not finite;
     `overtaken` (fetches thrown away because the others were faster) and `held_since` (the generation at which the
-    others began to wait for its fetch, 0: never) catch-up; `blames`, `breaks` (exchanges broken in a row)
-    and `sits_until` (a generation) broken exchanges.
+    others began to wait for its fetch, 0: never) catch-up; `blames`, `breaks` (exchanges broken in a row),
+    `sits_until` (a generation) and `pauses` (in which it sat out, in a row) broken exchanges.
     """
 
     replica: int
@@ -92,6 +92,7 @@ class Member:
     blames: tuple[Incarnation, ...] = ()
     breaks: int = 0
     sits_until: int = 0
+    pauses: int = 0
 
     def to_plain(self) -> dict[str, Any]:
         """As plain containers, for JSON."""
