@@ -187,7 +187,8 @@ def test_figures_of_the_report(tmp_path: Path, facts: RunFacts) -> None:
     assert report["corpus"]["bytes"] == 45 * 500 and report["corpus"]["sha256"] == facts.corpus.sha256
     away = BACK_IN - LOST_IN
     assert report["data_audit"] == {
-        "batches": 2 * STEPS - away, "gaps": 0, "repeats": 0, "superseded": 0, "per_replica": {"0": STEPS, "1": STEPS - away}
+        "batches": 2 * STEPS - away, "gaps": 0, "repeats": 0, "superseded": 0, "excluded": 0,
+        "per_replica": {"0": STEPS, "1": STEPS - away},
     }  # fmt: skip
     assert [r["parameters_sha256"] for r in report["replicas"]] == ["ab" * 32] * 2
     (failure,) = report["failures"]
