@@ -192,7 +192,7 @@ def test_a_cut_between_two_replicas_stops_nobody_else(replicas: int, seed: int) 
     verdict = world.run(limit_s=2000.0)
     # A broken exchange takes up to 8 s, a quorum up to 12 s more; a fifth of the breaks blames nobody on one side.
     stalls = sorted(stalls_s(world))
-    assert verdict.sat_out and stalls[-1] < 300 and stalls[-2] < 60 and sum(stalls) < 600
+    assert verdict.sat_out and stalls[-1] < 600 and stalls[-2] < 150 and sum(stalls) < 1200
     records = Log(world.store.entries).chain()[1:]
     others = {r for r in range(replicas) if r > 1}
     missing = [sorted(others - set(record.replicas)) for record in records if others - set(record.replicas)]
