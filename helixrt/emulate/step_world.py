@@ -215,6 +215,10 @@ class StepWorld:
     # ---- replicas and their faults
 
     def boot(self, replica: int, incarnation: int) -> None:
+        """Start this incarnation, unless it was started already (a replica can be fenced and crash at a time)."""
+        known = self.nodes.get(replica)
+        if known is not None and known.life == self.store.life and known.incarnation >= incarnation:
+            return
         if self.now < self.store.down_until:
             life = self.store.life
             self.at(0.5, lambda: self.boot(replica, incarnation) if life == self.store.life else None)
