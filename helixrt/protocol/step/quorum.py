@@ -9,6 +9,7 @@ Pure: no clock, no I/O.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -155,8 +156,16 @@ class Stranded:
 
 
 def generation_of(formed: int, members: Sequence[Member]) -> int:
-    """The generation of a quorum that the membership service numbers `formed`: it grows also when a clock steps back."""
-    return max(formed, 1 + max(m.seen for m in members))
+    """The generation of a quorum that the membership service numbers `formed`: it grows also when a clock steps back.
+
+    Then it is above all that a member has seen, by a number (at most a second) that depends on who the members are:
+    an earlier quorum whose members are all gone was of other incarnations, and must not have the same generation.
+    """
+    seen = max(m.seen for m in members)
+    if formed > seen:
+        return formed
+    who = repr(sorted((m.replica, m.incarnation) for m in members))
+    return seen + 1 + int.from_bytes(hashlib.sha256(who.encode()).digest()[:4]) % GENERATIONS_PER_S
 
 
 def assess(
