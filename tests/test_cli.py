@@ -86,11 +86,13 @@ def test_every_benchmark_of_the_package_keeps_the_contract() -> None:
 
 
 def test_the_acceptance_of_a_loss_reaches_the_driver_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from helixrt.train.step_rules import take_acceptance
+    from helixrt.train.step_rules import note_waiting, take_acceptance
 
     assert cli.main(["accept-loss", str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
     (tmp_path / "run.json").write_text("{}")
-    assert not take_acceptance(tmp_path)
+    assert cli.main(["accept-loss", str(tmp_path)]) == 2
+    assert "no replica waits" in capsys.readouterr().err and not take_acceptance(tmp_path)
+    note_waiting(tmp_path, "waits for replica 0")
     assert cli.main(["accept-loss", str(tmp_path)]) == 0
     assert take_acceptance(tmp_path) and not take_acceptance(tmp_path)

@@ -65,6 +65,7 @@ from helixrt.train.step_rules import (
     WAITING_LINE_S,
     agreed_memory,
     exclusion_text,
+    note_waiting,
     publish_memory,
     skipped_positions,
     step_rules,
@@ -380,6 +381,7 @@ class Rank:
         if text is not None and self.metrics is not None and time.monotonic() - self.said_waiting_s > WAITING_LINE_S:
             self.said_waiting_s = time.monotonic()
             self.metrics.say(text)
+            note_waiting(self.output, text)
 
     def _load(self, lineage: str, initial: bool) -> bool:
         return self.durable.load(lineage, initial)
