@@ -26,8 +26,13 @@ from helixrt import doctor
 from helixrt.lab.vm_tests import Forwarder
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
-settings.register_profile(  # tests never assert time
-    "helixrt", deadline=None, print_blob=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+settings.register_profile(  # tests never assert time; where CI is set, Hypothesis's own profile draws no new numbers
+    "helixrt",
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("helixrt")
 
