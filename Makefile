@@ -20,6 +20,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SYSTEM := $(VENV)/.system-packages
 DURATIONS := --durations=30 --durations-min=1
+# Worker processes of the tests; 0 runs them in one process.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(DURATIONS)
 
 .PHONY: help train test test-slow lint bench doctor wheel clean distclean
 
@@ -53,10 +56,10 @@ train: $(INSTALLED)
 		"output.root=$(CURDIR)/outputs" $(ARGS)
 
 test: $(INSTALLED) $(SYSTEM)
-	$(BIN)/pytest -m "not gpu and not slow" $(DURATIONS) $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-slow: $(INSTALLED) $(SYSTEM)
-	$(BIN)/pytest -m "slow and not gpu" $(DURATIONS) $(ARGS)
+	$(PYTEST) -m "slow and not gpu" $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -45,27 +45,58 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if config.option.seed is None:
-        config.option.seed = secrets.randbelow(2**32)
+        config.option.seed = getattr(config, "workerinput", {}).get("seed", secrets.randbelow(2**32))
+    config.addinivalue_line("markers", "xdist_group(name): known also where pytest-xdist is not")
     hypothesis.core.global_force_seed = config.option.seed
     options = (f"--seed={config.option.seed}",)
     config.pluginmanager.register(Forwarder(options), "lab")  # tests marked rdma run in the VM lab
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tests distributed over worker processes (pytest-xdist) draw from the seed of the one run."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="all that this run draws at random follows from this number; new by default")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Programs in the VM take their turn behind its pytest, which runs while the tests out here do, so they come late.
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests, and group those that one worker process must run (pytest-xdist, `--dist loadgroup`).
 
-    Tests that need Ray come last: its head, once started, stays to the end and keeps a core busy at times.
+    In one process, programs in the VM come behind the guest's pytest, which runs beside the tests out here. With several
+    workers, what needs the VM comes first: its worker waits for the guest while the others compute. Tests that need Ray
+    come last: its head, once started, stays to the end and uses much of a core at times.
     """
     for item in items:
         limit = item.get_closest_marker("timeout")
         if limit is not None and limit.args[0] > LONGEST_S:
             raise pytest.UsageError(f"{item.nodeid}: a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most")
-    late = {"vm": 1, "ray": 2}
-    items.sort(key=lambda item: max((late.get(mark.name, 0) for mark in item.iter_markers()), default=0))
+        if group := group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    vm = -1 if hasattr(config, "workerinput") else 1
+    order = {"rdma": vm, "vm": vm, "ray": 2}
+    items.sort(key=lambda item: next((order[mark.name] for mark in item.iter_markers() if mark.name in order), 0))
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of one group run in one process: those that share the VM, the Ray head, or a fixture of their module.
+
+    Empty for a test that shares nothing.
+    """
+    for mark, group in (("rdma", "vm"), ("vm", "vm"), ("ray", "ray")):
+        if item.get_closest_marker(mark) is not None:
+            return group
+    fixtures: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs if hasattr(item, "_fixtureinfo") else {}
+    shared = any(found.scope in ("module", "package") for defined in fixtures.values() for found in defined)
+    return item.path.stem if shared else ""
+
+
+def node_of(item: pytest.Item) -> str:
+    """The test's name for pytest's command line: pytest-xdist appends the group to `nodeid`."""
+    return item.nodeid.removesuffix(f"@{group_of(item)}")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -77,7 +108,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """What failed says how to draw the same numbers again."""
     report = yield
     if report.failed:
-        report.sections.append(("seed", f"replay: pytest {shlex.quote(item.nodeid)} --seed {item.config.option.seed}"))
+        report.sections.append(("seed", f"replay: pytest {shlex.quote(node_of(item))} --seed {item.config.option.seed}"))
     return report
 
 
@@ -170,7 +201,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed of this test's own, that follows from the run's (`--seed`) and the test's name."""
-    value = zlib.crc32(f"{request.config.option.seed} {request.node.nodeid}".encode())
+    value = zlib.crc32(f"{request.config.option.seed} {node_of(request.node)}".encode())
     print(f"seed {value}")
     return value
 

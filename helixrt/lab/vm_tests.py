@@ -2,7 +2,8 @@
 
 In: what pytest collected. Out: for each item marked `rdma` one in its place that, when it is its turn, takes what the
 guest's pytest (`guest_tests`) says of it. They come behind all others, and the guest's pytest is started before the first:
-the VM boots and its tests run while those outside do. The VM is this session's own, or the kept one that HELIXRT_LAB_VM names
+the VM boots and its tests run while those outside do. In a worker process (pytest-xdist) it is started by the first item
+that asks: all of a session go to one worker, and which is not known before. The VM is this session's own, or the kept one that HELIXRT_LAB_VM names
 (`helixrt lab run --name`). Where the lab cannot run, they skip with the reason, and in CI they fail.
 """
 
@@ -63,6 +64,7 @@ class GuestSession:
         self._machine, self._folder, self._options = machine, folder, options
         self._connection: Connection | None = None
         self._frames: Iterator[Frame] | None = None
+        self._nodes: Sequence[str] = ()
         self._phases: dict[str, list[Phase]] = defaultdict(list)
         self._line, self._errors = b"", b""
         self._end = ""
@@ -79,9 +81,15 @@ class GuestSession:
         if self._connection is not None:
             self._connection.close()
 
-    def start(self, nodes: Sequence[str]) -> None:
+    def expect(self, nodes: Sequence[str]) -> None:
         """nodes: all that will be asked."""
-        argv = ("python", "-m", "helixrt.lab.guest_tests", *self._options, *nodes)
+        self._nodes = nodes
+
+    def start(self) -> None:
+        """Once; a second call does nothing."""
+        if self._connection is not None or self._end:
+            return
+        argv = ("python", "-m", "helixrt.lab.guest_tests", *self._options, *self._nodes)
         command = Command(argv, self._folder, vm.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, PAIRS)
         try:
             self._connection = self._machine.connect()
@@ -113,13 +121,15 @@ class GuestItem(pytest.Item):
     """Stands for a test that runs in the guest."""
 
     guest: GuestSession
+    node: str  # the test's name in the guest; pytest-xdist changes `nodeid` later
 
     def runtest(self) -> None:
         if (lack := vm_setup.lacking()) is not None:
             if os.environ.get("CI") == "true":
                 pytest.fail(f"CI must run tests marked {MARK}, but {lack}", pytrace=False)
             pytest.skip(str(lack))
-        phases = self.guest.phases(self.nodeid)
+        self.guest.start()
+        phases = self.guest.phases(self.node)
         for phase in phases:
             for title, text in phase.sections:
                 self.add_report_section("call", f"in the guest: {title}", text)
@@ -160,7 +170,7 @@ class Forwarder:
             parent = item.parent
             assert parent is not None
             stand_in = GuestItem.from_parent(parent, name=item.name)
-            stand_in.guest = self._guest
+            stand_in.guest, stand_in.node = self._guest, stand_in.nodeid
             stand_in.own_markers = [*item.own_markers, pytest.mark.timeout(DEADLINE_S).mark]
             stand_in.keywords.update({mark.name: mark for mark in stand_in.own_markers})
             items[place] = stand_in
@@ -169,10 +179,12 @@ class Forwarder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        asked = [item.nodeid for item in session.items if isinstance(item, GuestItem)]
+        asked = [item.node for item in session.items if isinstance(item, GuestItem)]
         if self._guest is None or not asked or session.config.option.collectonly or vm_setup.lacking() is not None:
             return
-        self._guest.start(asked)
+        self._guest.expect(asked)
+        if not hasattr(session.config, "workerinput"):
+            self._guest.start()
 
     def pytest_unconfigure(self) -> None:
         if self._guest is not None:
