@@ -89,7 +89,7 @@ def group_of(item: pytest.Item) -> str:
     for mark, group in (("rdma", "vm"), ("vm", "vm"), ("ray", "ray")):
         if item.get_closest_marker(mark) is not None:
             return group
-    fixtures: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs if hasattr(item, "_fixtureinfo") else {}
+    fixtures: dict[str, Any] = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
     shared = any(found.scope in ("module", "package") for defined in fixtures.values() for found in defined)
     return item.path.stem if shared else ""
 

@@ -1,10 +1,11 @@
 """Tests that run in the lab's VM, told outside as any other: one boot and one pytest in the guest for all of a session's.
 
-In: what pytest collected. Out: for each item marked `rdma` one in its place that, when it is its turn, takes what the
-guest's pytest (`guest_tests`) says of it. They come behind all others, and the guest's pytest is started before the first:
-the VM boots and its tests run while those outside do. In a worker process (pytest-xdist) it is started by the first item
-that asks: all of a session go to one worker, and which is not known before. The VM is this session's own, or the kept one that HELIXRT_LAB_VM names
-(`helixrt lab run --name`). Where the lab cannot run, they skip with the reason, and in CI they fail.
+In: what pytest collected. Out: an item in place of each one marked `rdma`; when it runs, it takes the result that the
+guest's pytest (`guest_tests`) reports. These items come behind all others, and the guest's pytest starts before the first
+test: the VM boots and its tests run while those outside do. In a worker process (pytest-xdist) the first item that asks
+starts it: one worker runs all of a session's items, and which one is not known before. The VM is this session's own, or
+the kept one that HELIXRT_LAB_VM names (`helixrt lab run --name`). Where the lab cannot run, the items skip with the reason;
+in CI they fail.
 """
 
 from __future__ import annotations
