@@ -357,4 +357,3 @@ def ask_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         if process.is_alive():
             process.kill()
             process.join()
-
