@@ -6,6 +6,7 @@ neither run nor listed fails here.
 
 from __future__ import annotations
 
+import re
 import threading
 import unittest
 from collections.abc import Iterator
@@ -57,7 +58,15 @@ def _tests(module: Any) -> Iterator[tuple[str, str]]:
 
 
 def _run(name: str) -> list[str]:
-    return [test for kind, test in (*_tests(groups), *_tests(jobs)) if kind == name and f"{kind}.{test}" not in NOT_APPLICABLE]
+    """Labels of the tests of the class `name` that run here, the same in every process."""
+    found = [test for kind, test in (*_tests(groups), *_tests(jobs)) if kind == name and f"{kind}.{test}" not in NOT_APPLICABLE]
+    assert len({*map(_label, found)}) == len(found)
+    return sorted(map(_label, found))
+
+
+def _label(test: str) -> str:
+    """torchft numbers the tests that it generates from a set, whose order is another in each process: leave that number out."""
+    return re.sub(r"_\d+(?=_[a-z])", "", test)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +87,8 @@ def _ours_in_place_of_theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [t for t in threading.enumerate() if t.name.startswith("helixrt-replica")]
 
 
-def _run_test(kind: type[unittest.TestCase], test: str) -> None:
+def _run_test(kind: type[unittest.TestCase], label: str) -> None:
+    (test,) = (test for test in dir(kind) if _label(test) == label)
     result = unittest.TestResult()
     unittest.TestSuite([kind(test)]).run(result)
     for _, trace in (*result.errors, *result.failures):
