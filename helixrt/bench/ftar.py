@@ -1,10 +1,10 @@
 """FTAR's all-reduce beside Gloo's: the same processes, interleaved, 4 KiB to 256 MiB, over TCP and shared memory.
 
-Every round measures each side on each size in turn, after a barrier; a call's time is that of the slowest rank, and a
-ratio is taken per round. Gloo has a tensor of its own: the library asks for huge pages for those it is given. Also: what a
-ring over bare sockets takes, what fault tolerance costs when nothing fails (TCP with ledger and heartbeats against
-without), how long survivors take from N to N-1 ranks until their next sum, how soon they notice a killed process, and with
-`--tune` which chunks are fastest here. Every result is checked.
+Every round measures each side on each size in turn, in each condition (`_conditions`: back to back, after compute, from
+idle); a call's time is that of the slowest rank, and a ratio is taken per round. Gloo has a tensor of its own: the library
+asks for huge pages for those it is given. Also measured: a ring over bare sockets, the cost of fault tolerance when nothing
+fails (TCP with ledger and heartbeats against without), the time survivors take from N to N-1 ranks until their next sum, the
+time until they notice a killed process, and with `--tune` which chunks are fastest here. Every result is checked.
 
 The cost of fault tolerance is far below what a machine's other work does to one call. So many calls of either kind follow
 each other in turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence.
@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from helixrt.bench._bare_ring import BareRing
+from helixrt.bench._conditions import Condition, preparation
 from helixrt.bench._figures import Spread, write
 from helixrt.collectives import huge_pages
 from helixrt.collectives.endpoints import Reach, open_endpoint
@@ -70,6 +71,7 @@ class Settings:
     generations: int
     cost_kib: tuple[int, ...] = ()
     store: str = ""
+    conditions: tuple[Condition, ...] = (*Condition,)
 
     @property
     def tuning(self) -> Tuning:
@@ -104,18 +106,27 @@ def _blocking(group: Any) -> AllReduce:
     return lambda tensor: group.allreduce([tensor], options).wait()
 
 
-def _block(all_reduce: AllReduce, tensor: torch.Tensor, calls: int) -> float:
-    """Seconds per call of the slowest rank. Raises Fatal if the sum is wrong."""
+def _block(all_reduce: AllReduce, tensor: torch.Tensor, calls: int, prepare: Callable[[], None] | None = None) -> float:
+    """Seconds per call of the slowest rank, without those of `prepare` before each. Raises Fatal if the sum is wrong."""
     tensor.fill_(1.0)
     all_reduce(tensor)
     if not bool((tensor == float(dist.get_world_size())).all()):
         raise Fatal("a sum of ones is wrong")
     tensor.zero_()
     dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        all_reduce(tensor)
-    slowest = torch.tensor((time.perf_counter() - begin) / calls)
+    took = 0.0
+    if prepare is None:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            all_reduce(tensor)
+        took = time.perf_counter() - begin
+    else:
+        for _ in range(calls):
+            prepare()
+            begin = time.perf_counter()
+            all_reduce(tensor)
+            took += time.perf_counter() - begin
+    slowest = torch.tensor(took / calls)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 
@@ -128,20 +139,26 @@ def _compare(settings: Settings, store: dist.Store, rank: int) -> Figures:
         bare = BareRing(dist.PrefixStore("bare", store), rank, settings.ranks, HOST, TIMEOUT_S)
         sides["sockets"] = bare.all_reduce
     seconds: Figures = {}
+    prepare = {condition: preparation(condition) for condition in settings.conditions}
     for kib in settings.sizes_kib:
         theirs, ours = (torch.zeros((kib << 10) // 4) for _ in range(2))
         calls = max(1, min(_MOST_CALLS, _BYTES_PER_BLOCK // (kib << 10)))
         for _ in range(huge_pages.USES + (kib << 10) // huge_pages.SLICE_BYTES if groups else 0):
             sides[next(iter(groups))](ours)  # until it has all its huge pages, as in a run's later steps
-        for turn in range(settings.rounds + 1):  # the first round warms up
+        for turn, condition in itertools.product(range(settings.rounds + 1), settings.conditions):
+            before = prepare[condition] if condition.prepares else None
             for side in list(sides) if turn % 2 else reversed(sides):
-                took = _block(sides[side], theirs if side == "gloo" else ours, calls)
-                if turn:
-                    seconds.setdefault(f"{side}_{kib}_kib", []).append(took)
+                took = _block(sides[side], theirs if side == "gloo" else ours, calls, before)
+                if turn:  # the first round warms up
+                    seconds.setdefault(_key(side, kib, condition), []).append(took)
     if bare is not None:
         bare.close()
     _end(groups)
     return seconds
+
+
+def _key(side: str, kib: int, condition: Condition) -> str:
+    return f"{side}_{kib}_kib" + (f"_{condition.value}" if condition.prepares else "")
 
 
 def _cost(settings: Settings, store: dist.Store, rank: int) -> Figures:
@@ -229,9 +246,7 @@ def _rank(rank: int, what: str, settings: Settings, results: mp.SimpleQueue) -> 
     host, _, port = settings.store.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     gloo = dist.PrefixStore(f"gloo/{what}/{settings.ranks}", store)
-    dist.init_process_group(
-        "gloo", store=gloo, rank=rank, world_size=settings.ranks, timeout=timedelta(seconds=TIMEOUT_S)
-    )
+    dist.init_process_group("gloo", store=gloo, rank=rank, world_size=settings.ranks, timeout=timedelta(seconds=TIMEOUT_S))
     if what == "reconfigure":
         figures = _reconfigure(settings, rank)
     else:
@@ -304,6 +319,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--kib", type=int, nargs="+", default=list(SIZES_KIB), help="sizes of the all-reduces in KiB")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=[*GROUPS, "sockets"], help="measured beside gloo")
+    conditions = [condition.value for condition in Condition]
+    parser.add_argument("--conditions", nargs="+", default=conditions, choices=conditions, help="what precedes each call")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--chunk-kib", type=int, default=0, help="size of a chunk (default: the library's)")
     parser.add_argument("--chunks", type=int, default=Tuning().chunks, help="chunks in flight, with --chunk-kib")
@@ -337,6 +354,7 @@ def run(args: argparse.Namespace) -> int:
             args.chunks,
             args.generations,
             tuple(args.cost_kib),
+            conditions=tuple(map(Condition, args.conditions)),
         )
         if args.tune:
             _report_tuning(measure("tune", settings), settings, spreads)
@@ -363,15 +381,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(seconds: Figures, settings: Settings, spreads: dict[str, Spread]) -> None:
     print(f"all-reduce, {settings.ranks} ranks, microseconds per call; ratios to Gloo's speed per round")
-    for kib in settings.sizes_kib:
-        theirs = seconds[f"gloo_{kib}_kib"]
+    for condition, kib in itertools.product(settings.conditions, settings.sizes_kib):
+        theirs = seconds[_key("gloo", kib, condition)]
         for side in ("gloo", *settings.sides):
-            own = seconds[f"{side}_{kib}_kib"]
-            key = f"{settings.ranks}_ranks_{side}_{kib}_kib"
+            own = seconds[_key(side, kib, condition)]
+            key = f"{settings.ranks}_ranks_{_key(side, kib, condition)}"
             spreads[f"{key}_us"] = Spread.of([1e6 * s for s in own])
             spreads[f"{key}_ratio"] = Spread.of([t / s for s, t in zip(own, theirs, strict=True)])
             rate = (kib << 10) / spreads[f"{key}_us"].p50 / 1e3
-            print(f"  {kib:7} KiB {side:14} {spreads[f'{key}_us']}  {rate:6.2f} GB/s  x{spreads[f'{key}_ratio'].p50:.2f}")
+            said = f"{condition.value:13} {kib:7} KiB {side:14} {spreads[f'{key}_us']}  {rate:6.2f} GB/s"
+            print(f"  {said}  x{spreads[f'{key}_ratio'].p50:.2f}")
 
 
 def _report_cost(seconds: Figures, settings: Settings) -> dict[str, dict[str, float]]:
@@ -397,4 +416,3 @@ def _report_tuning(seconds: Figures, settings: Settings, spreads: dict[str, Spre
             print(f"{settings.ranks} ranks, {side}, {kib} KiB, fastest first:")
             for name in ranked[:3]:
                 print(f"  {name.removeprefix(f'{side}_{kib}_kib_'):32} us: {1e6 * mine[name].p50:.5g}")
-

@@ -279,9 +279,7 @@ def run(args: argparse.Namespace) -> int:
     options = {"alpha": args.alpha, "probe_above": args.probe_above, "switch_above": args.switch_above}
     HoppingOptions(unloaded=Unloaded(1.0), **options)
     sides = tuple(dict.fromkeys(args.sides))
-    settings = Settings(
-        args.fast_mbit, args.slow_mbit, args.rounds, args.repetitions, args.scale, sides, options, args.seed
-    )
+    settings = Settings(args.fast_mbit, args.slow_mbit, args.rounds, args.repetitions, args.scale, sides, options, args.seed)
 
     def each(measured: Measured) -> None:
         last = measured.flows[-1].repetition

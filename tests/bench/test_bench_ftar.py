@@ -19,7 +19,8 @@ def test_figures_of_every_side_reconfiguration_and_kills(tmp_path: Path, capsys:
     figures = written["figures"]
     for side in ("gloo", "tcp", "shared_memory", "sockets"):
         for kib in (4, 512):
-            assert figures[f"3_ranks_{side}_{kib}_kib_us"]["p50"] > 0
+            for condition in ("", "_after_compute", "_from_idle"):
+                assert figures[f"3_ranks_{side}_{kib}_kib{condition}_us"]["p50"] > 0
     assert figures["3_ranks_gloo_4_kib_ratio"]["p50"] == 1
     assert figures["reconfigure_3_to_2_ms"]["p50"] > 0 and figures["killed_process_noticed_ms"]["p50"] > 0
     cost = written["cost_of_fault_tolerance"]["3_ranks_64_kib_in_place"]

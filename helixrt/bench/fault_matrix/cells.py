@@ -89,9 +89,7 @@ class Cell:
 
 TCP_CELLS = tuple(Cell(fault, phase) for fault in Fault for phase in Phase)
 SHARED_MEMORY_CELLS = tuple(
-    Cell(fault, phase, "shared_memory")
-    for fault in (Fault.KILL, Fault.STOP, Fault.EXIT, Fault.HELD)
-    for phase in Phase
+    Cell(fault, phase, "shared_memory") for fault in (Fault.KILL, Fault.STOP, Fault.EXIT, Fault.HELD) for phase in Phase
 )
 ALL_CELLS = TCP_CELLS + SHARED_MEMORY_CELLS
 
