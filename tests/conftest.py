@@ -76,8 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid}: a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most")
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
-    vm = -1 if hasattr(config, "workerinput") else 1
-    order = {"rdma": vm, "vm": vm, "ray": 2}
+    first = -3 if hasattr(config, "workerinput") else 0
+    order = {"rdma": first + 1, "vm": first + 2, "ray": 3}
     items.sort(key=lambda item: next((order[mark.name] for mark in item.iter_markers() if mark.name in order), 0))
 
 
