@@ -46,9 +46,7 @@ def test_python(version: tuple[int, ...], state: State) -> None:
         (RAY, "2.60.0", ("aiohttp",), "", State.BAD, "without aiohttp"),
     ],
 )
-def test_packages(
-    package: Package, version: str | None, missing: tuple[str, ...], error: str, state: State, says: str
-) -> None:
+def test_packages(package: Package, version: str | None, missing: tuple[str, ...], error: str, state: State, says: str) -> None:
     finding = doctor.package_finding(package, version, missing, error)
     assert finding.state is state and says in finding.detail
     assert finding.fix == ("" if state is State.ON else f"pip install 'helixrt[{package.extra}]'")

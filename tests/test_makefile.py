@@ -24,9 +24,7 @@ def plan(project: Path, *arguments: str) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     for key in ("ARGS", "EXPERIMENT", "MFLAGS"):
         environment.pop(key, None)
-    done = subprocess.run(
-        ["make", "-n", *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(["make", "-n", *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -40,10 +40,11 @@ def test_a_quick_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.netns
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("models", "layers"),
-    [(["gpt-tp"], ["2"]), pytest.param(["gpt-tp", "gpt-cp"], ["2", "4"], marks=pytest.mark.slow)],
+    [(["gpt-tp"], ["2"]), (["gpt-tp", "gpt-cp"], ["2", "4"])],
     ids=["one", "two models of two sizes"],
 )
 def test_memory_is_counted(models: list[str], layers: list[str], tmp_path: Path) -> None:

@@ -87,9 +87,7 @@ def on_threads(calls: list[Callable[[], Any]]) -> list[BaseException | None]:
 
 def configure_all(exchanges: list[Exchange], generation: int, address: str, members: Any = None) -> None:
     chosen = list(range(len(exchanges)) if members is None else members)
-    raised = on_threads(
-        [lambda r=r: exchanges[r].configure(generation, chosen, r, f"{address}/{generation}") for r in chosen]
-    )
+    raised = on_threads([lambda r=r: exchanges[r].configure(generation, chosen, r, f"{address}/{generation}") for r in chosen])
     assert raised == [None] * len(chosen), raised
 
 

@@ -30,14 +30,10 @@ SMALL = Tuning(
 class Group:
     """A thread for each rank. `staging`: of a rank, if not the usual one."""
 
-    def __init__(
-        self, size: int, tuning: Tuning = SMALL, staging: Callable[[int], Staging | None] = lambda rank: None
-    ) -> None:
+    def __init__(self, size: int, tuning: Tuning = SMALL, staging: Callable[[int], Staging | None] = lambda rank: None) -> None:
         self.hub, self.size = Hub(), size
         self.endpoints = [self.hub.endpoint() for _ in range(size)]
-        self.ranks = [
-            Collectives(Communicator(e, tuning, f"test-{i}"), staging(i)) for i, e in enumerate(self.endpoints)
-        ]
+        self.ranks = [Collectives(Communicator(e, tuning, f"test-{i}"), staging(i)) for i, e in enumerate(self.endpoints)]
         self.pool = ThreadPoolExecutor(size)
         self.configure(1, range(size))
 

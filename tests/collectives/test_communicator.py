@@ -337,9 +337,7 @@ def test_an_abort_while_configuring(group: Group) -> None:
 
 @pytest.mark.parametrize("group", [2], indirect=True)
 @pytest.mark.parametrize("ended", ["begun", "aborted"])
-def test_the_thread_sleeps_between_generations_whoever_calls(
-    group: Group, ended: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_sleeps_between_generations_whoever_calls(group: Group, ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that is ahead calls already; what it says is for who connects, and would wake the thread again and again."""
     communicator = group.ranks[0].communicator
     if ended == "begun":
@@ -434,9 +432,7 @@ def test_a_caller_whose_peer_is_late_holds_up_nobody(group: Group, waits: bool) 
 
 @pytest.mark.parametrize("group", [2], indirect=True)
 @pytest.mark.parametrize("waits", [True, False])
-def test_an_endpoint_that_fails_ends_the_generation_for_all(
-    group: Group, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endpoint_that_fails_ends_the_generation_for_all(group: Group, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pending = group.ranks[0].receive(torch.zeros(1), 1, 0, How(DEADLINE_S))
     theirs = group.ranks[1].receive(torch.zeros(1), 0, 0, How(DEADLINE_S))
 

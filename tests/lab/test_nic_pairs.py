@@ -88,9 +88,7 @@ class Peer:
     def send(self, data: bytes) -> None:
         self.memory.write(data, SIZE)
         e = self.verbs.enums
-        self.pair.post_send(
-            self.verbs.SendWR(num_sge=1, sg=[self.element()], opcode=e.WR_SEND, send_flags=e.SEND_SIGNALED)
-        )
+        self.pair.post_send(self.verbs.SendWR(num_sge=1, sg=[self.element()], opcode=e.WR_SEND, send_flags=e.SEND_SIGNALED))
 
     def completion(self) -> str:
         """The name of the next completion's status."""

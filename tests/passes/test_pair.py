@@ -54,9 +54,7 @@ def random_pair(seed: int, forward: int = 2, backward: int = 2) -> tuple[Strand,
     return random_strand(2 * seed, forward), random_strand(2 * seed + 1, backward, backwards=True)
 
 
-def best_of_all(
-    forward: Strand, backward: Strand, parts: list[tuple[tuple[int, ...], ...]] | None = None
-) -> float:
+def best_of_all(forward: Strand, backward: Strand, parts: list[tuple[tuple[int, ...], ...]] | None = None) -> float:
     """The shortest time of any issue order, under perfect overlap, by trying them all; shares no code with the search.
 
     With `parts` (fixed, deferred for each strand) fixed operators keep their order; deferred ones, and without `parts`

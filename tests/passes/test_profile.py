@@ -135,9 +135,7 @@ def test_hosts_make_the_kind(run_stages: Any, parts: Any, tmp_path: Path) -> Non
         assert groups == {NAMES[rank]: Group((1, 1), "gloo")} and groups[NAMES[rank]].kind is Kind.INTER
 
 
-def test_estimates_measure_no_operator(
-    run_stages: Any, parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_estimates_measure_no_operator(run_stages: Any, parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Operation, "of", lambda *_: pytest.fail("an operator was run"))
     one, other = on_two_ranks(run_stages, lambda rank: profile(parts[rank], mode="estimate", cache=tmp_path))
     assert agreed(one, other)

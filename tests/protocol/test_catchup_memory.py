@@ -51,9 +51,7 @@ def test_the_value_in_the_message_is_enough(reduced: int, state: int, replicas: 
 
 
 @given(SIZES, SIZES, SIZES, SIZES, st.integers(2, 64), st.integers(0, 64))
-def test_more_memory_never_allows_less(
-    memory: int, more: int, reduced: int, state: int, replicas: int, limit: int
-) -> None:
+def test_more_memory_never_allows_less(memory: int, more: int, reduced: int, state: int, replicas: int, limit: int) -> None:
     small, large = (try_it(m, reduced, state, replicas, limit) for m in (memory, memory + more))
     if small is not None:
         assert large is not None and large.replay >= small.replay and large.snapshots >= small.snapshots

@@ -251,8 +251,6 @@ def test_a_lower_numbered_rail_that_connects_late_is_switched_to_by_the_fenced_w
     assert {rail.receive for link in pair.links for rail in link.rails} == {ReceiveState.DEFAULT}
 
 
-
-
 # ---------------------------------------------------------------- who is told
 
 

@@ -92,6 +92,7 @@ def test_beats_leave_a_late_sender_more_than_a_period() -> None:
     assert (liveness.SILENCE - liveness.BEAT) * PERIOD > 1.1
     assert liveness.SILENCE <= 1.4  # the rest of 1.5 is for a late look
 
+
 # ---------------------------------------------------------------- a process that is stopped
 
 

@@ -267,8 +267,15 @@ def test_likely_root_causes_come_before_complaints_of_peers() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        ReplicaRunning(0, 1), ReplicaDone(0), ended(0, 0, 1), ended(0, 0, 0), ended(0, 0, 1, CONFIG_EXIT), Tick(),
-        RankStuck(0, 1, "r0.pp0", "stuck"), RankStuck(0, 0, "r0.pp0", "stuck"), CapacityAwaited(0, 1),
+        ReplicaRunning(0, 1),
+        ReplicaDone(0),
+        ended(0, 0, 1),
+        ended(0, 0, 0),
+        ended(0, 0, 1, CONFIG_EXIT),
+        Tick(),
+        RankStuck(0, 1, "r0.pp0", "stuck"),
+        RankStuck(0, 0, "r0.pp0", "stuck"),
+        CapacityAwaited(0, 1),
     ],  # fmt: skip
     ids=repr,
 )

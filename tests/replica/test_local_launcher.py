@@ -108,9 +108,7 @@ def test_the_reason_names_the_first_cause_the_rank_and_its_log(launcher: LocalLa
     (ended,) = polled(launcher, 1)
     log = tmp_path / "logs" / "r1.pp1.inc2.log"
     assert ended.code == 1
-    assert ended.reason == (
-        f"ConnectionError: link to r0 broke (exit code 1) at r1.pp1.dp0.cp0.tp0 incarnation 2 (log: {log})"
-    )
+    assert ended.reason == (f"ConnectionError: link to r0 broke (exit code 1) at r1.pp1.dp0.cp0.tp0 incarnation 2 (log: {log})")
 
 
 def test_kill_ends_one_replica_only(launcher: LocalLauncher) -> None:

@@ -134,7 +134,9 @@ def test_a_command_runs_once_at_its_moment_by_whoever_claims_it_first(tmp_path: 
     commands = tuple(
         CommandConfig(f"sh -c 'echo {word} >> {said}'", replica, step, moment)
         for word, replica, step, moment in (
-            ("up", 1, 4, "exchange_late"), ("down", 1, 2, "exchange_early"), ("other", 0, 2, "forward")
+            ("up", 1, 4, "exchange_late"),
+            ("down", 1, 2, "exchange_early"),
+            ("other", 0, 2, "forward"),
         )
     )
     claimed: list[str] = []
@@ -287,9 +289,7 @@ def test_a_peer_on_another_host_is_asked_to_kill_itself() -> None:
     context = multiprocessing.get_context("spawn")
     bystander = context.Process(target=time.sleep, args=(60,))
     bystander.start()
-    ranks = [
-        context.Process(target=_rank_elsewhere, args=(address, rank, f"host{rank}", rank == 0)) for rank in range(2)
-    ]
+    ranks = [context.Process(target=_rank_elsewhere, args=(address, rank, f"host{rank}", rank == 0)) for rank in range(2)]
     # Another process of this machine has the recorded number on the other host: it must not be signalled.
     TcpRunStore(address).put_if_absent("pid/1/0/1", f"host1 {bystander.pid}")
     try:

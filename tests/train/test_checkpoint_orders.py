@@ -236,6 +236,7 @@ def test_no_replica_is_done_before_the_last_state_is_on_disk_or_known_to_be_lost
 
 def test_members_that_hold_another_state_do_not_write_it() -> None:
     """The holders are told from the quorum's members, as every replica of it sees them."""
+
     class Fixed(Membership):
         def announce(self) -> None: ...
 

@@ -247,9 +247,7 @@ def test_experts_may_be_spread_over_context_parallel_ranks(run_stages: Any) -> N
     ],
     ids=["gpt-tp", "llama-sequence", "llama-cp", "moe-ep"],
 )
-def test_captured_without_a_break(
-    run_stages: Any, model: ModelConfig, axes: tuple[str, ...], expected: dict[str, int]
-) -> None:
+def test_captured_without_a_break(run_stages: Any, model: ModelConfig, axes: tuple[str, ...], expected: dict[str, int]) -> None:
     """Both graphs of one layer are whole, hold the method's collectives and no other, and give eager's gradients."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func

@@ -473,9 +473,7 @@ class EndpointConformance(Endpoints):
         back.check(Message(0, 2, 0, 0, 8 * MIB).content())
         three.exchange([Message(0, 1, 1, 0, MIB), Message(2, 0, 1, 0, 10)], random.Random(17))
 
-    @pytest.mark.parametrize(
-        ("heartbeat_s", "held_s"), [(0.2, 1.5), pytest.param(1.0, 5.0, marks=pytest.mark.slow)]
-    )
+    @pytest.mark.parametrize(("heartbeat_s", "held_s"), [(0.2, 1.5), pytest.param(1.0, 5.0, marks=pytest.mark.slow)])
     def test_a_process_that_holds_its_interpreter_lock_is_not_lost(
         self, world: NewWorld, process: Callable[..., Process], heartbeat_s: float, held_s: float
     ) -> None:

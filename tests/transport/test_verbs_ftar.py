@@ -44,9 +44,7 @@ def tell(rank: subprocess.Popen[str], word: str) -> None:
 
 
 @pytest.mark.slow
-def test_sums_are_those_of_an_undisturbed_run_bit_for_bit(
-    ranks: list[subprocess.Popen[str]], nic_pairs: list[NicPair]
-) -> None:
+def test_sums_are_those_of_an_undisturbed_run_bit_for_bit(ranks: list[subprocess.Popen[str]], nic_pairs: list[NicPair]) -> None:
     from tests.transport.verbs_ftar_rank import digest, gradient
 
     addresses = [hear(rank) for rank in ranks]
