@@ -15,6 +15,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.nn.parallel import DistributedDataParallel
 
 import helixrt
+from helixrt.errors import ConfigError
 from helixrt.passes.errors import CaptureError, DisagreementError
 from helixrt.passes.parts import local
 
@@ -173,6 +174,47 @@ def data_parallel() -> None:
         compiled.zero_grad(), plain.zero_grad()
 
 
+def last_exchanged(plain: DistributedDataParallel, x: torch.Tensor, y: torch.Tensor) -> None:
+    """A plain loop that exchanges gradients with the last micro-batch's backward."""
+    *first, last = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+    with plain.no_sync():
+        for a, b in first:
+            (F.mse_loss(plain(a), b) / MICROBATCHES).backward()
+    (F.mse_loss(plain(last[0]), last[1]) / MICROBATCHES).backward()
+
+
+def inside_data_parallel() -> None:
+    """Stepped through `ddp.module.train_step`, the exchange is the wrapper's; a part of what it wraps is refused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Dense()).double()
+    plain = DistributedDataParallel(copy.deepcopy(model))
+    step = helixrt.compile(model, loss=F.mse_loss, microbatches=MICROBATCHES).train_step
+    x, y = data(dist.get_rank())
+    step(x, target=y)
+    model.zero_grad()
+    wrapped = DistributedDataParallel(model)  # after a first step, too
+    for _ in range(2):
+        wrapped.module.train_step(x, target=y)
+        last_exchanged(plain, x, y)
+        assert_gradients(model, plain.module)
+        with wrapped.no_sync():
+            step(x, target=y)
+        with plain.no_sync():
+            plain_loop(plain, x, y)
+        assert_gradients(model, plain.module)
+        model.zero_grad(), plain.zero_grad()
+    eager = helixrt.compile(model, loss=lambda o, t: F.mse_loss(o, t) * float(o.sum() > -1e9), strict=False)
+    with pytest.warns(UserWarning, match="plain loop"):
+        eager.train_step(x, target=y)
+    F.mse_loss(plain(x), y).backward()
+    assert_gradients(model, plain.module)
+
+    part = helixrt.compile(Dense().double(), loss=F.mse_loss, microbatches=MICROBATCHES)
+    whole = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8).double(), part))
+    with pytest.raises(ConfigError, match="DistributedDataParallel=.*compile the module that it wraps"):
+        whole.module[1].train_step(x, target=y)
+
+
 def other_models() -> None:
     """Ranks that would launch different collectives raise before the first step; nobody hangs."""
     torch.manual_seed(0)
@@ -210,6 +252,7 @@ CASES: dict[str, Callable[[], None]] = {
     "DTensor": lambda: tensor_parallel(by_dtensor, "estimate"),
     "torch.compile": by_torch_compile,
     "data parallel": data_parallel,
+    "inside data parallel": inside_data_parallel,
     "fully sharded": fully_sharded,
     "other models": other_models,
 }

@@ -309,6 +309,38 @@ def test_parameters_must_not_change_in_the_midst_of_a_step() -> None:
         model.train_step(X, target=Y)
 
 
+def main_gradients(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Gradients moved to a place of their own by hooks on what accumulates them, as Megatron's data parallelism does."""
+    found: dict[str, torch.Tensor] = {}
+    held = []
+    for name, parameter in model.named_parameters():
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+        def moved(*_: Any, name: str = name, parameter: nn.Parameter = parameter) -> None:
+            found[name] = found.get(name, 0) + parameter.grad
+            parameter.grad = None
+
+        accumulator.register_hook(moved)
+        held.append(accumulator)
+    return found, held
+
+
+def test_hooks_on_accumulation_are_called() -> None:
+    model, plain = compiled(Net())
+    both(model, plain)
+    model.zero_grad(), plain.zero_grad()
+    moved, expected = main_gradients(model), main_gradients(plain)
+    for _ in range(2):
+        both(model, plain)
+    assert moved[0].keys() == expected[0].keys() and moved[0]
+    for name, gradient in moved[0].items():
+        torch.testing.assert_close(gradient, expected[0][name], rtol=1e-10, atol=1e-13)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    moved[1].clear(), expected[1].clear()
+    gc.collect()
+    both(model, plain)
+
+
 def test_targets_have_gradients() -> None:
     model, plain = compiled(Net())
     one, other = (Y.clone().requires_grad_() for _ in range(2))

@@ -7,8 +7,8 @@ captures the module, plans and weaves; such graphs are kept, the last used `KEPT
 tensors happens once, at capture: after changing lists, configurations and other objects it reads, call `forget()`.
 
 Out: exactly what a plain loop leaves behind (`plain_loop`): the sum of gradients in the same order, buffers, the state of
-random generators, calls of gradient hooks once per micro-batch. DistributedDataParallel modules may be compiled: ranks
-exchange gradients during the last micro-batch's backward, and not at all under `no_sync()`.
+random generators, calls of gradient hooks once per micro-batch. DistributedDataParallel modules may be compiled, before
+or after they are wrapped: ranks exchange gradients during the last micro-batch's backward, and not at all under `no_sync()`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from helixrt.passes.capture import capture
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.executable import device_types
 from helixrt.passes.parts import Part, Port, Role
-from helixrt.pipeline.data_parallel import DataParallel, data_parallel
-from helixrt.pipeline.gradients import ParameterGradients, hooked
+from helixrt.pipeline.data_parallel import DataParallel, Wrapper, data_parallel
+from helixrt.pipeline.gradients import ParameterGradients, accumulator_held, hooked
 from helixrt.pipeline.single_stage import SingleStage
 from helixrt.pipeline.strands import Strands, build
 
@@ -66,6 +66,7 @@ class TrainStep:
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model = weakref.ref(model)
         self.options = options
+        self.wrapper = Wrapper()
         self.forget()
 
     def forget(self) -> None:
@@ -95,7 +96,7 @@ class TrainStep:
         if target is not None and options.loss is None:
             raise ConfigError("target", type(target).__name__, "needs a loss: helixrt.compile(..., loss=...)")
         batch = Batch(inputs, kwargs, target, options.microbatches, options.chunk_dims)
-        parallel = data_parallel(self.model)
+        parallel = data_parallel(self.wrapper.of(self.model))
         module = parallel.module
         loss = options.loss if isinstance(options.loss, nn.Module) else None
         key = (batch.key(), state_key(module), loss and state_key(loss), ambient_key())
@@ -245,7 +246,8 @@ def attributes_key(module: nn.Module) -> Iterator[Hashable]:
 @contextmanager
 def parameters_stay(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Raises ConfigError when hooks changed a parameter inside: later micro-batches may have begun before."""
-    versions = [(name, p, p._version) for name, p in parameters.items()] if any(map(hooked, parameters.values())) else []
+    watched = any(hooked(p) or (p.requires_grad and accumulator_held(p)) for p in parameters.values())
+    versions = [(name, p, p._version) for name, p in parameters.items()] if watched else []
     yield
     for name, parameter, version in versions:
         if parameter._version != version:
