@@ -29,6 +29,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
+from torch.utils.checkpoint import CheckpointPolicy
 
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Layout
@@ -260,6 +261,14 @@ def is_backward(node: fx.Node) -> bool | None:
     """Whether tracing made the node in the backward; None when torch does not say."""
     tag = node.meta.get("partitioner_tag")
     return None if tag is None else tag in ("is_backward", "must_be_in_backward")
+
+
+def recomputed_region(node: fx.Node) -> int | None:
+    """The region of `torch.utils.checkpoint` that computes this forward node again in the backward; None if it is kept."""
+    policy = node.meta.get("recompute")
+    if policy not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+        return None
+    return int(node.meta.get("ac_graph_id", 0))
 
 
 # ------------------------------------------------------------------------------------------------ errors

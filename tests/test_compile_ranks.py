@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import helixrt
 from helixrt.errors import ConfigError
@@ -65,6 +66,13 @@ class Dense(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.b(F.gelu(self.a(x)))
+
+
+class Checkpointed(Block):
+    """The region's collective runs again in the backward, as in eager."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def by_dtensor() -> nn.Module:
@@ -249,6 +257,7 @@ def fully_sharded() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "by hand": lambda: tensor_parallel(lambda: nn.Sequential(Block(), Block()).double(), "auto"),
+    "checkpointed": lambda: tensor_parallel(lambda: nn.Sequential(Checkpointed(), Checkpointed()).double(), "auto"),
     "DTensor": lambda: tensor_parallel(by_dtensor, "estimate"),
     "torch.compile": by_torch_compile,
     "data parallel": data_parallel,
