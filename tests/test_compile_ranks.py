@@ -223,6 +223,34 @@ def inside_data_parallel() -> None:
         whole.module[1].train_step(x, target=y)
 
 
+def recaptured_together() -> None:
+    """A rank that must capture anew does not do so alone: the others, which still have graphs, capture with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).double()
+    plain = copy.deepcopy(model)
+    helixrt.compile(model, loss=F.mse_loss, microbatches=MICROBATCHES, profile="estimate")
+    x, y = data()
+    rank = dist.get_rank()
+    changes: list[Callable[[nn.Module], Any]] = [
+        lambda each: None,
+        lambda each: None if rank or each is plain else each.train_step.forget(),
+        lambda each: setattr(each, "unused", rank),  # a new key on both ranks
+        lambda each: setattr(each, "unused", 0 if rank else 5),  # rank 1 sees its first two graphs again, rank 0 new ones
+    ]
+    numbers = []
+    for change in changes:
+        for each in (model, plain):
+            change(each)
+        for train in (lambda: model.train_step(x, target=y), lambda: plain_loop(plain, x, y)):
+            torch.manual_seed(7)
+            train()
+        assert_gradients(model, plain)
+        numbers.append(model.train_step.latest.number)
+    torch.manual_seed(7)
+    model.train_step(x, target=y)
+    assert model.train_step.latest.number == numbers[-1] and numbers == [1, 2, 3, 4]
+
+
 def other_models() -> None:
     """Ranks that would launch different collectives raise before the first step; nobody hangs."""
     torch.manual_seed(0)
@@ -262,6 +290,7 @@ CASES: dict[str, Callable[[], None]] = {
     "torch.compile": by_torch_compile,
     "data parallel": data_parallel,
     "inside data parallel": inside_data_parallel,
+    "recaptured together": recaptured_together,
     "fully sharded": fully_sharded,
     "other models": other_models,
 }

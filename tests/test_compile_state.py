@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import helixrt
@@ -251,6 +252,74 @@ def test_a_model_that_is_dropped_is_freed() -> None:
     del model
     gc.collect()
     assert [each() for each in held] == [None, None]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failed_capture_lets_go_of_its_batch(strict: bool) -> None:
+    model = helixrt.compile(Net(number), loss=F.mse_loss, strict=strict)
+    x, y = X.clone(), Y.clone()
+    held = [weakref.ref(x), weakref.ref(y)]
+    with pytest.raises(CaptureError) if strict else pytest.warns(UserWarning, match="number is read from a tensor"):
+        model.train_step(x, target=y)
+    del x, y
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+    assert strict or "number is read from a tensor" in model.explain().reason
+
+
+class Config:
+    """What models keep settings in: attributes, containers, other objects, itself."""
+
+    def __init__(self) -> None:
+        self.scale, self.powers, self.table, self.inner, self.own = 2.0, [1, 2], {"shift": 1.0}, OfSlots(), self
+
+
+class OfSlots:
+    __slots__ = ("offset",)
+
+    def __init__(self) -> None:
+        self.offset = 0.5
+
+
+def test_changed_settings_are_seen() -> None:
+    def configured(self: Net, h: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        return h ** config.powers[0] * config.scale + config.table["shift"] + config.inner.offset + self.extra[0]
+
+    net = Net(configured)
+    net.config, net.extra = Config(), [1.0]
+    model, plain = compiled(net)
+    changes: list[Callable[[Net], Any]] = [
+        lambda net: None,
+        lambda net: setattr(net.config, "scale", 5.0),
+        lambda net: net.config.powers.__setitem__(0, 3),
+        lambda net: net.config.table.update(shift=2.0),
+        lambda net: setattr(net.config.inner, "offset", 4.0),
+        lambda net: net.extra.__setitem__(0, 3.0),
+        lambda net: setattr(net, "config", Config()),
+    ]
+    for change in changes:
+        for each in (model, plain):
+            change(each)
+        both(model, plain)
+        both(model, plain)
+    assert len(model.train_step.captured) == len(changes)
+
+
+def test_another_attention_kernel_has_graphs_of_its_own() -> None:
+    def attention(self: Net, h: torch.Tensor) -> torch.Tensor:
+        heads = h.view(1, 1, *h.shape)
+        return F.scaled_dot_product_attention(heads, heads, heads).view_as(h)
+
+    model, plain = compiled(Net(attention))
+    both(model, plain)
+    fast = model.explain().code["forward"]
+    with sdpa_kernel(SDPBackend.MATH):
+        both(model, plain)
+        slow = model.explain().code["forward"]
+    assert "flash" in fast and "flash" not in slow
+    both(model, plain)
+    assert model.explain().code["forward"] == fast and len(model.train_step.captured) == 2
 
 
 def test_too_many_kinds_of_calls_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
