@@ -75,7 +75,7 @@ def bounded(listed: Sequence[fx.Node], operators: list[Operator]) -> list[Operat
     limit = max(AHEAD * max(growth.values(), default=0), int(SHARE * sum(growth.values())))
     places = {node: index for index, node in enumerate(listed)}
     under_way: deque[int] = deque()
-    for index, grown in growth.items():
+    for index in growth:
         under_way.append(index)
         total = sum(growth[each] for each in under_way)
         while total > limit:

@@ -108,9 +108,7 @@ def planned(
     measured = profile([forward, backward], mode=mode, supposed=supposed)
     strands = tuple(measured.operators(forward)), tuple(measured.operators(backward))
     planners = planning_group(measured.groups) if supposed is None else None
-    pairing = planned_by_first(
-        planners, lambda: paired(forward, backward, measured, rules, saved), strands, measured.overlap
-    )
+    pairing = planned_by_first(planners, lambda: paired(forward, backward, measured, rules, saved), strands, measured.overlap)
     return Plan(pairing.order, pairing, measured, *strands)
 
 

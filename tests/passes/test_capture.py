@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from types import SimpleNamespace
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest

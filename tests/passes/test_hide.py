@@ -99,9 +99,11 @@ def test_sizes_fence_nothing() -> None:
     cosine = found.call_function(ATEN.cos.default, (sine,))
     wide = found.call_function(ATEN.add.Tensor, (cosine, more))
     found.output((found.call_function(ATEN.add.Tensor, (wide, waited)),))
-    names = [getattr(node.target, "_opname", node.target.__name__) for node in hide(
-        fx.GraphModule(nn.Module(), found)
-    ).graph.nodes if node.op == "call_function"]
+    names = [
+        getattr(node.target, "_opname", node.target.__name__)
+        for node in hide(fx.GraphModule(nn.Module(), found)).graph.nodes
+        if node.op == "call_function"
+    ]
     assert names.index("all_reduce") < names.index("sin") and names.index("wait_tensor") == len(names) - 2
 
 
