@@ -18,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +38,7 @@ from helixrt.passes.errors import CaptureError
 from helixrt.passes.groups import group_name
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.pipeline.data_parallel import DataParallel, Wrapper, data_parallel
-from helixrt.pipeline.gradients import ParameterGradients, accumulator_held, hooked
+from helixrt.pipeline.gradients import ParameterGradients, hooked
 from helixrt.pipeline.single_stage import SingleStage
 from helixrt.pipeline.strands import Strands, build
 
@@ -116,7 +116,7 @@ class TrainStep:
         stage = SingleStage(found.strands, module, loss)
         gradients = ParameterGradients(stage.parameters(), found.joint.layouts)
         last = parallel.begin(gradients)
-        with parameters_stay(stage.parameters()):
+        with parameters_stay(gradients):
             return stage.run(batch.inputs, gradients, last=last, input_gradient=batch.add_gradient).mean()
 
     def capture(self, module: nn.Module, batch: Batch) -> Captured:
@@ -220,9 +220,10 @@ def scalar(loss: Any) -> torch.Tensor:
 
 
 @contextmanager
-def parameters_stay(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def parameters_stay(gradients: ParameterGradients) -> Iterator[None]:
     """Raises ConfigError when hooks changed a parameter inside: later micro-batches may have begun before."""
-    watched = any(hooked(p) or (p.requires_grad and accumulator_held(p)) for p in parameters.values())
+    parameters = gradients.parameters
+    watched = any(hooked(p) or (p.requires_grad and gradients.held(name)) for name, p in parameters.items())
     versions = [(name, p, p._version) for name, p in parameters.items()] if watched else []
     yield
     for name, parameter, version in versions:
