@@ -13,6 +13,7 @@ may change each gradient, post-accumulate hooks run after each, and so do hooks 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,8 +96,10 @@ def accumulator_held(parameter: torch.Tensor) -> bool:
     the node. Python cannot list these hooks (DistributedDataParallel's are C++). A mark in the node's metadata tells
     whether the node is the same at a second look.
     """
-    if MARK in (metadata := get_gradient_edge(parameter).node.metadata):
+    metadata: Any = get_gradient_edge(parameter).node.metadata  # a dictionary, whatever torch's annotation says
+    if MARK in metadata:
         return True
     metadata[MARK] = True
     del metadata
-    return MARK in get_gradient_edge(parameter).node.metadata
+    metadata = get_gradient_edge(parameter).node.metadata
+    return MARK in metadata
