@@ -1,8 +1,9 @@
 """Agree: all ranks of a group would launch the same collectives in the same order, or say where they differ.
 
-In: each rank's parts and the group they communicate in. Out: nothing, or a DisagreementError on every rank, within the
-deadline, that names the first difference; without this check ranks whose orders differ hang in the middle of a step.
-Every rank calls it, before the first step and whenever its graphs change.
+In: each rank's parts and the group they communicate in. Out: nothing, or a DisagreementError on every rank that names the
+first difference; without this check ranks whose orders differ hang in the middle of a step. Every rank calls it, before the
+first step and whenever its graphs change. Ranks come from capture and compilation, which take their time, so for all to
+arrive it waits as long as the group's own timeout; the deadline is for the exchanges after that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from helixrt.passes.errors import DisagreementError
 from helixrt.passes.parts import Part
@@ -29,15 +30,24 @@ def agree(
     """Compare the collective orders of `parts` (one part, or several in the order they run) over `group`.
 
     `group` is a c10d process group or backend; `device` is where it takes tensors from. Raises DisagreementError when
-    orders differ or a rank does not answer within `deadline_s` of each of at most three exchanges.
+    orders differ, a rank does not come within the group's timeout (or `arrival_s`), or does not answer within `deadline_s` of
+    each of at most three exchanges.
     """
     name = getattr(group, "group_name", None)
     lines = [line for part in ([parts] if isinstance(parts, Part) else parts) for line in collective_order(part, name)]
     agree_on(lines, group, deadline_s=deadline_s, device=device)
 
 
-def agree_on(lines: Sequence[str], group: Any, *, deadline_s: float = DEADLINE_S, device: torch.device | str = "cpu") -> None:
+def agree_on(
+    lines: Sequence[str],
+    group: Any,
+    *,
+    deadline_s: float = DEADLINE_S,
+    arrival_s: float | None = None,
+    device: torch.device | str = "cpu",
+) -> None:
     """As `agree`, of an order already read off."""
+    exchange(b"\0", group, arrival_s, device)
     hashes = exchange(order_hash(lines), group, deadline_s, device)
     if len(set(hashes)) == 1:
         return
@@ -62,17 +72,47 @@ def first_difference(orders: Sequence[Sequence[str]]) -> str:
     return f"ranks would hang: their orders of collectives differ after the first {SHOWN_BYTES} bytes of text"
 
 
-def exchange(mine: bytes, group: Any, deadline_s: float, device: torch.device | str) -> list[bytes]:
-    """Every rank's bytes, by rank; all must be as long as these."""
-    deadline = timedelta(seconds=deadline_s)
+def exchange(mine: bytes, group: Any, deadline_s: float | None, device: torch.device | str) -> list[bytes]:
+    """Every rank's bytes, by rank; all must be as long as these. Without a deadline it waits for the group's timeout.
+
+    Raises DisagreementError when a rank does not answer in time.
+    """
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(group.size())]
     options = AllgatherOptions()
-    options.timeout = deadline
+    if deadline_s is not None:
+        options.timeout = timedelta(seconds=deadline_s)
     try:
-        group.allgather([received], [sent], options).wait(deadline)
+        work = group.allgather([received], [sent], options)
+        work.wait() if deadline_s is None else work.wait(timedelta(seconds=deadline_s))
     except RuntimeError as error:
+        patience = "the group's timeout" if deadline_s is None else f"{deadline_s:g} s"
         raise DisagreementError(
-            f"not every rank of the group compared its collective order within {deadline_s:g} s: {str(error).splitlines()[0]}"
+            f"not every rank of the group compared its collective order within {patience}: {str(error).splitlines()[0]}"
         ) from error
     return [tensor.cpu().numpy().tobytes() for tensor in received]
+
+
+def broadcast(mine: bytes, group: Any, deadline_s: float, device: torch.device | str) -> bytes:
+    """The first rank's bytes, on every rank. Others' `mine` is not sent. Raises DisagreementError after `deadline_s`."""
+    first = group.rank() == 0
+    size = torch.tensor([len(mine) if first else 0], dtype=torch.int64, device=device)
+    _from_first(size, group, deadline_s)
+    text = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    if first and mine:
+        text.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    if text.numel():
+        _from_first(text, group, deadline_s)
+    return text.cpu().numpy().tobytes()
+
+
+def _from_first(tensor: torch.Tensor, group: Any, deadline_s: float) -> None:
+    deadline = timedelta(seconds=deadline_s)
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, deadline
+    try:
+        group.broadcast([tensor], options).wait(deadline)
+    except RuntimeError as error:
+        raise DisagreementError(
+            f"the first rank of the group did not say its part within {deadline_s:g} s: {str(error).splitlines()[0]}"
+        ) from error

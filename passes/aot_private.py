@@ -24,11 +24,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import output_graph
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
+from torch.utils.checkpoint import CheckpointPolicy
 
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Layout
@@ -78,7 +80,7 @@ def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Mod
     Raises CaptureError.
     """
     where = location_of(described)
-    with ONE_AT_A_TIME, quiet_dynamo() as caught, nothing_installed(module), torch.enable_grad():
+    with ONE_AT_A_TIME, quiet_dynamo(where) as caught, nothing_installed(module), torch.enable_grad():
         try:
             captured = dynamo_graph_capture_for_export(module)(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -113,7 +115,7 @@ def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Mod
 
 
 @contextlib.contextmanager
-def quiet_dynamo() -> Iterator[list[str]]:
+def quiet_dynamo(where: str) -> Iterator[list[str]]:
     """Dynamo's settings for one exact capture; yields where it saw the module change outside tensors.
 
     Loggers are ignored (transformers logs in forward); the backward is traced without autocast, as
@@ -141,17 +143,51 @@ def quiet_dynamo() -> Iterator[list[str]]:
         torch._dynamo.config.patch(settings),
         silenced(metrics),
         functorch_config.patch(aot_settings),
+        recorded_side_effects() as sources,
         warnings.catch_warnings(record=True) as raised,
     ):
         warnings.simplefilter("always")
         yield found
     for warning in raised:
-        text = str(warning.message)
-        if "side effects happened" in text:
-            sources = ast.literal_eval(text[text.rindex(": [") + 2 :])
-            found.extend(qualified(source) for source in sources if source.startswith("L["))
-        else:
+        if warning.filename != output_graph.__file__ or not issubclass(warning.category, UserWarning):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        elif sources is None:
+            found.extend(map(qualified, said_side_effects(str(warning.message), where)))
+    found.extend(qualified(source) for source in dict.fromkeys(sources or ()) if source.startswith("L["))
+
+
+SIDE_EFFECTS = "get_replayed_side_effect_source_refs"  # of Dynamo's output graph: where forward changes Python objects
+
+
+@contextlib.contextmanager
+def recorded_side_effects() -> Iterator[list[str] | None]:
+    """Yields what Dynamo's own list of side effects has; None where this torch has no such list, only a warning."""
+    method = getattr(output_graph.OutputGraph, SIDE_EFFECTS, None)
+    if method is None:
+        yield None
+        return
+    found: list[str] = []
+
+    def recording(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        sources = method(graph, *args, **kwargs)
+        found.extend(sources)
+        return sources
+
+    setattr(output_graph.OutputGraph, SIDE_EFFECTS, recording)
+    try:
+        yield found
+    finally:
+        setattr(output_graph.OutputGraph, SIDE_EFFECTS, method)
+
+
+def said_side_effects(text: str, where: str) -> list[str]:
+    """The sources in a warning of Dynamo's. Raises CaptureError for a wording that is not known: state may change unseen."""
+    try:
+        sources = ast.literal_eval(text[text.rindex(": [") + 2 :])
+        return [source for source in sources if source.startswith("L[")]
+    except (ValueError, SyntaxError, AttributeError) as error:
+        reason = f"Dynamo reports side effects of forward in words that are not known of torch {torch.__version__}: {text}"
+        raise CaptureError(where, reason, "use a tested version of torch") from error
 
 
 @contextlib.contextmanager
@@ -260,6 +296,14 @@ def is_backward(node: fx.Node) -> bool | None:
     """Whether tracing made the node in the backward; None when torch does not say."""
     tag = node.meta.get("partitioner_tag")
     return None if tag is None else tag in ("is_backward", "must_be_in_backward")
+
+
+def recomputed_region(node: fx.Node) -> int | None:
+    """The region of `torch.utils.checkpoint` that computes this forward node again in the backward; None if it is kept."""
+    policy = node.meta.get("recompute")
+    if policy not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+        return None
+    return int(node.meta.get("ac_graph_id", 0))
 
 
 # ------------------------------------------------------------------------------------------------ errors

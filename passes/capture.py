@@ -14,8 +14,8 @@ the graph is to have. Out: a `Part` of functional ATen operators whose ports are
 - Tensors that are DTensors are their local tensors at the ports; see `Part.layouts`.
 
 Operators keep the order of eager execution, random ones and collectives included: run from the same generator state
-the graph draws the same numbers. Collectives are functional, each with one wait. Activation checkpointing is not
-replayed: every activation the backward needs is kept. What Python does besides tensors happens once, at capture.
+the graph draws the same numbers. Collectives are functional, each with one wait. Regions of `torch.utils.checkpoint` are
+computed again in the backward (`recompute`). What Python does besides tensors happens once, at capture.
 
 Follows DHelix, section 4 (operators of a strand); each step that needs private interfaces is in `aot_private`.
 """
@@ -49,6 +49,7 @@ from helixrt.passes.aot_private import (
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.nodes import Origin
 from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.recompute import recompute
 from helixrt.passes.verify import verify
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -84,7 +85,7 @@ def capture(
     check_side_effects([name for name in joint.side_effects if not name.endswith(BUFFERS)], joint, Traced(module, loss))
     part = Flattening(module, loss, joint, call).part()
     verify(part)
-    return part.stamped("capture", time.perf_counter() - began)
+    return recompute(part.stamped("capture", time.perf_counter() - began))
 
 
 def check_gathered(module: nn.Module) -> None:

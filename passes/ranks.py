@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from helixrt.passes.agree import exchange
+from helixrt.passes.agree import broadcast, exchange
 from helixrt.passes.groups import transport
 
 DEADLINE_S = 120.0
@@ -36,6 +36,11 @@ class Ranks:
         if self.count > 1:
             self._exchange(b"\0")
 
+    def arrive(self) -> None:
+        """Go on when all are here, however long they compute before; waits as long as the group's own timeout."""
+        if self.count > 1:
+            exchange(b"\0", self.group, None, self._device)
+
     def everyone(self, mine: bytes) -> list[bytes]:
         """What each rank says, by rank."""
         if self.count == 1:
@@ -45,8 +50,9 @@ class Ranks:
         return [text[:size] for text, size in zip(padded, sizes, strict=True)]
 
     def first_says(self, mine: Any) -> Any:
-        """What the first rank says, on every rank; anything that JSON holds."""
-        return json.loads(self.everyone(json.dumps(mine).encode() if self.first else b"")[0])
+        """What the first rank says, on every rank; anything that JSON holds. Only the first rank sends."""
+        said = json.dumps(mine).encode() if self.first else b""
+        return json.loads(said if self.count == 1 else broadcast(said, self.group, self.deadline_s, self._device))
 
     def table(self, mine: Sequence[float]) -> np.ndarray:
         """Everyone's numbers [ranks, numbers]; all must have equally many."""

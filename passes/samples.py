@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from helixrt.passes import nodes
+from helixrt.passes.replay import STATE, state_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -46,8 +47,16 @@ def samples(node: fx.Node, cold_bytes: int = 0) -> list[Arguments]:
     made = []
     for _ in range(sets):
         arguments, keywords = fx.node.map_arg((node.args, node.kwargs), makers.real)
-        made.append((tuple(arguments), dict(keywords)))
+        made.append((with_state(node, tuple(arguments)), dict(keywords)))
     return made
+
+
+def with_state(node: fx.Node, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with a real state of a generator for an operator that draws from one: other bytes are refused."""
+    signature = nodes.schema(node)
+    if signature is None or not signature.arguments or signature.arguments[0].name != STATE:
+        return arguments
+    return (state_of(arguments[1]), *arguments[1:])
 
 
 def index_bound(node: fx.Node) -> int:

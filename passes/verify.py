@@ -84,10 +84,11 @@ def verify_waits(part: Part) -> None:
 
 
 def verify_made_from(parts: Sequence[Part], sources: Sequence[Part]) -> None:
-    """Together, `parts` have each operator of `sources` exactly once. Raises VerifyError.
+    """Together, `parts` have each operator of `sources` exactly once, with its arguments. Raises VerifyError.
 
-    Views, casts and constants may be there any number of times, at least once if the source uses them. What a pass
-    adds by itself (copies of buffers that change) must carry no origin. Parts of several strands count together.
+    Views, casts and constants may be there any number of times, at least once if the source uses them, and must be those
+    of the source. Results other than SAVED come from the same operators. What a pass adds by itself (copies of buffers
+    that change) must carry no origin. Parts of several strands count together.
     """
     wanted, found = Counter(operators(sources)), Counter(operators(parts))
     for key in wanted.keys() | found.keys():
@@ -96,6 +97,51 @@ def verify_made_from(parts: Sequence[Part], sources: Sequence[Part]) -> None:
             raise VerifyError(f"operator {name} ({target}) is lost: {wanted[key]} before the pass, {found[key]} after")
         if found[key] > wanted[key]:
             raise VerifyError(f"operator {name} ({target}) is doubled: {wanted[key]} before the pass, {found[key]} after")
+    before, after = arguments(sources), arguments(parts)
+    for (name, target), taken in after.items():
+        known = before.get((name, target), set())
+        if other := taken - known:
+            had = ", ".join(sorted(known)) or "nothing of that name"
+            raise VerifyError(f"{name} ({target}) takes in {sorted(other)[0]} after the pass, {had} before it")
+    given, gives = results(sources), results(parts)
+    for port in given.keys() & gives.keys():
+        if gives[port] != given[port]:
+            raise VerifyError(f"{port} gives {sorted(gives[port])} after the pass, {sorted(given[port])} before it")
+
+
+def arguments(parts: Sequence[Part]) -> dict[tuple[str, str], set[str]]:
+    """What each operator, view and cast takes in: tensors by what makes them, and all else by its value.
+
+    By name and operator; several where strands have operators of the same name.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+    for part in parts:
+        for node in part.graph.nodes:
+            if node.op in ("placeholder", "output", "get_attr") or nodes.origin(node).order < 0:
+                continue
+            said = fx.node.map_arg((node.args, node.kwargs), _Made)
+            found.setdefault((nodes.origin(node).source, str(node.target)), set()).add(repr(said))
+    return found
+
+
+class _Made(str):
+    """Stands for a node among arguments: what makes its value."""
+
+    def __new__(cls, node: fx.Node) -> _Made:
+        return super().__new__(cls, nodes.origin(node).source)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def results(parts: Sequence[Part]) -> dict[str, set[str]]:
+    """What makes each result but the SAVED ones, by port; strands count together."""
+    found: dict[str, set[str]] = {}
+    for part in parts:
+        for port, node in zip(part.outputs, returned(part), strict=True):
+            if port.role is not Role.SAVED and isinstance(node, fx.Node):
+                found.setdefault(f"{port.role} {port.name!r}", set()).add(nodes.origin(node).source)
+    return found
 
 
 def verify_split(split: Split, joint: Part) -> None:

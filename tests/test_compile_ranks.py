@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import helixrt
+from helixrt.errors import ConfigError
 from helixrt.passes.errors import CaptureError, DisagreementError
 from helixrt.passes.parts import local
 
@@ -64,6 +66,13 @@ class Dense(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.b(F.gelu(self.a(x)))
+
+
+class Checkpointed(Block):
+    """The region's collective runs again in the backward, as in eager."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def by_dtensor() -> nn.Module:
@@ -173,6 +182,75 @@ def data_parallel() -> None:
         compiled.zero_grad(), plain.zero_grad()
 
 
+def last_exchanged(plain: DistributedDataParallel, x: torch.Tensor, y: torch.Tensor) -> None:
+    """A plain loop that exchanges gradients with the last micro-batch's backward."""
+    *first, last = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+    with plain.no_sync():
+        for a, b in first:
+            (F.mse_loss(plain(a), b) / MICROBATCHES).backward()
+    (F.mse_loss(plain(last[0]), last[1]) / MICROBATCHES).backward()
+
+
+def inside_data_parallel() -> None:
+    """Stepped through `ddp.module.train_step`, the exchange is the wrapper's; a part of what it wraps is refused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Dense()).double()
+    plain = DistributedDataParallel(copy.deepcopy(model))
+    step = helixrt.compile(model, loss=F.mse_loss, microbatches=MICROBATCHES).train_step
+    x, y = data(dist.get_rank())
+    step(x, target=y)
+    model.zero_grad()
+    wrapped = DistributedDataParallel(model)  # after a first step, too
+    for _ in range(2):
+        wrapped.module.train_step(x, target=y)
+        last_exchanged(plain, x, y)
+        assert_gradients(model, plain.module)
+        with wrapped.no_sync():
+            step(x, target=y)
+        with plain.no_sync():
+            plain_loop(plain, x, y)
+        assert_gradients(model, plain.module)
+        model.zero_grad(), plain.zero_grad()
+    eager = helixrt.compile(model, loss=lambda o, t: F.mse_loss(o, t) * float(o.sum() > -1e9), strict=False)
+    with pytest.warns(UserWarning, match="plain loop"):
+        eager.train_step(x, target=y)
+    F.mse_loss(plain(x), y).backward()
+    assert_gradients(model, plain.module)
+
+    part = helixrt.compile(Dense().double(), loss=F.mse_loss, microbatches=MICROBATCHES)
+    whole = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8).double(), part))
+    with pytest.raises(ConfigError, match="DistributedDataParallel=.*compile the module that it wraps"):
+        whole.module[1].train_step(x, target=y)
+
+
+def recaptured_together() -> None:
+    """A rank that must capture anew does not do so alone: the others, which still have graphs, capture with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).double()
+    plain = copy.deepcopy(model)
+    helixrt.compile(model, loss=F.mse_loss, microbatches=MICROBATCHES, profile="estimate")
+    x, y = data()
+    rank = dist.get_rank()
+    changes: list[Callable[[nn.Module], Any]] = [
+        lambda each: None,
+        lambda each: None if rank or each is plain else each.train_step.forget(),
+        lambda each: setattr(each, "unused", rank),  # a new key on both ranks
+        lambda each: setattr(each, "unused", 0 if rank else 5),  # rank 1 sees its first two graphs again, rank 0 new ones
+    ]
+    numbers = []
+    for change in changes:
+        for each in (model, plain):
+            change(each)
+        for train in (lambda: model.train_step(x, target=y), lambda: plain_loop(plain, x, y)):
+            torch.manual_seed(7)
+            train()
+        assert_gradients(model, plain)
+        numbers.append(model.train_step.latest.number)
+    torch.manual_seed(7)
+    model.train_step(x, target=y)
+    assert model.train_step.latest.number == numbers[-1] and numbers == [1, 2, 3, 4]
+
+
 def other_models() -> None:
     """Ranks that would launch different collectives raise before the first step; nobody hangs."""
     torch.manual_seed(0)
@@ -207,9 +285,12 @@ def fully_sharded() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "by hand": lambda: tensor_parallel(lambda: nn.Sequential(Block(), Block()).double(), "auto"),
+    "checkpointed": lambda: tensor_parallel(lambda: nn.Sequential(Checkpointed(), Checkpointed()).double(), "auto"),
     "DTensor": lambda: tensor_parallel(by_dtensor, "estimate"),
     "torch.compile": by_torch_compile,
     "data parallel": data_parallel,
+    "inside data parallel": inside_data_parallel,
+    "recaptured together": recaptured_together,
     "fully sharded": fully_sharded,
     "other models": other_models,
 }

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import helixrt
@@ -253,6 +254,74 @@ def test_a_model_that_is_dropped_is_freed() -> None:
     assert [each() for each in held] == [None, None]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failed_capture_lets_go_of_its_batch(strict: bool) -> None:
+    model = helixrt.compile(Net(number), loss=F.mse_loss, strict=strict)
+    x, y = X.clone(), Y.clone()
+    held = [weakref.ref(x), weakref.ref(y)]
+    with pytest.raises(CaptureError) if strict else pytest.warns(UserWarning, match="number is read from a tensor"):
+        model.train_step(x, target=y)
+    del x, y
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+    assert strict or "number is read from a tensor" in model.explain().reason
+
+
+class Config:
+    """What models keep settings in: attributes, containers, other objects, itself."""
+
+    def __init__(self) -> None:
+        self.scale, self.powers, self.table, self.inner, self.own = 2.0, [1, 2], {"shift": 1.0}, OfSlots(), self
+
+
+class OfSlots:
+    __slots__ = ("offset",)
+
+    def __init__(self) -> None:
+        self.offset = 0.5
+
+
+def test_changed_settings_are_seen() -> None:
+    def configured(self: Net, h: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        return h ** config.powers[0] * config.scale + config.table["shift"] + config.inner.offset + self.extra[0]
+
+    net = Net(configured)
+    net.config, net.extra = Config(), [1.0]
+    model, plain = compiled(net)
+    changes: list[Callable[[Net], Any]] = [
+        lambda net: None,
+        lambda net: setattr(net.config, "scale", 5.0),
+        lambda net: net.config.powers.__setitem__(0, 3),
+        lambda net: net.config.table.update(shift=2.0),
+        lambda net: setattr(net.config.inner, "offset", 4.0),
+        lambda net: net.extra.__setitem__(0, 3.0),
+        lambda net: setattr(net, "config", Config()),
+    ]
+    for change in changes:
+        for each in (model, plain):
+            change(each)
+        both(model, plain)
+        both(model, plain)
+    assert len(model.train_step.captured) == len(changes)
+
+
+def test_another_attention_kernel_has_graphs_of_its_own() -> None:
+    def attention(self: Net, h: torch.Tensor) -> torch.Tensor:
+        heads = h.view(1, 1, *h.shape)
+        return F.scaled_dot_product_attention(heads, heads, heads).view_as(h)
+
+    model, plain = compiled(Net(attention))
+    both(model, plain)
+    fast = model.explain().code["forward"]
+    with sdpa_kernel(SDPBackend.MATH):
+        both(model, plain)
+        slow = model.explain().code["forward"]
+    assert "flash" in fast and "flash" not in slow
+    both(model, plain)
+    assert model.explain().code["forward"] == fast and len(model.train_step.captured) == 2
+
+
 def test_too_many_kinds_of_calls_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_step, "KEPT", 2)
     model = helixrt.compile(nn.Linear(8, 8).double(), loss=F.mse_loss)
@@ -307,6 +376,38 @@ def test_parameters_must_not_change_in_the_midst_of_a_step() -> None:
     model.a.weight.register_post_accumulate_grad_hook(step)
     with pytest.raises(ConfigError, match=r"a\.weight=changed by a gradient hook: must stay until train_step is done"):
         model.train_step(X, target=Y)
+
+
+def main_gradients(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Gradients moved to a place of their own by hooks on what accumulates them, as Megatron's data parallelism does."""
+    found: dict[str, torch.Tensor] = {}
+    held = []
+    for name, parameter in model.named_parameters():
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+        def moved(*_: Any, name: str = name, parameter: nn.Parameter = parameter) -> None:
+            found[name] = found.get(name, 0) + parameter.grad
+            parameter.grad = None
+
+        accumulator.register_hook(moved)
+        held.append(accumulator)
+    return found, held
+
+
+def test_hooks_on_accumulation_are_called() -> None:
+    model, plain = compiled(Net())
+    both(model, plain)
+    model.zero_grad(), plain.zero_grad()
+    moved, expected = main_gradients(model), main_gradients(plain)
+    for _ in range(2):
+        both(model, plain)
+    assert moved[0].keys() == expected[0].keys() and moved[0]
+    for name, gradient in moved[0].items():
+        torch.testing.assert_close(gradient, expected[0][name], rtol=1e-10, atol=1e-13)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    moved[1].clear(), expected[1].clear()
+    gc.collect()
+    both(model, plain)
 
 
 def test_targets_have_gradients() -> None:

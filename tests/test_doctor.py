@@ -53,6 +53,16 @@ def test_packages(package: Package, version: str | None, missing: tuple[str, ...
     assert finding.needed_for is package.needed_for
 
 
+@pytest.mark.parametrize("version", [None, "0.19.8", "0.1"])
+def test_what_is_not_built_is_not_claimed(version: str | None) -> None:
+    """DeepSpeed's engine does not exist: nothing to install for it, and nothing that an installed one switches on."""
+    (deepspeed,) = (package for package in doctor.PACKAGES if package.distribution == "deepspeed")
+    finding = doctor.package_finding(deepspeed, version, (), "")
+    assert finding.state is State.OFF and finding.fix == "" and "is not built" in finding.detail
+    assert (version or "not installed") in finding.detail
+    assert "not built" in (Path(__file__).parents[1] / "pyproject.toml").read_text().split("deepspeed = [")[0].splitlines()[-1]
+
+
 def test_triton_is_compared_with_what_torch_declares() -> None:
     assert doctor.triton_finding("3.7.1", "3.7.1", accelerator=True).state is State.ON
     wrong = doctor.triton_finding("3.9.0", "3.7.1", accelerator=True)

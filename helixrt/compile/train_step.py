@@ -1,14 +1,14 @@
 """A train step: a batch in, the mean loss out, gradients in `p.grad`.
 
 In: a module and `Options`. The first call with arguments of new shapes (or in another training mode, autocast, dtype or
-device, or with other parameters frozen or tied, or after a submodule, number, string, tuple, function, tensor or hook of
-a module was changed)
+device, or with other parameters frozen or tied, other attention kernels allowed, or after a submodule, number, string,
+function, tensor, hook, container or settings object of a module was changed; see `state_key`)
 captures the module, plans and weaves; such graphs are kept, the last used `KEPT` of them. What forward does besides
-tensors happens once, at capture: after changing lists, configurations and other objects it reads, call `forget()`.
+tensors happens once, at capture: after changing globals and other things that are not the module's, call `forget()`.
 
 Out: exactly what a plain loop leaves behind (`plain_loop`): the sum of gradients in the same order, buffers, the state of
-random generators, calls of gradient hooks once per micro-batch. DistributedDataParallel modules may be compiled: ranks
-exchange gradients during the last micro-batch's backward, and not at all under `no_sync()`.
+random generators, calls of gradient hooks once per micro-batch. DistributedDataParallel modules may be compiled, before
+or after they are wrapped: ranks exchange gradients during the last micro-batch's backward, and not at all under `no_sync()`.
 """
 
 from __future__ import annotations
@@ -18,35 +18,31 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from helixrt.compile.explanation import Explanation, explained, with_times
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
+from helixrt.compile.recapture import Together
+from helixrt.compile.state_key import ambient_key, state_key, value_key
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.errors import CaptureError
-from helixrt.passes.executable import device_types
+from helixrt.passes.groups import group_name
 from helixrt.passes.parts import Part, Port, Role
-from helixrt.pipeline.data_parallel import DataParallel, data_parallel
+from helixrt.pipeline.data_parallel import DataParallel, Wrapper, data_parallel
 from helixrt.pipeline.gradients import ParameterGradients, hooked
 from helixrt.pipeline.single_stage import SingleStage
 from helixrt.pipeline.strands import Strands, build
 
 KEPT = 8  # sets of graphs
-FUNCTIONS = (FunctionType, BuiltinFunctionType)
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, type, *FUNCTIONS)
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # torch's, 2.0 to 2.13
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,7 @@ class Captured:
     failure: CaptureError | None
     seconds: float
     reason: str = ""  # why there is a single strand, if two were asked for
+    number: int = 0  # the same on all ranks that captured together
 
 
 class TrainStep:
@@ -66,6 +63,8 @@ class TrainStep:
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model = weakref.ref(model)
         self.options = options
+        self.wrapper = Wrapper()
+        self.together = Together()
         self.forget()
 
     def forget(self) -> None:
@@ -95,12 +94,13 @@ class TrainStep:
         if target is not None and options.loss is None:
             raise ConfigError("target", type(target).__name__, "needs a loss: helixrt.compile(..., loss=...)")
         batch = Batch(inputs, kwargs, target, options.microbatches, options.chunk_dims)
-        parallel = data_parallel(self.model)
+        parallel = data_parallel(self.wrapper.of(self.model))
         module = parallel.module
         loss = options.loss if isinstance(options.loss, nn.Module) else None
-        key = (batch.key(), state_key(module), loss and state_key(loss), ambient_key())
+        loss_key = value_key(options.loss) if loss is None else state_key(loss)
+        key = (batch.key(), state_key(module), loss_key, ambient_key())
         found = self.captured.get(key)
-        if found is None:
+        if not self.together.same(0 if found is None else found.number) or found is None:
             found = self.captured[key] = self.capture(module, batch)
             while len(self.captured) > KEPT:
                 self.captured.popitem(last=False)
@@ -116,7 +116,7 @@ class TrainStep:
         stage = SingleStage(found.strands, module, loss)
         gradients = ParameterGradients(stage.parameters(), found.joint.layouts)
         last = parallel.begin(gradients)
-        with parameters_stay(stage.parameters()):
+        with parameters_stay(gradients):
             return stage.run(batch.inputs, gradients, last=last, input_gradient=batch.add_gradient).mean()
 
     def capture(self, module: nn.Module, batch: Batch) -> Captured:
@@ -129,13 +129,16 @@ class TrainStep:
         except CaptureError as error:
             if options.strict:
                 raise
-            return Captured(None, None, error, time.perf_counter() - began)
+            # Not the error itself: its traceback and causes hold the frames of the capture, and in them the batch.
+            failure = CaptureError(error.where, error.reason, error.remedy)
+            return Captured(None, None, failure, time.perf_counter() - began, number=self.together.captured(()))
         check_loss(joint, options)
         woven, reason = options.strands if options.microbatches > 1 else 1, ""
         if woven == 2 and any(nodes.is_random(node) and nodes.origin(node).backward for node in joint.graph.nodes):
             woven, reason = 1, "the backward draws random numbers, which must come before those of the next forward"
         strands = build(joint, strands=woven, mode=options.profile, codegen=options.codegen)
-        return Captured(joint, strands, None, time.perf_counter() - began, reason)
+        number = self.together.captured(group_name(node) for node in joint.graph.nodes if nodes.is_collective(node))
+        return Captured(joint, strands, None, time.perf_counter() - began, reason, number)
 
     def warn(self, message: str) -> None:
         """Once for each beginning of a message."""
@@ -216,43 +219,13 @@ def scalar(loss: Any) -> torch.Tensor:
     return loss
 
 
-def state_key(module: nn.Module) -> Hashable:
-    """What of a module's state a graph depends on: parameters' and buffers' names, layouts, ties, freezing; attributes."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        if is_lazy(tensor):
-            raise ConfigError(name, "not initialized", "lazy modules get shapes from a first forward: call model(...) once")
-    first: dict[int, int] = {}
-    tensors = tuple(
-        (name, t.shape, t.dtype, t.device, t.requires_grad, first.setdefault(id(t), place), getattr(t, "placements", None))
-        for place, (name, t) in enumerate(named)
-    )
-    return tensors, tuple((name, type(part), tuple(attributes_key(part))) for name, part in module.named_modules())
-
-
-def attributes_key(module: nn.Module) -> Iterator[Hashable]:
-    """What of a module's own Python state a graph depends on: constants, functions, tensors that are no buffers, hooks."""
-    for name, value in vars(module).items():
-        if isinstance(value, CONSTANTS):
-            yield name, type(value), value
-        elif isinstance(value, tuple):
-            yield name, type(value), tuple((type(each), each if isinstance(each, CONSTANTS) else None) for each in value)
-        elif isinstance(value, torch.Tensor):
-            yield name, id(value)  # a graph that reads it keeps it alive
-    yield from (tuple(getattr(module, hooks)) for hooks in HOOKS)
-
-
 @contextmanager
-def parameters_stay(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def parameters_stay(gradients: ParameterGradients) -> Iterator[None]:
     """Raises ConfigError when hooks changed a parameter inside: later micro-batches may have begun before."""
-    versions = [(name, p, p._version) for name, p in parameters.items()] if any(map(hooked, parameters.values())) else []
+    parameters = gradients.parameters
+    watched = any(hooked(p) or (p.requires_grad and gradients.held(name)) for name, p in parameters.items())
+    versions = [(name, p, p._version) for name, p in parameters.items()] if watched else []
     yield
     for name, parameter, version in versions:
         if parameter._version != version:
             raise ConfigError(name, "changed by a gradient hook", "must stay until train_step is done; update it then")
-
-
-def ambient_key() -> Hashable:
-    """What else a graph depends on."""
-    autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in device_types())
-    return autocast, torch.get_default_dtype()

@@ -6,15 +6,18 @@ has the sums of a plain loop in the same order. (A tied parameter's two gradient
 sums them before it accumulates.)
 
 A parameter with hooks goes through autograd itself, with every micro-batch, as in a plain loop: gradient hooks see and
-may change each gradient, post-accumulate hooks run after each.
+may change each gradient, post-accumulate hooks run after each, and so do hooks on the node that accumulates the gradient
+(DistributedDataParallel and Megatron put theirs there).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from helixrt.passes.parts import Layout
 from helixrt.pipeline.buckets import GradientBuckets
@@ -25,11 +28,12 @@ class ParameterGradients:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout]) -> None:
         self.parameters, self.layouts = parameters, layouts
+        self._held: dict[str, bool] = {}
 
     def give(self, name: str, gradient: torch.Tensor) -> None:
         """Add one gradient (of the parameter's shape and dtype; for a DTensor, of its local tensor's)."""
         parameter, value = self.parameters[name], self.wrapped(name, gradient)
-        if hooked(parameter) or is_sparse(value) or is_sparse(parameter.grad):
+        if hooked(parameter) or self.held(name) or is_sparse(value) or is_sparse(parameter.grad):
             self.through_autograd(name, gradient)
         elif parameter.grad is not None:
             parameter.grad.add_(value)
@@ -42,6 +46,12 @@ class ParameterGradients:
         """As `give`, setting off all that hangs on the parameter's accumulation."""
         with torch.enable_grad():
             torch.autograd.backward((self.parameters[name],), (self.wrapped(name, gradient),))
+
+    def held(self, name: str) -> bool:
+        """As `accumulator_held`, of one parameter; looked up once."""
+        if name not in self._held:
+            self._held[name] = accumulator_held(self.parameters[name])
+        return self._held[name]
 
     def wrapped(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         return self.layouts[name].wrap(gradient) if name in self.layouts else gradient
@@ -56,7 +66,7 @@ class BucketGradients(ParameterGradients):
 
     def give(self, name: str, gradient: torch.Tensor) -> None:
         parameter = self.parameters[name]
-        if name in self.layouts or is_sparse(gradient) or hooks(parameter) > 1:
+        if name in self.layouts or is_sparse(gradient) or hooks(parameter) > 1 or self.held(name):
             self.through_autograd(name, gradient)
         else:
             self.buckets.add(parameter, gradient)
@@ -74,3 +84,22 @@ def hooked(parameter: nn.Parameter) -> bool:
 def hooks(parameter: nn.Parameter) -> int:
     """How many hooks. The two attributes are where torch's public `register_…` methods put them."""
     return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+
+
+MARK = "helixrt.passes"  # in the metadata of accumulators that were looked at
+
+
+def accumulator_held(parameter: torch.Tensor) -> bool:
+    """Whether something holds the node that accumulates the parameter's gradient, and so may have hooks on it.
+
+    Autograd itself holds it weakly and makes a new one when it is gone, so hooks last only as long as their owner holds
+    the node. Python cannot list these hooks (DistributedDataParallel's are C++). A mark in the node's metadata tells
+    whether the node is the same at a second look.
+    """
+    metadata: Any = get_gradient_edge(parameter).node.metadata  # a dictionary, whatever torch's annotation says
+    if MARK in metadata:
+        return True
+    metadata[MARK] = True
+    del metadata
+    metadata = get_gradient_edge(parameter).node.metadata
+    return MARK in metadata

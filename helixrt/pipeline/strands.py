@@ -25,10 +25,11 @@ from helixrt.passes.inductor_private import compiled
 from helixrt.passes.operators import Operator
 from helixrt.passes.pair import Pairing, Rules, baseline, pair, retimed
 from helixrt.passes.parts import Part, Split
-from helixrt.passes.profile import Mode, Profile, profile
+from helixrt.passes.profile import Mode, Profile, planning_group, profile
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.timing import Place
 from helixrt.passes.weave import alternating, weave
+from helixrt.pipeline.shared_plan import planned_by_first
 
 PUBLISHED = "eq2"  # the search of DHelix's paper
 
@@ -106,7 +107,8 @@ def planned(
         return Plan(tuple(flat(forward, backward, alternating(forward, backward), saved=saved)))
     measured = profile([forward, backward], mode=mode, supposed=supposed)
     strands = tuple(measured.operators(forward)), tuple(measured.operators(backward))
-    pairing = paired(forward, backward, measured, rules, saved)
+    planners = planning_group(measured.groups) if supposed is None else None
+    pairing = planned_by_first(planners, lambda: paired(forward, backward, measured, rules, saved), strands, measured.overlap)
     return Plan(pairing.order, pairing, measured, *strands)
 
 

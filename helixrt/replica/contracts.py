@@ -37,7 +37,7 @@ class WorkResult:
 
 
 class Engine(ABC):
-    """What computes inside one rank of a replica: our pipeline, a plain model, DeepSpeed, FSDP2.
+    """What computes inside one rank of a replica: the pipeline, or a plain model. DeepSpeed and FSDP2 have none yet.
 
     Calls come from one thread, in the order run, apply, run, apply …; `state` and `load` come
     between steps. Gradients live in flat buckets that follow parameter order, never schedule

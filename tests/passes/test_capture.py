@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helixrt.passes import aot_private
 from helixrt.passes.capture import capture
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.nodes import origin
@@ -279,6 +281,25 @@ def test_state_outside_tensors_is_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(Stubborn("none"), (torch.randn(2, 3),))
+
+
+@pytest.mark.parametrize("structured", [True, False])
+def test_a_reworded_warning_of_dynamo_hides_no_state(structured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side effects are read from Dynamo's list; a torch without it whose wording is not known is an error."""
+    from torch._dynamo import output_graph
+
+    def reworded(message: Any) -> None:
+        warnings.warn(f"this torch says it otherwise ({len(str(message))})", stacklevel=2)
+
+    monkeypatch.setattr(output_graph, "warnings", SimpleNamespace(warn=reworded))
+    if not structured:
+        monkeypatch.setattr(aot_private, "SIDE_EFFECTS", "no method of this torch")
+        with pytest.raises(CaptureError, match=f"side effects.*torch {torch.__version__.split('+')[0]}"):
+            capture(Stubborn("count"), (torch.randn(2, 3),))
+        return
+    with pytest.warns(UserWarning, match="changes Python objects .'model'") as raised:
+        capture(Stubborn("count"), (torch.randn(2, 3),))
+    assert len(raised) == 1
 
 
 def test_inputs_that_change_and_nothing_to_train() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from helixrt.passes.capture import capture
 from helixrt.passes.errors import DisagreementError, VerifyError
 from helixrt.passes.nodes import Origin
 from helixrt.passes.parts import Part, Port, Role, Split
+from helixrt.passes.ranks import Ranks
 from helixrt.passes.split import split
 from helixrt.passes.verify import collective_order, verify, verify_made_from, verify_split
 
@@ -64,6 +66,43 @@ def test_a_doubled_operator(joint: Part) -> None:
 
     with pytest.raises(VerifyError, match="n_0_addmm .* is doubled"):
         verify_made_from((edited(joint, double),), (joint,))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("n_0_addmm", lambda node, named: (*node.args[:2], named["n_3_t"]), "takes in .*n_3_t.* after .*n_0_t.* before"),
+        ("n_1_native_layer_norm", lambda node, named: (*node.args[:-1], 0.5), "n_1_native_layer_norm .*0.5.*1e-05"),
+        ("n_0_t", lambda node, named: (named["n_3_t"],), "n_0_t .*n_3_t"),
+    ],
+    ids=["another tensor", "another number", "a view of another tensor"],
+)
+def test_changed_arguments(joint: Part, name: str, arguments: Any, said: str) -> None:
+    def change(graph: Graph, named: dict[str, Node]) -> None:
+        before = named["n_3_t"]
+        for needed in (*before.all_input_nodes, before):
+            if needed.op != "placeholder":
+                next(n for n in graph.nodes if n.op != "placeholder").prepend(needed)
+        named[name].args = arguments(named[name], named)
+
+    with pytest.raises(VerifyError, match=said):
+        verify_made_from((edited(joint, change),), (joint,))
+
+
+def test_changed_keywords_and_results(joint: Part) -> None:
+    def keyword(graph: Graph, named: dict[str, Node]) -> None:
+        node = next(n for n in graph.nodes if n.op == "call_function" and "sum" in str(n.target))
+        node.kwargs = {**node.kwargs, "dtype": torch.float64}
+
+    with pytest.raises(VerifyError, match="sum.* takes in .*float64"):
+        verify_made_from((edited(joint, keyword),), (joint,))
+
+    def exchanged(graph: Graph, named: dict[str, Node]) -> None:
+        (results,) = graph.output_node().args
+        graph.output_node().args = ((*results[1:], results[0]),)
+
+    with pytest.raises(VerifyError, match="gives .* before"):
+        verify_made_from((edited(joint, exchanged),), (joint,))
 
 
 def test_an_order_that_breaks_a_dependency(joint: Part) -> None:
@@ -224,7 +263,51 @@ def test_a_rank_that_does_not_answer_is_an_error(run_stages: Any) -> None:
     def rank(rank: int, group: Any) -> None:
         if rank == 0:
             with pytest.raises(DisagreementError, match="within 0.5 s"):
-                agree_on(["sum"], group, deadline_s=0.5)
+                agree_on(["sum"], group, arrival_s=0.5)
+
+    run_stages(2, rank)
+
+
+def test_a_rank_that_compiles_longer_than_the_deadline_is_waited_for(run_stages: Any) -> None:
+    def rank(rank: int, group: Any) -> None:
+        if rank:
+            time.sleep(1.5)  # captures, compiles
+        agree_on(["sum"], group, deadline_s=0.5)
+
+    run_stages(2, rank)
+
+
+def test_the_first_rank_alone_sends_its_word(run_stages: Any) -> None:
+    class Counting:
+        """A group that counts the bytes a rank hands to exchanges in which every rank sends."""
+
+        def __init__(self, group: Any) -> None:
+            self.group, self.bytes = group, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.group, name)
+
+        def allgather(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
+            self.bytes += sum(tensor.nbytes for tensor in inputs)
+            return self.group.allgather(outputs, inputs, *rest)
+
+    said = {"text": "x" * 10_000, "numbers": [1, 2.5, None]}
+
+    def rank(rank: int, group: Any) -> Any:
+        counting = Counting(group)
+        ranks = Ranks(counting)
+        found = ranks.first_says(said if rank == 0 else {"something": "else"}), ranks.first_says(rank)
+        return found, counting.bytes
+
+    for found, sent in run_stages(3, rank):
+        assert found == (said, 0) and sent < 100
+
+
+def test_a_first_rank_that_says_nothing_is_an_error(run_stages: Any) -> None:
+    def rank(rank: int, group: Any) -> None:
+        if rank:
+            with pytest.raises(DisagreementError, match="within 0.5 s"):
+                Ranks(group, deadline_s=0.5).first_says(None)
 
     run_stages(2, rank)
 

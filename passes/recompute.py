@@ -1,0 +1,153 @@
+"""Recompute: what regions of activation checkpointing do not keep is computed again in the backward.
+
+In: a captured joint graph, whose forward nodes know their region of `torch.utils.checkpoint` and whether its policy has
+them computed again (`aot_private.recomputed_region`). Out: the joint graph with copies of these nodes in the backward,
+each right before its first use; what enters a region, and what a policy saves, is kept instead. Everything behind
+(split, pairing, weaving) treats the copies as backward operators.
+
+A random operator of a region draws the same numbers again: the state of the generator is kept, not the numbers. A
+collective of a region runs again, as in eager. Of nested regions the outermost counts; buffers are changed once, by the
+forward.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from helixrt.passes import nodes
+from helixrt.passes.aot_private import recomputed_region
+from helixrt.passes.errors import VerifyError
+from helixrt.passes.nodes import Origin, origin, set_origin
+from helixrt.passes.parts import Part
+from helixrt.passes.replay import random_state, replayed
+from helixrt.passes.verify import operators, verify
+
+
+def recompute(joint: Part) -> Part:
+    """The graph with its regions computed again in the backward. Raises VerifyError when that breaks it."""
+    began = time.perf_counter()
+    rewriting = _Rewriting(joint.graph)
+    if not rewriting.again:
+        return joint
+    module = fx.GraphModule(joint.module, rewriting.graph(), class_name=type(joint.module).__name__)
+    result = replace(joint, module=module).stamped("recompute", time.perf_counter() - began)
+    verify(result)
+    lost = Counter(operators((joint,))) - Counter(operators((result,)))
+    if lost:
+        raise VerifyError(f"operators are lost by computing regions again: {', '.join(name for name, _ in list(lost)[:3])}")
+    return result
+
+
+class _Rewriting:
+    """Which nodes of a joint graph are computed again, and the graph that does it."""
+
+    def __init__(self, joint: fx.Graph) -> None:
+        self.joint = joint
+        self.regions: dict[fx.Node, int] = {}
+        for node in joint.nodes:
+            if (region := self._region(node)) is not None:
+                self.regions[node] = region
+        self.again = self._needed()
+        self.new = fx.Graph()
+        self.kept: dict[fx.Node, fx.Node] = {}  # what stands for a node of the joint graph
+        self.copied: dict[fx.Node, fx.Node] = {}  # what computes it again
+        self.states: dict[fx.Node, fx.Node] = {}  # for a random operator, the state it drew from
+
+    def _region(self, node: fx.Node) -> int | None:
+        """Items and waits belong with their operator."""
+        if node.op != "call_function" or origin(node).backward:
+            return None
+        if (node.target is operator.getitem or nodes.is_wait(node)) and not nodes.is_view(node):
+            return self.regions.get(nodes.tensor_arguments(node)[0])
+        return recomputed_region(node)
+
+    def _needed(self) -> set[fx.Node]:
+        """Nodes of regions that the backward needs, and those of the same region that they need."""
+        found: set[fx.Node] = set()
+        stack = [
+            before
+            for node in self.joint.nodes
+            if node.op == "call_function" and origin(node).backward
+            for before in node.all_input_nodes
+            if before in self.regions
+        ]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(n for n in node.all_input_nodes if self.regions.get(n) == self.regions[node])
+        return found
+
+    def graph(self) -> fx.Graph:
+        for node in self.joint.nodes:
+            backward = node.op == "call_function" and origin(node).backward
+            if backward:
+                for before in node.all_input_nodes:
+                    if before in self.again:
+                        self._compute_again(before)
+            if node in self.again and nodes.is_random(node):
+                self.states[node] = self._state(node)
+            taken = self._either if backward else self.kept.__getitem__
+            self.kept[node] = self.new.node_copy(node, taken)
+        for order, node in enumerate(self.new.nodes):
+            if origin(node).order >= 0:
+                set_origin(node, replace(origin(node), order=order))
+        return self.new
+
+    def _either(self, node: fx.Node) -> fx.Node:
+        return self.copied.get(node, self.kept[node])
+
+    def _compute_again(self, wanted: fx.Node) -> None:
+        """Emit copies of `wanted` and of what it stands on in its region, in their order."""
+        chain: set[fx.Node] = set()
+        stack = [wanted]
+        while stack:
+            node = stack.pop()
+            if node not in self.copied and node not in chain:
+                chain.add(node)
+                stack.extend(n for n in node.all_input_nodes if self.regions.get(n) == self.regions[node])
+        for node in sorted(chain):
+            inside = [n for n in node.all_input_nodes if self.regions.get(n) == self.regions[node]]
+            if nodes.is_derived(node) and all(self.copied[n] is self.kept[n] for n in inside):
+                self.copied[node] = self.kept[node]  # a view or cast of what is kept; later passes make it where needed
+            else:
+                self.copied[node] = self._copy(node)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        region = self.regions[node]
+
+        def taken(before: fx.Node) -> fx.Node:
+            return self.copied[before] if self.regions.get(before) == region else self.kept[before]
+
+        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), taken)
+        target = node.target
+        if nodes.is_random(node):
+            assert isinstance(target, torch._ops.OpOverload), "only operators draw random numbers"
+            target, arguments = replayed(target), (self.states[node], _device_of(node), *arguments)
+        copy = self.new.create_node(node.op, target, arguments, keywords, name=f"{node.name}_again")
+        copy.meta = dict(node.meta)
+        set_origin(copy, Origin(origin(node).module, True, origin(node).order, copy.name))
+        return copy
+
+    def _state(self, node: fx.Node) -> fx.Node:
+        """A node, at the present end of the graph, that gives the state `node` draws from."""
+        device = _device_of(node)
+        state = self.new.call_function(random_state, (device,))
+        state.meta["val"] = _example(node).new_empty(random_state(device).shape, dtype=torch.uint8, device="cpu")
+        set_origin(state, Origin(origin(node).module, False, origin(node).order, state.name))
+        return state
+
+
+def _example(node: fx.Node) -> torch.Tensor:
+    value = node.meta["val"]
+    return value[0] if isinstance(value, list | tuple) else value
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    return _example(node).device
