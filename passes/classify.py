@@ -10,6 +10,7 @@ them back.
   view that is handed out as a gradient is no longer free.
 - Movable are weight gradients (backward work on the way to one parameter's gradient alone) and routers (what runs in a
   module called `router` or `gate`, and its backward), as in DHelix, section 4.2.
+- An operator that draws random numbers needs the one that draws before it, so that no order of the strand draws others.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def operators(
     added = accumulations(part)
     numbers = layers([nodes.origin(node).module for node in listed], [str(node.target) for node in listed])
     made = []
+    drawn: int | None = None  # the last operator that draws random numbers
 
     def known(timed_node: fx.Node) -> tuple[str, Time]:
         name = signature(timed_node, groups)
@@ -130,6 +132,9 @@ def operators(
     for node, layer in zip(listed, numbers, strict=True):
         kind = kind_of(node, groups)
         needs = tuple(dict.fromkeys(places[before] for before in node.all_input_nodes if before in places))
+        if nodes.is_random(node):
+            needs = needs if drawn is None or drawn in needs else (*needs, drawn)
+            drawn = places[node]
         name, time = known(node) if timed(kind) else (signature(node, groups), Time(0.0))
         if node in added and kind is Kind.COMPUTE:
             time = replace(time, time_us=time.time_us + known(added[node])[1].time_us)

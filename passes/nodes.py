@@ -89,8 +89,21 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Draws from a generator: it may be neither dropped nor put before or after another one."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Draws from a generator: it may be neither dropped nor put before or after another one.
+
+    Attention carries torch's tag whatever it does: without dropout it draws nothing, and its backward takes in what the
+    forward drew. Higher-order operators that save or set the state of a generator count as drawing.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "rng_state" in target.name()
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)} | node.kwargs
+    if "philox_seed" in given:
+        return False
+    dropout = next((a.default_value for a in target._schema.arguments if a.name == "dropout_p"), None)
+    return bool(given.get("dropout_p", dropout) != 0.0)
 
 
 def is_pinned(node: fx.Node) -> bool:

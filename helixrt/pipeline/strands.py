@@ -4,7 +4,8 @@ In: a captured joint part, how many strands, how to profile. Out: a `Strands` re
 was decided on the way. All ranks of all groups that the graphs communicate in come here at the same time; before
 anything runs they are shown to launch the same collectives in the same order.
 
-Without communication there is nothing to hide, so nothing is profiled and both strands progress evenly.
+Without communication there is nothing to hide, so nothing is profiled and both strands progress evenly. Where both strands
+draw random numbers the backward runs before the forward: which numbers each gets may not depend on measured times.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from helixrt.passes import nodes
 from helixrt.passes.agree import agree
+from helixrt.passes.classify import strand
 from helixrt.passes.early import early
 from helixrt.passes.estimate import Supposed
 from helixrt.passes.executable import Executable
@@ -27,7 +29,7 @@ from helixrt.passes.pair import Pairing, Rules, baseline, pair, retimed
 from helixrt.passes.parts import Part, Split
 from helixrt.passes.profile import Mode, Profile, profile
 from helixrt.passes.split import split, whole_backward
-from helixrt.passes.timing import Place
+from helixrt.passes.timing import BACKWARD, FORWARD, Place
 from helixrt.passes.weave import alternating, weave
 
 PUBLISHED = "eq2"  # the search of DHelix's paper
@@ -37,7 +39,7 @@ Saved = Mapping[str, Memory]
 
 @dataclass(frozen=True)
 class Plan:
-    """How two strands are woven: the issue order, and from what; `pairing` is None without communication."""
+    """How two strands are woven: the issue order, and from what; `pairing` is None where there was nothing to choose."""
 
     order: tuple[Place, ...]
     pairing: Pairing | None = None
@@ -102,6 +104,9 @@ def planned(
 
     `saved` is where what the backward takes in lies (`flat.lying_in`), if its own forward is not `forward`.
     """
+    if all(any(map(nodes.is_random, part.graph.nodes)) for part in (forward, backward)):
+        listed = [(which, len(strand(part))) for which, part in ((BACKWARD, backward), (FORWARD, forward))]
+        return Plan(tuple((which, index) for which, count in listed for index in range(count)))
     if not any(nodes.is_collective(node) for part in (forward, backward) for node in part.graph.nodes):
         return Plan(tuple(flat(forward, backward, alternating(forward, backward), saved=saved)))
     measured = profile([forward, backward], mode=mode, supposed=supposed)

@@ -148,6 +148,7 @@ def test_operators_are_the_graph(both: tuple[Part, Part]) -> None:
         assert [operator.node for operator in listed] == [node.name for node in graph]
         for at, (operator, node) in enumerate(zip(listed, graph, strict=True)):
             assert all(need < at for need in operator.needs)
+            assert not nodes.is_random(node), "attention without dropout draws nothing"
             assert {listed[need].node for need in operator.needs} == {n.name for n in node.all_input_nodes if n in graph}
             given = node in accumulations(part) and operator.kind is Kind.COMPUTE  # and added to what is there
             assert operator.time_us == float(timed(kinds[node])) + given
