@@ -4,7 +4,8 @@ In: a part, the groups it communicates in (`groups.locate`), and times (`profile
 part's `Operator`s: one for each node but placeholders and the output, in the graph's order, so that `weave` can put
 them back.
 
-- Communication is inside a node when all ranks of its group are on one host, else between nodes.
+- Communication is inside a node when all ranks of its group are on one host, else between nodes. What blocks until it is
+  done is processor work to the search, though it is measured as communication is: nothing runs beside it.
 - Free are views, items and constants: what moves no data. A reshape that must copy is compute.
 - A gradient is added to what is there already as soon as it is made, so that is part of the operator that makes it; a
   view that is handed out as a gradient is no longer free.
@@ -60,11 +61,11 @@ def classify(part: Part, groups: Mapping[str, Group]) -> dict[fx.Node, Kind]:
 
 def kind_of(node: fx.Node, groups: Mapping[str, Group]) -> Kind:
     """As `classify`, of one node."""
-    if nodes.is_collective(node):
+    if nodes.communicates(node):
         name = group_name(node)
         if name not in groups:
             raise VerifyError(f"collective {node} runs in group {name!r}; known are {', '.join(groups) or 'none'}")
-        return groups[name].kind
+        return groups[name].kind if nodes.is_collective(node) else Kind.COMPUTE
     if nodes.is_wait(node):
         return Kind.WAIT
     if isinstance(node.target, Fused):
@@ -105,6 +106,8 @@ def movable(part: Part) -> set[fx.Node]:
     found = set()
     for node in strand(part):
         one = reached[node] and node not in chained and (leaving or len(reached[node]) == 1)
+        if nodes.communicates(node):
+            continue  # ranks of other groups may wait for it
         if (one and nodes.origin(node).backward) or ROUTERS.intersection(nodes.origin(node).module.split(".")):
             found.add(node)
     return found
@@ -161,7 +164,7 @@ def signature(node: fx.Node, groups: Mapping[str, Group]) -> str:
     said = [_spelled(argument) for argument in (*node.args, *node.kwargs.values())]
     said = [text for text in said if text]
     target = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
-    group = f" over {groups[group_name(node)]}" if nodes.is_collective(node) else ""
+    group = f" over {groups[group_name(node)]}" if nodes.communicates(node) else ""
     return f"{target}({', '.join(said)}) -> {_spelled_value(node.meta.get('val'))}{group}"
 
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helixrt.passes import nodes
 from helixrt.passes.classify import Time, sent_bytes
+from helixrt.passes.communication import communication as of_communication
 from helixrt.passes.fused import Fused
 from helixrt.passes.groups import Group
 from helixrt.passes.measure import Operation, Stopwatch
@@ -110,8 +111,8 @@ def compute(node: fx.Node, rates: Rates) -> Time:
 
 def communication(node: fx.Node, of: Wire, size: int) -> Time:
     """A collective among `size` ranks."""
-    name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
-    time_us = of.latency_us + ring_bytes(name, sent_bytes(node), size) / of.bytes_per_us
+    how = of_communication(node)
+    time_us = of.latency_us + ring_bytes(how.pattern if how else "", sent_bytes(node), size) / of.bytes_per_us
     return Time(time_us, time_us * of.host_share, measured=False)
 
 

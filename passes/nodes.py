@@ -6,13 +6,14 @@ In: nodes of functional ATen graphs. Out: yes or no, or the node a value is deri
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
-NOT_LAUNCHES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
+from helixrt.passes.communication import FUNCTIONAL, How, arguments, communication, described
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,40 @@ def is_derived(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Launches communication; its result may be used only through a wait."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace in COLLECTIVES
-        and target._opname not in NOT_LAUNCHES
-        and not target._opname.startswith("_")
-    )
+    found = described(node)
+    return found is not None and found.how is How.LAUNCHES
+
+
+def communicates(node: fx.Node) -> bool:
+    """Sends something to other ranks: a collective, or an operator that is done with it when it returns.
+
+    Raises VerifyError for an operator that takes a process group and that nobody has described.
+    """
+    return communication(node) is not None
+
+
+def inner_nodes(node: fx.Node, root: torch.nn.Module) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a higher-order operator is given, of `root`, and of those that these run."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        for given in node.all_input_nodes:
+            inner = attribute(root, str(given.target)) if given.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):
+                for each in inner.graph.nodes:
+                    yield each
+                    yield from inner_nodes(each, inner)
+
+
+def attribute(root: torch.nn.Module, path: str) -> Any:
+    """What a `get_attr` node stands for; None where it is not there."""
+    found: Any = root
+    for piece in path.split("."):
+        found = getattr(found, piece, None)
+    return found
 
 
 def is_wait(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in COLLECTIVES and target._opname == "wait_tensor"
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in FUNCTIONAL and target._opname == "wait_tensor"
 
 
 def is_random(node: fx.Node) -> bool:
@@ -99,7 +122,7 @@ def is_random(node: fx.Node) -> bool:
         return "rng_state" in target.name()
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    given = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)} | node.kwargs
+    given = arguments(node)
     if "philox_seed" in given:
         return False
     dropout = next((a.default_value for a in target._schema.arguments if a.name == "dropout_p"), None)
@@ -108,7 +131,7 @@ def is_random(node: fx.Node) -> bool:
 
 def is_pinned(node: fx.Node) -> bool:
     """Has an effect beyond its result, so that it stays even if nothing uses it."""
-    return is_random(node) or is_collective(node) or is_wait(node) or mutates(node)
+    return is_random(node) or communicates(node) or is_wait(node) or mutates(node)
 
 
 def mutates(node: fx.Node) -> bool:

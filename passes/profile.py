@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch import fx
 
 from helixrt.errors import ConfigError
-from helixrt.passes import classify, estimate, factors, profile_cache
+from helixrt.passes import classify, estimate, factors, nodes, profile_cache
 from helixrt.passes.classify import Time
+from helixrt.passes.communication import communication
 from helixrt.passes.errors import DisagreementError
 from helixrt.passes.estimate import Rates, Supposed
 from helixrt.passes.group_private import group_named
 from helixrt.passes.groups import Group, group_name, locate, transport
 from helixrt.passes.measure import PAIR_ROUNDS, Operation, Stopwatch, Together
-from helixrt.passes.operators import COMMUNICATION, Kind, Operator, Overlap
+from helixrt.passes.operators import Kind, Operator, Overlap
 from helixrt.passes.parts import Part
 from helixrt.passes.profile_cache import Known, Setting
 from helixrt.passes.ranks import Ranks
@@ -80,7 +81,13 @@ class Item:
 
     @property
     def communicates(self) -> bool:
-        return self.kind in COMMUNICATION
+        return nodes.communicates(self.node)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it can be run on arguments that are made up; else it is estimated."""
+        how = communication(self.node)
+        return how is None or how.runnable
 
 
 def profile(
@@ -185,7 +192,8 @@ class Run:
         limits = {item.name: estimate.limit(item.node, known.rates) for item in self.items if not item.communicates}
         hosts = factors.host_us(kinds, known.times, pairs)
         times = {name: replace(known.times[name], host_us=hosts.get(name, 0.0)) for name in names}
-        overlap = factors.overlap(kinds, limits, times, pairs)
+        blocking = {item.name for item in self.items if item.communicates and item.kind is Kind.COMPUTE}
+        overlap = factors.overlap(kinds, limits, times, pairs, blocking)
         seconds = self.ranks.maxima([time.perf_counter() - began])[0]
         return Profile(self.groups, times, pairs, overlap, self.names, cached, measured - cached, seconds)
 
@@ -211,8 +219,10 @@ class Run:
             flops = dict(zip(own.flops, numbers[2:], strict=True))
             rates = Rates(numbers[0], numbers[1], flops, rates.wires if rates is not None else {})
         wires = dict(rates.wires)
-        if self.mode is Mode.ESTIMATE and not self.supposed:
-            for name, group in self.groups.items():
+        if not self.supposed:
+            estimated = [i for i in self.items if i.communicates and not (self.mode is not Mode.ESTIMATE and i.runnable)]
+            for name in dict.fromkeys(group_name(item.node) for item in estimated):
+                group = self.groups[name]
                 device = transport(group_named(name))[1]
                 wires[str(group)] = estimate.wire(self.watch, name, group.size, device)
         return known.joined(Known(rates=replace(rates, wires=wires)))
@@ -226,7 +236,7 @@ class Run:
         means = zip(compute, taken.mean(axis=0).tolist(), strict=True)
         times = {item.name: Time(mean) for item, mean in means if not math.isnan(mean)}
         for item in missing:
-            if item.communicates and not self.supposed:
+            if item.communicates and item.runnable and not self.supposed:
                 times[item.name] = Time(*self.watch.collective_us(Operation.of(item.node)))
         return known.joined(Known(times))
 
@@ -261,8 +271,8 @@ class Run:
         compute = sorted((i for i in known if not i.communicates), key=lambda i: (-total(i), i.name))
         least = LEAST_SHARE * sum(map(total, compute))
         compute = [item for item in compute[:PARTNERS] if total(item) >= least]
-        inside = [item for item in known if item.kind is Kind.INTRA]
-        between = [item for item in known if item.kind is Kind.INTER]
+        inside = [item for item in known if item.kind is Kind.INTRA and item.runnable]
+        between = [item for item in known if item.kind is Kind.INTER and item.runnable]
         found = [(one, other) for one in compute for other in (*inside, *between)]
         found += [(one, other) for one in inside for other in between]
         return sorted(found, key=lambda pair: -min(total(pair[0]), total(pair[1])))

@@ -107,7 +107,7 @@ def planned(
     if all(any(map(nodes.is_random, part.graph.nodes)) for part in (forward, backward)):
         listed = [(which, len(strand(part))) for which, part in ((BACKWARD, backward), (FORWARD, forward))]
         return Plan(tuple((which, index) for which, count in listed for index in range(count)))
-    if not any(nodes.is_collective(node) for part in (forward, backward) for node in part.graph.nodes):
+    if not any(nodes.communicates(node) for part in (forward, backward) for node in part.graph.nodes):
         return Plan(tuple(flat(forward, backward, alternating(forward, backward), saved=saved)))
     measured = profile([forward, backward], mode=mode, supposed=supposed)
     strands = tuple(measured.operators(forward)), tuple(measured.operators(backward))
@@ -135,7 +135,7 @@ def flattened(forward: Part, backward: Part, pairing: Pairing, measured: Profile
 
 def agree_among_ranks(parts: list[Part]) -> None:
     """`agree` in every group that the parts communicate in, in the order they are first used."""
-    names = [group_name(node) for part in parts for node in part.graph.nodes if nodes.is_collective(node)]
+    names = [group_name(node) for part in parts for node in part.graph.nodes if nodes.communicates(node)]
     for name in dict.fromkeys(names):
         group = group_named(name)
         agree(parts, group, device=transport(group)[1])

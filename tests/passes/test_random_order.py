@@ -192,7 +192,8 @@ def test_operators_of_a_gpu_draw_where_they_have_dropout_and_not_in_the_backward
     ops = torch.ops.aten
     q, seed = (torch.fx.Graph().placeholder(name) for name in ("q", "seed"))
     graph = torch.fx.Graph()
-    forwards = [graph.call_function(ops._scaled_dot_product_flash_attention.default, (q, q, q, *p)) for p in ((), (0.0,), (0.1,))]
+    flash = ops._scaled_dot_product_flash_attention.default
+    forwards = [graph.call_function(flash, (q, q, q, *dropout)) for dropout in ((), (0.0,), (0.1,))]
     assert [nodes.is_random(node) for node in forwards] == [False, False, True]
     said = graph.call_function(ops._scaled_dot_product_efficient_attention.default, (q, q, q, None, True), {"dropout_p": 0.1})
     assert nodes.is_random(said)
@@ -206,7 +207,8 @@ def test_an_order_that_draws_other_numbers_is_refused(halves: tuple[Part, Part])
     first, second = [index for index, node in enumerate(strand(forward)) if nodes.is_random(node)][:2]
     needed = [second]
     for index in needed:
-        needed += [strand(forward).index(before) for before in strand(forward)[index].all_input_nodes if before.op != "placeholder"]
+        before = [node for node in strand(forward)[index].all_input_nodes if node.op != "placeholder"]
+        needed += [strand(forward).index(node) for node in before]
     assert first not in needed
     early = sorted(set(needed))
     order = [(FORWARD, index) for index in early]
