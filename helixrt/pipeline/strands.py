@@ -10,8 +10,9 @@ draw random numbers the backward runs before the forward: which numbers each get
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from helixrt.passes import nodes
 from helixrt.passes.agree import agree
@@ -99,9 +100,11 @@ def planned(
     rules: Rules | None = None,
     supposed: Mapping[str, Supposed] | None = None,
     saved: Saved | None = None,
+    group: Any = None,
 ) -> Plan:
     """The order to weave in: the fastest found, kept to the memory of one strand.
 
+    `group` are the ranks that plan alike; see `profile` for what it is where it is not given.
     `saved` is where what the backward takes in lies (`flat.lying_in`), if its own forward is not `forward`.
     """
     if all(any(map(nodes.is_random, part.graph.nodes)) for part in (forward, backward)):
@@ -109,7 +112,7 @@ def planned(
         return Plan(tuple((which, index) for which, count in listed for index in range(count)))
     if not any(nodes.communicates(node) for part in (forward, backward) for node in part.graph.nodes):
         return Plan(tuple(flat(forward, backward, alternating(forward, backward), saved=saved)))
-    measured = profile([forward, backward], mode=mode, supposed=supposed)
+    measured = profile([forward, backward], group, mode=mode, supposed=supposed)
     strands = tuple(measured.operators(forward)), tuple(measured.operators(backward))
     pairing = paired(forward, backward, measured, rules, saved)
     return Plan(pairing.order, pairing, measured, *strands)
@@ -133,9 +136,14 @@ def flattened(forward: Part, backward: Part, pairing: Pairing, measured: Profile
     return retimed(pairing, measured.operators(forward), measured.operators(backward), order, measured.overlap)
 
 
+def group_names(parts: Iterable[Part]) -> list[str]:
+    """The groups that the parts communicate in, in the order they are first used."""
+    names = [group_name(node) for part in parts for node in part.graph.nodes if nodes.communicates(node)]
+    return list(dict.fromkeys(names))
+
+
 def agree_among_ranks(parts: list[Part]) -> None:
     """`agree` in every group that the parts communicate in, in the order they are first used."""
-    names = [group_name(node) for part in parts for node in part.graph.nodes if nodes.communicates(node)]
-    for name in dict.fromkeys(names):
+    for name in group_names(parts):
         group = group_named(name)
         agree(parts, group, device=transport(group)[1])
