@@ -6,7 +6,8 @@ them back.
 
 - Communication is inside a node when all ranks of its group are on one host, else between nodes. What blocks until it is
   done is processor work to the search, though it is measured as communication is: nothing runs beside it.
-- Free are views, items and constants: what moves no data. A reshape that must copy is compute.
+- Free are views, items and constants: what moves no data. A reshape that must copy is compute, and so is an operator that
+  runs a graph or a kernel of the user's.
 - A gradient is added to what is there already as soon as it is made, so that is part of the operator that makes it; a
   view that is handed out as a gradient is no longer free.
 - Movable are weight gradients (backward work on the way to one parameter's gradient alone) and routers (what runs in a
@@ -19,7 +20,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -31,13 +31,10 @@ from helixrt.passes.groups import Group, group_name
 from helixrt.passes.layers import layers
 from helixrt.passes.operators import COMMUNICATION, Kind, Operator
 from helixrt.passes.parts import Part, Role
+from helixrt.passes.signatures import signature
 from helixrt.passes.verify import returned
 
 ROUTERS = frozenset({"router", "gate"})
-SHORT = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.bool: "b1",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def kind_of(node: fx.Node, groups: Mapping[str, Group]) -> Kind:
         return groups[name].kind if nodes.is_collective(node) else Kind.COMPUTE
     if nodes.is_wait(node):
         return Kind.WAIT
-    if isinstance(node.target, Fused):
+    if isinstance(node.target, Fused | torch._ops.HigherOrderOperator):
         return Kind.COMPUTE
     if node.op != "call_function" or node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
         return Kind.FREE
@@ -155,42 +152,9 @@ def timed(kind: Kind) -> bool:
     return kind is Kind.COMPUTE or kind in COMMUNICATION
 
 
-def signature(node: fx.Node, groups: Mapping[str, Group]) -> str:
-    """What a node's time depends on: operator, shapes, layouts and dtypes in and out, dtypes asked for, and its group.
-
-    Numbers among the arguments are left out: shapes tell what matters of them, and ranks of a group may have others
-    (where a slice begins).
-    """
-    said = [_spelled(argument) for argument in (*node.args, *node.kwargs.values())]
-    said = [text for text in said if text]
-    target = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
-    group = f" over {groups[group_name(node)]}" if nodes.communicates(node) else ""
-    return f"{target}({', '.join(said)}) -> {_spelled_value(node.meta.get('val'))}{group}"
-
-
 def sent_bytes(collective: fx.Node) -> int:
     """What a rank puts into a collective, in bytes."""
     return sum(nodes.size_bytes(node) for node in collective.all_input_nodes)
-
-
-def _spelled(argument: Any) -> str:
-    if isinstance(argument, fx.Node):
-        return _spelled_value(argument.meta.get("val"))
-    if isinstance(argument, list | tuple):
-        inner = [text for text in map(_spelled, argument) if text]
-        return f"[{', '.join(inner)}]" if inner else ""
-    if isinstance(argument, torch.dtype):
-        return SHORT.get(argument, str(argument))
-    return ""
-
-
-def _spelled_value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"({', '.join(_spelled_value(each) for each in value)})"
-    if not isinstance(value, torch.Tensor):
-        return "" if value is None else type(value).__name__
-    strided = "" if value.is_contiguous() else f"/{'.'.join(map(str, value.stride()))}"
-    return f"{SHORT.get(value.dtype, str(value.dtype))}[{'.'.join(map(str, value.shape))}]{strided}"
 
 
 def distinct(parts: Iterable[Part], groups: Mapping[str, Group]) -> list[tuple[str, fx.Node, Kind]]:

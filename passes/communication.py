@@ -110,6 +110,8 @@ def register(
 def communication(node: fx.Node) -> Communication | None:
     """How a node communicates; None if it does not. Raises VerifyError for one that takes a group and is not known."""
     found = described(node)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        check_functionalized(node)
     if found is None and (argument := group_argument(node)) is not None:
         assert isinstance(node.target, torch._ops.OpOverload), "only operators have schemas"
         name = node.target._schema.name
@@ -119,6 +121,18 @@ def communication(node: fx.Node) -> Communication | None:
             f"{name!r}, how, group={argument!r}), with how one of {', '.join(map(repr, map(str, How)))}"
         )
     return None if found is None or found.how is How.NOT else found
+
+
+def check_functionalized(node: fx.Node) -> None:
+    """Raises VerifyError where a higher-order operator runs a communicating one, that writes into its arguments, on copies."""
+    for target in node.args:
+        if isinstance(target, torch._ops.OpOverload):
+            alone = fx.Graph().call_function(target)
+            if communication(alone) is not None:
+                name = target._schema.name
+                raise VerifyError(
+                    f"{node} runs {name}, which communicates and writes into its arguments; call one that returns its result"
+                )
 
 
 def described(node: fx.Node) -> Communication | None:

@@ -125,7 +125,10 @@ def ring_bytes(name: str, sent: float, size: int) -> float:
 
 
 def flops(node: fx.Node) -> float:
-    """Floating-point operations of a node, by torch's formulas (matrix products, convolutions, attention)."""
+    """Floating-point operations of a node, by torch's formulas (matrix products, convolutions, attention); 0 where there is
+    none, as for operators that run a graph or a kernel of the user's."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return 0.0
     counter = FlopCounterMode(display=False)
 
     def shape(value: Any) -> Any:

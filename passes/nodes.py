@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from helixrt.passes.communication import FUNCTIONAL, How, arguments, communication, described
 
@@ -87,19 +88,25 @@ def communicates(node: fx.Node) -> bool:
     return communication(node) is not None
 
 
-def inner_nodes(node: fx.Node, root: torch.nn.Module) -> Iterator[fx.Node]:
-    """The nodes of the graphs that a higher-order operator is given, of `root`, and of those that these run."""
+def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a higher-order operator is given, and of those that these run."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         for given in node.all_input_nodes:
-            inner = attribute(root, str(given.target)) if given.op == "get_attr" else None
+            inner = attribute(given.graph.owning_module, str(given.target)) if given.op == "get_attr" else None
             if isinstance(inner, fx.GraphModule):
                 for each in inner.graph.nodes:
                     yield each
-                    yield from inner_nodes(each, inner)
+                    yield from inner_nodes(each)
 
 
-def attribute(root: torch.nn.Module, path: str) -> Any:
-    """What a `get_attr` node stands for; None where it is not there."""
+def _functionalized(node: fx.Node) -> list[fx.Node]:
+    """The operators that a higher-order operator is given to run on copies, each as a node without arguments."""
+    given = [argument for argument in node.args if isinstance(argument, torch._ops.OpOverload)]
+    return [fx.Graph().call_function(target) for target in given]
+
+
+def attribute(root: torch.nn.Module | None, path: str) -> Any:
+    """What a `get_attr` node of a graph of `root` stands for; None where it is not there."""
     found: Any = root
     for piece in path.split("."):
         found = getattr(found, piece, None)
@@ -115,11 +122,11 @@ def is_random(node: fx.Node) -> bool:
     """Draws from a generator: it may be neither dropped nor put before or after another one.
 
     Attention carries torch's tag whatever it does: without dropout it draws nothing, and its backward takes in what the
-    forward drew. Higher-order operators that save or set the state of a generator count as drawing.
+    forward drew. Higher-order operators draw where what they run does, and where they save or set a generator's state.
     """
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return "rng_state" in target.name()
+        return "rng_state" in target.name() or any(map(is_random, (*inner_nodes(node), *_functionalized(node))))
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     given = arguments(node)
@@ -136,6 +143,8 @@ def is_pinned(node: fx.Node) -> bool:
 
 def mutates(node: fx.Node) -> bool:
     """Writes into one of its arguments."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.target.name() == "triton_kernel_wrapper_mutation"
     signature = schema(node)
     return signature is not None and any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in signature.arguments
@@ -160,7 +169,6 @@ def storage_owner(node: fx.Node) -> fx.Node:
 
 
 def size_bytes(node: fx.Node) -> int:
-    """Size of the node's result by its fake value; lists of results are summed; 0 for what is no tensor."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else (value,)
+    """Size of the node's result by its fake value; several results are summed; 0 for what is no tensor."""
+    values = pytree.tree_leaves(node.meta.get("val"))
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

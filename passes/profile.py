@@ -39,7 +39,7 @@ from helixrt.passes.ranks import Ranks
 BUDGET_S = 120.0
 PARTNERS, LEAST_SHARE = 16, 0.01  # compute operators to pair: how many at most, and the least share of compute's time
 STALE, SLACK_US = 1.5, 300.0  # a collective takes another time than before if it differs by more than both
-FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 class Mode(StrEnum):

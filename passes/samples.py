@@ -81,6 +81,8 @@ class _Makers:
     kept: dict[fx.Node, Any]
 
     def real(self, node: fx.Node) -> Any:
+        if node.op == "get_attr" and "val" not in node.meta:  # a graph that the operator runs
+            return nodes.attribute(node.graph.owning_module, str(node.target))
         if "val" not in node.meta:
             raise ValueError(f"{node} has no example value")
         if nodes.storage_owner(node).op == "placeholder":

@@ -68,14 +68,15 @@ def verify_order(part: Part) -> None:
 def verify_no_mutation(part: Part) -> None:
     for node in part.graph.nodes:
         if nodes.mutates(node):
-            raise VerifyError(f"{node} ({node.target}) writes into {node.args[0]}; strands may only make new tensors")
+            into = ", ".join(map(str, node.all_input_nodes[:1])) if node.args else "its arguments"
+            raise VerifyError(f"{node} ({node.target}) writes into {into}; strands may only make new tensors")
 
 
 def verify_communication(part: Part) -> None:
     """Nothing communicates that passes do not see: by an unknown operator, or inside a graph that an operator runs."""
     for node in part.graph.nodes:
         nodes.communicates(node)
-        for hidden in nodes.inner_nodes(node, part.module):
+        for hidden in nodes.inner_nodes(node):
             if nodes.communicates(hidden):
                 raise VerifyError(
                     f"{hidden} communicates inside {node} ({node.target}): it is in no order that ranks agree on; "

@@ -101,8 +101,8 @@ class GraphStage(Stage):
 
     `chunks` are this stage's by number, in the training mode that their graphs are to have; `examples` are of what
     comes in for each. `mode` and `rules` are for pairing strands that communicate; `group` is the process group of all
-    ranks that share the stage's layers, needed where these communicate in several groups (tensor and expert parallelism). A forward without a backward is the
-    module's own. Raises CaptureError for a chunk that cannot be captured.
+    ranks that share the stage's layers, needed where these communicate in several groups (tensor and expert parallelism).
+    A forward without a backward is the module's own. Raises CaptureError for a chunk that cannot be captured.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ from helixrt.passes.classify import (
     kind_of,
     movable,
     operators,
-    signature,
     strand,
     timed,
 )
@@ -29,6 +28,7 @@ from helixrt.passes.layers import layers
 from helixrt.passes.operators import COMMUNICATION, Kind, Operator, Overlap
 from helixrt.passes.parts import Part, Role, Split
 from helixrt.passes.sequence import candidates
+from helixrt.passes.signatures import signature
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.timing import simulate
 from helixrt.passes.verify import returned

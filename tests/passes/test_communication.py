@@ -25,7 +25,7 @@ from helixrt.compile.fake_world_private import fake_world
 from helixrt.errors import ConfigError
 from helixrt.passes import communication, nodes
 from helixrt.passes.agree import agree
-from helixrt.passes.classify import classify, movable, signature
+from helixrt.passes.classify import classify, movable
 from helixrt.passes.communication import How, Pattern, group_argument, register
 from helixrt.passes.errors import DisagreementError, VerifyError
 from helixrt.passes.group_private import group_named
@@ -34,6 +34,7 @@ from helixrt.passes.nodes import Origin
 from helixrt.passes.operators import COMMUNICATION, Kind
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.profile import profile
+from helixrt.passes.signatures import signature
 from helixrt.passes.verify import collective_order, verify
 from helixrt.passes.weave import weave
 from helixrt.pipeline.strands import planned
@@ -213,7 +214,7 @@ def test_every_operator_of_torch_that_takes_a_group_is_known_writes_or_is_refuse
 
 def test_an_unknown_operator_with_a_group_is_refused_and_never_run(run_stages: Any, tmp_path: Path) -> None:
     part = by_hand((ATEN.mul.Tensor, (2.0,)), (MINE.unknown.default, (NAMES[0],)))
-    said = r"unknown_default calls helixtest::unknown, .* process group \(tp_group\).*register\(.helixtest::unknown., how, group=.tp_g"
+    said = r"unknown_default calls helixtest::unknown, .* group \(tp_group\).*register\(.helixtest::unknown., how, group=.tp_g"
     with pytest.raises(VerifyError, match=said):
         verify(part)
     with pytest.raises(VerifyError, match=said):

@@ -152,7 +152,9 @@ def test_the_search_uses_both_kinds_of_order(halves: tuple[Part, Part]) -> None:
     assert all(any("router" in line.operators[index].node for index in line.deferred) for found in lines for line in found)
 
 
-def test_two_strands_that_both_draw_run_one_after_the_other(halves: tuple[Part, Part], lasting: dict[Port, torch.Tensor]) -> None:
+def test_two_strands_that_both_draw_run_one_after_the_other(
+    halves: tuple[Part, Part], lasting: dict[Port, torch.Tensor]
+) -> None:
     """Which numbers each strand gets may not depend on measured times."""
     forward, _ = halves
     plan = planned(forward, forward, "estimate")
