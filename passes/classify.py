@@ -34,16 +34,22 @@ from helixrt.passes.parts import Part, Role
 from helixrt.passes.signatures import signature
 from helixrt.passes.verify import returned
 
+Names = Mapping[tuple[str, str], str]  # signature and name of a node on this rank -> the signature that ranks agreed on
+
 ROUTERS = frozenset({"router", "gate"})
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """How long an operator takes alone; `measured` False for an estimate. See `Operator` for the two times."""
+    """How long an operator takes alone; `measured` False for an estimate. See `Operator` for the two times.
+
+    Not `steady` where it was measured on a machine that was too busy to tell: used, and not kept for other runs.
+    """
 
     time_us: float
     host_us: float = 0.0
     measured: bool = True
+    steady: bool = True
 
 
 def strand(part: Part) -> list[fx.Node]:
@@ -111,9 +117,9 @@ def movable(part: Part) -> set[fx.Node]:
 
 
 def operators(
-    part: Part, groups: Mapping[str, Group], times: Mapping[str, Time], names: Mapping[str, str] | None = None
+    part: Part, groups: Mapping[str, Group], times: Mapping[str, Time], names: Names | None = None
 ) -> list[Operator]:
-    """The part as a strand. `times` by `signature`, or by what `names` calls it; VerifyError for one that is missing."""
+    """The part as a strand. `times` by `signature`, or by what `names` calls the node; VerifyError for one that is missing."""
     listed = strand(part)
     places = {node: index for index, node in enumerate(listed)}
     free_to_move = movable(part)
@@ -124,7 +130,7 @@ def operators(
 
     def known(timed_node: fx.Node) -> tuple[str, Time]:
         name = signature(timed_node, groups)
-        name = (names or {}).get(name, name)
+        name = (names or {}).get((name, timed_node.name), name)
         if name not in times:
             raise VerifyError(f"{timed_node}: the profile has no time for {name}; profile the part first")
         return name, times[name]
@@ -178,7 +184,8 @@ def accumulations(part: Part) -> dict[fx.Node, fx.Node]:
         value = node.meta.get("val")
         if port.role is Role.GRADIENT and node not in found and isinstance(value, torch.Tensor):
             there, new = (graph.placeholder(f"{node.name}_{which}") for which in ("sum", "gradient"))
-            found[node] = graph.call_function(torch.ops.aten.add_.Tensor, (there, new))
+            name = f"{node.name}_accumulated"
+            found[node] = graph.create_node("call_function", torch.ops.aten.add_.Tensor, (there, new), name=name)
             there.meta = found[node].meta = {"val": value.new_empty(value.shape)}
             new.meta = {"val": value}
     return found
