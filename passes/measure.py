@@ -149,7 +149,8 @@ class Stopwatch:
         """Time of a compute operator on this rank; not steady where the machine was too busy to tell.
 
         Measured in windows until one is quiet: its runs agree, other programs did not interrupt them, and the roof holds.
-        A time beyond the roof is steady only if all windows agree on it: then the operator is slow, not the machine.
+        A time beyond the roof is steady only if all windows agree on it: then the operator is slow, not the machine. One that
+        is not steady is given within the roof's bounds.
         """
         windows = [self._window(operation)]
         while not steady(windows, roof) and len(windows) < WINDOWS and self.patience_s > 0:
@@ -157,7 +158,10 @@ class Stopwatch:
             time.sleep(PAUSE_S)
             windows.append(self._window(operation))
             self.patience_s -= time.monotonic() - began
-        return Time(min(window.low_us for window in windows), steady=steady(windows, roof))
+        low = min(window.low_us for window in windows)
+        if steady(windows, roof):
+            return Time(low)
+        return Time(min(max(low, roof.least_us), roof.most_us), steady=False)
 
     def _window(self, operation: Callable[[], Any]) -> Window:
         self.work_us(operation)

@@ -106,10 +106,11 @@ def profile(
     """Profile `parts` together with all ranks of `group`.
 
     Without `group`, that is the one group the parts communicate in, or all ranks of the job where there are several (a
-    pipeline's stages have other graphs: there it must be given). `cache` is a
-    folder (None: the user's); what was measured while the machine was too busy to tell does not go there. `link` tells wires apart that look alike. `budget_s` bounds the time for pairs; those
-    that matter most come first. `host` overrides this rank's host, see `groups`. With `supposed`, the groups by name as
-    somebody says they are, this process plans alone and nothing communicates: communication and pairs are estimated.
+    pipeline's stages have other graphs: there it must be given). `cache` is a folder (None: the user's); what was measured
+    while the machine was too busy to tell does not go there. `link` tells wires apart that look alike. `budget_s` bounds
+    the time for pairs; those that matter most come first. `host` overrides this rank's host, see `groups`. With `supposed`,
+    the groups by name as somebody says they are, this process plans alone and nothing communicates: communication and
+    pairs are estimated.
     Random number generators are left as they were. Raises ConfigError, DisagreementError when ranks profile different
     graphs, VerifyError for unknown groups.
     """

@@ -99,7 +99,9 @@ def test_an_operator_that_is_slow_in_every_window_is_slow(monkeypatch: pytest.Mo
 
 def test_what_no_device_can_do_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(monkeypatch, Machine(lambda number, draw: 1.0), Roof(5 * BASE_US, 50 * BASE_US))
-    assert not found.steady
+    assert not found.steady and found.time_us == 5 * BASE_US
+    found = measured(monkeypatch, Machine(lambda number, draw: draw.uniform(200.0, 4000.0)), Roof(1.0, 50 * BASE_US))
+    assert not found.steady and found.time_us == 50 * BASE_US
 
 
 def test_interrupted_runs_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
