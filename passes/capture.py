@@ -47,6 +47,7 @@ from helixrt.passes.aot_private import (
     trace_joint,
 )
 from helixrt.passes.errors import CaptureError
+from helixrt.passes.higher_order import check_higher_order
 from helixrt.passes.nodes import Origin
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.recompute import recompute
@@ -84,6 +85,7 @@ def capture(
     check_constants(joint, Traced(module, loss))
     check_side_effects([name for name in joint.side_effects if not name.endswith(BUFFERS)], joint, Traced(module, loss))
     part = Flattening(module, loss, joint, call).part()
+    check_higher_order(part.module, location_of(module))
     verify(part)
     return recompute(part.stamped("capture", time.perf_counter() - began))
 

@@ -4,12 +4,15 @@ In: a part, the groups it communicates in (`groups.locate`), and times (`profile
 part's `Operator`s: one for each node but placeholders and the output, in the graph's order, so that `weave` can put
 them back.
 
-- Communication is inside a node when all ranks of its group are on one host, else between nodes.
-- Free are views, items and constants: what moves no data. A reshape that must copy is compute.
+- Communication is inside a node when all ranks of its group are on one host, else between nodes. What blocks until it is
+  done is processor work to the search, though it is measured as communication is: nothing runs beside it.
+- Free are views, items and constants: what moves no data. A reshape that must copy is compute, and so is an operator that
+  runs a graph or a kernel of the user's.
 - A gradient is added to what is there already as soon as it is made, so that is part of the operator that makes it; a
   view that is handed out as a gradient is no longer free.
 - Movable are weight gradients (backward work on the way to one parameter's gradient alone) and routers (what runs in a
   module called `router` or `gate`, and its backward), as in DHelix, section 4.2.
+- An operator that draws random numbers needs the one that draws before it, so that no order of the strand draws others.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,22 +31,25 @@ from helixrt.passes.groups import Group, group_name
 from helixrt.passes.layers import layers
 from helixrt.passes.operators import COMMUNICATION, Kind, Operator
 from helixrt.passes.parts import Part, Role
+from helixrt.passes.signatures import signature
 from helixrt.passes.verify import returned
 
+Names = Mapping[tuple[str, str], str]  # signature and name of a node on this rank -> the signature that ranks agreed on
+
 ROUTERS = frozenset({"router", "gate"})
-SHORT = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.bool: "b1",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """How long an operator takes alone; `measured` False for an estimate. See `Operator` for the two times."""
+    """How long an operator takes alone; `measured` False for an estimate. See `Operator` for the two times.
+
+    Not `steady` where it was measured on a machine that was too busy to tell: used, and not kept for other runs.
+    """
 
     time_us: float
     host_us: float = 0.0
     measured: bool = True
+    steady: bool = True
 
 
 def strand(part: Part) -> list[fx.Node]:
@@ -59,14 +64,14 @@ def classify(part: Part, groups: Mapping[str, Group]) -> dict[fx.Node, Kind]:
 
 def kind_of(node: fx.Node, groups: Mapping[str, Group]) -> Kind:
     """As `classify`, of one node."""
-    if nodes.is_collective(node):
+    if nodes.communicates(node):
         name = group_name(node)
         if name not in groups:
             raise VerifyError(f"collective {node} runs in group {name!r}; known are {', '.join(groups) or 'none'}")
-        return groups[name].kind
+        return groups[name].kind if nodes.is_collective(node) else Kind.COMPUTE
     if nodes.is_wait(node):
         return Kind.WAIT
-    if isinstance(node.target, Fused):
+    if isinstance(node.target, Fused | torch._ops.HigherOrderOperator):
         return Kind.COMPUTE
     if node.op != "call_function" or node.target is operator.getitem or not isinstance(node.target, torch._ops.OpOverload):
         return Kind.FREE
@@ -104,25 +109,26 @@ def movable(part: Part) -> set[fx.Node]:
     found = set()
     for node in strand(part):
         one = reached[node] and node not in chained and (leaving or len(reached[node]) == 1)
+        if nodes.communicates(node):
+            continue  # ranks of other groups may wait for it
         if (one and nodes.origin(node).backward) or ROUTERS.intersection(nodes.origin(node).module.split(".")):
             found.add(node)
     return found
 
 
-def operators(
-    part: Part, groups: Mapping[str, Group], times: Mapping[str, Time], names: Mapping[str, str] | None = None
-) -> list[Operator]:
-    """The part as a strand. `times` by `signature`, or by what `names` calls it; VerifyError for one that is missing."""
+def operators(part: Part, groups: Mapping[str, Group], times: Mapping[str, Time], names: Names | None = None) -> list[Operator]:
+    """The part as a strand. `times` by `signature`, or by what `names` calls the node; VerifyError for one that is missing."""
     listed = strand(part)
     places = {node: index for index, node in enumerate(listed)}
     free_to_move = movable(part)
     added = accumulations(part)
     numbers = layers([nodes.origin(node).module for node in listed], [str(node.target) for node in listed])
     made = []
+    drawn: int | None = None  # the last operator that draws random numbers
 
     def known(timed_node: fx.Node) -> tuple[str, Time]:
         name = signature(timed_node, groups)
-        name = (names or {}).get(name, name)
+        name = (names or {}).get((name, timed_node.name), name)
         if name not in times:
             raise VerifyError(f"{timed_node}: the profile has no time for {name}; profile the part first")
         return name, times[name]
@@ -130,6 +136,9 @@ def operators(
     for node, layer in zip(listed, numbers, strict=True):
         kind = kind_of(node, groups)
         needs = tuple(dict.fromkeys(places[before] for before in node.all_input_nodes if before in places))
+        if nodes.is_random(node):
+            needs = needs if drawn is None or drawn in needs else (*needs, drawn)
+            drawn = places[node]
         name, time = known(node) if timed(kind) else (signature(node, groups), Time(0.0))
         if node in added and kind is Kind.COMPUTE:
             time = replace(time, time_us=time.time_us + known(added[node])[1].time_us)
@@ -147,42 +156,9 @@ def timed(kind: Kind) -> bool:
     return kind is Kind.COMPUTE or kind in COMMUNICATION
 
 
-def signature(node: fx.Node, groups: Mapping[str, Group]) -> str:
-    """What a node's time depends on: operator, shapes, layouts and dtypes in and out, dtypes asked for, and its group.
-
-    Numbers among the arguments are left out: shapes tell what matters of them, and ranks of a group may have others
-    (where a slice begins).
-    """
-    said = [_spelled(argument) for argument in (*node.args, *node.kwargs.values())]
-    said = [text for text in said if text]
-    target = str(node.target).removeprefix("_c10d_functional.").removesuffix(".default")
-    group = f" over {groups[group_name(node)]}" if nodes.is_collective(node) else ""
-    return f"{target}({', '.join(said)}) -> {_spelled_value(node.meta.get('val'))}{group}"
-
-
 def sent_bytes(collective: fx.Node) -> int:
     """What a rank puts into a collective, in bytes."""
     return sum(nodes.size_bytes(node) for node in collective.all_input_nodes)
-
-
-def _spelled(argument: Any) -> str:
-    if isinstance(argument, fx.Node):
-        return _spelled_value(argument.meta.get("val"))
-    if isinstance(argument, list | tuple):
-        inner = [text for text in map(_spelled, argument) if text]
-        return f"[{', '.join(inner)}]" if inner else ""
-    if isinstance(argument, torch.dtype):
-        return SHORT.get(argument, str(argument))
-    return ""
-
-
-def _spelled_value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"({', '.join(_spelled_value(each) for each in value)})"
-    if not isinstance(value, torch.Tensor):
-        return "" if value is None else type(value).__name__
-    strided = "" if value.is_contiguous() else f"/{'.'.join(map(str, value.stride()))}"
-    return f"{SHORT.get(value.dtype, str(value.dtype))}[{'.'.join(map(str, value.shape))}]{strided}"
 
 
 def distinct(parts: Iterable[Part], groups: Mapping[str, Group]) -> list[tuple[str, fx.Node, Kind]]:
@@ -206,7 +182,8 @@ def accumulations(part: Part) -> dict[fx.Node, fx.Node]:
         value = node.meta.get("val")
         if port.role is Role.GRADIENT and node not in found and isinstance(value, torch.Tensor):
             there, new = (graph.placeholder(f"{node.name}_{which}") for which in ("sum", "gradient"))
-            found[node] = graph.call_function(torch.ops.aten.add_.Tensor, (there, new))
+            name = f"{node.name}_accumulated"
+            found[node] = graph.create_node("call_function", torch.ops.aten.add_.Tensor, (there, new), name=name)
             there.meta = found[node].meta = {"val": value.new_empty(value.shape)}
             new.meta = {"val": value}
     return found

@@ -18,14 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helixrt.passes import nodes
 from helixrt.passes.classify import Time, sent_bytes
+from helixrt.passes.communication import communication as of_communication
 from helixrt.passes.fused import Fused
 from helixrt.passes.groups import Group
-from helixrt.passes.measure import Operation, Stopwatch
+from helixrt.passes.measure import Operation, Roof, Stopwatch
 from helixrt.passes.samples import argument_bytes
 
 PROBE_BYTES = 1 << 20
 MATRIX = {"cpu": 384, "cuda": 4096}
 VECTOR_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
+FASTER, SLOWER = 2.0, 20.0  # than the roofline says, by which a measured time may be without doubt
 TAKEN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,12 +64,16 @@ class Supposed:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a microsecond. `flops` by dtype (`float32`); `wires` by the group's description."""
+    """What a device does in a microsecond. `flops` by dtype (`float32`); `wires` by the group's description.
+
+    Not `steady` where the machine was too busy to tell.
+    """
 
     bytes_per_us: float
     launch_us: float
     flops: Mapping[str, float] = field(default_factory=dict)
     wires: Mapping[str, Wire] = field(default_factory=dict)
+    steady: bool = True
 
 
 def device_rates(stopwatch: Stopwatch, dtypes: Iterable[torch.dtype]) -> Rates:
@@ -75,15 +81,18 @@ def device_rates(stopwatch: Stopwatch, dtypes: Iterable[torch.dtype]) -> Rates:
     device = stopwatch.device
     size = MATRIX[device.type]
     flops = {}
+    steady = True
     for dtype in dict.fromkeys(dtype for dtype in dtypes if dtype in TAKEN):
         square = torch.full((size, size), 0.5, dtype=dtype, device=device)
-        product_us = stopwatch.compute_us(Operation(torch.ops.aten.mm.default, [((square, square), {})]))
-        flops[name_of(dtype)] = 2.0 * size**3 / product_us
+        product = stopwatch.compute(Operation(torch.ops.aten.mm.default, [((square, square), {})]))
+        flops[name_of(dtype)] = 2.0 * size**3 / product.time_us
+        steady = steady and product.steady
     vector = torch.full((VECTOR_BYTES[device.type] // 4,), 0.5, device=device)
-    summed_us = stopwatch.compute_us(Operation(torch.ops.aten.add.Tensor, [((vector, vector), {})]))
+    summed = stopwatch.compute(Operation(torch.ops.aten.add.Tensor, [((vector, vector), {})]))
     small = torch.full((8,), 0.5, device=device)
-    launch_us = stopwatch.compute_us(Operation(torch.ops.aten.add.Tensor, [((small, small), {})]))
-    return Rates(3.0 * vector.numel() * 4 / summed_us, launch_us, flops)
+    launch = stopwatch.compute(Operation(torch.ops.aten.add.Tensor, [((small, small), {})]))
+    steady = steady and summed.steady and launch.steady
+    return Rates(3.0 * vector.numel() * 4 / summed.time_us, launch.time_us, flops, steady=steady)
 
 
 def wire(stopwatch: Stopwatch, group: str, size: int, device: torch.device) -> Wire:
@@ -92,10 +101,10 @@ def wire(stopwatch: Stopwatch, group: str, size: int, device: torch.device) -> W
     for count in (1, PROBE_BYTES // 4):
         tensor = torch.full((count,), 0.5, device=device)
         operation = Operation(torch.ops._c10d_functional.all_reduce.default, [((tensor, "sum", group), {})])
-        taken.append(stopwatch.collective_us(operation))
-    (latency, _), (whole, work) = taken
-    rate = ring_bytes("all_reduce", PROBE_BYTES, size) / max(whole - latency, 1.0)
-    return Wire(latency, max(rate, 1e-6), work / whole)
+        taken.append(stopwatch.collective(operation))
+    latency, whole = taken
+    rate = ring_bytes("all_reduce", PROBE_BYTES, size) / max(whole.time_us - latency.time_us, 1.0)
+    return Wire(latency.time_us, max(rate, 1e-6), whole.host_us / whole.time_us)
 
 
 def limit(node: fx.Node, rates: Rates) -> Limit:
@@ -108,10 +117,16 @@ def compute(node: fx.Node, rates: Rates) -> Time:
     return Time(max(_arithmetic_us(node, rates), _memory_us(node, rates), rates.launch_us), measured=False)
 
 
+def roof(node: fx.Node, rates: Rates) -> Roof:
+    """What a compute operator can take. Caches make memory faster than the rate, and rates are measured ones, so the
+    bounds are wide; operators that are slower than many times their roof are measured with more doubt, not refused."""
+    return Roof(_arithmetic_us(node, rates) / FASTER, SLOWER * compute(node, rates).time_us)
+
+
 def communication(node: fx.Node, of: Wire, size: int) -> Time:
     """A collective among `size` ranks."""
-    name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
-    time_us = of.latency_us + ring_bytes(name, sent_bytes(node), size) / of.bytes_per_us
+    how = of_communication(node)
+    time_us = of.latency_us + ring_bytes(how.pattern if how else "", sent_bytes(node), size) / of.bytes_per_us
     return Time(time_us, time_us * of.host_share, measured=False)
 
 
@@ -124,7 +139,10 @@ def ring_bytes(name: str, sent: float, size: int) -> float:
 
 
 def flops(node: fx.Node) -> float:
-    """Floating-point operations of a node, by torch's formulas (matrix products, convolutions, attention)."""
+    """Floating-point operations of a node, by torch's formulas (matrix products, convolutions, attention); 0 where there is
+    none, as for operators that run a graph or a kernel of the user's."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return 0.0
     counter = FlopCounterMode(display=False)
 
     def shape(value: Any) -> Any:

@@ -14,7 +14,7 @@ same roof beside the same collective, else any compute beside it, else the pair'
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from helixrt.passes.classify import Time
 from helixrt.passes.estimate import Limit
@@ -55,8 +55,17 @@ def factor(pair: Together, second: Time) -> float:
     return min(max(gained / min(pair.first_us, rest), SPAN[0]), SPAN[1])
 
 
-def overlap(kinds: Mapping[str, Kind], limits: Mapping[str, Limit], times: Mapping[str, Time], pairs: Pairs) -> Overlap:
-    """Factors of all pairs of compute and communication. `limits` of compute operators; `times` with `host_us`."""
+def overlap(
+    kinds: Mapping[str, Kind],
+    limits: Mapping[str, Limit],
+    times: Mapping[str, Time],
+    pairs: Pairs,
+    blocking: Collection[str] = (),
+) -> Overlap:
+    """Factors of all pairs of compute and communication. `limits` of compute operators; `times` with `host_us`.
+
+    `blocking` communicate and keep the processor; beside them no other communication is counted as hidden.
+    """
     measured = {names: factor(pair, times[names[1]]) for names, pair in pairs.items()}
     defaults = {}
     for both in (*(frozenset({Kind.COMPUTE, kind}) for kind in COMMUNICATION), COMMUNICATION):
@@ -69,4 +78,5 @@ def overlap(kinds: Mapping[str, Kind], limits: Mapping[str, Limit], times: Mappi
             if beside and (one, name) not in filled:
                 alike = [value for roof, value in beside if roof is limit]
                 filled[one, name] = statistics.median(alike or [value for _, value in beside])
+        filled |= {(one, name): 0.0 for one in blocking}
     return Overlap(defaults, filled)

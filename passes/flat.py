@@ -92,7 +92,7 @@ def makes_memory(node: fx.Node) -> bool:
     """The node's result is a tensor of its own. Operators with several results make none, their items do."""
     if node.op != "call_function" or nodes.is_view(node) or nodes.is_wait(node):
         return False
-    return not isinstance(node.meta.get("val"), list | tuple)
+    return not isinstance(node.meta.get("val"), list | tuple | Mapping)
 
 
 def lying_in(forward: Part) -> dict[str, Memory]:

@@ -24,6 +24,7 @@ from torch import fx
 
 from helixrt.passes import nodes
 from helixrt.passes.agree import exchange
+from helixrt.passes.communication import arguments, communication
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.group_private import group_named
 from helixrt.passes.operators import Kind
@@ -52,7 +53,7 @@ class Group:
 
 
 def locate(parts: Part | Iterable[Part], *, host: str | None = None, deadline_s: float = DEADLINE_S) -> dict[str, Group]:
-    """The groups of all collectives in `parts` by name, in the order they are first used.
+    """The groups that `parts` communicate in, by name, in the order they are first used.
 
     `host` overrides what this rank calls its host. Raises VerifyError for a group this process does not know and
     DisagreementError when a rank of one does not answer in time.
@@ -60,7 +61,7 @@ def locate(parts: Part | Iterable[Part], *, host: str | None = None, deadline_s:
     named: dict[str, Any] = {}
     for part in [parts] if isinstance(parts, Part) else parts:
         for node in part.graph.nodes:
-            if nodes.is_collective(node) and (name := group_name(node)) not in named:
+            if nodes.communicates(node) and (name := group_name(node)) not in named:
                 named[name] = _group(node, name)
     return {name: place(group, host=host, deadline_s=deadline_s) for name, group in named.items()}
 
@@ -82,13 +83,10 @@ def transport(group: Any) -> tuple[str, torch.device]:
 
 def group_name(collective: fx.Node) -> str:
     """The name of the group a collective runs in. Raises VerifyError for one that names none."""
-    signature = nodes.schema(collective)
-    arguments = signature.arguments if signature is not None else []
-    for argument, value in zip(arguments, collective.args, strict=False):
-        if argument.name == "group_name":
-            return _name(value)
-    if "group_name" in collective.kwargs:
-        return _name(collective.kwargs["group_name"])
+    how = communication(collective)
+    given = arguments(collective) if how is not None else {}
+    if how is not None and how.group in given:
+        return _name(given[how.group])
     raise VerifyError(f"collective {collective} ({collective.target}) names no process group")
 
 

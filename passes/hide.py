@@ -62,7 +62,7 @@ def operators(listed: Sequence[fx.Node]) -> list[Operator]:
         if nodes.is_random(node):
             needs += [] if drawn is None else [drawn]
             drawn = index
-        if nodes.is_collective(node):
+        if nodes.communicates(node):
             needs += [] if launched is None else [launched]
             launched = index
         found.append(Operator(node.name, kind, 0.0, tuple(sorted(set(needs)))))

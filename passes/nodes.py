@@ -6,13 +6,15 @@ In: nodes of functional ATen graphs. Out: yes or no, or the node a value is deri
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
-NOT_LAUNCHES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
+from helixrt.passes.communication import FUNCTIONAL, How, arguments, communication, described
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +76,75 @@ def is_derived(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Launches communication; its result may be used only through a wait."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace in COLLECTIVES
-        and target._opname not in NOT_LAUNCHES
-        and not target._opname.startswith("_")
-    )
+    found = described(node)
+    return found is not None and found.how is How.LAUNCHES
+
+
+def communicates(node: fx.Node) -> bool:
+    """Sends something to other ranks: a collective, or an operator that is done with it when it returns.
+
+    Raises VerifyError for an operator that takes a process group and that nobody has described.
+    """
+    return communication(node) is not None
+
+
+def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a higher-order operator is given, and of those that these run."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        for given in node.all_input_nodes:
+            inner = attribute(given.graph.owning_module, str(given.target)) if given.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):
+                for each in inner.graph.nodes:
+                    yield each
+                    yield from inner_nodes(each)
+
+
+def _functionalized(node: fx.Node) -> list[fx.Node]:
+    """The operators that a higher-order operator is given to run on copies, each as a node without arguments."""
+    given = [argument for argument in node.args if isinstance(argument, torch._ops.OpOverload)]
+    return [fx.Graph().call_function(target) for target in given]
+
+
+def attribute(root: torch.nn.Module | None, path: str) -> Any:
+    """What a `get_attr` node of a graph of `root` stands for; None where it is not there."""
+    found: Any = root
+    for piece in path.split("."):
+        found = getattr(found, piece, None)
+    return found
 
 
 def is_wait(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in COLLECTIVES and target._opname == "wait_tensor"
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in FUNCTIONAL and target._opname == "wait_tensor"
 
 
 def is_random(node: fx.Node) -> bool:
-    """Draws from a generator: it may be neither dropped nor put before or after another one."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Draws from a generator: it may be neither dropped nor put before or after another one.
+
+    Attention carries torch's tag whatever it does: without dropout it draws nothing, and its backward takes in what the
+    forward drew. Higher-order operators draw where what they run does, and where they save or set a generator's state.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "rng_state" in target.name() or any(map(is_random, (*inner_nodes(node), *_functionalized(node))))
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = arguments(node)
+    if "philox_seed" in given:
+        return False
+    dropout = next((a.default_value for a in target._schema.arguments if a.name == "dropout_p"), None)
+    return bool(given.get("dropout_p", dropout) != 0.0)
 
 
 def is_pinned(node: fx.Node) -> bool:
     """Has an effect beyond its result, so that it stays even if nothing uses it."""
-    return is_random(node) or is_collective(node) or is_wait(node) or mutates(node)
+    return is_random(node) or communicates(node) or is_wait(node) or mutates(node)
 
 
 def mutates(node: fx.Node) -> bool:
     """Writes into one of its arguments."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.target.name() == "triton_kernel_wrapper_mutation"
     signature = schema(node)
     return signature is not None and any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in signature.arguments
@@ -124,7 +169,6 @@ def storage_owner(node: fx.Node) -> fx.Node:
 
 
 def size_bytes(node: fx.Node) -> int:
-    """Size of the node's result by its fake value; lists of results are summed; 0 for what is no tensor."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else (value,)
+    """Size of the node's result by its fake value; several results are summed; 0 for what is no tensor."""
+    values = pytree.tree_leaves(node.meta.get("val"))
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

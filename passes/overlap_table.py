@@ -79,8 +79,8 @@ def overlap_table(sizes: Sizes, device: torch.device) -> Table:
     with ThreadPoolExecutor(1, "beside", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as thread:
         rows = [*_compute(sizes, device, thread), *_collectives(sizes, device, hosts)]
         with torch.no_grad():
-            alone = [watch.collective_us(r.run)[0] if r.communicates else watch.compute_us(r.run) for r in rows]
-            alone = ranks.maxima(alone)
+            timed = [watch.collective(r.run) if r.communicates else watch.compute(r.run) for r in rows]
+            alone = ranks.maxima([time.time_us for time in timed])
             pairs = {}
             for at, one in enumerate(rows):
                 for behind, other in enumerate(rows[at:], at):

@@ -96,9 +96,7 @@ class Pairing:
         return 1.0 if most <= 0.0 else (self.sequential_us - self.predicted_us) / most
 
 
-def pair(
-    forward: Sequence[Operator], backward: Sequence[Operator], overlap: Overlap, rules: Rules | None = None
-) -> Pairing:
+def pair(forward: Sequence[Operator], backward: Sequence[Operator], overlap: Overlap, rules: Rules | None = None) -> Pairing:
     """The fastest order found. Raises VerifyError when a strand is not listed in an order that respects its needs."""
     rules = rules or Rules()
     strands = tuple(forward), tuple(backward)
@@ -146,9 +144,7 @@ def _variants(strands: tuple[Sequence[Operator], ...], rules: Rules) -> list[Rul
     return [rules, replace(rules, cross=False, labels=max(rules.labels // 2, 1))] if both else [rules]
 
 
-def _searched(
-    strands: tuple[Sequence[Operator], ...], overlap: Overlap, rules: Rules, bound: float
-) -> list[list[Place]]:
+def _searched(strands: tuple[Sequence[Operator], ...], overlap: Overlap, rules: Rules, bound: float) -> list[list[Place]]:
     """Orders found: narrow searches of every pair of candidate lines in several manners, and wide ones of the best.
 
     No manner is best everywhere, and what a long stage loses in each layer adds up, so variety pays more than width.

@@ -23,14 +23,15 @@ import torch.distributed as dist
 from torch import fx
 
 from helixrt.errors import ConfigError
-from helixrt.passes import classify, estimate, factors, profile_cache
+from helixrt.passes import classify, estimate, factors, nodes, profile_cache
 from helixrt.passes.classify import Time
+from helixrt.passes.communication import communication
 from helixrt.passes.errors import DisagreementError
 from helixrt.passes.estimate import Rates, Supposed
 from helixrt.passes.group_private import group_named
 from helixrt.passes.groups import Group, group_name, locate, transport
 from helixrt.passes.measure import PAIR_ROUNDS, Operation, Stopwatch, Together
-from helixrt.passes.operators import COMMUNICATION, Kind, Operator, Overlap
+from helixrt.passes.operators import Kind, Operator, Overlap
 from helixrt.passes.parts import Part
 from helixrt.passes.profile_cache import Known, Setting
 from helixrt.passes.ranks import Ranks
@@ -38,7 +39,7 @@ from helixrt.passes.ranks import Ranks
 BUDGET_S = 120.0
 PARTNERS, LEAST_SHARE = 16, 0.01  # compute operators to pair: how many at most, and the least share of compute's time
 STALE, SLACK_US = 1.5, 300.0  # a collective takes another time than before if it differs by more than both
-FAILURES = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 class Mode(StrEnum):
@@ -51,15 +52,17 @@ class Mode(StrEnum):
 class Profile:
     """What the pairing search needs to know. `names`: this rank's signatures -> the agreed ones, where they differ.
 
-    `pairs` are the measured ones, (compute or other collective, collective); `overlap` covers all. `cached` and
-    `measured` count distinct operators by where their time comes from; `seconds` is what it took.
+    `pairs` are the measured ones, (compute or other collective, collective); `overlap` covers all. `unsteady` are the
+    operators, and pairs of them, whose times cannot be trusted since the machine was busy. `cached` and `measured` count
+    distinct operators by where their time comes from; `seconds` is what it took.
     """
 
     groups: Mapping[str, Group]
     times: Mapping[str, Time]
     pairs: Mapping[tuple[str, str], Together]
     overlap: Overlap
-    names: Mapping[str, str]
+    names: classify.Names
+    unsteady: tuple[str, ...]
     cached: int
     measured: int
     seconds: float
@@ -80,7 +83,13 @@ class Item:
 
     @property
     def communicates(self) -> bool:
-        return self.kind in COMMUNICATION
+        return nodes.communicates(self.node)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it can be run on arguments that are made up; else it is estimated."""
+        how = communication(self.node)
+        return how is None or how.runnable
 
 
 def profile(
@@ -97,10 +106,11 @@ def profile(
     """Profile `parts` together with all ranks of `group`.
 
     Without `group`, that is the one group the parts communicate in, or all ranks of the job where there are several (a
-    pipeline's stages have other graphs: there it must be given). `cache` is a
-    folder (None: the user's). `link` tells wires apart that look alike. `budget_s` bounds the time for pairs; those
-    that matter most come first. `host` overrides this rank's host, see `groups`. With `supposed`, the groups by name as
-    somebody says they are, this process plans alone and nothing communicates: communication and pairs are estimated.
+    pipeline's stages have other graphs: there it must be given). `cache` is a folder (None: the user's); what was measured
+    while the machine was too busy to tell does not go there. `link` tells wires apart that look alike. `budget_s` bounds
+    the time for pairs; those that matter most come first. `host` overrides this rank's host, see `groups`. With `supposed`,
+    the groups by name as somebody says they are, this process plans alone and nothing communicates: communication and
+    pairs are estimated.
     Random number generators are left as they were. Raises ConfigError, DisagreementError when ranks profile different
     graphs, VerifyError for unknown groups.
     """
@@ -161,7 +171,7 @@ class Run:
         agreed = self.ranks.first_says([name for name, _, _ in listed])
         if any(int(n) != len(agreed) for n in self.ranks.table([len(listed)])[:, 0]):
             raise DisagreementError("ranks profile graphs with different numbers of operators; capture the same model on all")
-        self.names = {own: name for (own, _, _), name in zip(listed, agreed, strict=True) if own != name}
+        self.names = {(own, node.name): name for (own, node, _), name in zip(listed, agreed, strict=True) if own != name}
         counts = Counter(agreed)
         first = {name: (node, kind) for (_, node, kind), name in reversed(list(zip(listed, agreed, strict=True)))}
         self.items = [Item(name, *first[name], count) for name, count in counts.items()]
@@ -185,9 +195,15 @@ class Run:
         limits = {item.name: estimate.limit(item.node, known.rates) for item in self.items if not item.communicates}
         hosts = factors.host_us(kinds, known.times, pairs)
         times = {name: replace(known.times[name], host_us=hosts.get(name, 0.0)) for name in names}
-        overlap = factors.overlap(kinds, limits, times, pairs)
+        blocking = {item.name for item in self.items if item.communicates and item.kind is Kind.COMPUTE}
+        overlap = factors.overlap(kinds, limits, times, pairs, blocking)
+        unsteady = [] if known.rates.steady else ["rates of the device"]
+        unsteady += [name for name, time in times.items() if not time.steady]
+        unsteady += [f"{one} with {other}" for (one, other), pair in pairs.items() if not pair.steady]
         seconds = self.ranks.maxima([time.perf_counter() - began])[0]
-        return Profile(self.groups, times, pairs, overlap, self.names, cached, measured - cached, seconds)
+        return Profile(
+            self.groups, times, pairs, overlap, self.names, tuple(sorted(unsteady)), cached, measured - cached, seconds
+        )
 
     def still_true(self, known: Known) -> Known:
         """`known`, without communication whose links have become faster or slower."""
@@ -196,8 +212,9 @@ class Run:
             if old:
                 probe = max(old, key=lambda item: (known.times[item.name].time_us, item.name))
                 before = known.times[probe.name].time_us
-                now, _ = self.watch.collective_us(Operation.of(probe.node))
-                if abs(now - before) > SLACK_US and not 1 / STALE < now / before < STALE:
+                now = self.watch.collective(Operation.of(probe.node))
+                other = abs(now.time_us - before) > SLACK_US and not 1 / STALE < now.time_us / before < STALE
+                if other and (now.steady or now.time_us < before):  # slower on a busy machine says nothing of the link
                     known = known.without(group)
         return known
 
@@ -209,10 +226,13 @@ class Run:
             own = estimate.device_rates(self.watch, sorted(dtypes, key=str))
             numbers = self.ranks.table([own.bytes_per_us, own.launch_us, *own.flops.values()]).mean(axis=0).tolist()
             flops = dict(zip(own.flops, numbers[2:], strict=True))
-            rates = Rates(numbers[0], numbers[1], flops, rates.wires if rates is not None else {})
+            steady = bool(self.ranks.table([own.steady]).all())
+            rates = Rates(numbers[0], numbers[1], flops, rates.wires if rates is not None else {}, steady)
         wires = dict(rates.wires)
-        if self.mode is Mode.ESTIMATE and not self.supposed:
-            for name, group in self.groups.items():
+        if not self.supposed:
+            estimated = [i for i in self.items if i.communicates and not (self.mode is not Mode.ESTIMATE and i.runnable)]
+            for name in dict.fromkeys(group_name(item.node) for item in estimated):
+                group = self.groups[name]
                 device = transport(group_named(name))[1]
                 wires[str(group)] = estimate.wire(self.watch, name, group.size, device)
         return known.joined(Known(rates=replace(rates, wires=wires)))
@@ -221,20 +241,24 @@ class Run:
         """With times of all operators that were not known; those that fail are left out."""
         missing = [item for item in self.items if item.name not in known.times]
         compute = [item for item in missing if not item.communicates]
+        assert known.rates is not None, "rates are measured before anything else"
         self.ranks.meet()
-        taken = self.ranks.table([self.compute_us(item.node) for item in compute])
-        means = zip(compute, taken.mean(axis=0).tolist(), strict=True)
-        times = {item.name: Time(mean) for item, mean in means if not math.isnan(mean)}
+        found = [self.compute(item.node, known.rates) for item in compute]
+        taken = self.ranks.table([time.time_us for time in found]).mean(axis=0).tolist()
+        steady = [bool(sure) for sure in self.ranks.table([time.steady for time in found]).min(axis=0)]
+        means = zip(compute, taken, steady, strict=True)
+        times = {item.name: Time(mean, steady=sure) for item, mean, sure in means if not math.isnan(mean)}
         for item in missing:
-            if item.communicates and not self.supposed:
-                times[item.name] = Time(*self.watch.collective_us(Operation.of(item.node)))
+            if item.communicates and item.runnable and not self.supposed:
+                times[item.name] = self.watch.collective(Operation.of(item.node))
         return known.joined(Known(times))
 
-    def compute_us(self, node: fx.Node) -> float:
+    def compute(self, node: fx.Node, rates: Rates) -> Time:
+        """Not a number for what cannot be run."""
         try:
-            return self.watch.compute_us(Operation.of(node))
+            return self.watch.compute(Operation.of(node), estimate.roof(node, rates))
         except FAILURES:
-            return math.nan
+            return Time(math.nan)
 
     def in_pairs(self, known: Known) -> Known:
         """With the pairs that matter, as far as the budget goes; the same on all ranks, since times are."""
@@ -261,8 +285,8 @@ class Run:
         compute = sorted((i for i in known if not i.communicates), key=lambda i: (-total(i), i.name))
         least = LEAST_SHARE * sum(map(total, compute))
         compute = [item for item in compute[:PARTNERS] if total(item) >= least]
-        inside = [item for item in known if item.kind is Kind.INTRA]
-        between = [item for item in known if item.kind is Kind.INTER]
+        inside = [item for item in known if item.kind is Kind.INTRA and item.runnable]
+        between = [item for item in known if item.kind is Kind.INTER and item.runnable]
         found = [(one, other) for one in compute for other in (*inside, *between)]
         found += [(one, other) for one in inside for other in between]
         return sorted(found, key=lambda pair: -min(total(pair[0]), total(pair[1])))

@@ -14,7 +14,9 @@ import re
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,16 @@ from helixrt.passes.classify import Time
 from helixrt.passes.estimate import Rates, Wire
 from helixrt.passes.measure import Together
 
-FORMAT = 3  # of the files, and of signatures
+FORMAT = 4  # of the files, and of signatures
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all times of a file have in common. `link` is what the user calls the wires, if they differ otherwise."""
+    """What all times of a file have in common. `link` is what the user calls the wires, if they differ otherwise.
+
+    `precision` is how exact matrix products are to be and whether operators are deterministic, `libraries` are the versions
+    of those that torch calls.
+    """
 
     device: str
     torch_version: str
@@ -37,12 +43,15 @@ class Setting:
     cores: int
     ranks: int
     link: str = ""
+    precision: str = ""
+    libraries: str = ""
 
     @staticmethod
     def here(device: torch.device, ranks: int, link: str = "") -> Setting:
         """This process's."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-        return Setting(name, torch.__version__, torch.get_num_threads(), len(os.sched_getaffinity(0)), ranks, link)
+        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        return Setting(name, torch.__version__, threads, cores, ranks, link, precision(), libraries(device))
 
     def file(self, folder: Path) -> Path:
         text = json.dumps([FORMAT, asdict(self)], sort_keys=True)
@@ -77,6 +86,12 @@ class Known:
             rates = replace(rates, wires={name: wire for name, wire in rates.wires.items() if name != group})
         return Known(times, pairs, rates)
 
+    def kept(self) -> Known:
+        """What is worth keeping: without what was measured on a machine that was too busy to tell."""
+        times = {name: time for name, time in self.times.items() if time.measured and time.steady}
+        pairs = {names: pair for names, pair in self.pairs.items() if pair.steady}
+        return Known(times, pairs, self.rates if self.rates is not None and self.rates.steady else None)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "times": {name: asdict(time) for name, time in self.times.items()},
@@ -98,6 +113,44 @@ class Known:
         return Known({name: Time(**time) for name, time in found["times"].items()}, pairs, rates)
 
 
+def precision() -> str:
+    """The process's settings that decide which kernels matrix products, convolutions and attention take."""
+    cuda = torch.backends.cuda
+    said = {
+        "matmul": _precision_of(cuda.matmul, "fp32_precision") or torch.get_float32_matmul_precision(),
+        "cpu matmul": _precision_of(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"),
+        "conv": _precision_of(getattr(torch.backends.cudnn, "conv", None), "fp32_precision"),
+        "cpu conv": _precision_of(getattr(torch.backends.mkldnn, "conv", None), "fp32_precision"),
+        "half sums": (cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction),
+        "half accumulation": getattr(cuda.matmul, "allow_fp16_accumulation", None),
+        "blas": str(cuda.preferred_blas_library()),
+        "attention": (
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+        ),
+        "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "denormals": torch.tensor(1e-40).add(0.0).item() == 0.0,
+    }  # fmt: skip
+    return json.dumps(said)
+
+
+def _precision_of(settings: object, name: str) -> str:
+    return str(getattr(settings, name, ""))
+
+
+def libraries(device: torch.device) -> str:
+    """Versions of what torch calls: how it was built, and on a GPU the toolkit, the driver's and the collectives'."""
+    built = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:10]
+    said = [f"build {built}", torch.backends.cpu.get_cpu_capability()]
+    if device.type == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+        said += [f"cuda {torch.version.cuda}", f"cudnn {torch.backends.cudnn.version()}", f"nccl {nccl}"]
+    with suppress(PackageNotFoundError):
+        said.append(f"triton {version('triton')}")
+    return ", ".join(said)
+
+
 def default_folder() -> Path:
     """Where profiles are kept unless said otherwise."""
     if said := os.environ.get("HELIXRT_CACHE"):
@@ -114,9 +167,9 @@ def load(setting: Setting, folder: Path) -> Known:
 
 
 def save(setting: Setting, folder: Path, known: Known) -> None:
-    """Add to the setting's file; other processes see the old file or the new one, never half of one."""
+    """Add what is steady to the setting's file; other processes see the old file or the new one, never half of one."""
     path = setting.file(folder)
-    everything = {"setting": asdict(setting), "known": load(setting, folder).joined(known).to_json()}
+    everything = {"setting": asdict(setting), "known": load(setting, folder).joined(known.kept()).to_json()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, suffix=".part", delete=False) as file:

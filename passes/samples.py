@@ -1,13 +1,14 @@
 """Samples: arguments an operator of a graph can be run on, made from the shapes the graph knows.
 
 In: a node. Out: its positional and keyword arguments with real tensors of the same shape, strides, dtype and device.
-Floats lie between 0.25 and 0.75, so that logarithms, roots and quotients stay finite and nothing is denormal. Integers
-may be indices, so they are below every size they could index.
+Floats lie between 0.25 and 0.75, so that logarithms, roots and quotients stay finite and nothing is denormal. Indices
+are spread over all that there is to index (`index_ranges`); other integers may be indices, too, so they are below every
+size they could index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +16,13 @@ import torch
 from torch import fx
 
 from helixrt.passes import nodes
+from helixrt.passes.index_ranges import Range, index_ranges
 from helixrt.passes.replay import STATE, state_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 SEED = 20240229
 MOST_SETS = 16
-
-# Of operators that take indices, which argument says how many things there are to index: a tensor by its dimension, or
-# a number (dimension None).
-INDEXED = {
-    "aten::embedding": (0, 0),
-    "aten::embedding_dense_backward": (2, None),
-    "aten::nll_loss_forward": (0, 1),
-    "aten::nll_loss_backward": (1, 1),
-    "aten::nll_loss2d_forward": (0, 1),
-    "aten::nll_loss2d_backward": (1, 1),
-}
 
 
 def samples(node: fx.Node, cold_bytes: int = 0) -> list[Arguments]:
@@ -41,7 +32,7 @@ def samples(node: fx.Node, cold_bytes: int = 0) -> list[Arguments]:
     in the cache. So sets have their own copies of the former, until all together are `cold_bytes`, and share the
     latter. Raises ValueError when the graph does not say what an argument looks like.
     """
-    makers = _Makers(index_bound(node), {}, {})
+    makers = _Makers(default_range(node), index_ranges(node), {}, {})
     far = sum(nodes.size_bytes(n) for n in node.all_input_nodes if nodes.storage_owner(n).op == "placeholder")
     sets = min(MOST_SETS, max(1, cold_bytes // far)) if far else 1
     made = []
@@ -59,15 +50,10 @@ def with_state(node: fx.Node, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return (state_of(arguments[1]), *arguments[1:])
 
 
-def index_bound(node: fx.Node) -> int:
-    """Integers made for this operator are below this, at least 1."""
-    signature = nodes.schema(node)
-    if signature is not None and signature.name in INDEXED:
-        at, dimension = INDEXED[signature.name]
-        argument = node.args[at]
-        return int(argument if dimension is None else argument.meta["val"].shape[dimension])  # type: ignore[union-attr, arg-type]
+def default_range(node: fx.Node) -> Range:
+    """Of integers that no rule knows: below every size that they could index, at least 1."""
     floats = [value for value in _tensors(node) if value.is_floating_point()]
-    return max(1, min((size for value in floats for size in value.shape), default=1))
+    return Range(max(1, min((size for value in floats for size in value.shape), default=1)))
 
 
 def argument_bytes(node: fx.Node) -> int:
@@ -83,24 +69,27 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 @dataclass
 class _Makers:
-    """Makes tensors: integers below `bound`, one generator for each device, one tensor for each node that is kept."""
+    """Makes tensors: integers in `ranges`, else in `usual`; one generator for each device, one tensor for each kept node."""
 
-    bound: int
+    usual: Range
+    ranges: Mapping[fx.Node, Range]
     generators: dict[torch.device, torch.Generator]
     kept: dict[fx.Node, Any]
 
     def real(self, node: fx.Node) -> Any:
+        if node.op == "get_attr" and "val" not in node.meta:  # a graph that the operator runs
+            return nodes.attribute(node.graph.owning_module, str(node.target))
         if "val" not in node.meta:
             raise ValueError(f"{node} has no example value")
         if nodes.storage_owner(node).op == "placeholder":
-            return self.made(node.meta["val"])
+            return self.made(node.meta["val"], self.ranges.get(node, self.usual))
         if node not in self.kept:
-            self.kept[node] = self.made(node.meta["val"])
+            self.kept[node] = self.made(node.meta["val"], self.ranges.get(node, self.usual))
         return self.kept[node]
 
-    def made(self, value: Any) -> Any:
+    def made(self, value: Any, among: Range) -> Any:
         if isinstance(value, list | tuple):
-            return type(value)(map(self.made, value))
+            return type(value)(self.made(each, among) for each in value)
         if not isinstance(value, torch.Tensor):
             return value
         extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -117,6 +106,10 @@ class _Makers:
         elif value.dtype is torch.bool:
             flat.random_(0, 2, generator=generator)
         else:
-            most = min(self.bound, torch.iinfo(value.dtype).max)
-            flat.copy_(torch.randint(0, most, flat.shape, generator=generator, device=value.device))
+            most = min(among.bound, torch.iinfo(value.dtype).max)
+            if among.rising:
+                steps = torch.linspace(among.first, most, flat.numel(), device=value.device, dtype=torch.float64)
+                flat.copy_(steps.round())
+            else:
+                flat.copy_(torch.randint(0, most, flat.shape, generator=generator, device=value.device))
         return flat.as_strided(value.shape, value.stride())

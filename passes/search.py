@@ -73,9 +73,7 @@ class Problem:
             tuple(self._compile(strand, step, slowdowns) for step in track)
             for strand, track in zip(STRAND_OF, self.tracks, strict=True)
         )
-        self.gates = tuple(
-            tuple(min(step.rank + 1 - ahead, backward.layers) for step in track) for track in self.tracks[:2]
-        )
+        self.gates = tuple(tuple(min(step.rank + 1 - ahead, backward.layers) for step in track) for track in self.tracks[:2])
         self.drag = tuple(self._drag(slowdowns, kind) for kind in LANES)
         # What is left after the first n steps of each track: processor, either lane, longest chain.
         left = [self._left(strand, track) for strand, track in zip(STRAND_OF, self.tracks, strict=True)]

@@ -2,7 +2,8 @@
 
 In: parts. Out: nothing, or a VerifyError that names the nodes. The rules: placeholders and outputs are what the ports
 say; every node comes after what it takes in; nothing writes into a tensor; every collective has exactly one wait,
-after it and before any use; no operator is lost, doubled or changed (views and casts may be computed again).
+after it and before any use; every operator that takes a process group is known; no operator is lost, doubled or changed
+(views and casts may be computed again).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from helixrt.passes import nodes
+from helixrt.passes.communication import arguments, communication
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.parts import Part, Port, Role, Split
 
@@ -27,6 +29,7 @@ def verify(part: Part) -> None:
     verify_order(part)
     verify_ports(part)
     verify_no_mutation(part)
+    verify_communication(part)
     verify_waits(part)
 
 
@@ -65,7 +68,20 @@ def verify_order(part: Part) -> None:
 def verify_no_mutation(part: Part) -> None:
     for node in part.graph.nodes:
         if nodes.mutates(node):
-            raise VerifyError(f"{node} ({node.target}) writes into {node.args[0]}; strands may only make new tensors")
+            into = ", ".join(map(str, node.all_input_nodes[:1])) if node.args else "its arguments"
+            raise VerifyError(f"{node} ({node.target}) writes into {into}; strands may only make new tensors")
+
+
+def verify_communication(part: Part) -> None:
+    """Nothing communicates that passes do not see: by an unknown operator, or inside a graph that an operator runs."""
+    for node in part.graph.nodes:
+        nodes.communicates(node)
+        for hidden in nodes.inner_nodes(node):
+            if nodes.communicates(hidden):
+                raise VerifyError(
+                    f"{hidden} communicates inside {node} ({node.target}): it is in no order that ranks agree on; "
+                    "communicate outside of what runs a graph of its own"
+                )
 
 
 def verify_waits(part: Part) -> None:
@@ -174,10 +190,11 @@ def collective_order(part: Part, group_name: str | None = None) -> tuple[str, ..
     others: dict[str, str] = {}
     lines = []
     for node in part.graph.nodes:
-        if nodes.is_collective(node):
+        if (how := communication(node)) is not None:
             said = []
-            for argument, value in zip(node.target._schema.arguments, (*node.args, *node.kwargs.values()), strict=False):
-                if argument.name == "group_name":
+            for name, value in arguments(node).items():
+                if name == how.group:
+                    value = getattr(value, "group_name", value)
                     value = "this group" if value == group_name else others.setdefault(str(value), f"group {len(others)}")
                 said.append(sent(value))
             lines.append(f"{node.target} {', '.join(said)}")

@@ -8,6 +8,9 @@ A collective is launched where the order says, and waited for where the order sa
 hides it. Nothing else is changed: of each strand the operators and their arguments are those of its part, so that the
 results are bitwise those of the parts run one after the other. DHelix, section 4.3, with events in place of its
 barriers: a wait holds up what needs it and no more.
+
+Random operators draw from one generator, so their order is part of the result: each strand's stay in the captured order,
+and where both strands draw, the backward's come first, as if the strands ran one after the other.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from helixrt.passes import nodes
 from helixrt.passes.classify import strand
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.parts import Part, Port, Role
@@ -33,7 +37,8 @@ LETTERS = {FORWARD: "f", BACKWARD: "b"}
 def weave(forward: Part, backward: Part, order: Sequence[Place]) -> Part:
     """One part that runs both. `order` has (strand, index in `classify.strand`) of every operator of both, once.
 
-    Raises VerifyError when the order misses an operator or puts one before what it needs, naming both.
+    Raises VerifyError when the order misses an operator, puts one before what it needs, or draws random numbers in
+    another order, naming both.
     """
     began = time.perf_counter()
     loom = Loom((forward, backward))
@@ -51,6 +56,9 @@ class Loom:
     def __init__(self, parts: tuple[Part, Part]) -> None:
         self.parts = parts
         self.listed = tuple(strand(part) for part in parts)
+        self.to_draw = [  # by which strand: all of the backward's first
+            (which, node) for which in (BACKWARD, FORWARD) for node in self.listed[which] if nodes.is_random(node)
+        ][::-1]
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.copies: tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]] = ({}, {})
@@ -80,6 +88,12 @@ class Loom:
         missing = [before for before in node.all_input_nodes if before not in copies]
         if missing:
             raise VerifyError(f"strand {which}: {node} is issued before {missing[0]}, which it needs")
+        if nodes.is_random(node) and (self.to_draw[-1] != (which, node)):
+            strand_of, first = self.to_draw[-1]
+            where = "" if strand_of == which else f" of strand {strand_of}"
+            raise VerifyError(f"strand {which}: {node} draws random numbers before {first}{where}, which must draw first")
+        if nodes.is_random(node):
+            self.to_draw.pop()
         arguments, keywords = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         target = self.constant(which, node) if node.op == "get_attr" else node.target
         name = f"{LETTERS[which]}_{node.name}"

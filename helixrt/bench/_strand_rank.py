@@ -25,7 +25,7 @@ from helixrt.errors import Fatal
 from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.classify import sent_bytes
-from helixrt.passes.measure import typical
+from helixrt.passes.measure import low_quantile
 from helixrt.passes.pair import Rules
 from helixrt.passes.profile import Mode, profile
 from helixrt.train.heap import keep_freed_memory
@@ -66,14 +66,14 @@ class Rank:
             computed.append(wall if self.on_gpu else time.process_time() - worked)
         parts = self.stage.forward, self.stage.backward
         sent = sum(sent_bytes(node) for part in parts for node in part.graph.nodes if nodes.is_collective(node))
-        alone = {"compute_s": typical(computed), "sent_bytes": float(sent * self.shape.microbatches)}
+        alone = {"compute_s": low_quantile(computed), "sent_bytes": float(sent * self.shape.microbatches)}
         return alone | self.alone_communication(times)
 
     def alone_communication(self, times: int) -> dict[str, float]:
         """Seconds of a step's communication as the link now is: wall, and this process's processor time (a GPU has none)."""
         self.communicate()
         wall, work = zip(*(self.communicate() for _ in range(times)), strict=True)
-        return {"communication_s": median(wall), "work_s": 0.0 if self.on_gpu else typical(work)}
+        return {"communication_s": median(wall), "work_s": 0.0 if self.on_gpu else low_quantile(work)}
 
     def plan(self, cache: str) -> dict[str, Any]:
         """Profile at the link's rate and make all ways; every one runs once and must give what the others give."""

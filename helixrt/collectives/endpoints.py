@@ -46,9 +46,7 @@ class Reach:
 DEFAULT = Reach()
 
 
-def open_endpoint(
-    secret: bytes, host: str, reach: Reach = DEFAULT, record: FlightRecord | None = None
-) -> Endpoint:
+def open_endpoint(secret: bytes, host: str, reach: Reach = DEFAULT, record: FlightRecord | None = None) -> Endpoint:
     """An endpoint that meets its peers at `host`, unless TCP rails are named; they must know `secret`.
 
     `record` gets the history of rails and paths. Raises ConfigError for a transport or a rail that cannot be.
@@ -67,9 +65,7 @@ def open_endpoint(
         link=link,
         restore_s=max(TcpOptions.restore_s, _RESTORE_BEATS * (reach.heartbeat_s or 0.0)),
     )
-    return AutoEndpoint(
-        secret, here.tcp, transport=reach.transport, heartbeat_s=reach.heartbeat_s, tcp=options, rdma=here.rdma
-    )
+    return AutoEndpoint(secret, here.tcp, transport=reach.transport, heartbeat_s=reach.heartbeat_s, tcp=options, rdma=here.rdma)
 
 
 def find_rails(reach: Reach) -> NamedRails:

@@ -105,9 +105,7 @@ class GroupCollectives:
         pairs = zip(outputs, inputs, strict=True)
         return self._work([self._reduce_scatter_single(o, i, opts, waits=False) for o, i in pairs], list(outputs), opts)
 
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any, waits: bool = True
-    ) -> Handle:
+    def _reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any, waits: bool = True) -> Handle:
         size = self._calls().communicator.size
         if input.numel() != size * output.numel() or input.dtype != output.dtype:
             raise ValueError(

@@ -93,9 +93,7 @@ class Staging:
         """Whether a call on this tensor needs staging: links reach host memory only."""
         return not tensor.is_cpu
 
-    def stage(
-        self, source: torch.Tensor, out: torch.Tensor, reads: Spans | None = None, writes: Spans | None = None
-    ) -> Staged:
+    def stage(self, source: torch.Tensor, out: torch.Tensor, reads: Spans | None = None, writes: Spans | None = None) -> Staged:
         """For a call on contiguous tensors of one device, which may overlap; `reads` of the source and `writes` of the
         result are all that moves (None: everything).
 

@@ -95,5 +95,5 @@ def plan_ahead(
 
 def ranks_of(part: Part) -> dict[str, list[int]]:
     """The ranks of each group that the part communicates in."""
-    names = dict.fromkeys(group_name(node) for node in part.graph.nodes if nodes.is_collective(node))
+    names = dict.fromkeys(group_name(node) for node in part.graph.nodes if nodes.communicates(node))
     return {name: dist.get_process_group_ranks(group_named(name)) for name in names}

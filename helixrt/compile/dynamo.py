@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from helixrt.passes import nodes
 from helixrt.passes.executable import emptying
 from helixrt.passes.hide import hide
+from helixrt.passes.higher_order import check_higher_order
 
 RECORDED = 64
 
@@ -50,6 +51,7 @@ def compiler(kind: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[[l
     """What makes a boxed function of a graph."""
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        check_higher_order(module, f"the {kind} graph")
         ordered = hide(module)
         listed = [node for node in ordered.graph.nodes if node.op not in ("placeholder", "output")]
         recorded.append(

@@ -5,12 +5,14 @@
 - `memory_bytes`: `single` and `woven`, the most of activations alive at a time.
 - `supposed`: groups planned for without being there: `ranks_per_host`, `latency_us`, `mbit_per_s`, `host_share`.
 - `strands`: for "forward" and "backward" a list of operators, `name`, `class`, `module`, `signature`, `layer` (or null),
-  `time_us`, `host_us` (of a collective: how long it keeps the processor), `measured` (false: an estimate), `bytes`,
-  `movable`, `needs` (indices in the same list). Empty where nothing was profiled.
+  `time_us`, `host_us` (of a collective: how long it keeps the processor), `measured` (false: an estimate), `steady`
+  (false: the machine was too busy to tell), `bytes`, `movable`, `needs` (indices in the same list). Empty where nothing was
+  profiled.
 - `plan`, or null: `policy`, `predicted_us`, `sequential_us`, `bound_us`, `compute_us`, `communication_us`, `hidden_us`,
   `hidden_share` (of what a perfect plan saves); `order`: [strand, index] in issue order; `pairs`: `collective`, `behind`,
   `beside`, `hidden_us`, `exposed_us`; `timeline` and `sequential_timeline`: for `processor` and `network` a list of
-  [strand, index, class, start_us, end_us]; on the processor a wait is the time it stands still.
+  [strand, index, class, start_us, end_us]; on the processor a wait is the time it stands still. `unsteady`: signatures
+  (pairs as "A with B") whose times cannot be trusted.
 
 Strands are "forward" and "backward"; places are [strand, index].
 """
@@ -72,6 +74,7 @@ def _operator(operator: Operator, modules: dict[str, str], plan: Plan | None) ->
         "time_us": operator.time_us,
         "host_us": operator.host_us,
         "measured": time is not None and time.measured,
+        "steady": time is None or time.steady,
         "bytes": operator.bytes,
         "movable": operator.movable,
         "needs": list(operator.needs),
@@ -84,6 +87,7 @@ def _plan(explanation: Explanation, plan: Plan) -> dict[str, Any]:
     before, after = timings if timings is not None else (None, None)
     talk = sum(operator.time_us for operator in listed if operator.kind in COMMUNICATION)
     return {
+        "unsteady": list(plan.profile.unsteady) if plan.profile is not None else [],
         "policy": pairing.policy if pairing is not None else "alternating",
         "predicted_us": after.total_us if after is not None else None,
         "sequential_us": before.total_us if before is not None else None,

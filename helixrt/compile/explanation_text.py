@@ -50,6 +50,11 @@ def lines(explanation: Explanation) -> list[str]:
             f"{pairing.sequential_us / 1e3:.2f} ms one after the other, {pairing.bound_us / 1e3:.2f} ms at least; "
             f"{pairing.hidden_us / 1e3:.2f} of {pairing.communication_us / 1e3:.2f} ms of communication hidden"
         )
+    if plan.profile is not None and plan.profile.unsteady:
+        found.append(
+            f"  the machine was too busy: {len(plan.profile.unsteady)} of {len(plan.profile.times) + len(plan.profile.pairs)} "
+            "times vary from run to run, or cannot be; they are used here and not kept; measure again when it is idle"
+        )
     for name, operators in (("backward", plan.backward), ("forward", plan.forward)):
         if operators:
             found += ["", *strand_lines(name, operators)]

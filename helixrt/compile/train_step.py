@@ -137,7 +137,7 @@ class TrainStep:
         if woven == 2 and any(nodes.is_random(node) and nodes.origin(node).backward for node in joint.graph.nodes):
             woven, reason = 1, "the backward draws random numbers, which must come before those of the next forward"
         strands = build(joint, strands=woven, mode=options.profile, codegen=options.codegen)
-        number = self.together.captured(group_name(node) for node in joint.graph.nodes if nodes.is_collective(node))
+        number = self.together.captured(group_name(node) for node in joint.graph.nodes if nodes.communicates(node))
         return Captured(joint, strands, None, time.perf_counter() - began, reason, number)
 
     def warn(self, message: str) -> None:

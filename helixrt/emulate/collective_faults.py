@@ -172,4 +172,3 @@ class Faults(Generations):
     def noticed(self, node: Node, dead: Node, since: float) -> None:
         if node.alive and node.generation == dead.generation and node.paused_until < since:
             raise self.fail(f"rank {node.rank} has not noticed the death of rank {dead.rank} at {since:.4f}")
-

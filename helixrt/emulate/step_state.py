@@ -54,6 +54,7 @@ class States:
 
     def reload(self, node: Node, action: p.Reload) -> None:
         world = self.world
+
         def read() -> None:
             log = node.machine.log
             newest = world.store.newest_durable(log)

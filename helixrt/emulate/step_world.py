@@ -469,6 +469,7 @@ class StepWorld:
         self.store.holders.append(((node.replica, node.incarnation), lineage))
         then()
 
+
 def main(arguments: list[str] | None = None) -> None:
     """`--seed N [--count M]`: run one seed, or M seeds from N on, and print what happened."""
     import argparse

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from helixrt.errors import ConfigError
 from helixrt.passes.capture import capture
 from helixrt.passes.early import early
 from helixrt.passes.executable import Executable
@@ -31,7 +33,7 @@ from helixrt.pipeline.gradients import BucketGradients
 from helixrt.pipeline.held import Strand, Values, lasting_of, parameters_of, run_held
 from helixrt.pipeline.program import Program
 from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk, Task
-from helixrt.pipeline.strands import Plan, agree_among_ranks, planned
+from helixrt.pipeline.strands import Plan, agree_among_ranks, group_names, planned
 from helixrt.schedule.ir import Op
 
 NAMED = frozenset({Role.PARAMETER, Role.BUFFER, Role.GRADIENT})
@@ -98,8 +100,9 @@ class GraphStage(Stage):
     """Runs F, B, W and BW, and pairs of an F with a B or BW.
 
     `chunks` are this stage's by number, in the training mode that their graphs are to have; `examples` are of what
-    comes in for each. `mode` and `rules` are for pairing strands that communicate. A forward without a backward is the
-    module's own. Raises CaptureError for a chunk that cannot be captured.
+    comes in for each. `mode` and `rules` are for pairing strands that communicate; `group` is the process group of all
+    ranks that share the stage's layers, needed where these communicate in several groups (tensor and expert parallelism).
+    A forward without a backward is the module's own. Raises CaptureError for a chunk that cannot be captured.
     """
 
     def __init__(
@@ -109,8 +112,9 @@ class GraphStage(Stage):
         *,
         mode: Mode | str = Mode.AUTO,
         rules: Rules | None = None,
+        group: Any = None,
     ) -> None:
-        self.eager, self.mode, self.rules = AutogradStage(chunks), mode, rules
+        self.eager, self.mode, self.rules, self.group = AutogradStage(chunks), mode, rules, group
         self.graphs: dict[int, ChunkGraphs] = {}
         self.lasting: Values = {}
         layouts: dict[str, Layout] = {}
@@ -131,7 +135,8 @@ class GraphStage(Stage):
     def prepare(self, program: Program) -> None:
         """Make the graphs that the program needs and that are not there yet; call it before the program runs.
 
-        Raises VerifyError, or DisagreementError when ranks would launch different collectives.
+        Raises VerifyError, DisagreementError when ranks would launch different collectives, ConfigError where `group` is
+        needed.
         """
         singles = {(a.chunk, a.op) for entry in program.entries for a in entry} - self.single.keys()
         parts = {(chunk, op): self.graphs[chunk].part(op) for chunk, op in sorted(singles)}
@@ -141,11 +146,23 @@ class GraphStage(Stage):
         woven = {}
         for ahead, op, behind in sorted(pairs):
             forward, backward = self.graphs[ahead].part(Op.F), self.graphs[behind].part(op)
-            plan = planned(forward, backward, self.mode, self.rules, saved=self.graphs[behind].released(op))
+            saved, group = self.graphs[behind].released(op), self.planning_group(forward, backward)
+            plan = planned(forward, backward, self.mode, self.rules, saved=saved, group=group)
             self.plans[ahead, op, behind] = plan
             woven[ahead, op, behind] = weave(forward, backward, plan.order)
         agree_among_ranks(list(woven.values()))
         self.woven |= {key: Executable(part) for key, part in woven.items()}
+
+    def planning_group(self, *parts: Part) -> Any:
+        """The ranks that plan a pair alike; None for those of the only group. Raises ConfigError if nobody said who.
+
+        Never all ranks of the job: other stages have other graphs.
+        """
+        names = group_names(parts)
+        if self.group is None and len(names) > 1:
+            rule = f"must be given: the process group of the ranks that share the stage, who communicate in {len(names)} groups"
+            raise ConfigError("group", None, f"{rule} ({', '.join(names)})")
+        return self.group
 
     def reset(self) -> None:
         self._held.clear()

@@ -4,16 +4,19 @@ In: a captured joint part, how many strands, how to profile. Out: a `Strands` re
 was decided on the way. All ranks of all groups that the graphs communicate in come here at the same time; before
 anything runs they are shown to launch the same collectives in the same order.
 
-Without communication there is nothing to hide, so nothing is profiled and both strands progress evenly.
+Without communication there is nothing to hide, so nothing is profiled and both strands progress evenly. Where both strands
+draw random numbers the backward runs before the forward: which numbers each gets may not depend on measured times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from helixrt.passes import nodes
 from helixrt.passes.agree import agree
+from helixrt.passes.classify import strand
 from helixrt.passes.early import early
 from helixrt.passes.estimate import Supposed
 from helixrt.passes.executable import Executable
@@ -27,7 +30,7 @@ from helixrt.passes.pair import Pairing, Rules, baseline, pair, retimed
 from helixrt.passes.parts import Part, Split
 from helixrt.passes.profile import Mode, Profile, planning_group, profile
 from helixrt.passes.split import split, whole_backward
-from helixrt.passes.timing import Place
+from helixrt.passes.timing import BACKWARD, FORWARD, Place
 from helixrt.passes.weave import alternating, weave
 from helixrt.pipeline.shared_plan import planned_by_first
 
@@ -38,7 +41,7 @@ Saved = Mapping[str, Memory]
 
 @dataclass(frozen=True)
 class Plan:
-    """How two strands are woven: the issue order, and from what; `pairing` is None without communication."""
+    """How two strands are woven: the issue order, and from what; `pairing` is None where there was nothing to choose."""
 
     order: tuple[Place, ...]
     pairing: Pairing | None = None
@@ -98,16 +101,21 @@ def planned(
     rules: Rules | None = None,
     supposed: Mapping[str, Supposed] | None = None,
     saved: Saved | None = None,
+    group: Any = None,
 ) -> Plan:
     """The order to weave in: the fastest found, kept to the memory of one strand.
 
+    `group` are the ranks that plan alike; see `profile` for what it is where it is not given.
     `saved` is where what the backward takes in lies (`flat.lying_in`), if its own forward is not `forward`.
     """
-    if not any(nodes.is_collective(node) for part in (forward, backward) for node in part.graph.nodes):
+    if all(any(map(nodes.is_random, part.graph.nodes)) for part in (forward, backward)):
+        listed = [(which, len(strand(part))) for which, part in ((BACKWARD, backward), (FORWARD, forward))]
+        return Plan(tuple((which, index) for which, count in listed for index in range(count)))
+    if not any(nodes.communicates(node) for part in (forward, backward) for node in part.graph.nodes):
         return Plan(tuple(flat(forward, backward, alternating(forward, backward), saved=saved)))
-    measured = profile([forward, backward], mode=mode, supposed=supposed)
+    measured = profile([forward, backward], group, mode=mode, supposed=supposed)
     strands = tuple(measured.operators(forward)), tuple(measured.operators(backward))
-    planners = planning_group(measured.groups) if supposed is None else None
+    planners = None if supposed is not None else group if group is not None else planning_group(measured.groups)
     pairing = planned_by_first(planners, lambda: paired(forward, backward, measured, rules, saved), strands, measured.overlap)
     return Plan(pairing.order, pairing, measured, *strands)
 
@@ -130,9 +138,14 @@ def flattened(forward: Part, backward: Part, pairing: Pairing, measured: Profile
     return retimed(pairing, measured.operators(forward), measured.operators(backward), order, measured.overlap)
 
 
+def group_names(parts: Iterable[Part]) -> list[str]:
+    """The groups that the parts communicate in, in the order they are first used."""
+    names = [group_name(node) for part in parts for node in part.graph.nodes if nodes.communicates(node)]
+    return list(dict.fromkeys(names))
+
+
 def agree_among_ranks(parts: list[Part]) -> None:
     """`agree` in every group that the parts communicate in, in the order they are first used."""
-    names = [group_name(node) for part in parts for node in part.graph.nodes if nodes.is_collective(node)]
-    for name in dict.fromkeys(names):
+    for name in group_names(parts):
         group = group_named(name)
         agree(parts, group, device=transport(group)[1])

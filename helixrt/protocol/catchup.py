@@ -305,9 +305,7 @@ class Fetch:
             if piece in self._open:  # spoilt, and this donor is the only one to ask again
                 donor.queue.appendleft(piece)
                 return None
-        slow = [
-            d for d in self._donors.values() if d.queue and d.rest_s(now, self.rules.patience_s) > self.rules.patience_s
-        ]
+        slow = [d for d in self._donors.values() if d.queue and d.rest_s(now, self.rules.patience_s) > self.rules.patience_s]
         while slow:
             slowest = max(slow, key=lambda d: d.rest_s(now, self.rules.patience_s))
             piece = slowest.queue.pop()

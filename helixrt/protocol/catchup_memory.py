@@ -36,9 +36,7 @@ def required_bytes(replay: int, snapshots: int, reduced_bytes: int, state_bytes:
     return max(behind, donor)
 
 
-def catchup_memory(
-    memory_bytes: int, reduced_bytes: int, state_bytes: int, replicas: int, replay_limit: int
-) -> CatchupMemory:
+def catchup_memory(memory_bytes: int, reduced_bytes: int, state_bytes: int, replicas: int, replay_limit: int) -> CatchupMemory:
     """The most that fits into `memory_bytes`: `replay` is at most `replay_limit`, `snapshots` at most one per other replica.
 
     At least one reduced set (after a broken exchange one is fetched and replayed) and one snapshot. A `replay_limit` of 0

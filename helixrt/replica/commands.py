@@ -103,9 +103,7 @@ RankCommand = (
     | LoadDurable
     | Exit
 )
-RankReport = (
-    p.RingDone | p.RingFailed | p.Examined | p.Fetched | p.FetchFailed | Digested | LoadedDurable | Broken
-)
+RankReport = p.RingDone | p.RingFailed | p.Examined | p.Fetched | p.FetchFailed | Digested | LoadedDurable | Broken
 
 _TYPES: dict[str, Any] = {t.__name__: t for t in (*RankCommand.__args__, *RankReport.__args__)}
 

@@ -343,9 +343,7 @@ class RankWorker:
         if command.fresh:
             prefix = f"{self.rendezvous}/{command.generation}"
             self.exchange.configure(command.generation, command.members, self.replica, prefix)
-        self.record.write(
-            Kind.EXCHANGE_BEGIN, begin_s=begin_s, generation=command.generation, contribute=command.contribute
-        )
+        self.record.write(Kind.EXCHANGE_BEGIN, begin_s=begin_s, generation=command.generation, contribute=command.contribute)
         buckets = self.engine.buckets
         sums, finite = self._borrow(buckets), True
         for count, index in enumerate(reversed(range(len(buckets)))):

@@ -133,9 +133,7 @@ class ChaosSink:
 def run_command(command: str) -> None:
     """Run it to its end. Raises Fatal if it cannot be run, or fails."""
     try:
-        done = subprocess.run(
-            shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S
-        )
+        done = subprocess.run(shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Fatal(f"chaos: {command!r}: {error}") from error
     if done.returncode:

@@ -97,9 +97,7 @@ class Rank:
         killed = any(kill.replica == self.replica for kill in self.config.chaos.kill)
         self.killer = ReplicaKiller(self.store, self.life, self.ring, self.rings, obeys=killed and self.rings > 1)
         self.record.attach(
-            ChaosSink(
-                self.config.chaos, self.replica, spec.incarnation, self.killer.kill, self.record, self._claims, self.ring
-            )
+            ChaosSink(self.config.chaos, self.replica, spec.incarnation, self.killer.kill, self.record, self._claims, self.ring)
         )
         self.record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
         self.failovers: FailoverNews | None = None

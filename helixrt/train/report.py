@@ -180,9 +180,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
         "transports": [
             {"rank": rank, "peer": peer, "transport": transport, "why": why} for rank, peer, transport, why in found.ways
         ],
-        "checkpoints": [
-            {"step": c.step, "after_failover": bool(c.detail.get("after_failover"))} for c in found.checkpoints
-        ],
+        "checkpoints": [{"step": c.step, "after_failover": bool(c.detail.get("after_failover"))} for c in found.checkpoints],
         "storage": [
             {
                 "rank": e.rank,

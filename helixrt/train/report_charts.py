@@ -210,9 +210,7 @@ def timeline_chart(shown: Timeline) -> str:
         for mark in one.marks:
             at = x(min(max(mark.begin_s * 1e3, x.low), x.high))
             kind = "bad" if "fail" in mark.what else "good"
-            parts.append(
-                f'<path class="mark-{kind}" d="M{at:.1f} {y + 2} l5 -0 l-5 8 l-5 -8 z" data-tip="{_tip(mark)}"/>'
-            )
+            parts.append(f'<path class="mark-{kind}" d="M{at:.1f} {y + 2} l5 -0 l-5 8 l-5 -8 z" data-tip="{_tip(mark)}"/>')
     return _svg(bottom + 40, parts, f"Timeline of step {shown.step}")
 
 
@@ -226,8 +224,7 @@ def _bar(bar: Bar, x: _Axis, y: float) -> str:
         top += height if bar.what != "F" else 0
     kind = f"op-{bar.what} other-step" if bar.other_step else f"op-{bar.what}"
     rect = (
-        f'<rect class="{kind}" x="{begin:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2"'
-        f' data-tip="{_tip(bar)}"/>'
+        f'<rect class="{kind}" x="{begin:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="2" data-tip="{_tip(bar)}"/>'
     )
     if not compute or bar.other_step or width < 17:
         return rect

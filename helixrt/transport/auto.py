@@ -162,9 +162,7 @@ class AutoEndpoint(Endpoint):
         self._look_s = 0.0  # when to look at those again
         self._early: list[Outcome] = []  # what came while the last transport still connected
 
-    def _open_verbs(
-        self, secret: bytes, management: TcpRail, tcp: TcpOptions, rails: Sequence[VerbsRail] | None
-    ) -> None:
+    def _open_verbs(self, secret: bytes, management: TcpRail, tcp: TcpOptions, rails: Sequence[VerbsRail] | None) -> None:
         from helixrt.transport.verbs import endpoint as verbs
 
         if (reason := verbs.unsupported()) is not None:

@@ -19,7 +19,6 @@ from helixrt.passes.classify import (
     kind_of,
     movable,
     operators,
-    signature,
     strand,
     timed,
 )
@@ -29,6 +28,7 @@ from helixrt.passes.layers import layers
 from helixrt.passes.operators import COMMUNICATION, Kind, Operator, Overlap
 from helixrt.passes.parts import Part, Role, Split
 from helixrt.passes.sequence import candidates
+from helixrt.passes.signatures import signature
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.timing import simulate
 from helixrt.passes.verify import returned
@@ -148,6 +148,7 @@ def test_operators_are_the_graph(both: tuple[Part, Part]) -> None:
         assert [operator.node for operator in listed] == [node.name for node in graph]
         for at, (operator, node) in enumerate(zip(listed, graph, strict=True)):
             assert all(need < at for need in operator.needs)
+            assert not nodes.is_random(node), "attention without dropout draws nothing"
             assert {listed[need].node for need in operator.needs} == {n.name for n in node.all_input_nodes if n in graph}
             given = node in accumulations(part) and operator.kind is Kind.COMPUTE  # and added to what is there
             assert operator.time_us == float(timed(kinds[node])) + given

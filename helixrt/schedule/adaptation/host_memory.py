@@ -163,9 +163,7 @@ def tiers(schedule: Schedule, costs: Costs, host: HostMemory) -> list[Tier | Non
     """
     if len(host.capacity) != schedule.stages:
         raise ConfigError("host.capacity", list(host.capacity), f"must have {schedule.stages} values, one per stage")
-    return [
-        None if math.isinf(costs.memory[s]) else Tier(schedule.entries[s], costs, s, host) for s in range(schedule.stages)
-    ]
+    return [None if math.isinf(costs.memory[s]) else Tier(schedule.entries[s], costs, s, host) for s in range(schedule.stages)]
 
 
 def host_peak(schedule: Schedule, costs: Costs, host: HostMemory) -> tuple[float, ...]:

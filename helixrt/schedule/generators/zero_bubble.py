@@ -62,9 +62,7 @@ def three_phases(stages: int, microbatches: int, slack: int) -> Schedule:
     """
     if slack < 0:
         raise ConfigError("slack", slack, "must be at least 0")
-    return _handcrafted(
-        "three-phases", stages, microbatches, lambda i: slack * (stages - 1 - i) + 1, lambda i: microbatches
-    )
+    return _handcrafted("three-phases", stages, microbatches, lambda i: slack * (stages - 1 - i) + 1, lambda i: microbatches)
 
 
 def zb(costs: Costs, microbatches: int) -> Schedule:

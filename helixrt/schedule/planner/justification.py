@@ -98,8 +98,7 @@ class Justifier:
         draw = self._draw.gauss
         shifts = [draw(0.0, SHIFT * unit) for _ in self._good]
         return [
-            [value + shift + draw(0.0, NOISE * unit) for value in lane]
-            for shift, lane in zip(shifts, self._good, strict=True)
+            [value + shift + draw(0.0, NOISE * unit) for value in lane] for shift, lane in zip(shifts, self._good, strict=True)
         ]
 
 

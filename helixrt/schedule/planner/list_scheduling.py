@@ -170,8 +170,7 @@ def _overlap(
             continue
         whole = len(pair.lanes) == 3
         parts = [
-            (seconds if whole and kind == second_kind else starts).get(lane, math.inf)
-            for kind, lane in enumerate(pair.lanes)
+            (seconds if whole and kind == second_kind else starts).get(lane, math.inf) for kind, lane in enumerate(pair.lanes)
         ]
         later = max(parts)
         saved = pair.gain_ms - (later - starts[best])

@@ -246,7 +246,7 @@ class _Model:
         for way, rows in wires.items():
             wire = self._ticks(_fraction(costs.link(*way).wire_ms))
             for i, row in enumerate(rows):
-                for (a, begin_a) in row:
+                for a, begin_a in row:
                     for b, begin_b in (pair for other in rows[:i] for pair in other):
                         first = model.new_bool_var("")
                         for x, y, literal in ((a, b, first), (b, a, ~first)):
@@ -350,9 +350,7 @@ def _alternatives(costs: Costs, held: list[int], count: int) -> list[Entry]:
                 if _exact_ms(costs, pair) >= sum(_exact_ms(costs, o) for o in operations_of(pair)):
                     continue
                 # A backward of micro-batch m comes after all forwards of m, so a pair's forward is of a later one.
-                found += [
-                    Pair(Operation(Op.F, ahead, i), Operation(op, back, j)) for i in range(count) for j in range(i)
-                ]
+                found += [Pair(Operation(Op.F, ahead, i), Operation(op, back, j)) for i in range(count) for j in range(i)]
     return found
 
 

@@ -77,6 +77,4 @@ def _trial_ms(schedule: Schedule, costs: Costs) -> float:
     links = costs.stages - 1
     tried = sorted({round(k * (links - 1) / max(1, min(links, _TRIED_LINKS) - 1)) for k in range(min(links, _TRIED_LINKS))})
     turn_ms = _turn_ms(costs)
-    return sum(
-        makespan_ms(schedule, _slowed(costs, range(i, i + 1), turns * turn_ms)) for i in tried for turns in TRIED_TURNS
-    )
+    return sum(makespan_ms(schedule, _slowed(costs, range(i, i + 1), turns * turn_ms)) for i in tried for turns in TRIED_TURNS)

@@ -117,9 +117,7 @@ class SharedMemoryEndpoint(Endpoint):
             for descriptor in [d for d, (_, dialled) in self._handshakes.items() if dialled >= 0]:
                 self._drop(descriptor)
 
-    def _meet(
-        self, names: Mapping[int, str], until: float, deadline_s: float, stopped: Callable[[], bool]
-    ) -> None:
+    def _meet(self, names: Mapping[int, str], until: float, deadline_s: float, stopped: Callable[[], bool]) -> None:
         for descriptor in [d for d in self._parked if self._hellos[d].generation <= self._generation]:
             self._resume(descriptor)
         to_dial = [peer for peer in names if peer < self._me]  # the higher rank dials

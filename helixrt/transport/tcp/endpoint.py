@@ -101,9 +101,7 @@ class TcpEndpoint(Endpoint):
         self._watch = Watch()
         self._descriptors = {self._watch.descriptor: READ}
         self._door, self._waiting = Door(self._watch, listeners, secret, self._proved), WaitingRoom(self._watch)
-        self._means = Means(
-            self._watch, secret, tuning, self.options.missing_rail_s, self.options.restore_s, period
-        )
+        self._means = Means(self._watch, secret, tuning, self.options.missing_rail_s, self.options.restore_s, period)
         self._meeting = Meeting(self, self._means, -1, -1)
         self._peers = self._meeting.peers
         self._closed = False

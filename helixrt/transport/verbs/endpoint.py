@@ -187,9 +187,7 @@ class VerbsEndpoint(TcpEndpoint):
         self._ports.add(place, self._nics[place])
         registrations, retire = self._registrations[place], functools.partial(self._retire_soon, place)
         generation = peer.link.generation
-        connection = VerbsConnection(
-            pair, theirs, registrations, peer, peer.rank, rail, generation, self.has_frames, retire
-        )
+        connection = VerbsConnection(pair, theirs, registrations, peer, peer.rank, rail, generation, self.has_frames, retire)
         peer.put_in_service(connection, incarnation)
 
     def restore(self, peer: Peer, rail: int) -> None:

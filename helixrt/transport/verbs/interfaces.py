@@ -133,9 +133,7 @@ class Interfaces:
         steps += [(_JUMP_IF_EQUAL, len(wanted) - at, 0, value) for at, value in enumerate(wanted)]
         steps += [(_RETURN, 0, 0, 0), (_RETURN, 0, 0, _WHOLE)]
         program = ctypes.create_string_buffer(b"".join(_INSTRUCTION.pack(*step) for step in steps))
-        self._kernel.setsockopt(
-            socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", len(steps), ctypes.addressof(program))
-        )
+        self._kernel.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", len(steps), ctypes.addressof(program)))
 
     def close(self) -> None:
         self._kernel.close()

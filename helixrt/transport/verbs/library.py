@@ -161,9 +161,7 @@ def _adopt_system_package(folder: Path) -> None:
     suffixes = tuple(suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES if "cpython" in suffix)
     if not any(path.name.endswith(suffixes) for path in folder.glob("*.so")):
         raise ImportError(f"no pyverbs for this Python in {folder}")
-    spec = importlib.util.spec_from_file_location(
-        "pyverbs", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
+    spec = importlib.util.spec_from_file_location("pyverbs", folder / "__init__.py", submodule_search_locations=[str(folder)])
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
     sys.modules["pyverbs"] = package
