@@ -113,7 +113,7 @@ def verify_made_from(parts: Sequence[Part], sources: Sequence[Part]) -> None:
             raise VerifyError(f"operator {name} ({target}) is lost: {wanted[key]} before the pass, {found[key]} after")
         if found[key] > wanted[key]:
             raise VerifyError(f"operator {name} ({target}) is doubled: {wanted[key]} before the pass, {found[key]} after")
-    before, after = arguments(sources), arguments(parts)
+    before, after = values_taken(sources), values_taken(parts)
     for (name, target), taken in after.items():
         known = before.get((name, target), set())
         if other := taken - known:
@@ -125,7 +125,7 @@ def verify_made_from(parts: Sequence[Part], sources: Sequence[Part]) -> None:
             raise VerifyError(f"{port} gives {sorted(gives[port])} after the pass, {sorted(given[port])} before it")
 
 
-def arguments(parts: Sequence[Part]) -> dict[tuple[str, str], set[str]]:
+def values_taken(parts: Sequence[Part]) -> dict[tuple[str, str], set[str]]:
     """What each operator, view and cast takes in: tensors by what makes them, and all else by its value.
 
     By name and operator; several where strands have operators of the same name.
