@@ -12,12 +12,15 @@ import socket
 import sys
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from helixrt.collectives.memory import byte_view
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.protocol.link.frames import FrameError
 from helixrt.protocol.link.messages import Failure
@@ -41,6 +44,8 @@ from helixrt.transport.verbs.wire import (
     forward,
     parse_attributes,
 )
+
+Resize = Callable[[torch.Tensor, int], None]
 
 # ---------------------------------------------------------------- what goes over the wire
 
@@ -363,6 +368,105 @@ def test_memory_of_an_unknown_owner_is_registered_for_one_message() -> None:
     for _ in range(3):
         table.release(table.take(memoryview(held).cast("B"))[0])
     assert table.made == 4 and len(device.alive) == 1
+
+
+# ---------------------------------------------------------------- memory that torch may free under a living tensor
+
+
+def resized_by_the_storage(tensor: torch.Tensor, size: int) -> None:
+    tensor.untyped_storage().resize_(size)
+
+
+def resized_by_the_typed_storage(tensor: torch.Tensor, size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that typed storages are deprecated
+        tensor.storage().resize_(size // tensor.element_size())
+
+
+def resized_by_an_operator(tensor: torch.Tensor, size: int) -> None:
+    """Below Python, as compiled FSDP does."""
+    torch.ops.inductor.resize_storage_bytes_(tensor, size)
+
+
+RESIZES = (resized_by_the_storage, resized_by_the_typed_storage, resized_by_an_operator)
+
+
+@pytest.mark.parametrize("resized", RESIZES)
+def test_memory_that_a_resize_freed_is_registered_again_when_another_tensor_gets_its_address(resized: Resize) -> None:
+    device = FakeDevice()
+    table = Registrations(device.register)
+    for _ in range(20):  # until the allocator gives an address again
+        first = torch.empty(10_000_000)
+        address, size = first.data_ptr(), 4 * first.numel()
+        table.release(table.take(byte_view(first))[0])
+        made = table.made
+        resized(first, 0)
+        second = torch.empty(10_000_000)
+        if second.data_ptr() != address:
+            continue
+        found, _ = table.take(byte_view(second))
+        assert table.made == made + 1 and device.covers(found.key, address, size)
+        assert [span for span in device.alive.values() if span[0] == address] == [(address, address + size)]
+        table.release(found)
+        return
+    pytest.fail("the allocator never gave the address again: this test shows nothing here")
+
+
+@pytest.mark.parametrize("resized", RESIZES[:2])
+def test_memory_of_a_storage_that_was_freed_and_filled_again_is_registered_again(resized: Resize) -> None:
+    """As FSDP does each step: storage, size and mostly the address are what they were; the pages may be others."""
+    device = FakeDevice()
+    table = Registrations(device.register)
+    tensor = torch.zeros(300_000)
+    size = 4 * tensor.numel()
+    for step in range(5):
+        for _ in range(3):
+            found, address = table.take(byte_view(tensor))
+            assert address == tensor.data_ptr() and device.covers(found.key, address, size)
+            table.release(found)
+        assert table.made == step + 1 and len(device.alive) == 1
+        resized(tensor, 0)
+        assert not device.alive  # before its memory is anybody else's
+        resized(tensor, size)
+
+
+@pytest.mark.parametrize("resized", RESIZES)
+def test_a_resize_while_the_nic_reads_ends_the_registration_when_it_has_read(resized: Resize) -> None:
+    device = FakeDevice()
+    table = Registrations(device.register)
+    tensor = torch.zeros(300_000)
+    found, address = table.take(byte_view(tensor))
+    resized(tensor, 0)
+    resized(tensor, 8 * tensor.numel())
+    again, _ = table.take(byte_view(tensor))
+    assert device.covers(found.key, address, 4 * tensor.numel()) and again.key != found.key
+    table.release(found)
+    assert set(device.alive) == {again.key}
+    table.release(again)
+
+
+def test_watching_a_storage_does_not_keep_it() -> None:
+    device = FakeDevice()
+    table = Registrations(device.register, capacity_bytes=2_000_000)
+    tensor = torch.zeros(300_000)
+    gone = weakref.ref(tensor.untyped_storage())
+    table.release(table.take(byte_view(tensor))[0])
+    del tensor
+    assert gone() is not None
+    table.clear()
+    assert gone() is None  # no cycle: at once
+
+
+def test_views_of_one_storage_share_what_is_known_of_it() -> None:
+    device = FakeDevice()
+    table = Registrations(device.register)
+    whole = torch.zeros(300_000)
+    for part in whole.split(100_000):
+        table.release(table.take(byte_view(part))[0])
+        assert table.knows(byte_view(part))
+    assert table.made == len(device.alive) == 3
+    whole.untyped_storage().resize_(0)
+    assert not device.alive
 
 
 # ---------------------------------------------------------------- ports of the kernel
