@@ -46,7 +46,7 @@ class WatchedStorage:
             listener = each()
             if listener is not None:
                 listener(self)
-        storage = self._storage()
+        storage: Any = self._storage()
         return type(storage).resize_(storage, size)
 
 
