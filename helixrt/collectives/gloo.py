@@ -22,17 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import interface_towards
 from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.gloo_private import GlooConnections, GlooDevice, make_group, pack_address, unpack_address
-from helixrt.collectives.rendezvous import StoreClients, meet
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
 from helixrt.errors import Cause, Retryable
 
 _CONNECT_S = 4.0  # once all members are there, connecting takes milliseconds
+_LEAST_S = 0.01  # of Gloo's own limits
 
 
 class GlooExchange(Exchange):
-    """An `Exchange` for one rank. `timeout_s` bounds `configure` and each all-reduce; see `Timeouts.exchange_s`.
+    """An `Exchange` for one rank. `timeout_s` bounds each `configure`, in all, and each all-reduce; see `Timeouts.exchange_s`.
 
     Binds to the interface that leads to the store's host: loopback in local runs.
     """
@@ -52,6 +54,7 @@ class GlooExchange(Exchange):
         self._connecting: list[threading.Thread] = []
 
     def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
+        deadline = Deadline(self._timeout_s)  # of everything below
         rank, size = rank_among(members, me), len(members)
         self._drop()
         with self._lock:
@@ -60,7 +63,7 @@ class GlooExchange(Exchange):
         self._label = f"exchange of generation {generation}"
         if size > 1:
             try:
-                self._group = self._connect(generation, rank, size, rendezvous)
+                self._group = self._connect(generation, rank, size, rendezvous, deadline)
             except (Retryable, RuntimeError) as error:  # torch's DistError is one
                 self._fail(error)
         self._size = size
@@ -118,13 +121,20 @@ class GlooExchange(Exchange):
                 self._end_connections()
         self._group, self._size = None, 0
 
-    def _connect(self, generation: int, rank: int, size: int, rendezvous: str) -> Any:
-        connect_s = min(_CONNECT_S, self._timeout_s)
-        store = self._stores.at(rendezvous, connect_s)
+    def _connect(self, generation: int, rank: int, size: int, rendezvous: str, deadline: Deadline) -> Any:
+        try:
+            return self._meet_and_connect(generation, rank, size, rendezvous, deadline)
+        except StoreSilent:
+            self._stores.forget()
+            raise
+
+    def _meet_and_connect(self, generation: int, rank: int, size: int, rendezvous: str, deadline: Deadline) -> Any:
+        aborted = self._aborted.is_set
+        store = self._stores.at(rendezvous, min(_CONNECT_S, deadline.left_s), aborted)
         if self._device is None:
             self._device = GlooDevice(interface_towards(rendezvous.partition("/")[0]))
         mine = pack_address(self._device.address)  # phase one: everyone's is in the store
-        peers = meet(store, rank, size, mine, generation, self._timeout_s, self._aborted.is_set).peers
+        peers = meet(store, rank, size, mine, generation, deadline, aborted).peers
         if self._device.known:
             try:
                 known = [address for address in map(unpack_address, peers.values()) if address[1]]
@@ -132,7 +142,7 @@ class GlooExchange(Exchange):
                 raise Retryable(f"a member's address is none: {error}") from error
             with self._lock:
                 self._connections = GlooConnections(self._device.address, known)
-        group = self._join_group(store, rank, size, connect_s)
+        group = self._join_group(store, rank, size, max(_LEAST_S, min(_CONNECT_S, deadline.left_s)))
         with self._lock:
             if self._connections is not None:
                 self._connections.connected()
