@@ -8,6 +8,7 @@ reductions. Everything here is called by one thread at a time: the communicator 
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,8 @@ from helixrt.protocol.collective.messages import (
 )
 from helixrt.protocol.collective.plan import Plan
 from helixrt.transport import contract
+
+_log = logging.getLogger("helixrt.collectives")
 
 _LOOK_S = 0.5e-3  # how often to ask whether bytes have come from a card, which has no descriptor to wait for
 
@@ -107,7 +110,25 @@ class Execution:
         wire: Wire | None = None,
         staged: StagedOperation | None = None,
     ) -> None:
-        """Begin an operation that fails at monotonic time `deadline`."""
+        """Begin an operation that fails at monotonic time `deadline`. What is raised here ends the generation: the peers wait
+        for this rank's part, and later operations of this rank would meet other ones of theirs."""
+        try:
+            self._begin(plan, source, out, reduction, handle, deadline, wire, staged)
+        except Exception as error:
+            self.abort(Cause(f"a collective could not begin: {error!r}", f"rank {self._rank}"))
+            raise
+
+    def _begin(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        out: torch.Tensor,
+        reduction: Reduction,
+        handle: Handle,
+        deadline: float,
+        wire: Wire | None,
+        staged: StagedOperation | None,
+    ) -> None:
         scratch = None
         if staged is None and self._size > 1:
             self._pages.used(source)
@@ -254,11 +275,18 @@ class Execution:
                 self._held.clear()
                 self._let_sums_be()
                 if self._size > 1:
-                    self._endpoint.abort(action.cause)
+                    self._abort_endpoint(action.cause)
             else:
                 assert self.failure is not None
                 skipped = isinstance(action, Skipped)
                 self._finish(action.op, CollectiveError(action.cause, self.failure.end, skipped))
+
+    def _abort_endpoint(self, cause: Cause) -> None:
+        """An endpoint that cannot even do that is broken; the operations end all the same."""
+        try:
+            self._endpoint.abort(cause)
+        except Exception:
+            _log.exception("rank %d: the endpoint could not abort its generation (%s)", self._rank, cause)
 
     def _exchange(self, action: Transmit | Await) -> None:
         running, op, index = self.running[action.op], action.op, action.index

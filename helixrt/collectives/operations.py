@@ -20,6 +20,7 @@ from helixrt.collectives.memory import lies_at, overlap
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.collectives.staging import Staging
+from helixrt.errors import Cause
 from helixrt.protocol.collective.algorithms import choice, direct
 from helixrt.protocol.collective.plan import Plan
 
@@ -235,7 +236,7 @@ class Collectives:
         submit = self.communicator.submit
         if not self._staging.serves(out) or self.communicator.size == 1:  # nothing to send: done where the tensors are
             return submit(plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits)
-        staged = StagedOperation(self._staging, plan, source, out)
+        staged = self._stage(plan, source, out)
         return submit(
             plan,
             staged.source,
@@ -247,6 +248,15 @@ class Collectives:
             staged=staged,
             waits=how.waits,
         )
+
+    def _stage(self, plan: Plan, source: torch.Tensor, out: torch.Tensor) -> StagedOperation:
+        """Ends the generation if it cannot, as an operation that cannot begin does."""
+        try:
+            return StagedOperation(self._staging, plan, source, out)
+        except Exception as error:
+            rank = self.communicator.rank
+            self.communicator.abort(Cause(f"a collective could not begin: {error!r}", f"rank {rank}"))
+            raise
 
 
 def _bytes(tensor: torch.Tensor) -> int:

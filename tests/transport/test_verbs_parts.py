@@ -10,11 +10,12 @@ import logging
 import random
 import socket
 import sys
+import threading
 import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from helixrt.transport.tcp.watch import READ, Watch
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs import library as verbs_library
 from helixrt.transport.verbs.devices import Port, VerbsRail, best_gid, find_port, rails_here, survey
+from helixrt.transport.verbs.endpoint import VerbsEndpoint
 from helixrt.transport.verbs.failure import first_cause, port_failed
 from helixrt.transport.verbs.library import Enums
 from helixrt.transport.verbs.memory import Registrations
@@ -467,6 +469,70 @@ def test_views_of_one_storage_share_what_is_known_of_it() -> None:
     assert table.made == len(device.alive) == 3
     whole.untyped_storage().resize_(0)
     assert not device.alive
+
+
+# ---------------------------------------------------------------- a set-up thread that does not end
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
+    """A job of it goes on until the test is over."""
+    monkeypatch.setattr("helixrt.transport.verbs.setup._JOIN_S", 0.05)
+    goes_on, begun, watch = threading.Event(), threading.Event(), Watch()
+
+    def stay() -> None:
+        begun.set()
+        goes_on.wait(20)
+
+    background = Background(watch)
+    background.submit(stay, lambda result, error: None)
+    assert begun.wait(20)
+    yield background
+    goes_on.set()
+    background._thread.join(20)
+    assert not background._thread.is_alive()  # what it writes to was still there
+    watch.close()
+
+
+def in_time(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for the thread that does not end"
+
+
+def test_to_stop_a_set_up_that_hangs_takes_no_longer_than_a_deadline(
+    stuck: Background, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_time(stuck.stop)
+    assert "the set-up of verbs did not end within 0.05 s" in caplog.text
+
+
+class Closes:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    clear = close
+
+
+def test_an_endpoint_keeps_what_a_set_up_that_hangs_may_use(stuck: Background) -> None:
+    """To close a NIC under pyverbs in another thread would end the process."""
+    ports, nic, pair, region, registrations = (Closes() for _ in range(5))
+    endpoint = types.SimpleNamespace(
+        _ports=ports,
+        _background=stuck,
+        _spare={"place": [pair]},
+        _registrations={"place": registrations},
+        _exposed=[(region, b"")],
+        _nics={"place": nic},
+    )
+    kept = sys.getrefcount(endpoint)
+    in_time(lambda: VerbsEndpoint._give_up(endpoint))  # type: ignore[arg-type]
+    assert ports.closed and not any(each.closed for each in (nic, pair, region, registrations))
+    assert sys.getrefcount(endpoint) == kept + 1  # nor are they collected
 
 
 # ---------------------------------------------------------------- ports of the kernel

@@ -374,7 +374,9 @@ class VerbsEndpoint(TcpEndpoint):
 
     def _give_up(self) -> None:
         self._ports.close()
-        self._background.stop()
+        if not self._background.stop():
+            _keep_for_ever(self)  # closing what a job of it uses, or collecting it, would end the process
+            return
         for pairs in self._spare.values():
             for pair in pairs:
                 _close(pair)
@@ -388,7 +390,11 @@ class VerbsEndpoint(TcpEndpoint):
     def disown(self) -> None:
         """In a forked child: closing its copies of what verbs made would close the parent's, so they are kept for ever."""
         super().disown()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        _keep_for_ever(self)
+
+
+def _keep_for_ever(endpoint: VerbsEndpoint) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(endpoint))
 
 
 def _close(resource: QueuePair | Nic) -> None:
