@@ -32,8 +32,8 @@ _creating = threading.Lock()  # so that a new listening port is the new device's
 class GlooDevice:
     """A listening Gloo device on `host`; lives across groups.
 
-    All connections of a group are made when it is. `address` is where it listens; its port is 0 where that cannot be found out (no descriptor folder), and an abort then
-    takes effect only at the operation's timeout.
+    All connections of a group are made when it is. `address` is where it listens; its port is 0 where that cannot be found
+    out (no descriptor folder), and an abort then takes effect only at the operation's timeout.
     """
 
     def __init__(self, host: str) -> None:

@@ -36,6 +36,7 @@ class Inbox:
         self.held_bytes = 0  # charged
         self.consumed = 0  # eager memory given back since the link began
         self.wanted: dict[tuple[int, int], int] = {}
+        self.answered: set[tuple[int, int]] = set()  # wanted, posted and therefore credited, and not come yet
         self.arriving: dict[tuple[int, int], Rail] = {}  # whose newest copy is under way, and where
         self.forgotten: set[int] = set()  # operations
         self.abandoned: set[tuple[int, int]] = set()  # messages whose deadline passed
@@ -62,6 +63,7 @@ class Inbox:
         wanted = self.wanted.pop(name, None)
         if wanted is not None:
             _agree(name, wanted, length)
+            self.answered.add(name)
         elif length <= self.options.eager_bytes:
             return None  # comes by itself, or as a WANT
         return Name(op, index, length)
@@ -71,6 +73,7 @@ class Inbox:
         for table in (self.posted, self.wanted):
             for name in [name for name in table if name[0] == op]:
                 del table[name]
+        self.answered = {name for name in self.answered if name[0] != op}
         for name in [name for name in self.held if name[0] == op]:
             charge = eager_charge(self.held.pop(name))
             self.held_bytes -= charge
@@ -85,6 +88,7 @@ class Inbox:
         if self.posted.pop(name, None) is None:
             return False
         self.abandoned.add(name)
+        self.answered.discard(name)
         if name in self.arriving:
             self._let_go(self.arriving[name], out)
         return True
@@ -92,13 +96,16 @@ class Inbox:
     # ---- the peer
 
     def want(self, names: list[Name]) -> list[Name]:
-        """Short messages wait at the peer; the credits for those that are posted."""
+        """Short messages wait at the peer, which says so once of each; the credits for those that are posted."""
         credits = []
         for name in names:
             key = (name.op, name.index)
+            if key in self.wanted or key in self.answered:
+                raise FrameError(f"message {key} was wanted before")
             posted = self.posted.get(key)
             if posted is not None:
                 _agree(key, name.length, posted)
+                self.answered.add(key)
                 credits.append(name)
             elif name.op not in self.forgotten and key not in self.abandoned:
                 if len(self.wanted) >= MAX_WANTED:
@@ -116,8 +123,7 @@ class Inbox:
         elif self.options.fault_tolerance and frame.sequence in self.ledger:
             self.duplicates += 1
         else:
-            if frame.sequence > self.ledger.floor + MAX_AHEAD and self.options.fault_tolerance:
-                raise FrameError(f"sequence {frame.sequence}: {self.ledger.floor + MAX_AHEAD} is the most that may come now")
+            self._check_ahead(frame.sequence)
             other = self.arriving.get(name)
             if other is not None:
                 assert other.arrival is not None
@@ -133,6 +139,7 @@ class Inbox:
 
     def take(self, sequence: int) -> bool:
         """Enter a frame that is not DATA; False if it has come before."""
+        self._check_ahead(sequence)
         if self.ledger.take(sequence):
             return True
         self.duplicates += 1
@@ -148,6 +155,8 @@ class Inbox:
         frame = arrival.frame
         name = (frame.op, frame.index)
         del self.arriving[name]
+        if self.answered:
+            self.answered.discard(name)
         if self.options.fault_tolerance:
             self.ledger.take(sequence)
         landing = arrival.landing
@@ -174,6 +183,11 @@ class Inbox:
         rail.arrival = None
 
     # ---- decisions
+
+    def _check_ahead(self, sequence: int) -> None:
+        """What is beyond the first missing one has to be remembered, whatever its kind."""
+        if sequence > self.ledger.floor + MAX_AHEAD and self.options.fault_tolerance:
+            raise FrameError(f"sequence {sequence}: {self.ledger.floor + MAX_AHEAD} is the most that may come now")
 
     def _landing(self, name: tuple[int, int], frame: Frame) -> Landing:
         posted = self.posted.get(name)
