@@ -23,6 +23,7 @@ from helixrt.collectives.reduction import Reduction
 from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.collectives.staging import Mark
 from helixrt.errors import Cause
+from helixrt.protocol.calls import NUMBER
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.protocol.collective.machine import CollectiveMachine
 from helixrt.protocol.collective.messages import (
@@ -65,6 +66,7 @@ class _Running:
     reduction: Reduction
     wire: Wire | None
     staged: StagedOperation | None
+    call: int  # fingerprint of a collective, which is a part of its messages' names (`protocol.calls`)
 
 
 class Execution:
@@ -109,11 +111,12 @@ class Execution:
         deadline: float,
         wire: Wire | None = None,
         staged: StagedOperation | None = None,
+        call: int = 0,
     ) -> None:
         """Begin an operation that fails at monotonic time `deadline`. What is raised here ends the generation: the peers wait
         for this rank's part, and later operations of this rank would meet other ones of theirs."""
         try:
-            self._begin(plan, source, out, reduction, handle, deadline, wire, staged)
+            self._begin(plan, source, out, reduction, handle, deadline, wire, staged, call)
         except Exception as error:
             self.abort(Cause(f"a collective could not begin: {error!r}", f"rank {self._rank}"))
             raise
@@ -128,6 +131,7 @@ class Execution:
         deadline: float,
         wire: Wire | None,
         staged: StagedOperation | None,
+        call: int,
     ) -> None:
         scratch = None
         if staged is None and self._size > 1:
@@ -142,7 +146,7 @@ class Execution:
         else:
             self._points_submitted += 1
             op = -self._points_submitted
-        self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire, staged)
+        self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire, staged, call)
         self._stages = self._stages or staged is not None
         heapq.heappush(self._deadlines, (deadline, op))
         self._feed(Submitted(op, plan))
@@ -239,6 +243,8 @@ class Execution:
         op, index, sent = outcome.op, outcome.index, isinstance(outcome, contract.Sent)
         if op < 0:
             op, index = self._points.pop((sent, outcome.peer, op, index))
+        else:
+            op &= NUMBER
         if self._stages and not sent:
             running = self.running.get(op)
             if running is not None and running.staged is not None:
@@ -297,6 +303,8 @@ class Execution:
         if running.wire is not None:
             op, index = running.wire.op, running.wire.first + action.index
             self._points[sends, action.peer, op, index] = action.op, action.index
+        else:
+            op |= running.call
         memory = running.memory
         if isinstance(action, Transmit):
             self._endpoint.send(action.peer, op, index, memory.view(action.region))

@@ -114,17 +114,6 @@ def test_more_credits_than_can_wait_lose_the_peer() -> None:
     assert "nobody has submitted" in str(pair.said(1, m.Lost)[0].cause)
 
 
-def test_a_wanted_message_may_be_wanted_again_once_it_has_come() -> None:
-    """Messages of a name that was used before, in a life that goes on: not the second question about one message."""
-    pair = Pair()
-    pair.post(1, 1, length=5)
-    pair.tell(1, m.FrameArrived(0, want(1, (1, 0))))
-    pair.tell(1, m.FrameArrived(0, Frame(Kind.DATA, 7, 2, 1, 0, 5)))
-    pair.tell(1, m.PayloadArrived(0, 2))
-    pair.tell(1, m.FrameArrived(0, want(3, (1, 0))))
-    assert not pair.links[1].closed and len(pair.said(1, m.Received)) == 1
-
-
 def test_two_sequence_numbers_for_one_message_lose_the_peer() -> None:
     pair = Pair(rails=2)
     pair.tell(1, m.FrameArrived(0, Frame(Kind.DATA, 7, 1, 1, 0, 5, flags=EAGER)))

@@ -9,6 +9,7 @@ rail is slow, or dead without our knowing) the newer one wins, after the older o
 
 from __future__ import annotations
 
+from helixrt.protocol.calls import Agreement
 from helixrt.protocol.link.frames import EAGER, Frame, FrameError, Name, eager_charge
 from helixrt.protocol.link.ledger import Ledger
 from helixrt.protocol.link.messages import (
@@ -28,8 +29,8 @@ MAX_AHEAD = 1 << 12  # how far a sequence number may be beyond the first one mis
 
 
 class Inbox:
-    def __init__(self, options: LinkOptions) -> None:
-        self.options = options
+    def __init__(self, options: LinkOptions, agreement: Agreement) -> None:
+        self.options, self.agreement = options, agreement
         self.ledger = Ledger()
         self.posted: dict[tuple[int, int], int] = {}  # name -> length
         self.held: dict[tuple[int, int], int] = {}
@@ -46,6 +47,8 @@ class Inbox:
 
     def post(self, op: int, index: int, length: int, out: list[Action]) -> Name | None:
         """The caller's memory for a message is there; the credit that the peer should get for it, if it waits for one."""
+        if differs := self.agreement.begin(op):
+            raise FrameError(differs)
         name = (op, index)
         held = self.held.get(name)
         if held is not None:
@@ -108,6 +111,8 @@ class Inbox:
                 self.answered.add(key)
                 credits.append(name)
             elif name.op not in self.forgotten and key not in self.abandoned:
+                if differs := self.agreement.unexpected(name.op):
+                    raise FrameError(differs)
                 if len(self.wanted) >= MAX_WANTED:
                     raise FrameError(f"more than {MAX_WANTED} messages wait for their receiver")
                 self.wanted[key] = name.length
@@ -196,6 +201,8 @@ class Inbox:
             return Landing.PLACE
         if name[0] in self.forgotten or name in self.abandoned:
             return Landing.DROP
+        if differs := self.agreement.unexpected(frame.op):
+            raise FrameError(differs)
         if not frame.flags & EAGER or frame.length > self.options.eager_bytes:
             raise FrameError(f"message {name} of {frame.length} bytes came without credit: nobody posted it")
         if name in self.held:
