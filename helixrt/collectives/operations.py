@@ -26,6 +26,7 @@ from helixrt.protocol.collective.algorithms import choice, direct
 from helixrt.protocol.collective.plan import Plan
 
 _MOST_PLANS = 256
+_BOUNDARY = 16  # bytes; kernels depend on addresses modulo this
 _NO_REDUCTION = Reduction(Op.SUM)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -48,6 +49,7 @@ class Collectives:
         self._staging = staging or Staging()
         self._plans: dict[Hashable, Plan] = {}
         self._calls: dict[Hashable, int] = {}  # fingerprints, for one number of ranks
+        self._compiled: dict[Hashable, Plan] = {}  # plans whose kernels are, by what these depend on
         self._counts: dict[tuple[bool, int, int], int] = {}  # (sent, peer, tag) -> messages so far
         self._generation = communicator.generation
 
@@ -216,6 +218,7 @@ class Collectives:
             self._generation = self.communicator.generation
             self._plans.clear()
             self._calls.clear()
+            self._compiled.clear()
             self._counts.clear()
 
     def _plan(self, key: Hashable, build: Callable[[int, int], Plan]) -> Plan:
@@ -224,6 +227,7 @@ class Collectives:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
+                self._compiled.clear()
             plan = self._plans[key] = build(self.communicator.rank, self.communicator.size)
         return plan
 
@@ -256,7 +260,7 @@ class Collectives:
             return submit(
                 plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits, call=call
             )
-        staged = self._stage(plan, source, out)
+        staged = self._stage(plan, source, out, reduction)
         return submit(
             plan,
             staged.source,
@@ -270,10 +274,18 @@ class Collectives:
             call=call,
         )
 
-    def _stage(self, plan: Plan, source: torch.Tensor, out: torch.Tensor) -> StagedOperation:
-        """Ends the generation if it cannot, as an operation that cannot begin does."""
+    def _stage(self, plan: Plan, source: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> StagedOperation:
+        """Also compiles the kernels it will launch: later that would be under the communicator's lock, while peers and
+        heartbeats wait. Ends the generation if it cannot, as an operation that cannot begin does."""
         try:
-            return StagedOperation(self._staging, plan, source, out)
+            staged = StagedOperation(self._staging, plan, source, out)
+            if reduction is not _NO_REDUCTION:
+                addresses = tuple(each.data_ptr() % _BOUNDARY for each in (source, out, staged.source, staged.out))
+                key = (id(plan), out.dtype, out.device, reduction.op, reduction.divisor != 1, addresses)
+                if key not in self._compiled:
+                    self._staging.compile(staged.variants(reduction), out.device)
+                    self._compiled[key] = plan
+            return staged
         except Exception as error:
             rank = self.communicator.rank
             self.communicator.abort(Cause(f"a collective could not begin: {error!r}", f"rank {rank}"))
