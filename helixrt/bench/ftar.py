@@ -33,6 +33,7 @@ import torch.multiprocessing as mp
 from helixrt.bench._bare_ring import BareRing
 from helixrt.bench._figures import Spread, write
 from helixrt.collectives import huge_pages
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.process_group import HelixGroup
@@ -83,7 +84,7 @@ class _Group(HelixGroup):
         self._side, self._tuning = side, tuning
         super().__init__(dist.PrefixStore(f"{side}/{tuning}", store), rank, size, timedelta(seconds=TIMEOUT_S))
 
-    def _endpoint(self, store: dist.Store) -> Endpoint:
+    def _endpoint(self, store: dist.Store, deadline: Deadline) -> Endpoint:
         return _endpoint_of(self._side)
 
 

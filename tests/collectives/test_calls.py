@@ -131,4 +131,4 @@ def test_calls_that_agree_may_differ_in_what_is_a_ranks_own(two: list[Collective
     handles.append(two[1].all_to_all(given[1], taken[1], [2, 3], [2, 3], HOW))
     assert all(handle.wait(DEADLINE_S) for handle in handles)
     assert all(torch.equal(out, torch.full((LONG,), 2.0)) for out in outs)
-    assert torch.equal(taken[0], torch.tensor([0.0, 0.0, 1.0])) and torch.equal(taken[1], torch.tensor([1.0, 2.0, 2.0, 3.0, 4.0]))
+    assert taken[0].tolist() == [0, 0, 1] and taken[1].tolist() == [1, 2, 2, 3, 4]

@@ -17,8 +17,8 @@ import socket
 from collections.abc import Callable
 
 from helixrt.errors import Cause
-from helixrt.protocol.liveness import Stopped
 from helixrt.protocol.calls import Agreement
+from helixrt.protocol.liveness import Stopped
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Sink
 from helixrt.transport.intake import Intake, Stage
 from helixrt.transport.shared_memory.handshake import Joined
