@@ -6,9 +6,8 @@ ring over bare sockets takes, what fault tolerance costs when nothing fails (TCP
 without), how long survivors take from N to N-1 ranks until their next sum, how soon they notice a killed process, and with
 `--tune` which chunks are fastest here. Every result is checked.
 
-The cost of fault tolerance is far below what a machine's other work does to one call. So many calls of either kind follow
-each other in turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence.
-"""
+The cost of fault tolerance is far below what other work does to one call. So many calls of either kind follow each other in
+turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from helixrt.transport.verbs.library import Enums
 from helixrt.transport.verbs.memory import Registrations
 from helixrt.transport.verbs.queue_pair import RECEIVE_BIT, Sizes
 from helixrt.transport.verbs.wire import HEAD, Immediate
-from tests.transport.test_verbs_parts import FakeDevice, attributes, fake_enums
+from tests.transport.test_verbs_memory import FakeDevice
+from tests.transport.test_verbs_parts import attributes, fake_enums
 
 GENERATION = 3
 SIZES = Sizes()
