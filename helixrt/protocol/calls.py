@@ -64,18 +64,18 @@ def difference(theirs: int, ours: int) -> str:
 class Agreement:
     """Of one link: the operations of this end, and those of the peer that this end has not begun."""
 
-    __slots__ = ("_begun", "_early", "_latest")
+    __slots__ = ("_begun", "_early", "latest")
 
     def __init__(self) -> None:
-        self._latest = -1  # operation that was begun
+        self.latest = -1  # operation that was begun: it need not be told again, as with each of its messages
         self._begun: dict[int, int] = {}  # number -> operation, the oldest first
         self._early: dict[int, int] = {}
 
     def begin(self, operation: int) -> str:
         """This end sends or receives something of it: how the peer's operation differs; empty if it is not known to."""
-        if operation == self._latest or operation <= NUMBER:
+        self.latest = operation
+        if operation <= NUMBER:
             return ""
-        self._latest = operation
         number = operation & NUMBER
         if number in self._begun:
             return ""

@@ -51,7 +51,7 @@ class Outbox:
         name = (op, index)
         if name in self.messages or op in self.forgotten:
             raise ValueError(f"message {name} was submitted before, or its operation is over")
-        if differs := self.agreement.begin(op):
+        if op != self.agreement.latest and (differs := self.agreement.begin(op)):
             raise FrameError(differs)
         message = self.messages[name] = Outgoing(op, index, length, event.repeatable)
         if length <= self.options.eager_bytes and event.repeatable:

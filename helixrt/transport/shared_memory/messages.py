@@ -89,7 +89,7 @@ class Sending:
         return next(iter(self._offered), None)
 
     def send(self, op: int, index: int, data: Buffer) -> None:
-        if differs := self._agreement.begin(op):
+        if op != self._agreement.latest and (differs := self._agreement.begin(op)):
             raise SegmentError(differs)
         size = len(data)
         if size <= EAGER_BYTES and self._may_hold(charge(size)):
@@ -247,7 +247,7 @@ class Receiving:
         return next(iter((*self._posted, *self._reading, *self._pulling)), None)
 
     def receive(self, op: int, index: int, into: Buffer | Intake) -> None:
-        if differs := self._agreement.begin(op):
+        if op != self._agreement.latest and (differs := self._agreement.begin(op)):
             raise SegmentError(differs)
         name = (op, index)
         assert name not in self._posted and name not in self._reading and name not in self._pulling, name
