@@ -6,9 +6,8 @@ asks for huge pages for those it is given. Also measured: a ring over bare socke
 fails (TCP with ledger and heartbeats against without), the time survivors take from N to N-1 ranks until their next sum, the
 time until they notice a killed process, and with `--tune` which chunks are fastest here. Every result is checked.
 
-The cost of fault tolerance is far below what a machine's other work does to one call. So many calls of either kind follow
-each other in turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence.
-"""
+The cost of fault tolerance is far below what other work does to one call. So many calls of either kind follow each other in
+turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence."""
 
 from __future__ import annotations
 
@@ -34,6 +33,7 @@ from helixrt.bench._bare_ring import BareRing
 from helixrt.bench._conditions import Condition, preparation
 from helixrt.bench._figures import Spread, write
 from helixrt.collectives import huge_pages
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.process_group import HelixGroup
@@ -85,7 +85,7 @@ class _Group(HelixGroup):
         self._side, self._tuning = side, tuning
         super().__init__(dist.PrefixStore(f"{side}/{tuning}", store), rank, size, timedelta(seconds=TIMEOUT_S))
 
-    def _endpoint(self, store: dist.Store) -> Endpoint:
+    def _endpoint(self, store: dist.Store, deadline: Deadline) -> Endpoint:
         return _endpoint_of(self._side)
 
 

@@ -188,11 +188,12 @@ class Communicator:
         finish: Callable[[], None] | None = None,
         staged: StagedOperation | None = None,
         waits: bool = False,
+        call: int = 0,
     ) -> Handle:
         """Begin an operation on flat tensors (the same one twice for a call in place).
 
         `timeout_s` is its software deadline. `finish` runs when all went well, before anyone is told. `staged`: where the
-        tensors stand for some on a card.
+        tensors stand for some on a card. `call`: a collective's fingerprint (`protocol.calls`), the same on all ranks.
         With `waits` the caller promises to call `wait` at once, and drives by that.
         """
         handle = Handle(self, finish, staged.join if staged is not None else None)
@@ -202,7 +203,7 @@ class Communicator:
                 if execution is None or execution.failure is not None:
                     return finished(self.refusal())
                 now = time.monotonic()
-                execution.begin(plan, source, out, reduction, handle, now + timeout_s, wire, staged)
+                execution.begin(plan, source, out, reduction, handle, now + timeout_s, wire, staged, call)
                 if not waits and self.size > 1:
                     execution.turn(now)
                     self._poller.watch(self._endpoint.descriptors())

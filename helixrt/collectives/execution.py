@@ -8,6 +8,7 @@ reductions. Everything here is called by one thread at a time: the communicator 
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from helixrt.collectives.reduction import Reduction
 from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.collectives.staging import Mark
 from helixrt.errors import Cause
+from helixrt.protocol.calls import NUMBER
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.protocol.collective.machine import CollectiveMachine
 from helixrt.protocol.collective.messages import (
@@ -44,6 +46,8 @@ from helixrt.protocol.collective.messages import (
 from helixrt.protocol.collective.plan import Plan
 from helixrt.transport import contract
 
+_log = logging.getLogger("helixrt.collectives")
+
 _LOOK_S = 0.5e-3  # how often to ask whether bytes have come from a card, which has no descriptor to wait for
 
 
@@ -62,6 +66,7 @@ class _Running:
     reduction: Reduction
     wire: Wire | None
     staged: StagedOperation | None
+    call: int  # fingerprint of a collective, which is a part of its messages' names (`protocol.calls`)
 
 
 class Execution:
@@ -106,8 +111,28 @@ class Execution:
         deadline: float,
         wire: Wire | None = None,
         staged: StagedOperation | None = None,
+        call: int = 0,
     ) -> None:
-        """Begin an operation that fails at monotonic time `deadline`."""
+        """Begin an operation that fails at monotonic time `deadline`. What is raised here ends the generation: the peers wait
+        for this rank's part, and later operations of this rank would meet other ones of theirs."""
+        try:
+            self._begin(plan, source, out, reduction, handle, deadline, wire, staged, call)
+        except Exception as error:
+            self.abort(Cause(f"a collective could not begin: {error!r}", f"rank {self._rank}"))
+            raise
+
+    def _begin(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        out: torch.Tensor,
+        reduction: Reduction,
+        handle: Handle,
+        deadline: float,
+        wire: Wire | None,
+        staged: StagedOperation | None,
+        call: int,
+    ) -> None:
         scratch = None
         if staged is None and self._size > 1:
             self._pages.used(source)
@@ -121,7 +146,7 @@ class Execution:
         else:
             self._points_submitted += 1
             op = -self._points_submitted
-        self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire, staged)
+        self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire, staged, call)
         self._stages = self._stages or staged is not None
         heapq.heappush(self._deadlines, (deadline, op))
         self._feed(Submitted(op, plan))
@@ -218,6 +243,8 @@ class Execution:
         op, index, sent = outcome.op, outcome.index, isinstance(outcome, contract.Sent)
         if op < 0:
             op, index = self._points.pop((sent, outcome.peer, op, index))
+        else:
+            op &= NUMBER
         if self._stages and not sent:
             running = self.running.get(op)
             if running is not None and running.staged is not None:
@@ -254,11 +281,18 @@ class Execution:
                 self._held.clear()
                 self._let_sums_be()
                 if self._size > 1:
-                    self._endpoint.abort(action.cause)
+                    self._abort_endpoint(action.cause)
             else:
                 assert self.failure is not None
                 skipped = isinstance(action, Skipped)
                 self._finish(action.op, CollectiveError(action.cause, self.failure.end, skipped))
+
+    def _abort_endpoint(self, cause: Cause) -> None:
+        """An endpoint that cannot even do that is broken; the operations end all the same."""
+        try:
+            self._endpoint.abort(cause)
+        except Exception:
+            _log.exception("rank %d: the endpoint could not abort its generation (%s)", self._rank, cause)
 
     def _exchange(self, action: Transmit | Await) -> None:
         running, op, index = self.running[action.op], action.op, action.index
@@ -269,6 +303,8 @@ class Execution:
         if running.wire is not None:
             op, index = running.wire.op, running.wire.first + action.index
             self._points[sends, action.peer, op, index] = action.op, action.index
+        else:
+            op |= running.call
         memory = running.memory
         if isinstance(action, Transmit):
             self._endpoint.send(action.peer, op, index, memory.view(action.region))

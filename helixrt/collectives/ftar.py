@@ -15,11 +15,12 @@ from collections.abc import Sequence
 import torch
 
 from helixrt.collectives.communicator import Communicator
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.memory import flat
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
-from helixrt.collectives.rendezvous import StoreClients, meet
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
 from helixrt.errors import Cause, Fatal, Retryable
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
@@ -30,7 +31,7 @@ _STORE_S = 4.0  # for one answer of the run's store
 class FtarExchange(Exchange):
     """An `Exchange` for one rank, over `endpoint`, which it owns.
 
-    `timeout_s` bounds `configure` and each all-reduce; see `Timeouts.exchange_s`.
+    `timeout_s` bounds each `configure`, in all, and each all-reduce; see `Timeouts.exchange_s`.
     """
 
     def __init__(self, endpoint: Endpoint, timeout_s: float, tuning: Tuning | None = None, name: str = "exchange") -> None:
@@ -43,22 +44,23 @@ class FtarExchange(Exchange):
         self._members: tuple[int, ...] = ()
 
     def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
+        deadline = Deadline(self._timeout_s)  # of everything below
         rank, size = rank_among(members, me), len(members)
-        communicator, timeout_s = self._communicator, self._timeout_s
+        communicator = self._communicator
         communicator.begin()
         self._configured, self._members = True, tuple(members)
         self._label = f"exchange of generation {generation}"
         try:
             peers: dict[int, bytes] = {}
             if size > 1:
-                store = self._stores.at(rendezvous, min(_STORE_S, timeout_s))
                 aborted = lambda: communicator.failure is not None  # noqa: E731
-                peers = meet(store, rank, size, communicator.address, generation, timeout_s, aborted).peers
-            communicator.configure(generation, rank, peers, timeout_s)
-        except Retryable as error:
-            self._fail(error)
-        except RuntimeError as error:  # torch's errors of a store
+                store = self._stores.at(rendezvous, min(_STORE_S, deadline.left_s), aborted)
+                peers = meet(store, rank, size, communicator.address, generation, deadline, aborted).peers
+            communicator.configure(generation, rank, peers, deadline.left_s)
+        except (StoreSilent, RuntimeError) as error:  # RuntimeError: torch's errors of a store
             self._stores.forget()
+            self._fail(error)
+        except Retryable as error:
             self._fail(error)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:

@@ -3,7 +3,7 @@
 In: flat CPU tensors, equal lengths on all members, and a rendezvous in the run's TCPStore.
 Out: their sum in another tensor, the same bits on every member.
 
-`configure` has two phases. In the first, members put the port of their Gloo device into the
+`configure` has two phases. In the first, members put the address of their Gloo device into the
 store and poll for the others', which an abort ends at once; in the second, everyone being there,
 Gloo connects, on a thread of its own so that an abort need not wait for it either.
 `abort` ends the connections of the group: the running all-reduce then fails at once, here and at
@@ -22,17 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import interface_towards
 from helixrt.collectives.exchange import Exchange, rank_among
-from helixrt.collectives.gloo_private import GlooDevice, make_group, shut_down_connections
-from helixrt.collectives.rendezvous import StoreClients, meet
+from helixrt.collectives.gloo_private import GlooConnections, GlooDevice, make_group, pack_address, unpack_address
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
 from helixrt.errors import Cause, Retryable
 
 _CONNECT_S = 4.0  # once all members are there, connecting takes milliseconds
+_LEAST_S = 0.01  # of Gloo's own limits
 
 
 class GlooExchange(Exchange):
-    """An `Exchange` for one rank. `timeout_s` bounds `configure` and each all-reduce; see `Timeouts.exchange_s`.
+    """An `Exchange` for one rank. `timeout_s` bounds each `configure`, in all, and each all-reduce; see `Timeouts.exchange_s`.
 
     Binds to the interface that leads to the store's host: loopback in local runs.
     """
@@ -46,21 +48,22 @@ class GlooExchange(Exchange):
         self._label = "exchange"
         self._options = dist.AllreduceOptions()
         self._options.timeout = timedelta(seconds=timeout_s)
-        self._peer_ports: frozenset[int] = frozenset()
+        self._connections: GlooConnections | None = None
         self._aborted = threading.Event()
-        self._lock = threading.Lock()  # of the ports and of the decision to end their connections
+        self._lock = threading.Lock()  # of the connections and of the decision to end them
         self._connecting: list[threading.Thread] = []
 
     def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
+        deadline = Deadline(self._timeout_s)  # of everything below
         rank, size = rank_among(members, me), len(members)
         self._drop()
         with self._lock:
             self._aborted.clear()
-            self._peer_ports = frozenset()
+            self._connections = None
         self._label = f"exchange of generation {generation}"
         if size > 1:
             try:
-                self._group = self._connect(generation, rank, size, rendezvous)
+                self._group = self._connect(generation, rank, size, rendezvous, deadline)
             except (Retryable, RuntimeError) as error:  # torch's DistError is one
                 self._fail(error)
         self._size = size
@@ -108,8 +111,8 @@ class GlooExchange(Exchange):
         raise Retryable(Cause(f"{self._label} {reason}")) from error
 
     def _end_connections(self) -> None:
-        if self._device is not None and self._device.port and self._size != 1:
-            shut_down_connections(self._device.port, self._peer_ports)
+        if self._connections is not None:
+            self._connections.shut_down()
 
     def _drop(self) -> None:
         """Forget the last generation. Nothing runs on its group, so releasing it does not block."""
@@ -118,16 +121,32 @@ class GlooExchange(Exchange):
                 self._end_connections()
         self._group, self._size = None, 0
 
-    def _connect(self, generation: int, rank: int, size: int, rendezvous: str) -> Any:
-        connect_s = min(_CONNECT_S, self._timeout_s)
-        store = self._stores.at(rendezvous, connect_s)
+    def _connect(self, generation: int, rank: int, size: int, rendezvous: str, deadline: Deadline) -> Any:
+        try:
+            return self._meet_and_connect(generation, rank, size, rendezvous, deadline)
+        except StoreSilent:
+            self._stores.forget()
+            raise
+
+    def _meet_and_connect(self, generation: int, rank: int, size: int, rendezvous: str, deadline: Deadline) -> Any:
+        aborted = self._aborted.is_set
+        store = self._stores.at(rendezvous, min(_CONNECT_S, deadline.left_s), aborted)
         if self._device is None:
             self._device = GlooDevice(interface_towards(rendezvous.partition("/")[0]))
-        port = str(self._device.port).encode()  # phase one: everyone's is in the store
-        peers = meet(store, rank, size, port, generation, self._timeout_s, self._aborted.is_set).peers
+        mine = pack_address(self._device.address)  # phase one: everyone's is in the store
+        peers = meet(store, rank, size, mine, generation, deadline, aborted).peers
+        if self._device.known:
+            try:
+                known = [address for address in map(unpack_address, peers.values()) if address[1]]
+            except ValueError as error:
+                raise Retryable(f"a member's address is none: {error}") from error
+            with self._lock:
+                self._connections = GlooConnections(self._device.address, known)
+        group = self._join_group(store, rank, size, max(_LEAST_S, min(_CONNECT_S, deadline.left_s)))
         with self._lock:
-            self._peer_ports = frozenset(map(int, peers.values())) - {0}
-        return self._join_group(store, rank, size, connect_s)
+            if self._connections is not None:
+                self._connections.connected()
+        return group
 
     def _join_group(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         """Phase two: Gloo connects, while this thread watches for an abort."""

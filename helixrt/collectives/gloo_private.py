@@ -1,13 +1,14 @@
 """The private parts of torch and torchft that the Gloo exchange needs, all in this file.
 
 - a Gloo device bound to a known address, so that its listening port, and by it every connection of
-  a group, can be told apart from the process's other sockets;
-- shutting these connections down: `abort` and `shutdown` of torch's Gloo group (2.13) do not end an
+  a group, can be told apart from the process's other sockets, by both addresses;
+- which connections are a group's, and shutting them down: `abort` and `shutdown` of torch's Gloo group (2.13) do not end an
   all-reduce that is running, a closed connection does, within a millisecond and at both ends.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import stat
@@ -23,6 +24,7 @@ from helixrt.errors import MissingExtra
 
 _DESCRIPTORS = next((d for d in ("/proc/self/fd", "/dev/fd") if os.path.isdir(d)), "")
 
+Address = tuple[str, int]  # of an IP address, as `ipaddress` writes it, and a port
 
 _creating = threading.Lock()  # so that a new listening port is the new device's
 
@@ -30,20 +32,25 @@ _creating = threading.Lock()  # so that a new listening port is the new device's
 class GlooDevice:
     """A listening Gloo device on `host`; lives across groups.
 
-    `port` is 0 where it cannot be found out (no descriptor folder); an abort then takes effect only
-    at the operation's timeout.
+    All connections of a group are made when it is. `address` is where it listens; its port is 0 where that cannot be found
+    out (no descriptor folder), and an abort then takes effect only at the operation's timeout.
     """
 
     def __init__(self, host: str) -> None:
-        self.port = 0
+        own, _ = self.address = _address((host, 0))
         for _ in range(3):  # another thread of the program may begin to listen in the same moment
             with _creating:
-                before = _listening_ports()
-                self.native: Any = dist.ProcessGroupGloo.create_device(hostname=host)
-                new = [port for port, name in _listening_ports().items() if port not in before and name == host]
+                before = _listening()
+                self.native: Any = dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+                new = [at for inode, at in _listening().items() if inode not in before and at[0] == own]
             if len(new) == 1:
-                self.port = new[0]
+                self.address = new[0]
                 break
+
+    @property
+    def known(self) -> bool:
+        """Its connections can be told from others."""
+        return self.address[1] != 0
 
 
 def make_group(device: GlooDevice, store: dist.Store, rank: int, size: int, timeout_s: float, name: str) -> Any:
@@ -78,38 +85,88 @@ def make_group(device: GlooDevice, store: dist.Store, rank: int, size: int, time
     return group
 
 
-def shut_down_connections(own_port: int, peer_ports: Collection[int]) -> int:
-    """End every connection of this process that goes to `own_port` or comes from a peer's; returns how many.
+class GlooConnections:
+    """The connections of one Gloo group, among all sockets of this process. To be made before the group connects.
 
-    They are shut down, not closed: their descriptors still belong to Gloo, which then sees the end of
-    the stream, fails what is running and closes them itself.
+    Its own are those that its device accepted, whose local address is the device's, and those that Gloo dialled while the
+    group connected, whose remote address is a peer's device. Other sockets may have one of these addresses or ports too:
+    what was there before, what comes later, and what has the same port at another address.
     """
-    ended = 0
-    for duplicate in _sockets():
-        try:
-            local, remote = duplicate.getsockname()[1], duplicate.getpeername()[1]
-            if local == own_port or remote in peer_ports:
-                duplicate.shutdown(socket.SHUT_RDWR)
-                ended += 1
-        except OSError:
-            continue  # listening, or gone meanwhile
-    return ended
+
+    def __init__(self, own: Address, peers: Collection[Address]) -> None:
+        self._own, self._peers = own, frozenset(peers)
+        self._others = frozenset(inode for inode, _ in self._dialled())
+        self._dialled_by_gloo: frozenset[int] | None = None  # not known yet
+
+    def connected(self) -> None:
+        """The group has connected, so what is dialled from now on is not Gloo's."""
+        self._dialled_by_gloo = frozenset(inode for inode, _ in self._dialled()) - self._others
+
+    def shut_down(self) -> int:
+        """End them all; returns how many.
+
+        They are shut down, not closed: their descriptors still belong to Gloo, which then sees the end of
+        the stream, fails what is running and closes them itself.
+        """
+        ended = 0
+        for inode, duplicate in _sockets():
+            try:
+                if self._has(inode, _address(duplicate.getsockname()), _address(duplicate.getpeername())):
+                    duplicate.shutdown(socket.SHUT_RDWR)
+                    ended += 1
+            except OSError:
+                continue  # listening, or gone meanwhile
+        return ended
+
+    def _has(self, inode: int, local: Address, remote: Address) -> bool:
+        if local == self._own:
+            return True
+        if self._dialled_by_gloo is not None:
+            return inode in self._dialled_by_gloo
+        return inode not in self._others and remote in self._peers
+
+    def _dialled(self) -> Iterator[tuple[int, socket.socket]]:
+        """The sockets that are connected to a peer's device, whoever dialled."""
+        for inode, duplicate in _sockets():
+            try:
+                if _address(duplicate.getpeername()) in self._peers:
+                    yield inode, duplicate
+            except OSError:
+                continue
 
 
-def _listening_ports() -> dict[int, str]:
-    ports: dict[int, str] = {}
-    for duplicate in _sockets():
+def _address(name: Any) -> Address:
+    """Of a socket's name: an IPv4 address that an IPv6 socket shows is the IPv4 address; zones of this host do not count."""
+    found = ipaddress.ip_address(str(name[0]).partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found), int(name[1])
+
+
+def pack_address(address: Address) -> bytes:
+    """For the peers, to whom the zone of this host's interface means nothing."""
+    return f"{address[0]} {address[1]}".encode()
+
+
+def unpack_address(raw: bytes) -> Address:
+    """Raises ValueError."""
+    host, _, port = raw.decode("ascii").partition(" ")
+    return _address((host, int(port)))
+
+
+def _listening() -> dict[int, Address]:
+    """Inode of a socket that listens -> where."""
+    found: dict[int, Address] = {}
+    for inode, duplicate in _sockets():
         try:
             if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                name = duplicate.getsockname()
-                ports[name[1]] = name[0]
+                found[inode] = _address(duplicate.getsockname())
         except OSError:
             continue
-    return ports
+    return found
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """A duplicate of every TCP socket of this process, one after another, each closed again."""
+def _sockets() -> Iterator[tuple[int, socket.socket]]:
+    """The inode and a duplicate of every TCP socket of this process, one after another, each closed again."""
     for entry in os.listdir(_DESCRIPTORS) if _DESCRIPTORS else []:
         try:
             if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
@@ -124,4 +181,4 @@ def _sockets() -> Iterator[socket.socket]:
             continue
         with duplicate:
             if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
-                yield duplicate
+                yield os.fstat(duplicate.fileno()).st_ino, duplicate

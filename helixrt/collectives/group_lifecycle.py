@@ -13,10 +13,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from helixrt.collectives.communicator import Communicator
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import Reach, open_endpoint, towards
 from helixrt.collectives.group_collectives import GroupCollectives
 from helixrt.collectives.operations import Collectives
-from helixrt.collectives.rendezvous import all_connected, meet, shared_secret
+from helixrt.collectives.rendezvous import all_connected, in_time, meet, shared_secret
 from helixrt.collectives.work import GroupError
 from helixrt.errors import Cause, Retryable
 from helixrt.protocol.collective.algorithms.layout import Tuning
@@ -40,28 +41,31 @@ class GroupLifecycle(GroupCollectives):
         self._generation = 0
         self._monitor: Monitor | None = None  # kept from one generation's endpoint to the next
 
-    def _join(self, store: dist.Store, rank: int, size: int, name: str) -> None:
-        """Leave the last generation; come into the one that meets at `store`. Raises GroupError."""
+    def _join(self, store: dist.Store, rank: int, size: int, name: str, deadline: Deadline | None = None) -> None:
+        """Leave the last generation; come into the one that meets at `store`. Raises GroupError.
+
+        `deadline`: of this and what went before; by default it begins now, with the group's timeout.
+        """
+        deadline = deadline or Deadline(self._timeout_s)
         self._leave(Cause("the group is being configured anew"))
-        timeout_s = self._timeout_s
         try:
-            communicator = Communicator(self._endpoint(store), self._tuning, name)
+            communicator = Communicator(self._endpoint(store, deadline), self._tuning, name)
             self._collectives = Collectives(communicator)
             communicator.begin()
             aborted = lambda: communicator.failure is not None  # noqa: E731
             proposal = self._generation + 1
-            meeting = meet(store, rank, size, communicator.address, proposal, timeout_s, aborted)
-            communicator.configure(meeting.generation, rank, meeting.peers, timeout_s)
+            meeting = meet(store, rank, size, communicator.address, proposal, deadline, aborted)
+            communicator.configure(meeting.generation, rank, meeting.peers, deadline.left_s)
             self._generation = meeting.generation
-            all_connected(store, rank, size, timeout_s, aborted)
+            all_connected(store, rank, size, deadline, aborted)
         except (Retryable, RuntimeError) as error:
             self._leave(Cause("the group could not be configured"))
             cause = error.cause if isinstance(error, Retryable) else Cause(str(error).splitlines()[0] or repr(error))
-            text = f"process group not initialized: timeout after {round(timeout_s * 1000)}ms or earlier: {cause.what}"
+            text = f"process group not initialized: timeout after {round(deadline.limit_s * 1000)}ms or earlier: {cause.what}"
             raise GroupError(Cause(text, cause.rank, cause.log)) from error
 
-    def _endpoint(self, store: dist.Store) -> Endpoint:
-        secret = os.environ.get(SECRET_VARIABLE) or shared_secret(store)
+    def _endpoint(self, store: dist.Store, deadline: Deadline) -> Endpoint:
+        secret = os.environ.get(SECRET_VARIABLE) or in_time(lambda: shared_secret(store), deadline)
         transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
         reach = Reach(transport=transport, heartbeat_s=self._heartbeat_s)
         here = towards(store)

@@ -20,10 +20,13 @@ from helixrt.collectives.memory import lies_at, overlap
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.collectives.staged_operation import StagedOperation
 from helixrt.collectives.staging import Staging
+from helixrt.errors import Cause
+from helixrt.protocol.calls import fingerprint
 from helixrt.protocol.collective.algorithms import choice, direct
 from helixrt.protocol.collective.plan import Plan
 
 _MOST_PLANS = 256
+_BOUNDARY = 16  # bytes; kernels depend on addresses modulo this
 _NO_REDUCTION = Reduction(Op.SUM)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -45,6 +48,8 @@ class Collectives:
         self.communicator, self.tuning = communicator, communicator.tuning
         self._staging = staging or Staging()
         self._plans: dict[Hashable, Plan] = {}
+        self._calls: dict[Hashable, int] = {}  # fingerprints, for one number of ranks
+        self._compiled: dict[Hashable, Plan] = {}  # plans whose kernels are, by what these depend on
         self._counts: dict[tuple[bool, int, int], int] = {}  # (sent, peer, tag) -> messages so far
         self._generation = communicator.generation
 
@@ -61,7 +66,7 @@ class Collectives:
             ("all-reduce", length, element, in_place, on_arrival),
             lambda rank, size: choice.all_reduce(rank, size, length, element, self.tuning, in_place, on_arrival),
         )
-        return self._submit(plan, source, out, reduction, how)
+        return self._submit(plan, source, out, reduction, how, self._call("all-reduce", out, length, reduction))
 
     def reduce_scatter(
         self, source: torch.Tensor, out: torch.Tensor, counts: Sequence[int], reduction: Reduction, how: How
@@ -77,7 +82,7 @@ class Collectives:
             ("reduce-scatter", lengths, element, in_place, on_arrival),
             lambda rank, size: choice.reduce_scatter(rank, lengths, element, self.tuning, in_place, on_arrival),
         )
-        return self._submit(plan, source, out, reduction, how)
+        return self._submit(plan, source, out, reduction, how, self._call("reduce-scatter", out, lengths, reduction))
 
     def reduce(self, source: torch.Tensor, out: torch.Tensor, root: int, reduction: Reduction, how: How) -> Handle:
         """`root`'s OUT = the reduction over all ranks' `source`; the others' is not touched."""
@@ -89,7 +94,7 @@ class Collectives:
             ("reduce", root, length, element, in_place),
             lambda rank, size: choice.reduce(rank, size, root, length, element, self.tuning, in_place),
         )
-        return self._submit(plan, source, out, reduction, how)
+        return self._submit(plan, source, out, reduction, how, self._call("reduce", source, (root, length), reduction))
 
     def _alone(self, source: torch.Tensor, out: torch.Tensor, reduction: Reduction, how: How) -> Handle:
         """Of one rank there is nothing to exchange, but what follows a reduction remains."""
@@ -112,7 +117,7 @@ class Collectives:
             ("all-gather", lengths, element, in_place),
             lambda rank, size: choice.all_gather(rank, lengths, element, self.tuning, in_place),
         )
-        return self._submit(plan, source, out, _NO_REDUCTION, how)
+        return self._submit(plan, source, out, _NO_REDUCTION, how, self._call("all-gather", out, lengths))
 
     def broadcast(self, tensor: torch.Tensor, root: int, how: How) -> Handle:
         """Everyone's `tensor` = `root`'s."""
@@ -121,7 +126,7 @@ class Collectives:
             ("broadcast", root, length, element),
             lambda rank, size: choice.broadcast(rank, size, root, length, element, self.tuning, in_place=True),
         )
-        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how)
+        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how, self._call("broadcast", tensor, (root, length)))
 
     def gather(self, source: torch.Tensor, out: torch.Tensor, root: int, counts: Sequence[int], how: How) -> Handle:
         """`root`'s OUT = all ranks' `source`, `counts[r]` elements of rank r."""
@@ -132,7 +137,7 @@ class Collectives:
             ("gather", root, lengths, element, in_place),
             lambda rank, size: direct.gather(rank, root, lengths, element, self.tuning, in_place),
         )
-        return self._submit(plan, source, out, _NO_REDUCTION, how)
+        return self._submit(plan, source, out, _NO_REDUCTION, how, self._call("gather", source, (root, lengths)))
 
     def scatter(self, source: torch.Tensor, out: torch.Tensor, root: int, counts: Sequence[int], how: How) -> Handle:
         """OUT = this rank's `counts[rank]` elements of `root`'s `source`."""
@@ -143,7 +148,7 @@ class Collectives:
             ("scatter", root, lengths, element, in_place),
             lambda rank, size: direct.scatter(rank, root, lengths, element, self.tuning, in_place),
         )
-        return self._submit(plan, source, out, _NO_REDUCTION, how)
+        return self._submit(plan, source, out, _NO_REDUCTION, how, self._call("scatter", out, (root, lengths)))
 
     def all_to_all(
         self, source: torch.Tensor, out: torch.Tensor, sends: Sequence[int], receives: Sequence[int], how: How
@@ -157,12 +162,12 @@ class Collectives:
             ("all-to-all", given, taken, element),
             lambda rank, size: direct.all_to_all(rank, given, taken, element, self.tuning),
         )
-        return self._submit(plan, source, out, _NO_REDUCTION, how)
+        return self._submit(plan, source, out, _NO_REDUCTION, how, self._call("all-to-all", out))
 
     def barrier(self, how: How) -> Handle:
         """Done when all ranks have come."""
         plan = self._plan(("barrier",), direct.barrier)
-        return self._submit(plan, _NOTHING, _NOTHING, _NO_REDUCTION, how)
+        return self._submit(plan, _NOTHING, _NOTHING, _NO_REDUCTION, how, self._call("barrier", _NOTHING))
 
     # ---------------------------------------------------------------- point to point
 
@@ -173,7 +178,7 @@ class Collectives:
             ("send", peer, length, element), lambda rank, size: direct.send_to(peer, length, element, self.tuning)
         )
         wire = self._wire(True, peer, tag, len(plan.nodes))
-        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how, wire)
+        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how, wire=wire)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, how: How) -> Handle:
         length, element = _bytes(tensor), tensor.element_size()
@@ -181,7 +186,7 @@ class Collectives:
             ("receive", peer, length, element), lambda rank, size: direct.receive_from(peer, length, element, self.tuning)
         )
         wire = self._wire(False, peer, tag, len(plan.nodes))
-        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how, wire)
+        return self._submit(plan, tensor, tensor, _NO_REDUCTION, how, wire=wire)
 
     def _wire(self, sent: bool, peer: int, tag: int, messages: int) -> Wire:
         self._renew()
@@ -212,6 +217,8 @@ class Collectives:
         if self._generation != self.communicator.generation:
             self._generation = self.communicator.generation
             self._plans.clear()
+            self._calls.clear()
+            self._compiled.clear()
             self._counts.clear()
 
     def _plan(self, key: Hashable, build: Callable[[int, int], Plan]) -> Plan:
@@ -220,8 +227,23 @@ class Collectives:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
+                self._compiled.clear()
             plan = self._plans[key] = build(self.communicator.rank, self.communicator.size)
         return plan
+
+    def _call(self, collective: str, tensor: torch.Tensor, agreed: Hashable = (), reduction: Reduction | None = None) -> int:
+        """The fingerprint of a call. `agreed`: what all ranks must give alike, beside the elements and the reduction."""
+        op, divisor = (None, 1) if reduction is None else (reduction.op, reduction.divisor)
+        key = (collective, tensor.dtype, op, divisor, agreed)
+        found = self._calls.get(key)
+        if found is None:
+            if len(self._calls) >= _MOST_PLANS:
+                self._calls.pop(next(iter(self._calls)))
+            name = "" if op is None else "mean" if divisor != 1 else op.value
+            dtype = "?" if tensor is _NOTHING else str(tensor.dtype).removeprefix("torch.")
+            plan = (agreed, divisor, self.communicator.size, self.tuning)
+            found = self._calls[key] = fingerprint(collective, dtype, name, plan)
+        return found
 
     def _submit(
         self,
@@ -230,12 +252,15 @@ class Collectives:
         out: torch.Tensor,
         reduction: Reduction,
         how: How,
+        call: int = 0,
         wire: Wire | None = None,
     ) -> Handle:
         submit = self.communicator.submit
         if not self._staging.serves(out) or self.communicator.size == 1:  # nothing to send: done where the tensors are
-            return submit(plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits)
-        staged = StagedOperation(self._staging, plan, source, out)
+            return submit(
+                plan, source, out, reduction, how.timeout_s, wire=wire, finish=how.finish, waits=how.waits, call=call
+            )
+        staged = self._stage(plan, source, out, reduction)
         return submit(
             plan,
             staged.source,
@@ -246,7 +271,25 @@ class Collectives:
             finish=lambda: staged.finish(how.finish),
             staged=staged,
             waits=how.waits,
+            call=call,
         )
+
+    def _stage(self, plan: Plan, source: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> StagedOperation:
+        """Also compiles the kernels it will launch: later that would be under the communicator's lock, while peers and
+        heartbeats wait. Ends the generation if it cannot, as an operation that cannot begin does."""
+        try:
+            staged = StagedOperation(self._staging, plan, source, out)
+            if reduction is not _NO_REDUCTION:
+                addresses = tuple(each.data_ptr() % _BOUNDARY for each in (source, out, staged.source, staged.out))
+                key = (id(plan), out.dtype, out.device, reduction.op, reduction.divisor != 1, addresses)
+                if key not in self._compiled:
+                    self._staging.compile(staged.variants(reduction), out.device)
+                    self._compiled[key] = plan
+            return staged
+        except Exception as error:
+            rank = self.communicator.rank
+            self.communicator.abort(Cause(f"a collective could not begin: {error!r}", f"rank {rank}"))
+            raise
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -2,26 +2,33 @@
 
 In: a store prefix that is unique to the generation, and this rank's address. Out: everyone's address, and the
 generation they agree on. The store is trusted as part of the cluster (DESIGN.md, "Security"): a group that was given
-no secret takes one from there.
+no secret takes one from there. A client of it waits without limit for a server that is stopped or cut off, so everything
+that asks the store goes through `in_time`.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from helixrt.collectives.deadline import Deadline
 from helixrt.errors import Cause, Retryable
+
+_Answer = TypeVar("_Answer")
 
 _POLL_S = 0.001
 _SLOWEST_POLL_S = 0.02
 _POLL_PART = 0.1  # of the time waited so far: how much longer it may take to notice the end
+_LEAST_S = 0.01  # of a store's own limits
+_GRACE_S = 0.25  # for a wait in the store that ends by itself at the deadline, and says more than that it is over
 _GENERATION = struct.Struct("<q")
 
 
@@ -39,48 +46,90 @@ def meet(
     size: int,
     address: bytes,
     generation: int,
-    timeout_s: float,
+    deadline: Deadline,
     aborted: Callable[[], bool],
 ) -> Meeting:
     """Publish `address`, wait for all others.
 
     `generation` is this rank's proposal; the greatest one counts for all, so it grows for everyone.
-    Raises Retryable, naming who is missing, after `timeout_s` seconds or when `aborted()`; a RuntimeError of
+    Raises Retryable, naming who is missing, at the deadline or when `aborted()`; StoreSilent as `in_time`; a RuntimeError of
     the store passes through.
     """
     if size == 1:
         return Meeting(generation, {})
-    keys = [f"address/{r}" for r in range(size)]
-    put: Any = store  # typed for text, takes bytes
-    put.set(keys[rank], _GENERATION.pack(generation) + address)
-    _await(store, keys, timeout_s, aborted)
-    published = [bytes(value) for value in store.multi_get(keys)]
-    generations = [_GENERATION.unpack_from(value)[0] for value in published]
-    peers = {r: value[_GENERATION.size :] for r, value in enumerate(published) if r != rank}
-    return Meeting(max(generations), peers)
+
+    def publish_and_wait() -> Meeting:
+        keys = [f"address/{r}" for r in range(size)]
+        put: Any = store  # typed for text, takes bytes
+        put.set(keys[rank], _GENERATION.pack(generation) + address)
+        _await(store, keys, deadline, aborted)
+        published = [bytes(value) for value in store.multi_get(keys)]
+        generations = [_GENERATION.unpack_from(value)[0] for value in published]
+        peers = {r: value[_GENERATION.size :] for r, value in enumerate(published) if r != rank}
+        return Meeting(max(generations), peers)
+
+    return in_time(publish_and_wait, deadline, aborted)
 
 
-def all_connected(store: dist.Store, rank: int, size: int, timeout_s: float, aborted: Callable[[], bool]) -> None:
+def all_connected(store: dist.Store, rank: int, size: int, deadline: Deadline, aborted: Callable[[], bool]) -> None:
     """Wait until all ranks have come so far: one that leaves at once must not be missed by who still connects.
 
     Raises as `meet`.
     """
-    if size > 1:
+
+    def publish_and_wait() -> None:
         keys = [f"connected/{r}" for r in range(size)]
         store.set(keys[rank], "1")
-        _await(store, keys, timeout_s, aborted)
+        _await(store, keys, deadline, aborted)
+
+    if size > 1:
+        in_time(publish_and_wait, deadline, aborted)
 
 
-def _await(store: dist.Store, keys: list[str], timeout_s: float, aborted: Callable[[], bool]) -> None:
+class StoreSilent(Retryable):
+    """The store does not answer. A thread may wait for it until its connection breaks: ask by another connection."""
+
+
+def in_time(ask: Callable[[], _Answer], deadline: Deadline, aborted: Callable[[], bool] = lambda: False) -> _Answer:
+    """What `ask` returns or raises; StoreSilent if that takes until the deadline, or until soon after `aborted()`.
+
+    `ask` runs in a thread of its own, which cannot be ended while it waits for the store.
+    """
+    came: list[_Answer] = []
+    failed: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            came.append(ask())
+        except BaseException as error:  # handed to the caller
+            failed.append(error)
+        done.set()
+
+    thread = threading.Thread(target=run, name="helixrt-rendezvous", daemon=True)
+    thread.start()
+    while not done.wait(_SLOWEST_POLL_S):
+        if done.wait(_GRACE_S if aborted() or deadline.over else 0.0):
+            break
+        if aborted():
+            raise StoreSilent(Cause("aborted"))
+        if deadline.over:
+            raise StoreSilent(f"the store did not answer within {deadline.limit_s:g} s")
+    thread.join()
+    if failed:
+        raise failed.pop()  # no name for it here: a frame that holds its own exception lives until a collection
+    return came[0]
+
+
+def _await(store: dist.Store, keys: list[str], deadline: Deadline, aborted: Callable[[], bool]) -> None:
     """Until every rank has set its key."""
     begin = time.monotonic()
-    deadline = begin + timeout_s
     while not store.check(keys):
         if aborted():
             raise Retryable(Cause("aborted"))
-        if time.monotonic() > deadline:
+        if deadline.over:
             missing = [r for r in range(len(keys)) if not store.check([keys[r]])]
-            what = f"members number {missing} of {len(keys)} did not come within {timeout_s:g} s"
+            what = f"members number {missing} of {len(keys)} did not come within {deadline.limit_s:g} s"
             raise Retryable(Cause(what, peers=tuple(missing)))
         time.sleep(min(max(_POLL_S, _POLL_PART * (time.monotonic() - begin)), _SLOWEST_POLL_S))
 
@@ -96,14 +145,17 @@ class StoreClients:
     def __init__(self) -> None:
         self._last: tuple[str, dist.TCPStore] | None = None
 
-    def at(self, rendezvous: str, timeout_s: float) -> dist.Store:
-        """The store at `rendezvous`, below its prefix. Raises RuntimeError when nobody answers."""
+    def at(self, rendezvous: str, timeout_s: float, aborted: Callable[[], bool] = lambda: False) -> dist.Store:
+        """The store at `rendezvous`, below its prefix. Raises RuntimeError or Retryable when nobody answers."""
         address, _, prefix = rendezvous.partition("/")
         if self._last is None or self._last[0] != address:
             host, _, port = address.rpartition(":")
-            timeout = timedelta(seconds=timeout_s)
-            client = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-            self._last = (address, client)
+
+            def connect() -> dist.TCPStore:
+                timeout = timedelta(seconds=max(timeout_s, _LEAST_S))
+                return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+
+            self._last = (address, in_time(connect, Deadline(timeout_s), aborted))
         return dist.PrefixStore(prefix, self._last[1])
 
     def forget(self) -> None:

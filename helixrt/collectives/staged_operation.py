@@ -18,6 +18,7 @@ from helixrt.collectives.staging import Mark, Staging
 from helixrt.protocol.collective.messages import Compute, Transmit
 from helixrt.protocol.collective.plan import Copy, Node, Plan, Receive, Reduce, Region, Send, Space
 from helixrt.triton_kernels.reduction import reduce_copy
+from helixrt.triton_kernels.warm_up import Variant, variant_of
 
 
 def _moved(node: Node) -> tuple[Region, ...]:
@@ -95,6 +96,29 @@ class StagedOperation:
         self._staging, self._plan, self._finals = staging, plan, moves.finals
         self._staged = staging.stage(source, out, moves.reads, moves.writes)
         self.source, self.out = self._staged.source, self._staged.out
+        self._on_card = source.data_ptr(), out.data_ptr()
+
+    def variants(self, reduction: Reduction) -> set[Variant]:
+        """The kernels that `carry_out` will launch; scratch memory begins at a boundary."""
+        out, found = self.out, set()
+        source_at, written_at = self._on_card
+        bases = {Space.SOURCE: source_at, Space.OUT: out.data_ptr(), Space.SCRATCH: 0}
+        for number, node in enumerate(self._plan.nodes):
+            if not isinstance(node, Reduce) or not node.left.length:
+                continue
+            regions = (node.left, node.right, *node.into)
+            addresses = [bases[region.space] + region.offset for region in regions]
+            if (span := self._final(number, node)) is not None:
+                addresses.append(written_at + span[0])
+            divisor = reduction.divisor if node.last else 1
+            found.add(variant_of(addresses, node.left.length // out.element_size(), out.dtype, reduction.op, divisor))
+        return found
+
+    def _final(self, number: int, work: Reduce) -> tuple[int, int] | None:
+        """The bytes of the caller's result that the reduction `number` of the plan writes as well."""
+        if len(work.into) == 1 and self._finals.get(number) == _spans(work.into, Space.OUT):
+            return self._finals[number][0]
+        return None
 
     def scratch(self, size: int) -> torch.Tensor:
         return self._staged.scratch(size)
@@ -115,9 +139,8 @@ class StagedOperation:
             reduction.carry_out(work, memory)
             return None
         left, right = (self._operand(region, memory) for region in (work.left, work.right))
-        into, written = [memory.tensor(region) for region in work.into], None
-        if len(into) == 1 and self._finals.get(action.node) == _spans(work.into, Space.OUT):
-            written = self._finals[action.node][0]
+        into, written = [memory.tensor(region) for region in work.into], self._final(action.node, work)
+        if written is not None:
             into.append(self._staged.on_card(False, *written))
         divisor = reduction.divisor if work.last else 1
         return self._staged.sum(lambda: reduce_copy(left, right, *into, op=reduction.op, divisor=divisor), written)

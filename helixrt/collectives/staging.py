@@ -25,11 +25,12 @@ from __future__ import annotations
 import bisect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from helixrt.collectives.memory import flat, overlap
+from helixrt.triton_kernels.warm_up import Variant, warm_up
 
 CHUNK_BYTES = 8 << 20  # FT-HSDP section 4.2
 
@@ -81,8 +82,15 @@ Lanes = tuple[Lane, Lane, Lane]  # card to host, host to card, sums
 class Staging:
     """Stages the calls of one communicator. Owns three lanes for each card that it has met: in, out, and sums."""
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES, make_lane: Callable[[torch.device], Lane] | None = None) -> None:
+    def __init__(
+        self,
+        chunk_bytes: int = CHUNK_BYTES,
+        make_lane: Callable[[torch.device], Lane] | None = None,
+        compile_kernel: Callable[[Variant, torch.device], None] = warm_up,
+    ) -> None:
         assert chunk_bytes >= 16, chunk_bytes
+        self._compile = compile_kernel
+        self._compiled: set[tuple[Variant, torch.device]] = set()
         self._chunk_bytes = chunk_bytes
         self._make_lane = make_lane or CudaLane
         self._lanes: dict[torch.device, Lanes] = {}
@@ -105,6 +113,13 @@ class Staging:
         if not source.is_contiguous() or not out.is_contiguous():
             raise ValueError("source and result must be contiguous")
         return Staged(flat(source), flat(out), self._lanes_of(source.device), self._chunk_bytes, reads, writes)
+
+    def compile(self, variants: Iterable[Variant], device: torch.device) -> None:
+        """See to it that these kernels need not be compiled when they are launched. May take seconds the first time."""
+        for variant in variants:
+            if (variant, device) not in self._compiled:
+                self._compile(variant, device)
+                self._compiled.add((variant, device))
 
     def keep(self, mark: Mark, *what: object) -> None:
         """The call failed, and the card uses this host memory until `mark`: torch's cache of it knows of copies only."""

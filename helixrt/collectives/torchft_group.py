@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.group_lifecycle import GroupLifecycle
-from helixrt.collectives.rendezvous import StoreClients
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent
 from helixrt.collectives.work import GroupError
-from helixrt.errors import MissingExtra
+from helixrt.errors import MissingExtra, Retryable
 
 try:
     from torchft.process_group import ProcessGroup
@@ -41,12 +42,18 @@ class ProcessGroupHelix(GroupLifecycle, ProcessGroup):
         global_ranks: list[int] | None = None,
     ) -> None:
         """Meet the other ranks at `store_addr` (host:port/prefix, a new prefix each time). Raises GroupError."""
+        deadline = Deadline(self._timeout_s)
         try:
-            store = self._stores.at(store_addr, self._timeout_s)
-        except RuntimeError as error:
+            store = self._stores.at(store_addr, deadline.left_s)
+        except (Retryable, RuntimeError) as error:
             self.shutdown()
             raise GroupError(f"process group not initialized: {str(error).splitlines()[0]}") from error
-        self._join(store, rank, world_size, f"replica-{replica_id}-{rank}")
+        try:
+            self._join(store, rank, world_size, f"replica-{replica_id}-{rank}", deadline)
+        except GroupError as error:
+            if isinstance(error.__cause__, StoreSilent):
+                self._stores.forget()
+            raise
 
     def size(self) -> int:
         return 1 if self._collectives is None else self._collectives.communicator.size

@@ -227,17 +227,19 @@ class AutoEndpoint(Endpoint):
         connected: list[TcpEndpoint | SharedMemoryEndpoint] = []
         dead: list[tuple[int, Cause]] = []
 
+        failed: list[Exception] = []  # to keep links alive
+
         def over() -> bool:
             if self._watched is not None:
                 dead.extend(self._watched.dead(time.monotonic()))
-            return bool(dead) or stopped()
+            return bool(dead) or bool(failed) or stopped()
 
         try:
             if self._watched is not None:
                 self._watched.watch(monitors)
             for name, endpoint in self._endpoints.items():
                 others = [e for e in self._endpoints.values() if e is not endpoint]
-                with self._kept_alive(others if groups[name] else [], connected):
+                with self._kept_alive(others if groups[name] else [], connected, failed):
                     endpoint.connect(generation, me, groups[name], max(0.0, until - time.monotonic()), over)
                 connected.append(endpoint)
         except BaseException as error:
@@ -266,16 +268,24 @@ class AutoEndpoint(Endpoint):
                     self._record.write(Kind.REACHED, peers=peers, transport=choice.transport, why=choice.why)
 
     @contextmanager
-    def _kept_alive(self, endpoints: Collection[Endpoint], connected: Collection[Endpoint]) -> Iterator[None]:
-        """Drive those while another connects: peers wait for a sign of life, of a link or at the door."""
+    def _kept_alive(
+        self, endpoints: Collection[Endpoint], connected: Collection[Endpoint], failed: list[Exception]
+    ) -> Iterator[None]:
+        """Drive those while another connects: peers wait for a sign of life, of a link or before a connection is accepted.
+
+        What that raises ends it, is put in `failed` at once, and is raised at the end of the block.
+        """
         stop = threading.Event()
 
         def drive() -> None:
-            while not stop.wait(_KEEP_ALIVE_S):
-                for endpoint in endpoints:
-                    outcomes = endpoint.progress(time.monotonic())
-                    if endpoint in connected:  # else they are the last generation's
-                        self._early += outcomes
+            try:
+                while not stop.wait(_KEEP_ALIVE_S):
+                    for endpoint in endpoints:
+                        outcomes = endpoint.progress(time.monotonic())
+                        if endpoint in connected:  # else they are the last generation's
+                            self._early += outcomes
+            except Exception as error:
+                failed.append(error)
 
         thread = threading.Thread(target=drive, name="helixrt-keep-alive")
         if endpoints:
@@ -288,6 +298,8 @@ class AutoEndpoint(Endpoint):
                 thread.join(_JOIN_S)
                 if thread.is_alive():
                     raise Retryable(f"links could not be kept alive while others connected: a turn took over {_JOIN_S:g} s")
+                if failed:
+                    raise failed[0]
 
     def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
         self._ways[peer].send(peer, op, index, data)

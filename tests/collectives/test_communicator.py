@@ -318,7 +318,7 @@ def test_nothing_before_configure_and_nothing_left_behind() -> None:
     forgotten.pool.shutdown()
     del forgotten
     gc.collect()
-    assert [reference() for reference in threads] == [None, None]
+    _until(lambda: [reference() for reference in threads] == [None, None])  # a thread has its own for the time of a turn
     deadline = time.monotonic() + DEADLINE_S
     while threading.active_count() > before:
         assert time.monotonic() < deadline, threading.enumerate()
@@ -445,3 +445,51 @@ def test_an_endpoint_that_fails_ends_the_generation_for_all(group: Group, waits:
     for handle in (pending, theirs):
         with pytest.raises(CollectiveError, match="the communicator failed.*no such device"):
             handle.wait(DEADLINE_S / 2)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise OSError("no such device")
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("where", ["memory", "send", "receive", "sum"])
+def test_an_operation_that_cannot_begin_ends_the_generation_for_all(
+    group: Group, waits: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the peers would wait for its part, and what is submitted later would meet another operation of theirs."""
+    calls, how = group.ranks[0], How(DEADLINE_S, waits=waits)
+    pending = calls.receive(torch.zeros(1), 1, 0, How(DEADLINE_S))
+    theirs = [group.ranks[1].all_reduce(torch.ones(2000), torch.zeros(2000), SUM, How(DEADLINE_S)) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        if where == "memory":
+            patch.setattr("helixrt.collectives.execution.OperationMemory", _refuse)
+        elif where == "sum":
+            patch.setattr("helixrt.collectives.execution.CollectiveMachine._begin", _refuse)
+        else:
+            patch.setattr(group.endpoints[0], where, _refuse)
+        with pytest.raises(OSError, match="no such device"):
+            calls.all_reduce(torch.ones(2000), torch.zeros(2000), SUM, how)
+    for handle in (pending, *theirs):
+        with pytest.raises(CollectiveError, match="could not begin.*no such device"):
+            handle.wait(DEADLINE_S / 2)
+    late = calls.all_reduce(torch.ones(1), torch.ones(1), SUM, how)
+    assert late.error is not None and late.error.skipped and not calls.communicator.busy
+    group.configure(2, [0, 1])
+
+    def again(rank: int) -> torch.Tensor:
+        out = torch.zeros(2000)
+        group.ranks[rank].all_reduce(torch.ones(2000), out, SUM, How(DEADLINE_S, waits=waits)).wait()
+        return out
+
+    assert all(torch.equal(out, torch.full((2000,), 2.0)) for out in group.on_each(again))
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_operations_end_though_the_endpoint_cannot_abort(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = group.ranks[0].all_reduce(torch.ones(2000), torch.zeros(2000), SUM, How(DEADLINE_S))
+    with monkeypatch.context() as patch:
+        patch.setattr(group.endpoints[0], "abort", _refuse)
+        group.ranks[0].communicator.abort(Cause("enough"))
+    with pytest.raises(CollectiveError, match="enough"):
+        handle.wait(DEADLINE_S / 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.rendezvous import meet
 from helixrt.errors import Cause, Fatal, Retryable
@@ -39,7 +40,7 @@ def test_an_abort_while_a_member_that_announced_itself_does_not_connect(store_ad
     host, _, port = store_address.rpartition(":")
     client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     meet_later = threading.Thread(
-        target=lambda: meet(dist.PrefixStore("ghost", client), 1, 2, ghost.address(), 1, DEADLINE_S, lambda: False)
+        target=lambda: meet(dist.PrefixStore("ghost", client), 1, 2, ghost.address(), 1, Deadline(DEADLINE_S), lambda: False)
     )
     meet_later.start()
     threading.Timer(0.2, exchange.abort).start()

@@ -8,13 +8,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.transport.auto import AutoEndpoint, Choice, choose, pack_addresses, unpack_addresses
-from helixrt.transport.contract import Endpoint, PeerAborted
+from helixrt.transport.contract import Endpoint, Outcome, PeerAborted
 from helixrt.transport.shared_memory import endpoint as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint, host_identity
 from helixrt.transport.verbs import address as verbs_address
@@ -223,6 +224,43 @@ def test_links_that_are_made_stay_alive_while_others_connect() -> None:
     assert world.outcomes == [[], [], []]
     world.exchange([Message(a, b, 0, 0, 1000) for a in range(3) for b in range(3) if a != b], random.Random(2))
     world.close()
+
+
+def test_a_link_that_cannot_be_kept_alive_ends_the_connecting_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third rank does not come. Else the peers by shared memory would hear nothing, and nobody would be told."""
+    world = world_of("auto", "auto", "tcp")
+    calls: list[str] = []
+
+    def fail(now: float) -> Sequence[Outcome]:
+        calls.append(threading.current_thread().name)
+        raise OSError("no such device")
+
+    broken = world.endpoints[0]._endpoints["shared_memory"]  # type: ignore[attr-defined]
+    connect = broken.connect
+
+    def connect_and_break(*arguments: Any) -> None:
+        connect(*arguments)
+        monkeypatch.setattr(broken, "progress", fail)
+
+    monkeypatch.setattr(broken, "connect", connect_and_break)
+    raised: dict[int, BaseException] = {}
+
+    def connect_to_all(me: int) -> None:
+        try:
+            world.endpoints[me].connect(1, me, {r: world.addresses[r] for r in range(3) if r != me}, LIMIT_S)
+        except BaseException as error:
+            raised[me] = error
+
+    threads = [threading.Thread(target=connect_to_all, args=(me,), daemon=True) for me in (0, 1)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(LIMIT_S / 2)
+    assert isinstance(raised.get(0), OSError) and "no such device" in str(raised[0])
+    assert calls == ["helixrt-keep-alive"]
+    monkeypatch.undo()
+    world.endpoints[1].abort(Cause("enough"))
+    world.close()
+    threads[1].join(LIMIT_S)
 
 
 @pytest.mark.parametrize("higher", [True, False])

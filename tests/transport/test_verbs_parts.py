@@ -1,19 +1,17 @@
-"""The parts of the verbs driver that need no RDMA: what goes over the wire, who is to blame, what is registered, pyverbs'
-two generations, and what the kernel shows of its ports."""
+"""The parts of the verbs driver that need no RDMA: what goes over the wire, who is to blame, pyverbs' two
+generations, and what the kernel shows of its ports."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import ipaddress
 import logging
 import random
 import socket
 import sys
+import threading
 import time
 import types
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +19,14 @@ import pytest
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.protocol.link.frames import FrameError
 from helixrt.protocol.link.messages import Failure
-from helixrt.transport.process_memory import address_of
 from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.watch import READ, Watch
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs import library as verbs_library
 from helixrt.transport.verbs.devices import Port, VerbsRail, best_gid, find_port, rails_here, survey
+from helixrt.transport.verbs.endpoint import VerbsEndpoint
 from helixrt.transport.verbs.failure import first_cause, port_failed
 from helixrt.transport.verbs.library import Enums
-from helixrt.transport.verbs.memory import Registrations
 from helixrt.transport.verbs.queue_pair import Patience, Sizes
 from helixrt.transport.verbs.setup import LONGEST_REST_S, SLOW_S, Background, Exchange, Rests
 from helixrt.transport.verbs.wire import (
@@ -267,102 +264,68 @@ def test_events_of_a_port_that_fails() -> None:
     assert "DEVICE_FATAL" in (port_failed(enums.EVENT_DEVICE_FATAL, enums) or "")
 
 
-# ---------------------------------------------------------------- registered memory
+# ---------------------------------------------------------------- a set-up thread that does not end
 
 
-class FakeDevice:
-    """Registers, and knows what is registered now."""
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
+    """A job of it goes on until the test is over."""
+    monkeypatch.setattr("helixrt.transport.verbs.setup._JOIN_S", 0.05)
+    goes_on, begun, watch = threading.Event(), threading.Event(), Watch()
 
+    def stay() -> None:
+        begun.set()
+        goes_on.wait(20)
+
+    background = Background(watch)
+    background.submit(stay, lambda result, error: None)
+    assert begun.wait(20)
+    yield background
+    goes_on.set()
+    background._thread.join(20)
+    assert not background._thread.is_alive()  # what it writes to was still there
+    watch.close()
+
+
+def in_time(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for the thread that does not end"
+
+
+def test_to_stop_a_set_up_that_hangs_takes_no_longer_than_a_deadline(
+    stuck: Background, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_time(stuck.stop)
+    assert "the set-up of verbs did not end within 0.05 s" in caplog.text
+
+
+class Closes:
     def __init__(self) -> None:
-        self.alive: dict[int, tuple[int, int]] = {}
-        self.count = 0
-
-    def register(self, address: int, length: int, writable: bool) -> FakeRegion:
-        self.count += 1
-        self.alive[self.count] = (address, address + length)
-        return FakeRegion(self, self.count)
-
-    def covers(self, key: int, address: int, length: int) -> bool:
-        begin, end = self.alive[key]
-        return begin <= address and address + length <= end
-
-
-class FakeRegion:
-    def __init__(self, device: FakeDevice, key: int) -> None:
-        self.device, self.lkey, self.rkey = device, key, key
+        self.closed = False
 
     def close(self) -> None:
-        del self.device.alive[self.lkey]
+        self.closed = True
+
+    clear = close
 
 
-def test_parts_of_one_buffer_are_registered_once_and_in_place() -> None:
-    device = FakeDevice()
-    table = Registrations(device.register)
-    memory = memoryview(bytearray(1 << 20))
-    for begin in range(0, 1 << 20, 1 << 17):
-        part = memory[begin : begin + (1 << 17)]
-        found, address = table.take(part)
-        assert address == address_of(part) and device.covers(found.key, address, len(part))
-        table.release(found)
-    assert table.made == 1 and table.knows(memory[5:7])
-
-
-def test_what_is_sent_stays_registered_whatever_else_comes(seed: int) -> None:
-    """The capacity is kept to, except for what the NIC still reads."""
-    rng, device = random.Random(seed), FakeDevice()
-    table = Registrations(device.register, capacity_bytes=10_000)
-    under_way = []
-    for _ in range(300):
-        memory = memoryview(bytearray(rng.randrange(1, 12_000)))
-        found, address = table.take(memory)
-        assert device.covers(found.key, address, len(memory))
-        under_way.append((found, address, memory))
-        rng.shuffle(under_way)
-        while len(under_way) > rng.randrange(1, 4):
-            done, *_ = under_way.pop()
-            table.release(done)
-        assert all(device.covers(f.key, a, len(m)) for f, a, m in under_way)
-        idle = sum(end - begin for key, (begin, end) in device.alive.items() if key not in {f.key for f, *_ in under_way})
-        assert idle <= 10_000
-    for done, *_ in under_way:
-        table.release(done)
-    table.clear()
-    assert not device.alive
-
-
-class Owner(bytearray):
-    """Memory whose end shows."""
-
-
-def test_remembered_memory_is_kept_and_let_go_of_when_it_makes_room() -> None:
-    device = FakeDevice()
-    table = Registrations(device.register, capacity_bytes=5000)
-    owner = Owner(4000)
-    gone = weakref.ref(owner)
-    table.remember(memoryview(owner))
-    del owner
-    gc.collect()
-    assert gone() is not None  # nobody else gets its addresses
-    table.remember(memoryview(bytearray(4000)))
-    gc.collect()
-    assert gone() is None and len(device.alive) == 1
-
-
-def test_memory_of_an_unknown_owner_is_registered_for_one_message() -> None:
-    device = FakeDevice()
-    table = Registrations(device.register)
-    memory = (ctypes.c_ubyte * 5000)()
-    bare = memoryview((ctypes.c_ubyte * 5000).from_address(ctypes.addressof(memory))).cast("B")
-    for _ in range(3):
-        found, address = table.take(bare)
-        assert address == ctypes.addressof(memory) and device.covers(found.key, address, 5000)
-        table.release(found)
-        assert not device.alive
-    held = (ctypes.c_ubyte * 5000).from_address(ctypes.addressof(memory))
-    held.owner = memory  # type: ignore[attr-defined]
-    for _ in range(3):
-        table.release(table.take(memoryview(held).cast("B"))[0])
-    assert table.made == 4 and len(device.alive) == 1
+def test_an_endpoint_keeps_what_a_set_up_that_hangs_may_use(stuck: Background) -> None:
+    """To close a NIC under pyverbs in another thread would end the process."""
+    ports, nic, pair, region, registrations = (Closes() for _ in range(5))
+    endpoint = types.SimpleNamespace(
+        _ports=ports,
+        _background=stuck,
+        _spare={"place": [pair]},
+        _registrations={"place": registrations},
+        _exposed=[(region, b"")],
+        _nics={"place": nic},
+    )
+    kept = sys.getrefcount(endpoint)
+    in_time(lambda: VerbsEndpoint._give_up(endpoint))  # type: ignore[arg-type]
+    assert ports.closed and not any(each.closed for each in (nic, pair, region, registrations))
+    assert sys.getrefcount(endpoint) == kept + 1  # nor are they collected
 
 
 # ---------------------------------------------------------------- ports of the kernel

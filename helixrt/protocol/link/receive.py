@@ -9,6 +9,7 @@ rail is slow, or dead without our knowing) the newer one wins, after the older o
 
 from __future__ import annotations
 
+from helixrt.protocol.calls import Agreement
 from helixrt.protocol.link.frames import EAGER, Frame, FrameError, Name, eager_charge
 from helixrt.protocol.link.ledger import Ledger
 from helixrt.protocol.link.messages import (
@@ -28,14 +29,15 @@ MAX_AHEAD = 1 << 12  # how far a sequence number may be beyond the first one mis
 
 
 class Inbox:
-    def __init__(self, options: LinkOptions) -> None:
-        self.options = options
+    def __init__(self, options: LinkOptions, agreement: Agreement) -> None:
+        self.options, self.agreement = options, agreement
         self.ledger = Ledger()
         self.posted: dict[tuple[int, int], int] = {}  # name -> length
         self.held: dict[tuple[int, int], int] = {}
         self.held_bytes = 0  # charged
         self.consumed = 0  # eager memory given back since the link began
         self.wanted: dict[tuple[int, int], int] = {}
+        self.answered: set[tuple[int, int]] = set()  # wanted, posted and therefore credited, and not come yet
         self.arriving: dict[tuple[int, int], Rail] = {}  # whose newest copy is under way, and where
         self.forgotten: set[int] = set()  # operations
         self.abandoned: set[tuple[int, int]] = set()  # messages whose deadline passed
@@ -45,6 +47,8 @@ class Inbox:
 
     def post(self, op: int, index: int, length: int, out: list[Action]) -> Name | None:
         """The caller's memory for a message is there; the credit that the peer should get for it, if it waits for one."""
+        if op != self.agreement.latest and (differs := self.agreement.begin(op)):
+            raise FrameError(differs)
         name = (op, index)
         held = self.held.get(name)
         if held is not None:
@@ -62,6 +66,7 @@ class Inbox:
         wanted = self.wanted.pop(name, None)
         if wanted is not None:
             _agree(name, wanted, length)
+            self.answered.add(name)
         elif length <= self.options.eager_bytes:
             return None  # comes by itself, or as a WANT
         return Name(op, index, length)
@@ -71,6 +76,7 @@ class Inbox:
         for table in (self.posted, self.wanted):
             for name in [name for name in table if name[0] == op]:
                 del table[name]
+        self.answered = {name for name in self.answered if name[0] != op}
         for name in [name for name in self.held if name[0] == op]:
             charge = eager_charge(self.held.pop(name))
             self.held_bytes -= charge
@@ -85,6 +91,7 @@ class Inbox:
         if self.posted.pop(name, None) is None:
             return False
         self.abandoned.add(name)
+        self.answered.discard(name)
         if name in self.arriving:
             self._let_go(self.arriving[name], out)
         return True
@@ -92,15 +99,20 @@ class Inbox:
     # ---- the peer
 
     def want(self, names: list[Name]) -> list[Name]:
-        """Short messages wait at the peer; the credits for those that are posted."""
+        """Short messages wait at the peer, which says so once of each; the credits for those that are posted."""
         credits = []
         for name in names:
             key = (name.op, name.index)
+            if key in self.wanted or key in self.answered:
+                raise FrameError(f"message {key} was wanted before")
             posted = self.posted.get(key)
             if posted is not None:
                 _agree(key, name.length, posted)
+                self.answered.add(key)
                 credits.append(name)
             elif name.op not in self.forgotten and key not in self.abandoned:
+                if differs := self.agreement.unexpected(name.op):
+                    raise FrameError(differs)
                 if len(self.wanted) >= MAX_WANTED:
                     raise FrameError(f"more than {MAX_WANTED} messages wait for their receiver")
                 self.wanted[key] = name.length
@@ -116,8 +128,7 @@ class Inbox:
         elif self.options.fault_tolerance and frame.sequence in self.ledger:
             self.duplicates += 1
         else:
-            if frame.sequence > self.ledger.floor + MAX_AHEAD and self.options.fault_tolerance:
-                raise FrameError(f"sequence {frame.sequence}: {self.ledger.floor + MAX_AHEAD} is the most that may come now")
+            self._check_ahead(frame.sequence)
             other = self.arriving.get(name)
             if other is not None:
                 assert other.arrival is not None
@@ -133,6 +144,7 @@ class Inbox:
 
     def take(self, sequence: int) -> bool:
         """Enter a frame that is not DATA; False if it has come before."""
+        self._check_ahead(sequence)
         if self.ledger.take(sequence):
             return True
         self.duplicates += 1
@@ -148,6 +160,8 @@ class Inbox:
         frame = arrival.frame
         name = (frame.op, frame.index)
         del self.arriving[name]
+        if self.answered:
+            self.answered.discard(name)
         if self.options.fault_tolerance:
             self.ledger.take(sequence)
         landing = arrival.landing
@@ -175,6 +189,11 @@ class Inbox:
 
     # ---- decisions
 
+    def _check_ahead(self, sequence: int) -> None:
+        """What is beyond the first missing one has to be remembered, whatever its kind."""
+        if sequence > self.ledger.floor + MAX_AHEAD and self.options.fault_tolerance:
+            raise FrameError(f"sequence {sequence}: {self.ledger.floor + MAX_AHEAD} is the most that may come now")
+
     def _landing(self, name: tuple[int, int], frame: Frame) -> Landing:
         posted = self.posted.get(name)
         if posted is not None:
@@ -182,6 +201,8 @@ class Inbox:
             return Landing.PLACE
         if name[0] in self.forgotten or name in self.abandoned:
             return Landing.DROP
+        if differs := self.agreement.unexpected(frame.op):
+            raise FrameError(differs)
         if not frame.flags & EAGER or frame.length > self.options.eager_bytes:
             raise FrameError(f"message {name} of {frame.length} bytes came without credit: nobody posted it")
         if name in self.held:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from helixrt.errors import Cause
+from helixrt.protocol.calls import Agreement
 from helixrt.protocol.link.frames import MAX_NAMES, FrameError, Kind, Name, eager_charge, names_body
 from helixrt.protocol.link.messages import Action, Detach, Failed, Keep, LinkOptions, Release, Sent, Submit
 from helixrt.protocol.link.rails import Flight, Outgoing, Rail
@@ -22,8 +23,8 @@ SPREAD = 1 << 10  # newest sequence number less the first unacknowledged: what t
 
 
 class Outbox:
-    def __init__(self, options: LinkOptions, rails: Sequence[Rail]) -> None:
-        self.options, self.rails = options, rails
+    def __init__(self, options: LinkOptions, rails: Sequence[Rail], agreement: Agreement) -> None:
+        self.options, self.rails, self.agreement = options, rails, agreement
         self.messages: dict[tuple[int, int], Outgoing] = {}  # submitted and not done
         self.credits: dict[tuple[int, int], int] = {}  # of messages yet to be submitted: name -> length
         self.ready: deque[Outgoing] = deque()
@@ -50,6 +51,8 @@ class Outbox:
         name = (op, index)
         if name in self.messages or op in self.forgotten:
             raise ValueError(f"message {name} was submitted before, or its operation is over")
+        if op != self.agreement.latest and (differs := self.agreement.begin(op)):
+            raise FrameError(differs)
         message = self.messages[name] = Outgoing(op, index, length, event.repeatable)
         if length <= self.options.eager_bytes and event.repeatable:
             charge = eager_charge(length)
@@ -106,6 +109,8 @@ class Outbox:
                     raise FrameError(f"message {key} was given a credit it does not need")
                 self._grant(message, name.length)
             elif name.op not in self.forgotten:
+                if differs := self.agreement.unexpected(name.op):
+                    raise FrameError(differs)
                 if len(self.credits) >= MAX_CREDITS:
                     raise FrameError(f"more than {MAX_CREDITS} credits for messages nobody has submitted")
                 self.credits[key] = name.length

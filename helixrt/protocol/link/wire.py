@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from helixrt.protocol.calls import Agreement
 from helixrt.protocol.link.frames import EAGER, Counters, Frame, Kind, counters_body, eager_charge
 from helixrt.protocol.link.messages import Action, Failure, LinkOptions, SendData, SendFrame
 from helixrt.protocol.link.rails import Flight, Rail
@@ -29,8 +30,9 @@ class Wire:
     def __init__(self, generation: int, rails: int, options: LinkOptions) -> None:
         self.generation, self.options = generation, options
         self.rails = [Rail(number) for number in range(rails)]
-        self.inbox = Inbox(options)
-        self.outbox = Outbox(options, self.rails)
+        agreement = Agreement()
+        self.inbox = Inbox(options, agreement)
+        self.outbox = Outbox(options, self.rails, agreement)
         self.owed = 0  # sequenced frames received since the last acknowledgement
         self.told = 0  # of `inbox.consumed`
         self.prompt: Rail | None = None  # an acknowledgement is due now, on this rail if it can be

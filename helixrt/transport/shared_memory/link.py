@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable
 
 from helixrt.errors import Cause
+from helixrt.protocol.calls import Agreement
 from helixrt.protocol.liveness import Stopped
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Sink
 from helixrt.transport.intake import Intake, Stage
@@ -89,8 +90,11 @@ class SharedMemoryLink:
         self._writer, self._reader = RingWriter(own, theirs, self._fence), RingReader(own, theirs, self._fence)
         self._pid, self._stopped = joined.pid, None if period_s is None or not joined.pid else Stopped(period_s)
         self._forgotten: set[int] = set()
-        self._out = Sending(peer, own, theirs, self._writer, outcome, self._forgotten)
-        self._in = Receiving(peer, own, theirs, joined.memory, self._fence, outcome, self._out.put, self._forgotten)
+        agreement = Agreement()
+        self._out = Sending(peer, own, theirs, self._writer, outcome, self._forgotten, agreement)
+        self._in = Receiving(
+            peer, own, theirs, joined.memory, self._fence, outcome, self._out.put, self._forgotten, agreement
+        )
         self._sleeps, self._armed, self._rung = 0, 0, -1
         self._gone = False  # the peer hung up; what it wrote before is still there to be read
         self._again = False  # `progress` stopped in the middle of work, or there is new work

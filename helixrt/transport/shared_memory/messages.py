@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from helixrt.protocol.calls import Agreement
 from helixrt.transport.contract import Buffer, Outcome, Received, Sent
 from helixrt.transport.intake import Intake, fill
 from helixrt.transport.process_memory import ProcessMemory, address_of
@@ -67,7 +68,9 @@ class Sending:
         writer: RingWriter,
         outcome: Callable[[Outcome], None],
         forgotten: set[int],
+        agreement: Agreement,
     ) -> None:
+        self._agreement = agreement
         self._peer, self._own, self._theirs, self._writer, self._outcome = peer, own, theirs, writer, outcome
         self._forgotten = forgotten
         self._offered: dict[Name, _Offered] = {}
@@ -86,6 +89,8 @@ class Sending:
         return next(iter(self._offered), None)
 
     def send(self, op: int, index: int, data: Buffer) -> None:
+        if op != self._agreement.latest and (differs := self._agreement.begin(op)):
+            raise SegmentError(differs)
         size = len(data)
         if size <= EAGER_BYTES and self._may_hold(charge(size)):
             self._eager += charge(size)
@@ -219,7 +224,9 @@ class Receiving:
         outcome: Callable[[Outcome], None],
         put: Callable[[Frame], None],
         forgotten: set[int],
+        agreement: Agreement,
     ) -> None:
+        self._agreement = agreement
         self._peer, self._own, self._theirs, self._memory = peer, own, theirs, memory
         self._fence, self._outcome, self._put, self._forgotten = fence, outcome, put, forgotten
         self._posted: dict[Name, Buffer | Intake] = {}
@@ -240,6 +247,8 @@ class Receiving:
         return next(iter((*self._posted, *self._reading, *self._pulling)), None)
 
     def receive(self, op: int, index: int, into: Buffer | Intake) -> None:
+        if op != self._agreement.latest and (differs := self._agreement.begin(op)):
+            raise SegmentError(differs)
         name = (op, index)
         assert name not in self._posted and name not in self._reading and name not in self._pulling, name
         held = self._held.pop(name, None)
@@ -374,6 +383,8 @@ class Receiving:
         self._own.store(Word.EAGER_FREED, self._freed)
 
     def _new(self, name: Name) -> None:
+        if differs := self._agreement.unexpected(name[0]):
+            raise SegmentError(differs)
         if name in self._held or name in self._offers or name in self._reading or name in self._pulling:
             raise SegmentError(f"message {name} twice")
 

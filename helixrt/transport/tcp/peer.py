@@ -77,6 +77,7 @@ class Peer:
         self.is_touched = False
         self._host = host
         self._heard = False  # the machine heard of what was read
+        self._later: list[m.Action] | None = None  # what is being carried out: more may be added at its end
         self._probed_s = 0.0  # when the control connection last carried a probe
         self._sending: dict[tuple[int, int], Buffer] = {}
         self._receiving: dict[tuple[int, int], Buffer | Intake] = {}
@@ -242,12 +243,22 @@ class Peer:
             self._host.has_frames(self.control)
 
     def tell(self, event: m.Event) -> None:
-        """Let the machine hear `event`, and do what it says."""
+        """Let the machine hear `event`, and do what it says; within an action, after all that it had said before."""
         if self.ended or self.left:
             return
         self._touch()
-        for action in self.link.on(event, self._host.now):
-            self._carry_out(action)
+        actions = self.link.on(event, self._host.now)
+        if self._later is not None:
+            self._later.extend(actions)
+            return
+        self._later = actions
+        try:
+            for action in actions:  # and what is added meanwhile
+                if self.ended:
+                    return
+                self._carry_out(action)
+        finally:
+            self._later = None
 
     def _touch(self) -> None:
         if not self.is_touched:

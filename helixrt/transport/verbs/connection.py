@@ -204,7 +204,7 @@ class VerbsConnection:
             slot = sends.chunks_heard % self._sizes.slots
             check_immediate(int(completion.imm_data), Immediate(self._generation, slot, sends.heard))
             sends.chunks_heard += 1
-            self._take_chunk(self._pair.slot(slot)[: min(self._missing, self._sizes.chunk_bytes)])
+            self._take_chunk(self._pair.slot(slot), int(completion.byte_len))
         if not self.closed and index % CHAIN == CHAIN - 1:
             self._pair.post_receives(index + 1 - CHAIN)
 
@@ -234,9 +234,12 @@ class VerbsConnection:
         self._sequence, self.length, self._at, self.landing = frame.sequence, frame.length, 0, None
         self._carrier.frame_came(self, frame)
 
-    def _take_chunk(self, chunk: memoryview) -> None:
+    def _take_chunk(self, slot: memoryview, written: int) -> None:
         if not self._missing:
             raise FrameError("a chunk came, and no payload is under way")
+        if written != (expected := min(self._missing, self._sizes.chunk_bytes)):
+            raise FrameError(f"a chunk of {written} bytes was written: {expected} must come now")
+        chunk = slot[:written]
         end = self._at + len(chunk)
         self._land(self._at, chunk)
         self._at, self._missing = end, self._missing - len(chunk)

@@ -19,10 +19,8 @@ Memory of the caller is registered where it is, with the NIC that sends it first
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,12 +46,11 @@ from helixrt.transport.verbs.one_sided import Action, OneSided, Window, parse_wi
 from helixrt.transport.verbs.peer import VerbsPeer
 from helixrt.transport.verbs.port_watch import Place, PortWatch
 from helixrt.transport.verbs.queue_pair import Patience, QueuePair, Sizes
+from helixrt.transport.verbs.resources import give_up, keep_for_ever
 from helixrt.transport.verbs.setup import Background, Exchange, Rests
 from helixrt.transport.verbs.wire import Attributes
 
 _REPAIR_S = 0.02  # after a failure: what the rail carried goes over another one first
-
-_log = logging.getLogger("helixrt.transport")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,12 +240,12 @@ class VerbsEndpoint(TcpEndpoint):
             spare.remove(pair)
         else:
             if spare:  # for an address that may never come again
-                _close(spare.pop(0))
+                give_up(spare.pop(0))
             pair = QueuePair(nic, self.verbs_options.sizes, self.verbs_options.patience)
         try:
             return pair, pair.arm()
         except BaseException:
-            _close(pair)
+            give_up(pair)
             raise
 
     def _open(self, rail: int) -> Nic:
@@ -290,7 +287,7 @@ class VerbsEndpoint(TcpEndpoint):
         try:
             pair.disarm()
         except (self._library.Error, OSError):
-            _close(pair)  # destroyed, it answers nobody either
+            give_up(pair)  # destroyed, it answers nobody either
         else:
             self._spare[place].append(pair)
 
@@ -372,29 +369,23 @@ class VerbsEndpoint(TcpEndpoint):
 
     def _give_up(self) -> None:
         self._ports.close()
-        self._background.stop()
+        if not self._background.stop():
+            keep_for_ever(self)  # closing what a job of it uses, or collecting it, would end the process
+            return
         for pairs in self._spare.values():
             for pair in pairs:
-                _close(pair)
+                give_up(pair)
         for registrations in self._registrations.values():
             registrations.clear()
         for region, _ in self._exposed:
             region.close()
         for nic in self._nics.values():
-            _close(nic)
+            give_up(nic)
 
     def disown(self) -> None:
         """In a forked child: closing its copies of what verbs made would close the parent's, so they are kept for ever."""
         super().disown()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-
-
-def _close(resource: QueuePair | Nic) -> None:
-    """What a broken device does not give back is the kernel's when the process ends."""
-    try:
-        resource.close()
-    except Exception as error:  # pyverbs raises several kinds
-        _log.warning("giving up an RDMA resource: %s", error)
+        keep_for_ever(self)
 
 
 def _ignore(result: object, error: BaseException | None) -> None:

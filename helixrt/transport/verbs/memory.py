@@ -2,8 +2,9 @@
 
 In: contiguous views of the caller's memory. Out: for a NIC's send queue their address and key. Registering takes longer
 than sending what is registered, so a range is remembered with the memory that owns it: an allocator cannot give the
-addresses to anybody else while they are in the table, which would have the NIC read what is no longer there. Memory
-whose owner the view does not tell (a bare address) is registered for one message only.
+addresses to anybody else while they are in the table, which would have the NIC read what is no longer there. A tensor's
+storage can be resized under its owner (`storages`): its ranges are known by the storage and its present memory, and leave
+the table when it is resized. Memory whose owner the view does not tell (a bare address) is registered for one message only.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from helixrt.transport.process_memory import address_of
+from helixrt.transport.verbs.storages import Memory, WatchedStorage, storage_of
 
 
 class Registered(Protocol):
@@ -26,13 +28,27 @@ class Registered(Protocol):
     def close(self) -> None: ...
 
 
+class Key(NamedTuple):
+    """What a range is known by: addresses, and for a tensor its storage, which compares by identity, and its memory."""
+
+    address: int
+    end: int
+    storage: WatchedStorage | None = None
+    memory: Memory | None = None
+
+    @property
+    def stale(self) -> bool:
+        """The storage has other memory now."""
+        return self.storage is not None and self.storage.memory() != self.memory
+
+
 class Range:
-    """`address` to `end`, registered. Alive until nobody uses it and the table has let go of it."""
+    """A part of the memory, registered. Alive until nobody uses it and the table has let go of it."""
 
-    __slots__ = ("address", "end", "kept", "keeper", "region", "users")
+    __slots__ = ("kept", "keeper", "region", "users")
 
-    def __init__(self, address: int, end: int, region: Registered, keeper: memoryview | None) -> None:
-        self.address, self.end, self.region = address, end, region
+    def __init__(self, region: Registered, keeper: memoryview | None) -> None:
+        self.region = region
         self.keeper = keeper  # holds the memory as long as the range is remembered
         self.users = 0  # messages on a send queue
         self.kept = keeper is not None  # in the table
@@ -51,7 +67,7 @@ class Registrations:
     def __init__(self, register: Callable[[int, int, bool], Registered], capacity_bytes: int = 1 << 30) -> None:
         self._register, self._capacity = register, capacity_bytes
         self._lock = threading.Lock()
-        self._ranges: OrderedDict[tuple[int, int], Range] = OrderedDict()  # least recently used first
+        self._ranges: OrderedDict[Key, Range] = OrderedDict()  # least recently used first
         self._bytes = 0
         self.made = 0  # registrations so far
 
@@ -60,7 +76,9 @@ class Registrations:
 
         Raises what `register` does."""
         keeper = self._keeper(view)
-        key = _span(view if keeper is None else keeper)
+        key = _key(view if keeper is None else keeper)
+        if key.storage is not None:
+            key.storage.tell(self._resized)
         with self._lock:
             found = self._ranges.get(key)
             if found is None:
@@ -78,14 +96,21 @@ class Registrations:
         whole = _whole(view)
         return view if len(whole) > self._capacity else whole  # a part will do
 
-    def _make(self, key: tuple[int, int], keeper: memoryview | None, writable: bool) -> Range:
-        address, end = key
-        made = Range(address, end, self._register(address, end - address, writable), keeper)
+    def _make(self, key: Key, keeper: memoryview | None, writable: bool) -> Range:
+        for old, each in [(old, each) for old, each in self._ranges.items() if old.stale]:
+            self._drop(old, each)
+        made = Range(self._register(key.address, key.end - key.address, writable), keeper)
         self.made += 1
         if keeper is not None:
             self._ranges[key] = made
-            self._bytes += end - address
+            self._bytes += key.end - key.address
         return made
+
+    def _resized(self, storage: WatchedStorage) -> None:
+        """Its memory is about to be another."""
+        with self._lock:
+            for key, each in [(key, each) for key, each in self._ranges.items() if key.storage is storage]:
+                self._drop(key, each)
 
     def _make_room(self) -> None:
         if self._bytes <= self._capacity:
@@ -96,9 +121,9 @@ class Registrations:
             if not each.users:
                 self._drop(key, each)
 
-    def _drop(self, key: tuple[int, int], each: Range) -> None:
+    def _drop(self, key: Key, each: Range) -> None:
         del self._ranges[key]
-        self._bytes -= each.end - each.address
+        self._bytes -= key.end - key.address
         each.kept, each.keeper = False, None
         if not each.users:
             each.region.close()
@@ -106,7 +131,7 @@ class Registrations:
     def knows(self, view: memoryview) -> bool:
         """Nothing is to be registered for it, now or later."""
         keeper = self._keeper(view)
-        return keeper is None or _span(keeper) in self._ranges
+        return keeper is None or _key(keeper) in self._ranges
 
     def remember(self, view: memoryview) -> None:
         """Register it before it is sent."""
@@ -127,9 +152,9 @@ class Registrations:
                 self._drop(key, each)
 
 
-def _span(view: memoryview) -> tuple[int, int]:
-    address = address_of(view)
-    return address, address + len(view)
+def _key(view: memoryview) -> Key:
+    address, storage = address_of(view), storage_of(view.obj)
+    return Key(address, address + len(view), storage, None if storage is None else storage.memory())
 
 
 def _owned(exporter: Any) -> bool:

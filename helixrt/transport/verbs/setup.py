@@ -31,6 +31,7 @@ link that loses its last rail meanwhile ends with an error at both ends (`tests/
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import queue
 import socket
@@ -46,10 +47,13 @@ from helixrt.transport.verbs.devices import Descriptor
 from helixrt.transport.verbs.queue_pair import QueuePair
 from helixrt.transport.verbs.wire import ATTRIBUTES_BYTES, READY, Attributes, parse_attributes
 
+_log = logging.getLogger("helixrt.transport")
+
 Job = Callable[[], Any]
 Then = Callable[[Any, BaseException | None], None]  # what came of a job, or why nothing did
 SLOW_S, LONGEST_REST_S = 0.25, 30.0
 _STOP = object()
+_JOIN_S = 30.0  # for the jobs that are left when it is stopped; none waits longer than its kernel does
 _CALL_S = 30.0  # for jobs before it; none of them waits for another machine longer than its kernel does
 
 
@@ -113,14 +117,21 @@ class Background:
             then, result, error = self._done.popleft()
             then(result, error)
 
-    def stop(self) -> None:
-        """Do all jobs there are, tell what came of them, and end."""
+    def stop(self) -> bool:
+        """Do all jobs there are, tell what came of them, and end. False if that takes too long: then a job goes on, and what it
+        uses must stay."""
+        ended = True
         if self._started:
             self._jobs.put(_STOP)
-            self._thread.join()
+            self._thread.join(_JOIN_S)
+            ended = not self._thread.is_alive()
         self._watch.remove(self._descriptor)
         self._tell()
-        os.close(self._wakes)
+        if ended:
+            os.close(self._wakes)
+        else:
+            _log.error("the set-up of verbs did not end within %g s; what it uses stays open until the process ends", _JOIN_S)
+        return ended
 
 
 class Rests:

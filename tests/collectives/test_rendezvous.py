@@ -1,0 +1,190 @@
+"""How a group's ranks find each other: one deadline for all of it, also where the store or a member goes silent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from helixrt.collectives import gloo, group_lifecycle
+from helixrt.collectives.deadline import Deadline
+from helixrt.collectives.ftar import FtarExchange
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
+from helixrt.collectives.torchft_group import ProcessGroupHelix
+from helixrt.collectives.work import GroupError
+from helixrt.errors import Retryable
+from helixrt.replica.store import host_store
+from tests.collectives.exchange_conformance import make_exchange
+from tests.collectives.queue_endpoint import Hub, QueueEndpoint
+from tests.ranks_context import ranks_context
+
+LIMIT_S, LATE_S, SLACK_S = 20.0, 0.3, 15.0
+
+
+@pytest.fixture
+def store_address() -> Iterator[str]:
+    server, address = host_store()
+    yield address
+    del server
+
+
+class Hears(QueueEndpoint):
+    """Hears how long `connect` may take, and connects to nobody; it takes a while itself."""
+
+    def __init__(self) -> None:
+        super().__init__(Hub(), b"0")
+        self.limits: list[float] = []
+
+    def connect(
+        self, generation: int, me: int, peers: Any, deadline_s: float, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.limits.append(deadline_s)
+        time.sleep(LATE_S)
+
+
+def comes_late(address: str, prefix: str, said: bytes) -> threading.Thread:
+    """Rank 1 announces itself after a while."""
+
+    def announce() -> None:
+        time.sleep(LATE_S)
+        put: Any = dist.PrefixStore(prefix, client)
+        put.set("address/1", struct.pack("<q", 1) + said)
+
+    host, _, port = address.rpartition(":")
+    client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    thread = threading.Thread(target=announce)
+    thread.start()
+    return thread
+
+
+def test_to_connect_has_what_the_rendezvous_left_of_the_deadline(store_address: str) -> None:
+    endpoint = Hears()
+    exchange = FtarExchange(endpoint, LIMIT_S)
+    late = comes_late(store_address, "late", b"1")
+    exchange.configure(1, (0, 1), 0, f"{store_address}/late")
+    late.join()
+    assert len(endpoint.limits) == 1 and endpoint.limits[0] <= LIMIT_S - LATE_S
+    exchange.close()
+
+
+def test_gloo_connects_in_what_the_rendezvous_left_of_the_deadline(
+    store_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def make(device: Any, store: Any, rank: int, size: int, timeout_s: float, name: str) -> Any:
+        limits.append(timeout_s)
+
+    monkeypatch.setattr(gloo, "make_group", make)
+    exchange = gloo.GlooExchange(2.0)
+    late = comes_late(store_address, "late", b"127.0.0.1 1")
+    exchange.configure(1, (0, 1), 0, f"{store_address}/late")
+    late.join()
+    assert len(limits) == 1 and limits[0] <= 2.0 - LATE_S
+    exchange.close()
+
+
+def test_a_process_group_has_one_deadline_for_all_its_steps(
+    store_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, limits = Hears(), list[float]()
+
+    def all_connected(store: Any, rank: int, size: int, deadline: Any, aborted: Any) -> None:
+        limits.append(deadline.left_s if isinstance(deadline, Deadline) else deadline)
+
+    group = ProcessGroupHelix(timedelta(seconds=LIMIT_S))
+    monkeypatch.setattr(group, "_endpoint", lambda *_: endpoint)
+    monkeypatch.setattr(group_lifecycle, "all_connected", all_connected)
+    late = comes_late(store_address, "late", b"1")
+    group.configure(f"{store_address}/late", "0", 0, 2)
+    late.join()
+    assert endpoint.limits[0] <= LIMIT_S - LATE_S and limits[0] <= endpoint.limits[0] - LATE_S
+    group.shutdown()
+
+
+# ---------------------------------------------------------------- a store that does not answer
+
+
+def serve(pipe: Any) -> None:
+    server, address = host_store()
+    pipe.send(address)
+    pipe.recv()
+    del server
+
+
+@pytest.fixture
+def stopped_store() -> Iterator[tuple[str, Callable[[], None]]]:
+    """The address of a store in another process, and how to stop that process; it lives and answers nothing."""
+    context = ranks_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,))
+    process.start()
+    assert ours.poll(60) and process.pid is not None
+    pid = process.pid
+    yield ours.recv(), lambda: os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    process.join()
+
+
+def ends(call: Callable[[], Any]) -> BaseException | None:
+    """What it raised; fails if it goes on."""
+    raised: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+            raised.append(None)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(SLACK_S)
+    assert raised, f"it goes on after {SLACK_S} s"
+    return raised[0]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "gloo"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_store_that_is_stopped_ends_configure_at_its_deadline(
+    stopped_store: tuple[str, Callable[[], None]], kind: str, known: bool
+) -> None:
+    """Whether this rank has a connection to it or makes one; and again, which must not wait for the first attempt."""
+    address, stop = stopped_store
+    exchange = make_exchange(kind, 0.5)
+    if known:
+        assert isinstance(ends(lambda: exchange.configure(1, (0, 1), 0, f"{address}/1")), Retryable)  # nobody else comes
+    stop()
+    for generation in (2, 3):
+        error = ends(lambda g=generation: exchange.configure(g, (0, 1), 0, f"{address}/{g}"))  # type: ignore[misc]
+        assert isinstance(error, Retryable) and f"generation {generation} failed" in str(error)
+    exchange.close()
+
+
+def test_an_abort_ends_the_wait_for_a_store_that_is_stopped(stopped_store: tuple[str, Callable[[], None]]) -> None:
+    address, stop = stopped_store
+    store = StoreClients().at(address + "/1", LIMIT_S)
+    stop()
+    aborted = threading.Event()
+    threading.Timer(0.1, aborted.set).start()
+    error = ends(lambda: meet(store, 0, 2, b"", 1, Deadline(1000.0), aborted.is_set))
+    assert isinstance(error, StoreSilent) and error.cause.what == "aborted"
+
+
+def test_a_process_group_does_not_wait_for_a_stopped_store_beyond_its_timeout(
+    stopped_store: tuple[str, Callable[[], None]],
+) -> None:
+    address, stop = stopped_store
+    group = ProcessGroupHelix(timedelta(seconds=0.5))
+    stop()
+    error = ends(lambda: group.configure(f"{address}/1", "0", 0, 2))
+    assert isinstance(error, GroupError)
+    group.shutdown()
