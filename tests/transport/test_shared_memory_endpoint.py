@@ -139,6 +139,31 @@ def test_memory_that_cannot_be_read_directly_goes_through_the_ring(two: World, m
     assert not two.ended(0) and not two.ended(1)
 
 
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_receive_whose_offer_is_withdrawn_while_it_is_read_still_waits(
+    two: World, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message, read, withdrawn = Message(0, 1, 5, 0, MIB), ProcessMemory.read, []
+    content = message.content()  # stays readable: the offer alone says that it is withdrawn
+
+    def meanwhile(self: ProcessMemory, address: int, into: int, size: int) -> int:
+        if not withdrawn:
+            two.endpoints[0].forget(message.op)
+            withdrawn.append(True)
+        return read(self, address, into, size)
+
+    monkeypatch.setattr(ProcessMemory, "read", meanwhile)
+    two.receive(message, takes=takes)
+    two.send(message, content)
+    two.run(lambda: bool(withdrawn) and not link(two, 1)._in.busy)
+    assert not two.received([message])
+    assert link(two, 1)._in.awaited() == (message.op, message.index)
+    two.endpoints[0].close()
+    two.run(lambda: bool(two.ended(1)), limit_s=5)
+    (end,) = two.ended(1)
+    assert isinstance(end, Lost) and "before it sent message (5, 0)" in end.cause.what
+
+
 def test_more_offers_than_the_table_holds(two: World) -> None:
     count = OFFERS + 30
     messages = [Message(0, 1, 0, index, EAGER_BYTES + 1) for index in range(count)]

@@ -340,14 +340,13 @@ class Receiving:
                 continue
             del self._reading[name]
             self._fence()
-            if self._theirs.offers[incoming.ticket % OFFERS] != incoming.ticket:
-                continue  # withdrawn: its sender forgot it, and may have written there
-            if self._memory.alive():
+            stands = self._theirs.offers[incoming.ticket % OFFERS] == incoming.ticket
+            if stands and self._memory.alive():
                 self._put(Frame(Kind.TAKEN, name[1], name[0]))
                 self._outcome(Received(self._peer, *name))
                 self.whole = True
-            else:
-                self._posted[name] = incoming.into  # whose bytes these were is not certain
+            else:  # withdrawn by its sender, which may have written there; or the process ended, and the bytes may be another's
+                self._posted[name] = incoming.into
         return total
 
     def _begin(self, name: Name, offer: Frame, into: Buffer | Intake) -> None:
