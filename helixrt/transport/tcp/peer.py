@@ -37,11 +37,17 @@ _HEARD = 1 / 16  # of a period: so often the machine hears that bytes of a long 
 class Host(Protocol):
     """What a peer needs of its endpoint."""
 
-    now: float
     stage: Stage  # for what is used as it comes
     copies: CopyMemory
 
+    @property
+    def now(self) -> float: ...
+
     def add(self, outcome: Outcome) -> None: ...
+
+    def failed(self, peer: Peer, event: m.Failed) -> None:
+        """One message alone came to nothing. Only of messages that were given to `submit` and `post` with more than the
+        contract has."""
 
     def has_frames(self, connection: RailConnection) -> None:
         """It has something to write."""
@@ -87,17 +93,25 @@ class Peer:
     # ---------------------------------------------------------------- the caller
 
     def send(self, op: int, index: int, data: Buffer) -> None:
+        self.submit(m.Submit(op, index, len(data)), data)
+
+    def submit(self, event: m.Submit, data: Buffer) -> None:
+        """Send with all that the machine offers: a deadline, and whether the message may be sent again."""
         if self.left:
             self._end(Lost(self.rank, Cause("it had closed before a message to it began", f"rank {self.rank}")))
         if not self.ended:
-            self._begin(self._sending, m.Submit(op, index, len(data)), data)
+            self._begin(self._sending, event, data)
 
     def receive(self, op: int, index: int, into: Buffer | Sink) -> None:
+        self.post(m.Post(op, index, len(into)), into)
+
+    def post(self, event: m.Post, into: Buffer | Sink) -> None:
+        """Receive, perhaps with a deadline."""
         target = into if isinstance(into, memoryview) else Intake(into, self._host.stage)
         if self.left:
-            self._receive_of_the_left(op, index, target)
+            self._receive_of_the_left(event.op, event.index, target)
         elif not self.ended:
-            self._begin(self._receiving, m.Post(op, index, len(target)), target)
+            self._begin(self._receiving, event, target)
 
     def _begin(self, table: dict[tuple[int, int], _Memory], event: m.Submit | m.Post, memory: _Memory) -> None:
         name = (event.op, event.index)
@@ -325,8 +339,11 @@ class Peer:
                 self._end(PeerAborted(self.rank, cause))
             case m.PeerClosed():
                 self._leave()
-            case m.Failed(op, index, sending, _):  # only of messages with a deadline, and the contract has none
-                raise AssertionError(f"message ({op}, {index}), sending {sending}, failed alone")
+            case m.Failed(op, index, sending, _):
+                table: dict[tuple[int, int], Buffer] | dict[tuple[int, int], Buffer | Intake]
+                table = self._sending if sending else self._receiving
+                del table[op, index]
+                self._host.failed(self, action)
 
     def _landing(self, name: tuple[int, int], landing: Landing, length: int) -> Buffer | Intake | None:
         if landing is Landing.PLACE:
