@@ -50,18 +50,23 @@ class SimulatedSocket:
         self._transmit, self._writable, self._left = transmit, writable, left
         self._error = 0
         self._full = False  # it took nothing for want of room
+        self._lingers = False
         self._partial = bytearray()  # of a frame
         self._unread = bytearray()
 
     @property
     def full(self) -> bool:
-        return self.waiting >= self._capacity
+        return self.waiting >= self._capacity and not self._lingers
 
     @property
     def readable(self) -> bool:
         return not self.closed and bool(self._unread or self._error or self.at_end)
 
     # ---- what the network does
+
+    def linger(self) -> None:
+        """Its owner waits until all that it writes is out: from now on it takes everything."""
+        self._lingers = True
 
     def arrive(self, content: bytes) -> None:
         self._unread += content
@@ -90,7 +95,7 @@ class SimulatedSocket:
             self.turned_away += 1
             raise BlockingIOError
         draw = self._chance.random()
-        if draw < BUSY:
+        if draw < BUSY and not self._lingers:
             self._writable()
             raise BlockingIOError
         content = b"".join(buffers)
@@ -201,7 +206,8 @@ class SimulatedHost(ABC):
             self._writers[connection] = None
 
     def watch(self, connection: RailConnection) -> None:
-        """Whoever delivers something reads it."""
+        """Nothing to do: whoever delivers something has it read."""
+        assert not connection.closed
 
     def unwatch(self, connection: RailConnection) -> None:
         self._writers.pop(connection, None)
@@ -221,8 +227,13 @@ class SimulatedHost(ABC):
             connection.blocked = False
             self._writers[connection] = None
 
+    def writes(self) -> bool:
+        """Write until nothing may be written now; whether there was anything to write."""
+        busy = bool(self._writers)
+        self.write()
+        return busy
+
     def write(self) -> None:
-        """Until nothing may be written now."""
         while self._writers:
             connection = next(iter(self._writers))
             del self._writers[connection]
