@@ -17,7 +17,7 @@ from typing import cast
 
 from helixrt.protocol.link import frames
 from helixrt.protocol.link import messages as m
-from helixrt.protocol.link.frames import HEADER_BYTES, Frame
+from helixrt.protocol.link.frames import HEADER_BYTES, Frame, FrameError
 from helixrt.protocol.liveness import Acknowledgements
 from helixrt.transport.contract import Outcome
 from helixrt.transport.copies import CopyMemory
@@ -139,7 +139,10 @@ class SimulatedSocket:
         """What is whole is the network's."""
         partial, begin = self._partial, 0
         while len(partial) - begin >= HEADER_BYTES:
-            frame = frames.parse(partial[begin : begin + HEADER_BYTES])
+            try:
+                frame = frames.parse(partial[begin : begin + HEADER_BYTES])
+            except FrameError as error:
+                raise AssertionError(f"what was written is no stream of frames: {error}") from error
             end = begin + HEADER_BYTES + frame.length
             if len(partial) < end:
                 break

@@ -34,7 +34,9 @@ Patch = pytest.MonkeyPatch
 Rule = Callable[[Patch], None]
 
 
-def noticed_by(rule: Rule, patch: Patch, run: Callable[[int], object], seeds: Iterable[int], violation: type[Exception]) -> None:
+def noticed_by(
+    rule: Rule, patch: Patch, run: Callable[[int], object], seeds: Iterable[int], violation: type[Exception]
+) -> None:
     """Fails unless one of the worlds `run(seed)` raises `violation` with the rule broken."""
     rule(patch)
     tried = 0
