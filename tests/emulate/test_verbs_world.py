@@ -14,7 +14,7 @@ import pytest
 
 from helixrt.emulate import verbs_world
 from helixrt.emulate.link_world import Violation
-from helixrt.emulate.verbs_world import Verdict, VerbsWorld
+from helixrt.emulate.verbs_world import VerbsWorld, Verdict
 from helixrt.protocol.link.frames import FrameError
 from helixrt.protocol.verbs import flow as verbs_flow
 from helixrt.protocol.verbs.flow import CHAIN, Bounds, Flow
