@@ -22,23 +22,20 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helixrt.errors import Cause
+from helixrt.protocol.shared_memory.frames import OFFERS, Frame, Kind, SegmentError
+from helixrt.protocol.shared_memory.messages import EAGER_BYTES
 from helixrt.transport.contract import Endpoint, Lost, Received
 from helixrt.transport.process_memory import Probe, ProcessMemory, Proof, address_of
 from helixrt.transport.shared_memory import endpoint as shared_memory
 from helixrt.transport.shared_memory import messages as shared_memory_messages
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.shared_memory.link import SharedMemoryLink
-from helixrt.transport.shared_memory.messages import EAGER_BYTES
 from helixrt.transport.shared_memory.segment import (
-    OFFERS,
     Fence,
-    Frame,
-    Kind,
     OwnSegment,
     PeerSegment,
     RingReader,
     RingWriter,
-    SegmentError,
     State,
     Word,
 )

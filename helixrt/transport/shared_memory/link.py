@@ -18,17 +18,16 @@ from collections.abc import Callable
 
 from helixrt.errors import Cause
 from helixrt.protocol.liveness import Stopped
+from helixrt.protocol.shared_memory.frames import Kind, SegmentError
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Sink
 from helixrt.transport.intake import Intake, Stage
 from helixrt.transport.shared_memory.handshake import Joined
 from helixrt.transport.shared_memory.messages import Receiving, Sending
 from helixrt.transport.shared_memory.segment import (
     Fence,
-    Kind,
     NoMemory,
     RingReader,
     RingWriter,
-    SegmentError,
     State,
     Word,
 )
