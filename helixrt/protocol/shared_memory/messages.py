@@ -31,6 +31,18 @@ OFFERS_WAITING = 1 << 16  # more unanswered offers than any plan makes: the peer
 Name = tuple[int, int]  # (op, index)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Both ends of a link have the same. In bytes."""
+
+    eager: int = EAGER_BYTES  # of a short message
+    budget: int = EAGER_BUDGET
+    piece: int = PIECE_BYTES
+
+
+LIMITS = Limits()
+
+
 @dataclass(slots=True)
 class Offered:
     """A message of ours that waits in the caller's memory."""
@@ -50,8 +62,11 @@ class Outbox:
     `waiting` are frames for which the ring had no room; nothing overtakes them.
     """
 
-    def __init__(self, forgotten: set[int]) -> None:
-        self.forgotten = forgotten
+    def __init__(self, forgotten: set[int], ring_most: int, limits: Limits = LIMITS) -> None:
+        """`ring_most`: the longest payload that always finds room in the ring in the end."""
+        self.forgotten, self._limits = forgotten, limits
+        self.short = min(limits.eager, ring_most)  # the longest message that is sent at once
+        self.most = min(limits.piece, ring_most)
         self.offered: dict[Name, Offered] = {}
         self.waiting: deque[Frame] = deque()
         self.asked: deque[Name] = deque()  # offered messages to go through the ring
@@ -65,7 +80,7 @@ class Outbox:
 
     def fits(self, length: int) -> bool:
         """Whether the peer is known to have memory for a short message of this length."""
-        return self.eager + charge(length) - self.freed <= EAGER_BUDGET
+        return self.eager + charge(length) - self.freed <= self._limits.budget
 
     def peer_freed(self, freed: int) -> None:
         """The peer says how many bytes of short messages it has freed."""
@@ -76,7 +91,7 @@ class Outbox:
     def send(self, name: Name, length: int) -> Frame:
         """What to put in the ring: the message, or an offer, whose ticket must stand in the table before."""
         op, index = name
-        if length <= EAGER_BYTES and self.fits(length):
+        if length <= self.short and self.fits(length):
             self.eager += charge(length)
             return Frame(Kind.EAGER, index, op, length, size=length)
         offered = self.offered[name] = Offered(length)
@@ -104,11 +119,11 @@ class Outbox:
             raise SegmentError(f"it has taken message {name}, which was not offered")
         return None
 
-    def piece(self, most: int) -> Frame:
-        """The next piece of what was asked for first, of at most `most` bytes."""
+    def piece(self) -> Frame:
+        """The next piece of what was asked for first."""
         op, index = name = self.asked[0]
         offered = self.offered[name]
-        size = min(offered.length - offered.done, PIECE_BYTES, most)
+        size = min(offered.length - offered.done, self.most)
         return Frame(Kind.PIECE, index, op, offered.length, offered.done, size=size)
 
     def gave(self, piece: Frame) -> Offered | None:
@@ -166,8 +181,8 @@ class Coming:
 class Inbox:
     """The messages of the peer that are not received yet. `direct`: the peer's memory may be read."""
 
-    def __init__(self, direct: bool, forgotten: set[int]) -> None:
-        self._direct, self._forgotten = direct, forgotten
+    def __init__(self, direct: bool, forgotten: set[int], limits: Limits = LIMITS) -> None:
+        self._direct, self._forgotten, self._limits = direct, forgotten, limits
         self.posted: dict[Name, int] = {}  # name -> length
         self.held: dict[Name, int] = {}  # short ones that came before their receiver
         self.offers: dict[Name, Frame] = {}  # long ones whose receiver is not ready
@@ -196,10 +211,10 @@ class Inbox:
     def eager(self, frame: Frame) -> Way:
         """A short message came: DELIVER, HOLD or DROP."""
         name, size = (frame.op, frame.index), frame.size
-        if size != frame.length or size > EAGER_BYTES:
+        if size != frame.length or size > self._limits.eager:
             raise SegmentError(f"a short message of {frame.length} bytes in a frame of {size}")
         self.came += charge(size)
-        if self.came - self.freed > EAGER_BUDGET:
+        if self.came - self.freed > self._limits.budget:
             raise SegmentError(f"{self.came - self.freed} bytes of short messages that nobody waits for")
         posted = self.posted.pop(name, None)
         if posted is None and frame.op not in self._forgotten:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from helixrt.errors import Cause
 from helixrt.protocol.liveness import Stopped
 from helixrt.protocol.shared_memory.frames import Kind, SegmentError
+from helixrt.protocol.shared_memory.messages import LIMITS, Limits
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Sink
 from helixrt.transport.intake import Intake, Stage
 from helixrt.transport.shared_memory.handshake import Joined
@@ -74,6 +75,7 @@ class SharedMemoryLink:
         period_s: float | None,
         outcome: Callable[[Outcome], None],
         stage: Stage,
+        limits: Limits = LIMITS,
     ) -> None:
         self.peer, self.ended = peer, False
         self._stage = stage
@@ -88,8 +90,10 @@ class SharedMemoryLink:
         self._writer, self._reader = RingWriter(own, theirs, self._fence), RingReader(own, theirs, self._fence)
         self._pid, self._stopped = joined.pid, None if period_s is None or not joined.pid else Stopped(period_s)
         self._forgotten: set[int] = set()
-        self._out = Sending(peer, own, theirs, self._writer, outcome, self._forgotten)
-        self._in = Receiving(peer, own, theirs, joined.memory, self._fence, outcome, self._out.put, self._forgotten)
+        self._out = Sending(peer, own, theirs, self._writer, outcome, self._forgotten, limits)
+        self._in = Receiving(
+            peer, own, theirs, joined.memory, self._fence, outcome, self._out.put, self._forgotten, limits
+        )
         self._sleeps, self._armed, self._rung = 0, 0, -1
         self._gone = False  # the peer hung up; what it wrote before is still there to be read
         self._again = False  # `progress` stopped in the middle of work, or there is new work

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from helixrt.protocol.shared_memory.frames import OFFERS, Frame, Kind
-from helixrt.protocol.shared_memory.messages import EAGER_BYTES, Inbox, Name, Offered, Outbox, Way
+from helixrt.protocol.shared_memory.messages import LIMITS, Inbox, Limits, Name, Offered, Outbox, Way
 from helixrt.transport.contract import Buffer, Outcome, Received, Sent
 from helixrt.transport.intake import Intake, fill
 from helixrt.transport.process_memory import ProcessMemory, address_of
@@ -33,9 +33,10 @@ class Sending:
         writer: RingWriter,
         outcome: Callable[[Outcome], None],
         forgotten: set[int],
+        limits: Limits = LIMITS,
     ) -> None:
         self._peer, self._own, self._theirs, self._writer, self._outcome = peer, own, theirs, writer, outcome
-        self._box = Outbox(forgotten)
+        self._box = Outbox(forgotten, writer.largest, limits)
         self._data: dict[Name, Buffer] = {}  # the caller's memory
 
     @property
@@ -49,7 +50,7 @@ class Sending:
 
     def send(self, op: int, index: int, data: Buffer) -> None:
         box, name, length = self._box, (op, index), len(data)
-        if length <= EAGER_BYTES and not box.fits(length):
+        if length <= box.short and not box.fits(length):
             box.peer_freed(self._theirs.load(Word.EAGER_FREED))
         frame = box.send(name, length)
         if frame.ticket:
@@ -85,7 +86,7 @@ class Sending:
                 del self._data[name]
             given += frame.size or 1
         while box.asked and not box.waiting and given < limit:
-            piece = box.piece(self._writer.largest)
+            piece = box.piece()
             place = self._writer.put(piece)
             if place is None:
                 break
@@ -149,10 +150,11 @@ class Receiving:
         outcome: Callable[[Outcome], None],
         put: Callable[[Frame], None],
         forgotten: set[int],
+        limits: Limits = LIMITS,
     ) -> None:
         self._peer, self._own, self._theirs, self._memory = peer, own, theirs, memory
         self._fence, self._outcome, self._put = fence, outcome, put
-        self._box = Inbox(memory is not None, forgotten)
+        self._box = Inbox(memory is not None, forgotten, limits)
         self._into: dict[Name, Buffer | Intake] = {}  # memory that waits for a message, or gets it now
         self._addresses: dict[Name, int] = {}  # of what is read into, unless it is taken in
         self._held: dict[Name, bytes] = {}
