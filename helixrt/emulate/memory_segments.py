@@ -20,7 +20,7 @@ class Segment:
     """One end's, as its owner and as its peer see it."""
 
     def __init__(self, ring_bytes: int, meanwhile: Callable[[], None]) -> None:
-        """`meanwhile` is called at every access to a word: the other process may go on there."""
+        """`meanwhile` is called before every access to a word: the other process may go on there."""
         self._meanwhile = meanwhile
         self.words = memoryview(bytearray(LINE_BYTES * len(Word))).cast("Q")
         self.offers = memoryview(bytearray(8 * OFFERS)).cast("Q")
@@ -34,8 +34,8 @@ class Segment:
         return self.words[word * 8]
 
     def store(self, word: Word, value: int) -> None:
-        self.words[word * 8] = value
         self._meanwhile()
+        self.words[word * 8] = value
 
     def allocate(self, ring_bytes: int) -> None:
         assert ring_bytes <= self.allocated, f"{ring_bytes} bytes of a ring of {self.allocated}"
