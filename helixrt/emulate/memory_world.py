@@ -1,6 +1,7 @@
 """A simulated world for links through shared memory: two processes that go on at any moment of each other's.
 
-In: a seed. Out: a `Verdict`, or a `Violation` with the line that replays it (`python -m helixrt.emulate.memory_world --seed N`).
+In: a seed. Out: a `Verdict`, or a `Violation` with the line that replays it (`python -m helixrt.emulate.memory_world --seed
+N`).
 What runs is `SharedMemoryLink` with its rings, and the pure halves of `protocol/shared_memory/messages.py`; the segments,
 the doorbell and the reading of the other's memory are `memory_segments`'. The other process goes on between any two accesses
 to a word, and while its memory is read. A process that has nothing to do sleeps until its bell rings.
@@ -72,9 +73,9 @@ class End:
 
     def join(self, segments: Sequence[Segment], memory: NeighbourMemory | None) -> None:
         joined = Joined(cast(Any, segments[self.me]), cast(Any, segments[1 - self.me]), cast(Any, memory), -1, 0)
-        self.link = SharedMemoryLink(
-            1 - self.me, cast(Any, self.bell), joined, cast(Any, Watched()), None, self.outcomes.append, _STAGES[self.me], LIMITS
-        )
+        watch, stage = cast(Any, Watched()), _STAGES[self.me]
+        connection = cast(Any, self.bell)
+        self.link = SharedMemoryLink(1 - self.me, connection, joined, watch, None, self.outcomes.append, stage, LIMITS)
 
     # ---- the driver
 

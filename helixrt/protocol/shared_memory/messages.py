@@ -18,6 +18,7 @@ and the receive waits on (for a farewell, or for the end of its operation). What
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -64,7 +65,7 @@ class Outbox:
 
     def __init__(self, forgotten: set[int], ring_most: int, limits: Limits = LIMITS) -> None:
         """`ring_most`: the longest payload that always finds room in the ring in the end."""
-        self.forgotten, self._limits = forgotten, limits
+        self.forgotten, self._budget = forgotten, limits.budget
         self.short = min(limits.eager, ring_most)  # the longest message that is sent at once
         self.most = min(limits.piece, ring_most)
         self.offered: dict[Name, Offered] = {}
@@ -78,22 +79,23 @@ class Outbox:
         """Whether something waits for room in the ring."""
         return bool(self.waiting or self.asked)
 
-    def fits(self, length: int) -> bool:
-        """Whether the peer is known to have memory for a short message of this length."""
-        return self.eager + charge(length) - self.freed <= self._limits.budget
-
     def peer_freed(self, freed: int) -> None:
         """The peer says how many bytes of short messages it has freed."""
         if not self.freed <= freed <= self.eager:
             raise SegmentError(f"{freed} bytes of short messages freed: must be {self.freed} to {self.eager}")
         self.freed = freed
 
-    def send(self, name: Name, length: int) -> Frame:
-        """What to put in the ring: the message, or an offer, whose ticket must stand in the table before."""
+    def send(self, name: Name, length: int, freed: Callable[[], int]) -> Frame:
+        """What to put in the ring: the message, or an offer, whose ticket must stand in the table before. `freed` tells what
+        the peer says of the short messages it has freed; it is asked when they seem to be too many."""
         op, index = name
-        if length <= self.short and self.fits(length):
-            self.eager += charge(length)
-            return Frame(Kind.EAGER, index, op, length, size=length)
+        if length <= self.short:
+            after = self.eager + charge(length)
+            if after - self.freed > self._budget:
+                self.peer_freed(freed())
+            if after - self.freed <= self._budget:
+                self.eager = after
+                return Frame(Kind.EAGER, index, op, length, 0, 0, length)
         offered = self.offered[name] = Offered(length)
         if self._slots:
             self._tickets += 1
@@ -182,7 +184,8 @@ class Inbox:
     """The messages of the peer that are not received yet. `direct`: the peer's memory may be read."""
 
     def __init__(self, direct: bool, forgotten: set[int], limits: Limits = LIMITS) -> None:
-        self._direct, self._forgotten, self._limits = direct, forgotten, limits
+        self._direct, self._forgotten = direct, forgotten
+        self._short, self._budget = limits.eager, limits.budget
         self.posted: dict[Name, int] = {}  # name -> length
         self.held: dict[Name, int] = {}  # short ones that came before their receiver
         self.offers: dict[Name, Frame] = {}  # long ones whose receiver is not ready
@@ -211,17 +214,18 @@ class Inbox:
     def eager(self, frame: Frame) -> Way:
         """A short message came: DELIVER, HOLD or DROP."""
         name, size = (frame.op, frame.index), frame.size
-        if size != frame.length or size > self._limits.eager:
+        if size != frame.length or size > self._short:
             raise SegmentError(f"a short message of {frame.length} bytes in a frame of {size}")
-        self.came += charge(size)
-        if self.came - self.freed > self._limits.budget:
+        cost = charge(size)
+        self.came += cost
+        if self.came - self.freed > self._budget:
             raise SegmentError(f"{self.came - self.freed} bytes of short messages that nobody waits for")
         posted = self.posted.pop(name, None)
         if posted is None and frame.op not in self._forgotten:
             self._new(name)
             self.held[name] = size
             return Way.HOLD
-        self.freed += charge(size)
+        self.freed += cost
         if posted is None:
             return Way.DROP
         self._agreed(name, size, posted)

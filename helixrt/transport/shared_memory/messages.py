@@ -49,10 +49,8 @@ class Sending:
         return next(iter(self._box.offered), None)
 
     def send(self, op: int, index: int, data: Buffer) -> None:
-        box, name, length = self._box, (op, index), len(data)
-        if length <= box.short and not box.fits(length):
-            box.peer_freed(self._theirs.load(Word.EAGER_FREED))
-        frame = box.send(name, length)
+        box, name = self._box, (op, index)
+        frame = box.send(name, len(data), self._freed)
         if frame.ticket:
             self._own.offers[frame.ticket % OFFERS] = frame.ticket
             frame = frame._replace(where=address_of(data))
@@ -61,6 +59,9 @@ class Sending:
             box.waiting.append(frame)
         elif frame.kind == Kind.OFFER:
             self._data[name] = data
+
+    def _freed(self) -> int:
+        return self._theirs.load(Word.EAGER_FREED)
 
     def forget(self, op: int) -> None:
         for offered in self._box.forget(op):
@@ -177,7 +178,8 @@ class Receiving:
             self._deliver(name, self._held.pop(name), into)
             return
         self._into[name] = into
-        self._begin(name, way)
+        if way is not Way.WAIT:
+            self._begin(name, way)
 
     def forget(self, op: int) -> None:
         freed = self._box.forget(op)

@@ -46,8 +46,7 @@ class Host(Protocol):
     def add(self, outcome: Outcome) -> None: ...
 
     def failed(self, peer: Peer, event: m.Failed) -> None:
-        """One message alone came to nothing. Only of messages that were given to `submit` and `post` with more than the
-        contract has."""
+        """One message alone came to nothing: only of those that `submit` and `post` got with more than the contract has."""
 
     def has_frames(self, connection: RailConnection) -> None:
         """It has something to write."""
@@ -63,8 +62,7 @@ class Host(Protocol):
     def look_for(self, peer: Peer, rail: int) -> None:
         """A connection was closed by the other end: is anybody there?"""
 
-    def touched(self, peer: Peer) -> None:
-        """Its deadline may be another."""
+    def touched(self, peer: Peer) -> None: ...  # its deadline may be another
 
     def note(self, peer: Peer, event: m.ForTheRecord) -> None:
         """For the flight record."""
@@ -90,13 +88,12 @@ class Peer:
         self._held: dict[tuple[int, int], Buffer] = {}
         self._unsaid: set[tuple[int, int]] = set()  # kept, and no rail has them yet
 
-    # ---------------------------------------------------------------- the caller
+    # ---- the caller; `submit` and `post` take all that the machine offers, a deadline too
 
     def send(self, op: int, index: int, data: Buffer) -> None:
         self.submit(m.Submit(op, index, len(data)), data)
 
     def submit(self, event: m.Submit, data: Buffer) -> None:
-        """Send with all that the machine offers: a deadline, and whether the message may be sent again."""
         if self.left:
             self._end(Lost(self.rank, Cause("it had closed before a message to it began", f"rank {self.rank}")))
         if not self.ended:
@@ -106,7 +103,6 @@ class Peer:
         self.post(m.Post(op, index, len(into)), into)
 
     def post(self, event: m.Post, into: Buffer | Sink) -> None:
-        """Receive, perhaps with a deadline."""
         target = into if isinstance(into, memoryview) else Intake(into, self._host.stage)
         if self.left:
             self._receive_of_the_left(event.op, event.index, target)
@@ -340,9 +336,7 @@ class Peer:
             case m.PeerClosed():
                 self._leave()
             case m.Failed(op, index, sending, _):
-                table: dict[tuple[int, int], Buffer] | dict[tuple[int, int], Buffer | Intake]
-                table = self._sending if sending else self._receiving
-                del table[op, index]
+                (self._sending if sending else self._receiving).pop((op, index))
                 self._host.failed(self, action)
 
     def _landing(self, name: tuple[int, int], landing: Landing, length: int) -> Buffer | Intake | None:
