@@ -170,6 +170,10 @@ class Way(Enum):
     PULL = "pull"  # it is to be asked for, and comes through the ring
 
 
+# An enum's members are found slowly, and one is returned for each message.
+_WAIT, _DELIVER, _HOLD, _DROP, _READ, _PULL = Way
+
+
 @dataclass(slots=True)
 class Coming:
     """A message of the peer's that is on its way in."""
@@ -204,12 +208,12 @@ class Inbox:
         if held is not None:
             self._agreed(name, held, length)
             self.freed += charge(held)
-            return Way.DELIVER
+            return _DELIVER
         offer = self.offers.pop(name, None)
         if offer is not None:
             return self._begin(name, offer, length)
         self.posted[name] = length
-        return Way.WAIT
+        return _WAIT
 
     def eager(self, frame: Frame) -> Way:
         """A short message came: DELIVER, HOLD or DROP."""
@@ -224,18 +228,18 @@ class Inbox:
         if posted is None and frame.op not in self._forgotten:
             self._new(name)
             self.held[name] = size
-            return Way.HOLD
+            return _HOLD
         self.freed += cost
         if posted is None:
-            return Way.DROP
+            return _DROP
         self._agreed(name, size, posted)
-        return Way.DELIVER
+        return _DELIVER
 
     def offer(self, frame: Frame) -> Way:
         """A long message waits at the peer: READ, PULL, or it is to WAIT (or to DROP)."""
         name = (frame.op, frame.index)
         if frame.op in self._forgotten:
-            return Way.DROP
+            return _DROP
         posted = self.posted.pop(name, None)
         if posted is not None:
             return self._begin(name, frame, posted)
@@ -243,7 +247,7 @@ class Inbox:
         if len(self.offers) >= OFFERS_WAITING:
             raise SegmentError(f"more than {OFFERS_WAITING} offers that nobody waits for")
         self.offers[name] = frame
-        return Way.WAIT
+        return _WAIT
 
     def piece(self, frame: Frame) -> Coming | None:
         """A piece came, for the bytes up to `done`; None: nobody wants it any more. Whole when it is not `pulling` any more."""
@@ -298,9 +302,9 @@ class Inbox:
         self._agreed(name, offer.length, length)
         if self._direct and offer.ticket and length:
             self.reading[name] = Coming(length, 0, offer.where, offer.ticket)
-            return Way.READ
+            return _READ
         self.pulling[name] = Coming(length)
-        return Way.PULL
+        return _PULL
 
     def _new(self, name: Name) -> None:
         if name in self.held or name in self.offers or name in self.reading or name in self.pulling:

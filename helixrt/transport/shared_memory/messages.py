@@ -20,6 +20,7 @@ from helixrt.transport.process_memory import ProcessMemory, address_of
 from helixrt.transport.shared_memory.segment import Fence, OwnSegment, PeerSegment, RingWriter, Word
 
 READ_BYTES = 4 << 20  # per system call
+_WAIT, _DELIVER, _HOLD, _READ, _PULL = Way.WAIT, Way.DELIVER, Way.HOLD, Way.READ, Way.PULL  # found faster so
 
 
 class Sending:
@@ -173,12 +174,12 @@ class Receiving:
     def receive(self, op: int, index: int, into: Buffer | Intake) -> None:
         name = (op, index)
         way = self._box.receive(name, len(into))
-        if way is Way.DELIVER:
+        if way is _DELIVER:
             self._free()
             self._deliver(name, self._held.pop(name), into)
             return
         self._into[name] = into
-        if way is not Way.WAIT:
+        if way is not _WAIT:
             self._begin(name, way)
 
     def forget(self, op: int) -> None:
@@ -200,11 +201,11 @@ class Receiving:
     def eager(self, frame: Frame, payload: memoryview) -> None:
         name = (frame.op, frame.index)
         way = self._box.eager(frame)
-        if way is Way.HOLD:
+        if way is _HOLD:
             self._held[name] = bytes(payload)
             return
         self._free()
-        if way is Way.DELIVER:
+        if way is _DELIVER:
             self._deliver(name, payload, self._into.pop(name))
 
     def offer(self, frame: Frame) -> None:
@@ -260,9 +261,9 @@ class Receiving:
         return total
 
     def _begin(self, name: Name, way: Way) -> None:
-        if way is Way.PULL:
+        if way is _PULL:
             self._pull(name)
-        elif way is Way.READ:
+        elif way is _READ:
             into = self._into[name]
             if not isinstance(into, Intake):
                 self._addresses[name] = address_of(into)
