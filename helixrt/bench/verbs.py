@@ -24,10 +24,11 @@ from helixrt.bench import _verbs_failures, _verbs_picture
 from helixrt.bench._figures import Spread
 from helixrt.bench._verbs_pair import Pair
 from helixrt.lab import nics
+from helixrt.protocol.verbs.flow import CHAIN
 from helixrt.transport.process_memory import address_of
 from helixrt.transport.verbs.devices import Nic, VerbsRail
 from helixrt.transport.verbs.library import library
-from helixrt.transport.verbs.queue_pair import CHAIN, NUMBER_MASK, RECEIVE_BIT, Patience, QueuePair, Request, Sizes
+from helixrt.transport.verbs.queue_pair import NUMBER_MASK, RECEIVE_BIT, Patience, QueuePair, Request, Sizes
 from helixrt.transport.verbs.wire import Attributes
 
 _DEFAULT = Sizes()

@@ -16,6 +16,7 @@ from helixrt.protocol.collective import messages as c
 from helixrt.protocol.link import frames
 from helixrt.protocol.link import messages as l
 from helixrt.protocol.link.frames import Frame, Kind
+from helixrt.transport.tcp.peer import CONTROL
 
 RAIL_FAULTS = ("break", "half-open", "slow", "double")  # a link survives these by itself
 FAULTS = (*RAIL_FAULTS, "loss", "silence", "crash", "pause", "partition", "late", "close", "garbage")
@@ -80,7 +81,7 @@ class Faults(Generations):
         elif kind == "partition":
             self.cut_off[rank] = until
             for other in range(self.size):
-                for rail in range(self.rails) if other != rank else ():
+                for rail in (CONTROL, *range(self.rails)) if other != rank else ():
                     weather = self.fabric.of(rank, other, rail)
                     weather.silent = [max(until, s) for s in weather.silent]
                     weather.ails = max(weather.ails, until)
@@ -126,7 +127,7 @@ class Faults(Generations):
     def leave_slow(self, node: Node, peer: int, rail: int) -> None:
         rails = node.links[peer].rails
         before = any(r.usable for r in rails)
-        self.drive(node, peer, l.RailSlow(rail))
+        self.drive(node, node.peers[peer].tell, l.RailSlow(rail))
         if before and not any(r.usable for r in rails):
             raise self.fail(f"rank {node.rank} left its last rail to rank {node.ranks[peer]} for being slow")
 
@@ -145,7 +146,7 @@ class Faults(Generations):
             node.closing = True
             told = [node.ranks[peer] for peer, link in node.links.items() if any(rail.up for rail in link.rails)]
             self.farewells |= {(node.generation, node.rank, rank) for rank in told}
-            self.drive(node, -1, c.Aborted(Cause("it closes", f"rank {node.rank}")))
+            self.tell(node, c.Aborted(Cause("it closes", f"rank {node.rank}")))
 
     def peer_ended(self, node: Node, peer: int, how: l.Lost | l.PeerAborted) -> None:
         told = (node.generation, node.ranks[peer], node.rank) in self.farewells

@@ -12,11 +12,13 @@ from dataclasses import replace
 
 from helixrt.emulate.collective_driver import Driver
 from helixrt.emulate.collective_node import Node
+from helixrt.emulate.streams import SimulatedConnection
 from helixrt.errors import Cause
 from helixrt.protocol.collective import messages as c
 from helixrt.protocol.collective.machine import CollectiveMachine
 from helixrt.protocol.link import messages as l
 from helixrt.protocol.link.machine import Link
+from helixrt.transport.tcp.peer import CONTROL, Peer
 
 OPTIONS = l.LinkOptions(
     eager_bytes=64,
@@ -91,7 +93,7 @@ class Generations(Driver):
         if self.cut_off.get(node.rank, 0.0) > self.clock.now:
             self.clock.at(self.cut_off[node.rank], self.ask_to_reconfigure, node, generation)
         elif generation and node.generation == generation:
-            self.drive(node, -1, c.Aborted(Cause("another rank wants to join", f"rank {node.rank}")))
+            self.tell(node, c.Aborted(Cause("another rank wants to join", f"rank {node.rank}")))
 
     def configure(self, node: Node, generation: int, members: tuple[int, ...]) -> None:
         if not node.alive or self.paused(node, self.configure, node, generation, members):
@@ -101,13 +103,16 @@ class Generations(Driver):
             return
         node.generation, node.ranks, node.me = generation, members, members.index(node.rank)
         node.machine = CollectiveMachine(node.me, len(members), WINDOW_BYTES, self.concurrent)
-        node.links = {p: Link(generation, p, self.rails, self.options) for p in range(len(members)) if p != node.me}
-        node.ticks = dict.fromkeys(node.links, math.inf)
         node.begin_again()
+        for peer in range(len(members)):
+            if peer != node.me:
+                link = self.observed(node, peer, Link(generation, peer, self.rails, self.options))
+                node.peers[peer] = Peer(node, peer, link, [], ())
+        node.ticks = dict.fromkeys(node.peers, math.inf)
         others = self.configured.setdefault(generation, [])
         for other in others:
             if other.alive and other.generation == generation:
-                for rail in range(self.rails):
+                for rail in (CONTROL, *range(self.rails)):
                     self.dial(generation, node.rank, other.rank, rail)
         others.append(node)
         self.clock.at(self.clock.now + CONNECT_S, self.connected_in_time, node, generation)
@@ -116,8 +121,8 @@ class Generations(Driver):
     def connected_in_time(self, node: Node, generation: int) -> None:
         if not node.alive or self.paused(node, self.connected_in_time, node, generation):
             return
-        if node.generation == generation and len(node.reached) < len(node.links):
-            self.drive(node, -1, c.Aborted(Cause("not all peers came", f"rank {node.rank}")))
+        if node.generation == generation and len(node.reached) < len(node.peers):
+            self.tell(node, c.Aborted(Cause("not all peers came", f"rank {node.rank}")))
 
     def leave(self, node: Node, cause: Cause) -> None:
         """What a communicator does at Break, or when it closes: tell the peers, give up the links, take back memory; then ask
@@ -127,22 +132,35 @@ class Generations(Driver):
         if node.finished & node.given_up or node.finished | node.given_up != node.memories.keys():
             ends = f"done {sorted(node.finished)}, failed or skipped {sorted(node.given_up)}"
             raise self.fail(f"rank {node.rank}: collectives {sorted(node.memories)} were submitted; {ends}")
-        for peer, link in node.links.items():
-            for action in link.on(l.Close() if closing else l.Abort(cause), self.clock.now):
-                if isinstance(action, l.SendFrame):
-                    self.write(node, peer, action.rail, action.frame, None)
-        for (peer, _), connection in node.rails.items():
-            self.fabric.close(connection, self.end(node, peer), flush=closing or self.random.random() < 0.5)
-        for payloads in node.flying.values():
-            for payload in payloads:
-                payload.data = bytes(payload.data)
+        self.farewell(node, None if closing else cause)
         self.check_memories(node)
         for memory in node.memories.values():
             memory.out[:] = b"\xbb" * len(memory.out)  # the caller's again, to do with what it likes
         self.tally(node)
-        node.links.clear()
+        node.peers.clear()
         node.generation = 0
         self.clock.after((0.0005, 0.3 if closing else 0.01), self.join, node)
+
+    def farewell(self, node: Node, cause: Cause | None) -> None:
+        """What an endpoint does at `abort(cause)`, or at `close`: the last words, then all connections are closed."""
+        for (index, _), connection in node.rails.items():
+            end = self.end(node, index)
+            connection.flush[end] = cause is None or self.random.random() < 0.5
+            if cause is None:
+                connection.sockets[end].linger()
+        for peer in node.peers.values():
+            if peer.ended or peer.left:
+                continue
+            if cause is not None:
+                peer.say_why(peer.link.first.settle(cause))
+                continue
+            peer.tell(l.Close())
+            for made in peer.rails:
+                if isinstance(made, SimulatedConnection):
+                    node.writable(made)
+            node.write()
+        for peer in node.peers.values():
+            peer.end_quietly()
 
     @abstractmethod
     def check_memories(self, node: Node) -> None:

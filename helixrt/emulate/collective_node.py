@@ -1,71 +1,101 @@
-"""One process of a simulated world for FTAR, and what it holds for its generation.
+"""One process of a simulated world for FTAR: production's peers, and what it holds for its generation.
 
 In and out: nothing; `collective_driver` moves it, `collective_world` judges it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import cast
+from collections import deque
+from typing import TYPE_CHECKING
 
-from helixrt.emulate.fabric import Connection, Payload
+from helixrt.emulate.fabric import Connection
 from helixrt.emulate.plans import Memory
+from helixrt.emulate.streams import SimulatedConnection, SimulatedHost
 from helixrt.protocol.collective.machine import CollectiveMachine
-from helixrt.protocol.collective.messages import Await
+from helixrt.protocol.collective.messages import Await, Event
+from helixrt.protocol.link import messages as l
 from helixrt.protocol.link.machine import Link
+from helixrt.transport.rail_connection import RailConnection
+from helixrt.transport.tcp.peer import Peer
+
+if TYPE_CHECKING:
+    from helixrt.emulate.collective_driver import Driver
 
 Name = tuple[int, int, int]  # peer's index in the generation, op, index
 
 
-@dataclass(eq=False)
-class Node:
-    """One process: a rank's incarnation, and what it holds for its generation. Peers are numbered by their place in it."""
+class Node(SimulatedHost):
+    """One process: a rank's incarnation, and what it holds for its generation. Peers are numbered by their place in it.
 
-    rank: int
-    incarnation: int
-    ahead: int  # collectives it submits before the first of them has ended
-    alive: bool = True
-    unreachable: bool = False  # it died with its host: nobody is there to refuse a connection
-    paused_until: float = 0.0
-    backlog: list[tuple[object, ...]] = field(default_factory=list)
+    `ahead`: collectives it submits before the first of them has ended.
+    """
 
-    generation: int = 0  # 0: it is in none
-    ranks: tuple[int, ...] = ()
-    me: int = 0
-    machine: CollectiveMachine = field(default_factory=lambda: CollectiveMachine(0, 1, 0))
-    links: dict[int, Link] = field(default_factory=dict)
-    ticks: dict[int, float] = field(default_factory=dict)  # when the link's next Tick is due
-    rails: dict[tuple[int, int], Connection] = field(default_factory=dict)  # (peer, rail)
-    reached: set[int] = field(default_factory=set)
-    left: set[int] = field(default_factory=set)  # peers that closed on purpose
-    closing: bool = False  # it is about to do that itself
-    points_first: bool = False  # its program waits for single messages before it begins with collectives
-    submitted: int = 0
-    finished: set[int] = field(default_factory=set)
-    given_up: set[int] = field(default_factory=set)  # collectives that failed or were skipped
+    def __init__(self, driver: Driver, rank: int, incarnation: int, ahead: int) -> None:
+        super().__init__(driver.random, driver.stage)
+        self._driver = driver
+        self.rank, self.incarnation, self.ahead = rank, incarnation, ahead
+        self.alive = True
+        self.unreachable = False  # it died with its host: nobody is there to refuse a connection
+        self.paused_until = 0.0
+        self.backlog: list[tuple[object, ...]] = []
 
-    memories: dict[int, Memory] = field(default_factory=dict)
-    after: dict[int, bytes] = field(default_factory=dict)  # op -> what OUT was when it ended
-    outgoing: dict[Name, memoryview] = field(default_factory=dict)
-    kept: dict[Name, bytes] = field(default_factory=dict)
-    flying: dict[Name, list[Payload]] = field(default_factory=dict)
-    posted: dict[Name, memoryview] = field(default_factory=dict)
-    summing: dict[Name, Await] = field(default_factory=dict)  # posted, and reduced when they are whole
-    held: dict[Name, bytes] = field(default_factory=dict)
-    landing: dict[Connection, memoryview | Name | None] = field(default_factory=dict)
-    received: set[Name] = field(default_factory=set)
-    unsent: set[Name] = field(default_factory=set)
+        self.generation = 0  # 0: it is in none
+        self.ranks: tuple[int, ...] = ()
+        self.me = 0
+        self.machine = CollectiveMachine(0, 1, 0)
+        self.events: deque[Event] = deque()  # that the machine has yet to hear
+        self.peers: dict[int, Peer] = {}
+        self.ticks: dict[int, float] = {}  # when the link's next Tick is due
+        self.rails: dict[tuple[int, int], Connection] = {}  # (peer, rail)
+        self.reached: set[int] = set()
+        self.closing = False  # it is about to close on purpose
+        self.points_first = False  # its program waits for single messages before it begins with collectives
+        self.submitted = 0
+        self.finished: set[int] = set()
+        self.given_up: set[int] = set()  # collectives that failed or were skipped
+
+        self.memories: dict[int, Memory] = {}
+        self.after: dict[int, bytes] = {}  # op -> what OUT was when it ended
+        self.summing: dict[Name, tuple[memoryview, Await]] = {}  # reduced when they are whole
+        self.received: set[Name] = set()
+
+    @property
+    def links(self) -> dict[int, Link]:
+        return {index: peer.link for index, peer in self.peers.items()}
 
     def begin_again(self) -> None:
         """Nothing of the last generation is left."""
-        for numbers in (self.reached, self.left, self.finished, self.given_up):
+        for numbers in (self.reached, self.finished, self.given_up, self.received):
             numbers.clear()
+        for by_name in (self.memories, self.after, self.rails, self.summing):
+            by_name.clear()
         self.submitted = 0
-        self.received.clear()
-        self.unsent.clear()
-        self.memories.clear()
-        self.after.clear()
-        self.rails.clear()
-        self.landing.clear()
-        for by_name in (self.outgoing, self.kept, self.flying, self.posted, self.summing, self.held):
-            cast("dict[Name, object]", by_name).clear()
+        self.outcomes.clear()
+        self.events.clear()
+        self.settled()
+
+    # ---- what its peers ask for
+
+    @property
+    def now(self) -> float:
+        return self._driver.clock.now
+
+    def unwatch(self, connection: RailConnection) -> None:
+        super().unwatch(connection)
+        name = (connection.peer, connection.number)
+        carrier = self.rails.get(name)
+        assert isinstance(connection, SimulatedConnection)
+        if carrier is not None and connection.simulated in carrier.sockets:
+            del self.rails[name]
+
+    def restore(self, peer: Peer, rail: int) -> None:
+        self._driver.restore(self, peer.rank, rail)
+
+    def look_for(self, peer: Peer, rail: int) -> None:
+        self._driver.look_for(self, peer.rank, rail)
+
+    def note(self, peer: Peer, event: l.ForTheRecord) -> None:
+        self._driver.note(f"rank {self.rank} says of rank {self.ranks[peer.rank]}: {event}")
+
+    def failed(self, peer: Peer, event: l.Failed) -> None:
+        raise self._driver.fail(f"rank {self.rank}: unexpected {event} of the link to {peer.rank}")

@@ -67,6 +67,8 @@ class Verdict:
     skipped: int
     expired: int
     left_out: int
+    no_route: int  # attempts to restore a rail that failed while the peer carried out what asked for them
+    blocked: int  # writes that a full connection turned away
 
 
 class CollectiveWorld(Faults):
@@ -143,12 +145,13 @@ class CollectiveWorld(Faults):
             self.tally(node)
         if set(self.faults) <= set(RAIL_FAULTS) and self.generation > 1:
             raise self.fail(f"rails alone failed, yet it took {self.generation} generations")
+        self.count["blocked"] = sum(socket.turned_away for socket in self.fabric.sockets)
         found = {f.name: self.count[f.name] for f in fields(Verdict)[4:]}
         return Verdict(self.seed, self.clock.now, self.clock.events, self.generation, **found)
 
     def boot(self, rank: int, incarnation: int) -> None:
         self.pending -= incarnation > 0
-        node = Node(rank, incarnation, self.random.randint(1, len(self.tasks)))
+        node = Node(self, rank, incarnation, self.random.randint(1, len(self.tasks)))
         node.points_first = self.random.random() < 0.5
         self.nodes[rank] = node
         self.note(f"rank {rank} starts, incarnation {incarnation}")
@@ -157,7 +160,7 @@ class CollectiveWorld(Faults):
     # ---- operations
 
     def connected(self, node: Node) -> None:
-        if len(node.reached) < len(node.links):
+        if len(node.reached) < len(node.peers):
             return
         points = self.points_of(node)
         for op in points:
@@ -186,7 +189,7 @@ class CollectiveWorld(Faults):
         plan = self.prepare(node, op) if op >= 0 else self.prepare_point(node, op)
         if "late" in self.faults:
             self.clock.at(self.clock.now + DEADLINE_S, self.expire, node, generation, op)
-        self.drive(node, -1, c.Submitted(op, plan))
+        self.tell(node, c.Submitted(op, plan))
 
     def prepare(self, node: Node, op: int) -> Plan:
         """The plan of a collective, and its memory."""
@@ -212,7 +215,7 @@ class CollectiveWorld(Faults):
             return
         if node.generation == generation and op not in node.finished:
             self.count["expired"] += 1
-            self.drive(node, -1, c.Expired(op))
+            self.tell(node, c.Expired(op))
 
     def ended(self, node: Node, op: int) -> None:
         """Compares a result with what it must be, and its bits with everyone else's."""

@@ -1,22 +1,25 @@
-"""One end of a simulated link: a driver on memory that remembers whose it is, and the caller above it.
+"""One end of a simulated link: production's `Peer` and its `Link`, and a caller above them that never forgives.
 
-In: what the network brings and what the world lets the caller do. Out: calls of the network for what the link asks
-for; `Wrong` as soon as a promise of the link is broken: a message handed on twice or before it is whole, memory
-written or read that is its owner's again, what must not be repeated sent twice, bounds overrun, a busy loop.
+In: what the network brings and what the world lets the caller do. Out: calls of the network; `Wrong` as soon as a promise
+of the link is broken. The caller's memory is real: what it lends has the bytes of its message, and is overwritten at the
+moment it is the caller's again. So a message that is handed on before it is whole, sent from memory that was given back, or
+written into such memory, shows in its bytes.
 """
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from helixrt.emulate.streams import SimulatedConnection, SimulatedHost
 from helixrt.protocol.link import messages as m
-from helixrt.protocol.link.frames import Kind
+from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.machine import Link
-
-if TYPE_CHECKING:
-    from helixrt.emulate.link_network import Connection
+from helixrt.transport.contract import Lost, Outcome, PeerAborted, Received, Sent
+from helixrt.transport.intake import Stage
+from helixrt.transport.tcp.peer import Peer
 
 Name = tuple[int, int]  # op, index
 
@@ -34,6 +37,8 @@ class Surroundings(ABC):
     """What an end needs of its world."""
 
     now: float
+    random: random.Random
+    stage: Stage
     ends: list[End]
     ordered: bool  # no rail reorders, doubles or loses, and the link is not striped: messages come in their order
     sends: dict[tuple[int, Name], int]  # (end, message) -> how often it was handed to a rail
@@ -47,88 +52,119 @@ class Surroundings(ABC):
         """Whether the process of `me` is stopped: then `what` comes when it goes on."""
 
     @abstractmethod
-    def acknowledged(self, me: int) -> Sequence[int]:
-        """Rails whose other end's kernel acknowledges what `me` sends, also while the process there is stopped."""
-
-    @abstractmethod
     def note(self, end: int, *what: object) -> None:
         """For whoever reads the run."""
-
-    @abstractmethod
-    def transmit(self, me: int, action: m.SendFrame | m.SendData) -> None: ...
 
     @abstractmethod
     def restore(self, me: int, rail: int) -> None: ...
 
     @abstractmethod
-    def close(self, me: int, rail: int) -> None: ...
+    def look_for(self, me: int, rail: int) -> None: ...
 
 
-def content(end: int, name: Name) -> str:
+def content(end: int, name: Name, length: int) -> bytes:
     """What `end` sends as message `name`."""
-    return f"{name} of {end}"
+    text = b"%d of %d in %d; " % (name[1], end, name[0])
+    return (text * (length // len(text) + 1))[:length]
 
 
-class End:
+class Inbox:
+    """Memory that the caller lends for a message, or a sink that takes it piece by piece."""
+
+    def __init__(self, name: Name, length: int) -> None:
+        self.name, self.memory = name, memoryview(bytearray(b"\xaa" * length))
+        self.ended = False  # it is the caller's again
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def take(self, at: int, piece: memoryview) -> None:
+        check(not self.ended, f"a piece of {self.name}, which is its owner's again")
+        check(at == self._at, f"bytes of {self.name} from {at} on: {self._at} is the next")
+        self._at += len(piece)
+        self.memory[at : at + len(piece)] = piece
+
+    def end(self) -> None:
+        self.ended = True
+        self.memory[:] = b"\xbb" * len(self.memory)
+
+    def check_untouched(self) -> None:
+        check(self.memory == b"\xbb" * len(self.memory), f"memory of {self.name} was written, which is its owner's again")
+
+
+class End(SimulatedHost):
     def __init__(self, world: Surroundings, me: int, link: Link) -> None:
+        super().__init__(world.random, world.stage)
         self.world, self.me, self.link = world, me, link
-        self.lent: dict[Name, str] = {}  # receive memory: name -> what stands in it
+        self._on, link.on = link.on, self._observed  # type: ignore[method-assign]
+        self.peer = Peer(self, 1 - me, link, [], ())
+        self.lent: dict[Name, Inbox] = {}
+        self.returned: list[Inbox] = []
+        self.sources: dict[Name, memoryview] = {}
         self.submitted: dict[Name, m.Submit] = {}
         self.sent: set[Name] = set()
         self.received: list[Name] = []
-        self.failed: set[tuple[Name, bool]] = set()
+        self.failures: set[tuple[Name, bool]] = set()
         self.forgotten: set[int] = set()
-        self.copies: set[Name] = set()
-        self.held: dict[Name, str] = {}
-        self.landing: dict[int, tuple[int, Name, m.Landing]] = {}  # rail -> sequence, name, where
-        self.connections: dict[int, Connection] = {}
+        self.copies_of: set[Name] = set()
         self.usable: set[int] = set()  # rails, by what the link reported
         self.used: set[int] = set()  # rails that have been usable
-        self.ended: m.Lost | m.PeerAborted | m.PeerClosed | None = None
+        self.noted, self.to_note = 0, 0  # what was said for the record
+        self.ended: Lost | PeerAborted | None = None
+        self.failure: m.Failure | None = None  # why its link was lost
         self.dead = False
         self.next_tick = 0.0
         self.ticked_s = -1.0
         self.newest = 0  # sequence number that came
         self.stopped_until = 0.0  # its process stands still, and what is for it waits
 
-    # ---- events
+    # ---- what its peer asks for
 
-    def tell(self, event: m.Event) -> None:
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    def restore(self, peer: Peer, rail: int) -> None:
+        self.world.restore(self.me, rail)
+
+    def look_for(self, peer: Peer, rail: int) -> None:
+        self.world.look_for(self.me, rail)
+
+    def note(self, peer: Peer, event: m.ForTheRecord) -> None:
+        self.noted += 1
+
+    def failed(self, peer: Peer, event: m.Failed) -> None:
+        name = (event.op, event.index)
+        check((name, event.sending) not in self.failures, f"Failed {name} twice")
+        self.failures.add((name, event.sending))
+        if event.sending:
+            self._take_source_back(name)
+        else:
+            self._take_back(name)
+
+    # ---- turns
+
+    def turn(self, what: Callable[..., None], *args: Any) -> None:
+        """Something happens to this end; then it writes what it can, and its caller learns what came of it."""
         if self.dead:
             return
-        before = self._usable()
-        actions = self.link.on(event, self.world.now)
-        if isinstance(event, m.FrameArrived) and event.frame.kind is Kind.DATA and not self.ended:
-            accepts = sum(isinstance(action, m.Accept) for action in actions)
-            check(accepts == 1 or self.link.closed, f"{accepts} Accepts for {event}")
-        if isinstance(event, m.RailUp) and event.rail in self._usable() - self.used:
-            self.usable.add(event.rail)  # a first connection is used without a report
-        for action in actions:
-            self.do(action)
-        self._check_bounds(event)
-        self._check_reports(event, before)
-        self.schedule_tick()
+        what(*args)
+        self.write()
+        outcomes, self.outcomes = self.outcomes, []
+        for outcome in outcomes:
+            self._outcome(outcome)
+        if self.settled():
+            self.schedule_tick()
 
-    def _usable(self) -> set[int]:
-        return {rail.number for rail in self.link.rails if rail.usable}
+    def tell(self, event: m.Event) -> None:
+        self.turn(self.peer.tell, event)
 
-    def _check_bounds(self, event: m.Event) -> None:
-        box, options = self.link._outbox, self.link.options
-        check(self.link._inbox.held_bytes <= options.eager_memory_bytes, "eager memory overrun")
-        check(box.bytes <= options.window_bytes or sum(f.bytes > 0 for f in box.flights.values()) == 1, "window overrun")
-        if isinstance(event, m.Tick) and self.ended is None:
-            again = self.link.deadline <= self.world.now
-            check(not again or self.ticked_s < self.world.now, f"a busy loop: {self.link.deadline} after two Ticks")
-            self.ticked_s = self.world.now
+    def ready(self, connection: SimulatedConnection) -> None:
+        self.turn(self.read, self.peer, connection)
 
-    def _check_reports(self, event: m.Event, before: set[int]) -> None:
-        """What was reported of rails is what they are."""
-        if self.link.closed:
-            return
-        after = self._usable()
-        self.used |= after
-        check(self.usable == after, f"rails {after} are usable, reported were {self.usable}")
-        check(not isinstance(event, m.RailSlow) or not before or bool(after), "the last rail was left for being slow")
+    def go_on(self, connection: SimulatedConnection) -> None:
+        self.turn(self.writable, connection)
 
     def schedule_tick(self) -> None:
         due = self.link.deadline
@@ -140,135 +176,165 @@ class End:
         if self.dead or self.world.stopped(self.me, self.tick, behind_s=1e-6):  # a Tick comes after all that could be read
             return
         if self.world.now >= self.link.deadline:
-            for rail in self.world.acknowledged(self.me):
-                self.tell(m.Acknowledged(rail, self.world.now))
-            self.tell(m.Tick())
+            self.turn(self.peer.tick)
         else:
             self.schedule_tick()
 
-    # ---- actions
+    # ---- what the machine hears and says
 
-    def do(self, action: m.Action) -> None:
-        self.world.note(self.me, action)
+    def _observed(self, event: m.Event, now: float) -> list[m.Action]:
+        before = self._usable()
+        if isinstance(event, m.FrameArrived):
+            self.world.note(self.me, "rail", event.rail, "brings", event.frame)
+        elif isinstance(event, m.PayloadArrived):
+            self._whole(event)
+        actions = self._on(event, now)
+        if isinstance(event, m.FrameArrived) and event.frame.kind is Kind.DATA and not self.ended:
+            accepts = sum(isinstance(action, m.Accept) for action in actions)
+            check(accepts == 1 or self.link.closed, f"{accepts} Accepts for {event}")
+        if isinstance(event, m.RailUp) and event.rail in self._usable() - self.used:
+            self.usable.add(event.rail)  # a first connection is used without a report
+        for action in actions:
+            self.world.note(self.me, action)
+            self.said(action)
+        self._check_bounds(event)
+        self.check_reports(event, before)
+        return actions
+
+    def said(self, action: m.Action) -> None:
         match action:
-            case m.SendFrame():
-                self.world.transmit(self.me, action)
-            case m.SendData():
-                self._send(action)
+            case m.SendData(rail, frame):
+                self.begins(rail, frame)
             case m.Keep(op, index):
-                self.copies.add((op, index))
+                self.copies_of.add((op, index))
             case m.Release(op, index):
-                self.copies.remove((op, index))
+                self.copies_of.remove((op, index))
+            case m.Sent(op, index):
+                check((op, index) in self.copies_of or self._is_over((op, index)), f"Sent {op, index}, which has not arrived")
             case m.Detach(op, index):
                 check((op, index) not in self.sent, "Detach of what was sent")
-            case m.Sent(op, index):
-                self._sent((op, index))
-            case m.Received(op, index):
-                name = (op, index)
-                check(name not in self.received, f"Received {name} twice")
-                check(self.lent.pop(name) == content(1 - self.me, name), f"{name} handed on before it was whole")
-                self.received.append(name)
-            case m.Failed(op, index, sending, _):
-                check(((op, index), sending) not in self.failed, f"Failed {op, index} twice")
-                self.failed.add(((op, index), sending))
-                if not sending:
-                    del self.lent[op, index]
-            case m.Accept(rail, sequence, op, index, landing):
-                check(rail not in self.landing, f"Accept on rail {rail} before the last payload's end")
-                self.landing[rail] = (sequence, (op, index), landing)
-                if landing is m.Landing.PLACE:
-                    self._write((op, index), "half")
-            case m.Discard(rail):
-                sequence, name, landing = self.landing[rail]
-                self.landing[rail] = (sequence, name, m.Landing.DROP)
-            case m.Deliver(op, index):
-                self._write((op, index), self.held.pop((op, index)))
-            case m.Free(op, index):
-                del self.held[op, index]
-            case _:
-                self._do_rare(action)
-
-    def _do_rare(self, action: m.Action) -> None:
-        match action:
-            case m.RestoreRail(rail):
-                self.world.restore(self.me, rail)
-            case m.ResetRail(rail):
-                self.world.close(self.me, rail)
             case m.RailLeft(rail, _, _, usable):
+                self.to_note += 1
                 check(rail in self.usable, f"rail {rail} was left, and had not been in use")
                 self.usable.remove(rail)
                 check(usable == len(self.usable), f"{usable} rails are said to be usable: {self.usable}")
             case m.RailBack(rail, usable):
+                self.to_note += 1
                 check(rail not in self.usable, f"rail {rail} is back, and had not been left")
                 self.usable.add(rail)
                 check(usable == len(self.usable), f"{usable} rails are said to be usable: {self.usable}")
-            case m.Lost() | m.PeerAborted() | m.PeerClosed():
-                check(self.ended is None, "ended twice")
-                self.ended = action
-            case _:
-                raise Wrong(f"an unknown action: {action}")
+            case m.Lost(_, failure):
+                self.failure = failure
 
-    def _send(self, action: m.SendData) -> None:
-        frame, world = action.frame, self.world
-        name = (frame.op, frame.index)
+    def _usable(self) -> set[int]:
+        return {rail.number for rail in self.link.rails if rail.usable}
+
+    def _whole(self, event: m.PayloadArrived) -> None:
+        arrival = self.link.rails[event.rail].arrival
+        if arrival is None or arrival.landing is m.Landing.DROP:
+            return
+        name = (arrival.frame.op, arrival.frame.index)
+        self.world.arrived[self.me].add(name)
+        check(
+            event.sequence > self.newest or not self.world.ordered, f"{name}, number {event.sequence}, after {self.newest}"
+        )
+        self.newest = event.sequence
+
+    def begins(self, rail: int, frame: Frame) -> None:
+        """A message is handed to a rail."""
+        name, world = (frame.op, frame.index), self.world
         mine = self.submitted[name]
         check(mine.length == frame.length, f"{name} with a wrong length")
-        given_back = name in self.sent or mine.op in self.forgotten or (name, True) in self.failed
-        check(not given_back or name in self.copies, f"{name} sent from memory that was given back")
         world.sends[self.me, name] = world.sends.get((self.me, name), 0) + 1
         check(mine.repeatable or world.sends[self.me, name] == 1, f"{name} must not be sent twice")
-        world.transmit(self.me, action)
 
-    def _sent(self, name: Name) -> None:
-        check(name in self.submitted and name not in self.sent, f"Sent {name} twice")
-        if name not in self.copies:
-            peer = self.world.ends[1 - self.me]
-            whole = name in self.world.arrived[peer.me] or name[0] in peer.forgotten or (name, False) in peer.failed
-            check(whole, f"Sent {name}, which has not arrived")
-        self.sent.add(name)
+    def _is_over(self, name: Name) -> bool:
+        """The other end has all of a message of this one, or wants it no more."""
+        peer = self.world.ends[1 - self.me]
+        return name in self.world.arrived[peer.me] or name[0] in peer.forgotten or (name, False) in peer.failures
 
-    def _write(self, name: Name, what: str) -> None:
-        check(name in self.lent, f"{what!r} written into memory of {name}, which is its owner's again")
-        self.lent[name] = what
+    def _check_bounds(self, event: m.Event) -> None:
+        box, options = self.link._outbox, self.link.options
+        check(self.link._inbox.held_bytes <= options.eager_memory_bytes, "eager memory overrun")
+        check(box.bytes <= options.window_bytes or sum(f.bytes > 0 for f in box.flights.values()) == 1, "window overrun")
+        if isinstance(event, m.Tick) and self.ended is None:
+            again = self.link.deadline <= self.world.now
+            check(not again or self.ticked_s < self.world.now, f"a busy loop: {self.link.deadline} after two Ticks")
+            self.ticked_s = self.world.now
 
-    def payload(self, rail: int, sequence: int) -> None:
-        """The rest of the payload under way came in."""
-        number, name, landing = self.landing.pop(rail)
-        check(number == sequence, f"payload {sequence} came, {number} is under way")
-        what = content(1 - self.me, name)
-        if landing is m.Landing.PLACE:
-            self._write(name, what)
-        elif landing is m.Landing.HOLD:
-            self.held[name] = what
-        if landing is not m.Landing.DROP:
-            self.world.arrived[self.me].add(name)
-            check(sequence > self.newest or not self.world.ordered, f"{name}, number {sequence}, after {self.newest}")
-            self.newest = sequence
-        self.tell(m.PayloadArrived(rail, sequence))
+    def check_reports(self, event: m.Event, before: set[int]) -> None:
+        """What was reported of rails is what they are."""
+        if self.link.closed:
+            return
+        after = self._usable()
+        self.used |= after
+        check(self.usable == after, f"rails {after} are usable, reported were {self.usable}")
+        check(not isinstance(event, m.RailSlow) or not before or bool(after), "the last rail was left for being slow")
 
     # ---- the caller
 
-    def submit(self, event: m.Submit) -> None:
-        if self.world.stopped(self.me, self.submit, event):
-            return
-        if event.op not in self.forgotten and not self.ended:
-            self.submitted[event.op, event.index] = event
-            self.tell(event)
+    def _outcome(self, outcome: Outcome) -> None:
+        match outcome:
+            case Sent(_, op, index):
+                if op not in self.forgotten:
+                    self._sent((op, index))
+            case Received(_, op, index):
+                if op not in self.forgotten:
+                    self._received((op, index))
+            case Lost() | PeerAborted():
+                check(self.ended is None, "ended twice")
+                self.ended = outcome
+                for name in list(self.lent):
+                    self._take_back(name)
+                for name in self.sources:
+                    self._take_source_back(name)
 
-    def post(self, event: m.Post) -> None:
-        if self.world.stopped(self.me, self.post, event):
+    def _sent(self, name: Name) -> None:
+        check(name in self.submitted and name not in self.sent, f"Sent {name} twice")
+        self.sent.add(name)
+        self._take_source_back(name)
+
+    def _received(self, name: Name) -> None:
+        check(name not in self.received, f"Received {name} twice")
+        inbox = self.lent[name]
+        check(inbox.memory == content(1 - self.me, name, len(inbox)), f"{name} handed on with other bytes than were sent")
+        self.received.append(name)
+        self._take_back(name)
+
+    def _take_back(self, name: Name) -> None:
+        inbox = self.lent.pop(name)
+        inbox.end()
+        self.returned.append(inbox)
+
+    def _take_source_back(self, name: Name) -> None:
+        source = self.sources[name]
+        source[:] = b"\xcc" * len(source)
+
+    def submit(self, event: m.Submit) -> None:
+        if self.dead or self.world.stopped(self.me, self.submit, event) or event.op in self.forgotten or self.ended:
             return
-        if event.op not in self.forgotten and not self.ended:
-            self.lent[event.op, event.index] = "nothing"
-            self.tell(event)
+        name = (event.op, event.index)
+        self.submitted[name] = event
+        self.sources[name] = memoryview(bytearray(content(self.me, name, event.length)))
+        self.turn(self.peer.submit, event, self.sources[name])
+
+    def post(self, event: m.Post, sink: bool) -> None:
+        if self.dead or self.world.stopped(self.me, self.post, event, sink) or event.op in self.forgotten or self.ended:
+            return
+        name = (event.op, event.index)
+        inbox = self.lent[name] = Inbox(name, event.length)
+        self.turn(self.peer.post, event, inbox if sink else inbox.memory)
 
     def forget(self, op: int) -> None:
-        if self.world.stopped(self.me, self.forget, op):
+        if self.dead or self.world.stopped(self.me, self.forget, op):
             return
         self.forgotten.add(op)
+        self.peer.forget(op)
         for name in [name for name in self.lent if name[0] == op]:
-            del self.lent[name]
-        self.tell(m.Forget(op))
+            self._take_back(name)
+        for name in [name for name in self.sources if name[0] == op]:
+            self._take_source_back(name)
+        self.turn(lambda: None)
 
     def slow(self, rail: int) -> None:
         if not self.world.stopped(self.me, self.slow, rail):
@@ -277,3 +343,9 @@ class End:
     def mended(self, rail: int) -> None:
         if not self.world.stopped(self.me, self.mended, rail):
             self.tell(m.RailMended(rail))
+
+    def judge(self) -> None:
+        """Whatever came of it."""
+        for inbox in self.returned:
+            inbox.check_untouched()
+        check(self.noted == self.to_note, f"{self.to_note} reports for the record, {self.noted} came")

@@ -1,38 +1,49 @@
 """The rails between the two ends of a simulated link: they delay, reorder, double, lose, fall silent, break and return.
 
-In: frames, and which ends want a rail restored. Out: events of both ends, each at its own time. A rail has one
-connection after the other, counted by incarnation; each end may close it or lose it in its own time. Every frame
-goes through bytes and back. What is for a process that stands still waits until it goes on.
+In: frames as bytes, whole, as the ends' sockets give them up; and which ends want a rail restored. Out: bytes and errors at
+the sockets of both ends, each at its own time. A rail has one connection after the other, counted by incarnation; each end
+may close it or lose it in its own time. A control connection carries the reason of an end and loses nothing. What is for a
+process that stands still waits until it goes on, and fills its connections meanwhile.
 """
 
 from __future__ import annotations
 
+import errno
 import heapq
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from helixrt.emulate.link_end import End, Name, Surroundings, check
+from helixrt.emulate.link_end import End, Name, Surroundings
+from helixrt.emulate.streams import SimulatedConnection, SimulatedSocket, join
 from helixrt.protocol.link import frames
 from helixrt.protocol.link import messages as m
+from helixrt.protocol.liveness import Acknowledgements
+from helixrt.transport.intake import Stage
+from helixrt.transport.tcp.peer import CONTROL
 
 LONG_BYTES = 1000  # a longer payload takes its time
 MISHAPS = (m.Failure.PATH, m.Failure.PATH, m.Failure.DEVICE, m.Failure.CASCADE)
+CAPACITIES_BYTES = (1500, 6000, 1 << 20)  # of a connection, each way
+_CODES = {m.Failure.PATH: errno.ETIMEDOUT, m.Failure.DEVICE: errno.ENETDOWN}
 
 
 @dataclass(eq=False)
-class Connection:
-    """One incarnation of a rail."""
+class Incarnation:
+    """One connection of a rail. What is a pair is per end."""
 
     rail: int
-    incarnation: int
-    open: list[bool] = field(default_factory=lambda: [False, False])  # per end: it uses this connection
-    joined: list[bool] = field(default_factory=lambda: [False, False])  # it has begun to
+    number: int
+    sockets: list[SimulatedSocket] = field(default_factory=list)
+    connections: list[SimulatedConnection | None] = field(default_factory=lambda: [None, None])  # once it is used
     dead: bool = False  # nothing sent from now on arrives
     last: list[float] = field(default_factory=lambda: [0.0, 0.0])  # when the newest frame towards an end arrives
-    behind: tuple[deque[frames.Frame], ...] = field(default_factory=lambda: (deque(), deque()))  # cannot be read yet
+    begun: list[bool] = field(default_factory=lambda: [False, False])  # a payload is on its way in
+    blocked: list[bool] = field(default_factory=lambda: [False, False])  # for good: a part of it is missing
+    behind: tuple[deque[tuple[frames.Frame, bytes]], ...] = field(default_factory=lambda: (deque(), deque()))  # that
 
 
 def _words(what: object) -> str:
@@ -55,11 +66,16 @@ class Network(Surroundings):
         self.arrived: tuple[set[Name], set[Name]] = (set(), set())
         self.sends: dict[tuple[int, Name], int] = {}
         self.ordered = False
+        self.capacity_bytes = 1 << 20
+        self.stage = Stage()
         self.incarnations = [0] * rails
         self.cable = [True] * rails  # a connection can be made, and carries
         self.mute = [[False, False] for _ in range(rails)]  # towards an end nothing arrives, and nobody is told
         self.reorders, self.doubles, self.loses = False, 0.0, 0.0
         self.kernels = False  # they acknowledge what comes for a process that is stopped
+        self.sockets: list[SimulatedSocket] = []
+        self.refusals = 0  # attempts that failed while the peer carried out what asked for them
+        self._newest: list[list[Incarnation | None]] = [[None, None] for _ in range(rails)]
         self._dialing = [False] * rails
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
@@ -88,22 +104,36 @@ class Network(Surroundings):
         self.at(until + behind_s, what, *args)
         return True
 
-    def acknowledged(self, me: int) -> list[int]:
-        if not self.kernels or self.ends[1 - me].dead:
-            return []
-        found = []
-        for rail, connection in self.ends[me].connections.items():
-            open_there = connection.open[1 - me] or not connection.joined[1 - me]
-            if connection.open[me] and open_there and not connection.dead and not any(self.mute[rail]):
-                found.append(rail)
-        return found
-
     def note(self, end: int, *what: object) -> None:
         if self.trace is not None:
             who = "both " if end > 1 else f"end {end}"
             self.trace.append(f"{self.now * 1e3:10.3f} ms  {who}  {' '.join(map(_words, what))}")
 
     # ---- connections
+
+    def meet(self) -> None:
+        """All that the ends have from the beginning: a control connection, and the first connections of the rails."""
+        control = self._incarnation(CONTROL, 1)
+        for end in self.ends:
+            self.later(0, 0.003, self.connected, end.me, control)
+        for rail in range(self.rails):
+            self.connect(rail)
+
+    def _incarnation(self, rail: int, number: int) -> Incarnation:
+        made = Incarnation(rail, number)
+        for me in range(2):
+            made.sockets.append(
+                SimulatedSocket(
+                    self.random,
+                    self.capacity_bytes if rail != CONTROL else 1 << 20,
+                    partial(self.transmit, me, made),
+                    partial(self._wake, me, made),
+                    partial(self._closed, me, made),
+                )
+            )
+        join(*made.sockets)
+        self.sockets += made.sockets
+        return made
 
     def connect(self, rail: int) -> None:
         if self.stopped(0, self.connect, rail):
@@ -113,126 +143,170 @@ class Network(Surroundings):
             self.ends[0].tell(m.RailDown(rail, m.Failure.PATH, "cannot connect"))
             return
         self.incarnations[rail] += 1
-        connection = Connection(rail, self.incarnations[rail])
+        made = self._incarnation(rail, self.incarnations[rail])
         for end in self.ends:
-            self.later(0, 0.003, self.connected, end.me, connection)
+            self.later(0, 0.003, self.connected, end.me, made)
 
-    def connected(self, me: int, connection: Connection) -> None:
-        if self.stopped(me, self.connected, me, connection):
+    def connected(self, me: int, made: Incarnation) -> None:
+        if self.stopped(me, self.connected, me, made):
             return
-        end = self.ends[me]
-        old = end.connections.get(connection.rail)
-        if end.dead or (old is not None and old.incarnation > connection.incarnation):
+        end, newest = self.ends[me], self.newest(made.rail, me)
+        if end.dead or end.ended is not None or (newest is not None and newest.number > made.number):
+            made.sockets[me].close()
             return
-        end.connections[connection.rail] = connection
-        end.landing.pop(connection.rail, None)
-        connection.open[me] = connection.joined[me] = True
-        self.note(me, f"rail {connection.rail} connected, incarnation {connection.incarnation}")
-        end.tell(m.RailUp(connection.rail, connection.incarnation))
-        self._read_on(me, connection)
+        connection = SimulatedConnection(made.sockets[me], end.peer, 1 - me, made.rail, partial(self._acknowledged, me, made))
+        made.connections[me] = connection
+        if made.rail == CONTROL:
+            end.peer.control = connection
+        else:
+            self._newest[made.rail][me] = made
+            self.note(me, f"rail {made.rail} connected, incarnation {made.number}")
+            end.turn(end.peer.put_in_service, connection, made.number)
+        self._ready(me, made)
+
+    def newest(self, rail: int, me: int) -> Incarnation | None:
+        """The connection that `me` has used last for this rail."""
+        return None if rail == CONTROL else self._newest[rail][me]
 
     def restore(self, me: int, rail: int) -> None:
         if me == 0 and not self._dialing[rail]:
+            if not self.cable[rail] and self.random.random() < 0.5:  # no route: that shows at once
+                self.refusals += 1
+                self.ends[0].peer.tell(m.RailDown(rail, m.Failure.PATH, "no route"))
+                return
             self._dialing[rail] = True
             self.later(0.001, 0.02, self.connect, rail)
 
-    def close(self, me: int, rail: int) -> None:
-        """`me` closed its end; the other one sees the end of the stream after what is under way, unless the rail is mute."""
-        end = self.ends[me]
-        connection = end.connections.pop(rail, None)
-        end.landing.pop(rail, None)
-        if connection is not None and connection.open[me]:
-            connection.open[me] = False
-            self.at(max(connection.last[1 - me], self.now + 0.001), self.ended, 1 - me, connection, m.Failure.PATH)
+    def look_for(self, me: int, rail: int) -> None:
+        if self.cable[rail] and not any(self.mute[rail]):
+            self.later(0.001, 0.01, self._looked, me, rail)
 
-    def ended(self, me: int, connection: Connection, failure: m.Failure) -> None:
-        if self.stopped(me, self.ended, me, connection, failure):
+    def _looked(self, me: int, rail: int) -> None:
+        if not self.stopped(me, self._looked, me, rail) and self.ends[1 - me].dead:
+            end = self.ends[me]
+            end.turn(end.peer.nobody, rail, m.Failure.PEER_GONE, "nobody listens there")
+
+    def _closed(self, me: int, made: Incarnation) -> None:
+        """`me` closed its end; the other one sees the end of the stream after what is under way, unless the rail is mute."""
+        self.at(max(made.last[1 - me], self.now + 0.001), self.ended, 1 - me, made, None)
+
+    def ended(self, me: int, made: Incarnation, failure: m.Failure | None) -> None:
+        """`me` learns that a connection is over: its other end was closed, or it failed."""
+        if self.stopped(me, self.ended, me, made, failure):
             return
-        end = self.ends[me]
-        if not connection.open[me] or end.connections.get(connection.rail) is not connection or self.mute[connection.rail][me]:
+        sock, connection = made.sockets[me], made.connections[me]
+        if sock.closed or self.ends[me].dead or (made.rail != CONTROL and self.mute[made.rail][me]):
             return
-        connection.open[me] = False
-        del end.connections[connection.rail]
-        end.landing.pop(connection.rail, None)
-        self.note(me, f"rail {connection.rail} ended: {failure.value}")
-        end.tell(m.RailDown(connection.rail, failure, "end of stream"))
+        if failure is None:
+            sock.at_end = True
+        elif failure in _CODES:
+            sock.fail(_CODES[failure])
+        elif connection is not None:
+            end = self.ends[me]
+            end.turn(end.peer.broke, connection, failure, "flushed")
+            return
+        self._ready(me, made)
+
+    def _acknowledged(self, me: int, made: Incarnation, now: float) -> Acknowledgements | None:
+        """What the kernel of `me` knows of the other end's."""
+        if not self.kernels or self.ends[1 - me].dead or made.dead or made.sockets[1 - me].closed:
+            return None
+        if made.rail != CONTROL and any(self.mute[made.rail]):
+            return None
+        sock = made.sockets[me]
+        return Acknowledgements(sock.full_since_s if sock.full else now, sock.full)
 
     # ---- frames
 
-    def transmit(self, me: int, action: m.SendFrame | m.SendData) -> None:
-        frame = action.frame
-        connection = self.ends[me].connections.get(action.rail)
-        if connection is None or not connection.open[me]:
-            return
-        wire = frames.pack(frame)
-        parsed = frames.parse(wire[: frames.HEADER_BYTES])
-        if frame.kind is not frames.Kind.DATA:
-            parsed = frames.with_body(parsed, wire[frames.HEADER_BYTES :])
-        check(parsed == frame, f"{frame} came out as {parsed}")
-        for _ in range(1 + (self.random.random() < self.doubles)):
-            lost = connection.dead or self.random.random() < self.loses
-            when = self.now + self.header_s(me, connection, frame)
-            if not self.reorders:
-                when = max(when, connection.last[1 - me])
-            connection.last[1 - me] = max(when, connection.last[1 - me])
-            if not lost:
-                self.at(when, self._arrive, 1 - me, connection, frame)
+    def transmit(self, me: int, made: Incarnation, frame: frames.Frame, unit: bytes) -> None:
+        weather, sock = made.rail != CONTROL, made.sockets[me]
+        if sock.full and sock.waiting - len(unit) < self.capacity_bytes:
+            sock.full_since_s = self.now
+        for copy in range(1 + (weather and self.random.random() < self.doubles)):
+            sock.waiting += len(unit) * (copy > 0)
+            lost = made.dead or sock.closed or (weather and self.random.random() < self.loses)
+            when = self.now + (self.header_s(me, made, frame) if weather else 0.001)
+            if not (self.reorders and weather):
+                when = max(when, made.last[1 - me])
+            made.last[1 - me] = max(when, made.last[1 - me])
+            self.at(when, self._lost if lost else self._arrive, 1 - me, made, frame, unit)
 
-    def header_s(self, me: int, connection: Connection, frame: frames.Frame) -> float:
+    def header_s(self, me: int, made: Incarnation, frame: frames.Frame) -> float:
         """How long until the header that `me` sends now is at the other end, if nothing before it takes longer."""
         return self.random.uniform(0.0005, 0.02)
 
-    def payload_s(self, connection: Connection, frame: frames.Frame) -> float:
+    def payload_s(self, made: Incarnation, frame: frames.Frame) -> float:
         """How long until the payload is there too."""
         return self.random.uniform(0.0, 0.03 if frame.length > LONG_BYTES else 0.001)
 
-    def _arrive(self, me: int, connection: Connection, frame: frames.Frame) -> None:
-        if self.stopped(me, self._arrive, me, connection, frame):
-            return
-        end = self.ends[me]
-        rail = connection.rail
-        if not connection.joined[me]:
-            connection.behind[me].append(frame)
-            return
-        if end.dead or not connection.open[me] or connection.dead or self.mute[rail][me]:
-            return
-        if end.connections.get(rail) is not connection:
-            return
-        if rail in end.landing:
-            connection.behind[me].append(frame)
-            return
-        self.note(me, "rail", rail, "brings", frame)
-        end.tell(m.FrameArrived(rail, frame))
-        if frame.kind is frames.Kind.DATA and rail in end.landing:
-            self.at(self.now + self.payload_s(connection, frame), self._payload, me, connection, frame.sequence)
+    def _lost(self, me: int, made: Incarnation, frame: frames.Frame, unit: bytes) -> None:
+        made.sockets[1 - me].lost(len(unit))
 
-    def _payload(self, me: int, connection: Connection, sequence: int) -> None:
-        if self.stopped(me, self._payload, me, connection, sequence):
+    def _arrive(self, me: int, made: Incarnation, frame: frames.Frame, unit: bytes) -> None:
+        if made.begun[me]:
+            made.behind[me].append((frame, unit))
             return
-        end = self.ends[me]
-        rail = connection.rail
-        mine = end.connections.get(rail) is connection and connection.open[me] and not connection.dead
-        if not end.dead and mine and not self.mute[rail][me] and end.landing.get(rail, (0,))[0] == sequence:
-            end.payload(rail, sequence)
-            self._read_on(me, connection)
+        if self._is_cut(me, made):
+            self._lost(me, made, frame, unit)
+            return
+        if frame.kind is not frames.Kind.DATA or not frame.length:
+            made.sockets[me].arrive(unit)
+        else:
+            made.begun[me] = True
+            made.sockets[me].arrive(unit[: frames.HEADER_BYTES])
+            rest, took_s = unit[frames.HEADER_BYTES :], self.payload_s(made, frame)
+            if len(rest) >= LONG_BYTES:
+                at = self.random.randrange(1, len(rest))
+                self.at(self.now + took_s * at / len(rest), self._payload, me, made, rest[:at], False)
+                rest = rest[at:]
+            self.at(self.now + took_s, self._payload, me, made, rest, True)
+        self._ready(me, made)
 
-    def _read_on(self, me: int, connection: Connection) -> None:
-        while connection.behind[me] and connection.rail not in self.ends[me].landing:
-            self._arrive(me, connection, connection.behind[me].popleft())
+    def _payload(self, me: int, made: Incarnation, part: bytes, last: bool) -> None:
+        """A payload that was cut off blocks its connection: bytes of a stream do not go missing."""
+        if self._is_cut(me, made):
+            made.blocked[me] = True
+        if made.blocked[me]:
+            return
+        made.sockets[me].arrive(part)
+        self._ready(me, made)
+        if not last:
+            return
+        made.begun[me] = False
+        while made.behind[me] and not made.begun[me]:
+            self._arrive(me, made, *made.behind[me].popleft())
+
+    def _is_cut(self, me: int, made: Incarnation) -> bool:
+        return made.dead or made.sockets[me].closed or (made.rail != CONTROL and self.mute[made.rail][me])
+
+    def _ready(self, me: int, made: Incarnation) -> None:
+        """Something can be read, as soon as the process runs and uses the connection."""
+        connection = made.connections[me]
+        if connection is not None and not connection.closed and not self.stopped(me, self._ready, me, made):
+            self.ends[me].ready(connection)
+
+    def _wake(self, me: int, made: Incarnation) -> None:
+        """In a moment the socket takes more."""
+        self.later(0, 0.001, self._writable, me, made)
+
+    def _writable(self, me: int, made: Incarnation) -> None:
+        connection = made.connections[me]
+        if connection is not None and not self.stopped(me, self._writable, me, made):
+            self.ends[me].go_on(connection)
 
     # ---- faults
 
     def cut(self, rail: int) -> None:
         """The connection dies; each end hears of it in its own time, or not at all."""
-        connection = self.ends[0].connections.get(rail) or self.ends[1].connections.get(rail)
-        if connection is None:
+        made = self.newest(rail, 0) or self.newest(rail, 1)
+        if made is None or made.dead:
             return
-        connection.dead = True
+        made.dead = True
         self.note(2, f"rail {rail} is cut")
         failure, deaf = self.random.choice(MISHAPS), self.random.choice((None, None, 0, 1))
         for end in self.ends:
             if end.me != deaf:
-                self.later(0, 0.05, self.ended, end.me, connection, failure)
+                self.later(0, 0.05, self.ended, end.me, made, failure)
 
     def set_cable(self, rail: int, works: bool) -> None:
         self.cable[rail] = works
@@ -251,8 +325,13 @@ class Network(Surroundings):
         self.note(me, "is killed")
         self.ends[me].dead = True
         survivor = self.ends[1 - me]
-        for rail in range(self.rails):
-            self.cable[rail] = False
-            connection = survivor.connections.get(rail)
-            if connection is not None:
-                self.later(0.001, 0.02, self.ended, survivor.me, connection, m.Failure.PEER_GONE)
+        for connection in (survivor.peer.control, *survivor.peer.rails):
+            if isinstance(connection, SimulatedConnection):
+                self.later(0.001, 0.02, self.killed_end, survivor.me, connection)
+
+    def killed_end(self, me: int, connection: SimulatedConnection) -> None:
+        """The kernel of the process that was killed closed its end of this connection."""
+        if not self.stopped(me, self.killed_end, me, connection) and not connection.closed:
+            if connection.number == CONTROL or not self.mute[connection.number][me]:
+                connection.simulated.at_end = True
+                self.ends[me].ready(connection)

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from helixrt.emulate.link_end import End, Wrong, check
-from helixrt.emulate.link_network import LONG_BYTES, Network
+from helixrt.emulate.link_network import CAPACITIES_BYTES, LONG_BYTES, Network
 from helixrt.errors import HelixError
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.rails import ReceiveState, SendState
+from helixrt.transport.contract import Lost, PeerAborted
 
 OPTIONS = m.LinkOptions(
     eager_bytes=LONG_BYTES, eager_memory_bytes=4000, window_bytes=12_000, window_frames=6, attempt_s=2.0, longest_rest_s=0.4
@@ -48,12 +49,15 @@ class Verdict:
     duplicates: int
     failed: int  # messages, alone
     lost: int  # links
+    refused: int  # attempts to restore a rail that failed while the peer carried out what asked for them
+    blocked: int  # writes that a full connection turned away
 
 
 class LinkWorld(Network):
     module = "helixrt.emulate.link_world"
     lengths: Sequence[int] = (0, 10, 900, LONG_BYTES, LONG_BYTES + 1, 5000)
     spans_s: Sequence[float] = (0.05, 0.5, 3.0)  # in which everything begins
+    capacities_bytes: Sequence[int] = CAPACITIES_BYTES
     lasting = 1.0  # how long faults last, in relation
 
     def __init__(self, seed: int, trace: bool = False) -> None:
@@ -65,6 +69,7 @@ class LinkWorld(Network):
         if self.kernels:
             self.options = replace(self.options, attempt_s=6.0)  # more than a process is ever stopped
         self.ends = [self.make_end(me) for me in range(2)]
+        self.capacity_bytes = rng.choice(self.capacities_bytes)
         self.draw_weather(rng)
         plain = not (self.options.striped or self.reorders or self.doubles or self.loses)
         self.ordered = plain  # as long as no rail falls silent
@@ -93,8 +98,7 @@ class LinkWorld(Network):
         """To the end; raises Violation when a promise is broken, the machine finds itself misused or nothing ends."""
         try:
             until = self.random.choice(self.spans_s)
-            for rail in range(self.rails):
-                self.connect(rail)
+            self.meet()
             self.traffic(until)
             self.trouble(until)
             while self.step(END_S):
@@ -121,7 +125,7 @@ class LinkWorld(Network):
         deadlines = [rng.uniform(0, until + 1) if rng.random() < 0.05 else math.inf for _ in range(2)]
         submit = m.Submit(op, index, length, rng.random() < 0.85, deadlines[0])
         self.at(rng.uniform(0, until), sender.submit, submit)
-        self.at(rng.uniform(0, until), receiver.post, m.Post(op, index, length, deadlines[1]))
+        self.at(rng.uniform(0, until), receiver.post, m.Post(op, index, length, deadlines[1]), rng.random() < 0.4)
 
     def trouble(self, until: float) -> None:
         rng = self.random
@@ -180,11 +184,11 @@ class LinkWorld(Network):
         over = end.forgotten | peer.forgotten
         waits = []
         for name in end.submitted:
-            given_up = name[0] in over or (name, True) in end.failed or (name, False) in peer.failed
+            given_up = name[0] in over or (name, True) in end.failures or (name, False) in peer.failures
             if name not in end.sent and not given_up:
                 waits.append(f"{end.me} has not Sent {name}")
         for name in end.lent:
-            if name[0] not in over and (name, True) not in peer.failed:
+            if name[0] not in over and (name, True) not in peer.failures:
                 waits.append(f"{end.me} has not Received {name}")
         if any(rail.send is not SendState.DEFAULT or rail.receive is not ReceiveState.DEFAULT for rail in end.link.rails):
             waits.append(f"{end.me}: rails {[(rail.send.value, rail.receive.value) for rail in end.link.rails]} are not back")
@@ -196,6 +200,7 @@ class LinkWorld(Network):
         for end in self.ends:
             if end.dead:
                 continue
+            end.judge()
             if end.ended is None:
                 check(not self.killed, f"{end.me} did not notice that its peer died")
                 if not self.ends[1 - end.me].ended:
@@ -203,7 +208,9 @@ class LinkWorld(Network):
                     check(not waits, "; ".join(waits))
             else:
                 check(self.excused, f"{end.me} says {end.ended} while a rail was sound")
-                check(isinstance(end.ended, m.Lost) and end.ended.failure is not m.Failure.PROGRAM, f"{end.ended}")
+                check(end.failure is not m.Failure.PROGRAM, f"{end.ended}")
+                told = isinstance(end.ended, PeerAborted)
+                check(not told or isinstance(self.ends[1 - end.me].ended, Lost), f"{end.me} says {end.ended}: nobody told it")
 
     def verdict(self) -> Verdict:
         return Verdict(**self.findings())
@@ -219,8 +226,10 @@ class LinkWorld(Network):
             failbacks=sum(link.failbacks for link in links),
             resent=sum(link.resent for link in links),
             duplicates=sum(link.duplicates for link in links),
-            failed=sum(len(end.failed) for end in self.ends),
-            lost=sum(isinstance(end.ended, m.Lost) for end in self.ends),
+            failed=sum(len(end.failures) for end in self.ends),
+            lost=sum(end.ended is not None for end in self.ends),
+            refused=self.refusals,
+            blocked=sum(sock.turned_away for sock in self.sockets),
         )
 
 

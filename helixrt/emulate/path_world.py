@@ -18,7 +18,7 @@ from typing import Any
 
 from helixrt.emulate import link_world
 from helixrt.emulate.link_end import End, Surroundings, check
-from helixrt.emulate.link_network import LONG_BYTES, Connection
+from helixrt.emulate.link_network import LONG_BYTES, Incarnation
 from helixrt.emulate.link_world import GENERATION, LinkWorld, Verdict
 from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Reason, Unloaded
 from helixrt.protocol.link import messages as m
@@ -55,9 +55,9 @@ class HoppingEnd(End):
         self.probed = 0
         self.begun: list[tuple[float, int]] = []  # long messages: when, and on which rail
 
-    def tell(self, event: m.Event) -> None:
-        super().tell(event)
-        if self.dead or self.link.closed:
+    def check_reports(self, event: m.Event, before: set[int]) -> None:
+        super().check_reports(event, before)
+        if self.link.closed:
             return
         check(self.path == self.policy.path, f"the policy uses path {self.policy.path}, reported was {self.path}")
         fit = self._fit()
@@ -71,15 +71,17 @@ class HoppingEnd(End):
         """Paths that may be chosen: they work, or have yet to come."""
         return self.usable | {rail.number for rail in self.link.rails if rail.fresh and not rail.up}
 
-    def _do_rare(self, action: m.Action) -> None:
+    def said(self, action: m.Action) -> None:
         match action:
             case m.Hopped(old, path, reason):
+                self.to_note += 1
                 self._hop(old, path, reason)
             case m.PathProbed(path, rtt_s):
+                self.to_note += 1
                 self.probed += 1
                 check(rtt_s >= self.hopping.base_s, f"path {path} was faster than an idle one: {rtt_s}")
             case _:
-                super()._do_rare(action)
+                super().said(action)
 
     def _hop(self, old: int, path: int, reason: Reason) -> None:
         now = self.world.now
@@ -91,18 +93,19 @@ class HoppingEnd(End):
         self.path, self.hopped_s = path, now
         self.hops[reason] += 1
 
-    def _send(self, action: m.SendData) -> None:
-        if action.frame.length > LONG_BYTES:
-            self.begun.append((self.world.now, action.rail))
-            there = action.rail == self.path or self.path not in self.usable
-            check(there, f"a long message on path {action.rail}: {self.path} was chosen")
-        super()._send(action)
+    def begins(self, rail: int, frame: Frame) -> None:
+        if frame.length > LONG_BYTES:
+            self.begun.append((self.world.now, rail))
+            there = rail == self.path or self.path not in self.usable
+            check(there, f"a long message on path {rail}: {self.path} was chosen")
+        super().begins(rail, frame)
 
 
 class PathWorld(LinkWorld):
     module = "helixrt.emulate.path_world"
     lengths = (10, 900, MESSAGE_BYTES, MESSAGE_BYTES, MESSAGE_BYTES, 2 * MESSAGE_BYTES)
     spans_s = (0.05, 0.1, 0.3)
+    capacities_bytes = (1 << 20,)  # what waits in a full connection would count as congestion
     lasting = 0.3
     policy = PolicyName.HOPPER
 
@@ -138,8 +141,8 @@ class PathWorld(LinkWorld):
 
     # ---- what paths do to frames
 
-    def header_s(self, me: int, connection: Connection, frame: Frame) -> float:
-        rail, rng = connection.rail, self.random
+    def header_s(self, me: int, made: Incarnation, frame: Frame) -> float:
+        rail, rng = made.rail, self.random
         begin = max(self.now, self.busy[rail][me])
         self.busy[rail][me] = begin + (HEADER_BYTES + frame.length) / self.rates[rail]
         late_s = rng.expovariate(1 / self.noise_s) if self.noise_s else 0.0
@@ -147,8 +150,8 @@ class PathWorld(LinkWorld):
             late_s += 0.03
         return begin - self.now + HEADER_BYTES / self.rates[rail] + self.latencies[rail] + late_s
 
-    def payload_s(self, connection: Connection, frame: Frame) -> float:
-        return frame.length / self.rates[connection.rail]
+    def payload_s(self, made: Incarnation, frame: Frame) -> float:
+        return frame.length / self.rates[made.rail]
 
     def set_rate(self, rail: int, share: float) -> None:
         self.note(2, f"path {rail} has {share:g} of an idle path's rate")

@@ -53,7 +53,7 @@ def test_a_work_that_fails_says_so_in_every_way(group: Group) -> None:
     with pytest.raises(GroupError, match="Connection closed by peer: the connection was reset"):
         work.wait()
     for each in (future, follows):
-        with pytest.raises(Exception, match="Connection closed by peer"):
+        with pytest.raises(RuntimeError, match="GroupError: Connection closed by peer"):
             each.wait()
     assert work.is_completed() and not work.is_success()
     assert isinstance(work.exception(), GroupError)

@@ -436,7 +436,7 @@ def test_lineage_that_cannot_be_written_is_written_later_in_order(tmp_path: Path
     for index, entry in enumerate(entries[1:], 1):
         writer.append(index, entry)
     for _ in range(2):  # it goes on failing, and says so to each who asks
-        with pytest.raises(OSError):
+        with pytest.raises(NotADirectoryError):
             writer.flush(20)
     folder.unlink()
     (tmp_path / "away").rename(folder)
@@ -476,7 +476,7 @@ def test_lineage_that_is_never_writable_does_not_keep_the_rank(tmp_path: Path, m
     writer = LineageWriter(tmp_path / "gone")
     shutil.rmtree(tmp_path / "gone")
     writer.append(0, genesis("run", 1))
-    with pytest.raises(OSError):
+    with pytest.raises(FileNotFoundError):
         writer.flush(20)
     writer.close()
     assert not [t for t in threading.enumerate() if t.name == "lineage-writer"]

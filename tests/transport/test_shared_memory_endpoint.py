@@ -22,23 +22,20 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helixrt.errors import Cause
+from helixrt.protocol.shared_memory.frames import OFFERS, Frame, Kind, SegmentError
+from helixrt.protocol.shared_memory.messages import EAGER_BYTES
 from helixrt.transport.contract import Endpoint, Lost, Received
 from helixrt.transport.process_memory import Probe, ProcessMemory, Proof, address_of
 from helixrt.transport.shared_memory import endpoint as shared_memory
 from helixrt.transport.shared_memory import messages as shared_memory_messages
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.shared_memory.link import SharedMemoryLink
-from helixrt.transport.shared_memory.messages import EAGER_BYTES
 from helixrt.transport.shared_memory.segment import (
-    OFFERS,
     Fence,
-    Frame,
-    Kind,
     OwnSegment,
     PeerSegment,
     RingReader,
     RingWriter,
-    SegmentError,
     State,
     Word,
 )
@@ -139,6 +136,31 @@ def test_memory_that_cannot_be_read_directly_goes_through_the_ring(two: World, m
     assert not two.ended(0) and not two.ended(1)
 
 
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_receive_whose_offer_is_withdrawn_while_it_is_read_still_waits(
+    two: World, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message, read, withdrawn = Message(0, 1, 5, 0, MIB), ProcessMemory.read, []
+    content = message.content()  # stays readable: the offer alone says that it is withdrawn
+
+    def meanwhile(self: ProcessMemory, address: int, into: int, size: int) -> int:
+        if not withdrawn:
+            two.endpoints[0].forget(message.op)
+            withdrawn.append(True)
+        return read(self, address, into, size)
+
+    monkeypatch.setattr(ProcessMemory, "read", meanwhile)
+    two.receive(message, takes=takes)
+    two.send(message, content)
+    two.run(lambda: bool(withdrawn) and not link(two, 1)._in.busy)
+    assert not two.received([message])
+    assert link(two, 1)._in.awaited() == (message.op, message.index)
+    two.endpoints[0].close()
+    two.run(lambda: bool(two.ended(1)), limit_s=5)
+    (end,) = two.ended(1)
+    assert isinstance(end, Lost) and "before it sent message (5, 0)" in end.cause.what
+
+
 def test_more_offers_than_the_table_holds(two: World) -> None:
     count = OFFERS + 30
     messages = [Message(0, 1, 0, index, EAGER_BYTES + 1) for index in range(count)]
@@ -162,7 +184,7 @@ def test_process_memory_is_read_only_with_proof() -> None:
         assert not memory.proves(Proof(probe.proof.pid, probe.proof.address, bytes(32)))
         assert not memory.proves(Proof(probe.proof.pid, 4096, probe.proof.nonce))
         assert not memory.proves(Proof(probe.proof.pid + 1, probe.proof.address, probe.proof.nonce))
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
             memory.read(4096, address_of(memoryview(bytearray(8))), 8)
         theirs.close()
         assert not memory.alive() and not memory.proves(probe.proof)
@@ -404,7 +426,7 @@ def segments() -> Iterator[tuple[OwnSegment, PeerSegment]]:
 def test_no_end_can_pull_memory_from_under_the_other_or_write_in_it(segments: tuple[OwnSegment, PeerSegment]) -> None:
     own, theirs = segments
     for size in (0, 1 << 20):
-        with pytest.raises(OSError):
+        with pytest.raises(PermissionError):
             os.ftruncate(own.descriptor, size)
     with pytest.raises(PermissionError):
         mmap.mmap(own.descriptor, 4096)
@@ -464,7 +486,7 @@ def test_memory_that_is_no_segment_is_refused() -> None:
     for descriptor in (unsealed, empty, zeros, pipe):
         with pytest.raises(SegmentError):
             PeerSegment(descriptor)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             os.fstat(descriptor)  # it was closed
 
 

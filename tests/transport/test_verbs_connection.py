@@ -10,11 +10,12 @@ import pytest
 from helixrt.protocol.link import frames
 from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.messages import Failure
+from helixrt.protocol.verbs.flow import Immediate
 from helixrt.transport.verbs.connection import VerbsConnection
 from helixrt.transport.verbs.library import Enums
 from helixrt.transport.verbs.memory import Registrations
 from helixrt.transport.verbs.queue_pair import RECEIVE_BIT, Sizes
-from helixrt.transport.verbs.wire import HEAD, Immediate
+from helixrt.transport.verbs.wire import HEAD
 from tests.transport.test_verbs_memory import FakeDevice
 from tests.transport.test_verbs_parts import attributes, fake_enums
 

@@ -19,6 +19,7 @@ import pytest
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.protocol.link.frames import FrameError
 from helixrt.protocol.link.messages import Failure
+from helixrt.protocol.verbs.flow import MAX_SLOTS, Immediate, check_immediate, forward
 from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.watch import READ, Watch
 from helixrt.transport.verbs import address as verbs_address
@@ -31,11 +32,7 @@ from helixrt.transport.verbs.queue_pair import Patience, Sizes
 from helixrt.transport.verbs.setup import LONGEST_REST_S, SLOW_S, Background, Exchange, Rests
 from helixrt.transport.verbs.wire import (
     ATTRIBUTES_BYTES,
-    MAX_SLOTS,
     Attributes,
-    Immediate,
-    check_immediate,
-    forward,
     parse_attributes,
 )
 

@@ -62,12 +62,15 @@ class Failover:
 
     def slow(self, rail: Rail, now: float, out: list[Action]) -> None:
         """Leave a working rail, unless it is the last one."""
-        others = any(other.usable for other in self.rails if other is not rail)
-        if others and rail.usable and self.options.fault_tolerance:
+        if self._may_leave(rail):
             rail.leaving, rail.fresh, rail.reason = True, False, "left as slow"
             self._flaps(rail, now)
             self.recount()
             out.append(RailLeft(rail.number, None, rail.reason, self._usable()))
+
+    def _may_leave(self, rail: Rail) -> bool:
+        others = any(other.usable for other in self.rails if other is not rail)
+        return others and rail.usable and self.options.fault_tolerance
 
     def mended(self, rail: Rail, now: float) -> None:
         """Somebody says so. An attempt that is under way may have begun too early: then another one follows at once."""
@@ -156,6 +159,7 @@ class Failover:
                 raise FrameError(f"RESUME of rail {failed.number} came on that very connection, {incarnation}")
             self.leave(failed, "the peer left it", now, out)
         failed.incarnation = max(failed.incarnation, incarnation)
+        failed.fresh = False  # the peer waits for a SWITCH, also where this end has not had that connection yet
         if failed.unresolved and failed.unresolved <= incarnation:
             # The peer fenced before it counted: what it does not have by now it never takes from that connection.
             failed.unresolved = 0

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from helixrt.errors import HelixError
+from helixrt.protocol.shared_memory.frames import SegmentError
 from helixrt.transport.authentication import NONCE_BYTES, PROOF_BYTES, Meeting, agrees, nonce
 from helixrt.transport.process_memory import Probe, ProcessMemory, Proof
-from helixrt.transport.shared_memory.segment import OwnSegment, PeerSegment, SegmentError
+from helixrt.transport.shared_memory.segment import OwnSegment, PeerSegment
 
 _HELLO = struct.Struct(f"<8sQii{NONCE_BYTES}s")
 _CHALLENGE = struct.Struct(f"<{NONCE_BYTES}s")

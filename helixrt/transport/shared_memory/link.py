@@ -19,17 +19,17 @@ from collections.abc import Callable
 from helixrt.errors import Cause
 from helixrt.protocol.calls import Agreement
 from helixrt.protocol.liveness import Stopped
+from helixrt.protocol.shared_memory.frames import Kind, SegmentError
+from helixrt.protocol.shared_memory.messages import LIMITS, Limits
 from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Sink
 from helixrt.transport.intake import Intake, Stage
 from helixrt.transport.shared_memory.handshake import Joined
 from helixrt.transport.shared_memory.messages import Receiving, Sending
 from helixrt.transport.shared_memory.segment import (
     Fence,
-    Kind,
     NoMemory,
     RingReader,
     RingWriter,
-    SegmentError,
     State,
     Word,
 )
@@ -76,6 +76,7 @@ class SharedMemoryLink:
         period_s: float | None,
         outcome: Callable[[Outcome], None],
         stage: Stage,
+        limits: Limits = LIMITS,
     ) -> None:
         self.peer, self.ended = peer, False
         self._stage = stage
@@ -91,9 +92,9 @@ class SharedMemoryLink:
         self._pid, self._stopped = joined.pid, None if period_s is None or not joined.pid else Stopped(period_s)
         self._forgotten: set[int] = set()
         agreement = Agreement()
-        self._out = Sending(peer, own, theirs, self._writer, outcome, self._forgotten, agreement)
+        self._out = Sending(peer, own, theirs, self._writer, outcome, self._forgotten, agreement, limits)
         self._in = Receiving(
-            peer, own, theirs, joined.memory, self._fence, outcome, self._out.put, self._forgotten, agreement
+            peer, own, theirs, joined.memory, self._fence, outcome, self._out.put, self._forgotten, agreement, limits
         )
         self._sleeps, self._armed, self._rung = 0, 0, -1
         self._gone = False  # the peer hung up; what it wrote before is still there to be read

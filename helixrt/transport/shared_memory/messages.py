@@ -1,60 +1,27 @@
-"""How messages travel through shared memory: the sending and the receiving half of one end of a link.
+"""Messages through shared memory: moves the bytes that the two halves of a link's end decide about.
 
-A short message (at most EAGER_BYTES) is a frame in the ring. Until its receiver is ready it lies in memory of the
-receiving end; the sender lets no more than EAGER_BUDGET bytes of them wait there.
-
-Any other is offered: a small frame with its name, length and address. When its receiver is ready, it reads the bytes
-straight out of the sender's memory (one copy, `process_memory`) and says TAKEN; or, where that is
-not permitted, asks for them (PULL) and gets them through the ring in pieces (two copies).
+In: the caller's memory, frames that came, room in the ring. Out: frames in the ring, bytes in the caller's memory, outcomes.
+Which message goes which way is decided by `protocol/shared_memory/messages.py`.
 
 Measured with 8 MiB messages from cold memory, both ways at once, one core per process: read directly 14 GB/s each
 way, through the ring 7.5 GB/s (a copy within one process: 19 GB/s). What is to be summed is read directly too, a piece at a
 time, and summed while it is in the cache (`intake`).
-
-So no message waits for anything but its own receiver. A sender that takes memory back (`forget`) first takes the
-offer out of its segment's table, and a reader looks there once it has read: bytes that may have changed
-meanwhile are never delivered. What the peer says is checked: SegmentError.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from helixrt.protocol.calls import Agreement
+from helixrt.protocol.shared_memory.frames import OFFERS, Frame, Kind, SegmentError
+from helixrt.protocol.shared_memory.messages import LIMITS, Inbox, Limits, Name, Offered, Outbox, Way
 from helixrt.transport.contract import Buffer, Outcome, Received, Sent
 from helixrt.transport.intake import Intake, fill
 from helixrt.transport.process_memory import ProcessMemory, address_of
-from helixrt.transport.shared_memory.segment import (
-    OFFERS,
-    Fence,
-    Frame,
-    Kind,
-    OwnSegment,
-    PeerSegment,
-    RingWriter,
-    SegmentError,
-    Word,
-    charge,
-)
+from helixrt.transport.shared_memory.segment import Fence, OwnSegment, PeerSegment, RingWriter, Word
 
-EAGER_BYTES = 64 << 10
-EAGER_BUDGET = 4 << 20  # bytes of short messages that may wait for their receivers, per direction
-PIECE_BYTES = 128 << 10
 READ_BYTES = 4 << 20  # per system call
-OFFERS_WAITING = 1 << 16  # more unanswered offers than any plan makes: the peer is wrong
-
-Name = tuple[int, int]  # (op, index)
-
-
-@dataclass(slots=True)
-class _Offered:
-    """A message of ours that waits in the caller's memory."""
-
-    data: Buffer
-    ticket: int = 0  # in the table of offers; 0: it is not there, and can only travel through the ring
-    done: int = -1  # bytes put in the ring; -1 until it was asked for
+_WAIT, _DELIVER, _HOLD, _READ, _PULL = Way.WAIT, Way.DELIVER, Way.HOLD, Way.READ, Way.PULL  # found faster so
 
 
 class Sending:
@@ -69,145 +36,111 @@ class Sending:
         outcome: Callable[[Outcome], None],
         forgotten: set[int],
         agreement: Agreement,
+        limits: Limits = LIMITS,
     ) -> None:
         self._agreement = agreement
         self._peer, self._own, self._theirs, self._writer, self._outcome = peer, own, theirs, writer, outcome
-        self._forgotten = forgotten
-        self._offered: dict[Name, _Offered] = {}
-        self._waiting: deque[tuple[Frame, Buffer | None]] = deque()  # frames for which the ring had no room
-        self._asked: deque[Name] = deque()  # offered messages to go through the ring
-        self._eager, self._freed = 0, 0  # bytes of short messages sent, and of those the peer has freed
-        self._slots, self._tickets = list(range(OFFERS)), 0
+        self._box = Outbox(forgotten, writer.largest, limits)
+        self._data: dict[Name, Buffer] = {}  # the caller's memory
 
     @property
     def blocked(self) -> bool:
         """Whether something waits for room in the ring."""
-        return bool(self._waiting or self._asked)
+        return self._box.blocked
 
     def unfinished(self) -> Name | None:
         """A message that only the peer can finish."""
-        return next(iter(self._offered), None)
+        return next(iter(self._box.offered), None)
 
     def send(self, op: int, index: int, data: Buffer) -> None:
         if op != self._agreement.latest and (differs := self._agreement.begin(op)):
             raise SegmentError(differs)
-        size = len(data)
-        if size <= EAGER_BYTES and self._may_hold(charge(size)):
-            self._eager += charge(size)
-            self.put(Frame(Kind.EAGER, index, op, size, size=size), data)
-            return
-        offered = self._offered[op, index] = _Offered(data)
-        address = 0
-        if self._slots:
-            self._tickets += 1
-            slot = self._slots.pop()
-            offered.ticket = self._tickets * OFFERS + slot
-            self._own.offers[slot] = offered.ticket
-            address = address_of(data)
-        self.put(Frame(Kind.OFFER, index, op, size, address, offered.ticket))
+        box, name = self._box, (op, index)
+        frame = box.send(name, len(data), self._freed)
+        if frame.ticket:
+            self._own.offers[frame.ticket % OFFERS] = frame.ticket
+            frame = frame._replace(where=address_of(data))
+        if box.waiting or not self._try(frame, data):
+            self._data[name] = data
+            box.waiting.append(frame)
+        elif frame.kind == Kind.OFFER:
+            self._data[name] = data
+
+    def _freed(self) -> int:
+        return self._theirs.load(Word.EAGER_FREED)
 
     def forget(self, op: int) -> None:
-        for name in [n for n in self._offered if n[0] == op]:
-            self._withdraw(self._offered.pop(name))
-        keep: deque[tuple[Frame, Buffer | None]] = deque()
-        for frame, payload in self._waiting:
-            if frame.op != op or frame.kind not in (Kind.EAGER, Kind.OFFER):
-                keep.append((frame, payload))
-            elif frame.kind == Kind.EAGER:
-                self._eager -= charge(frame.size)
-        self._waiting = keep
-        self._asked = deque(name for name in self._asked if name[0] != op)
+        for offered in self._box.forget(op):
+            self._withdraw(offered)
+        for name in [name for name in self._data if name[0] == op]:
+            del self._data[name]
 
-    def put(self, frame: Frame, payload: Buffer | None = None) -> None:
-        """In the ring now, or as soon as there is room."""
-        if self._waiting or not self._try(frame, payload):
-            self._waiting.append((frame, payload))
+    def put(self, frame: Frame) -> None:
+        """A frame without payload: in the ring now, or as soon as there is room."""
+        if self._box.waiting or not self._try(frame, None):
+            self._box.waiting.append(frame)
 
     def give(self, limit: int, publish: Callable[[], None]) -> int:
         """Frames that waited, then pieces of what the peer asked for; about how many bytes."""
-        given = 0
-        while self._waiting and self._try(*self._waiting[0]):
-            given += self._waiting.popleft()[0].size or 1
-        while self._asked and not self._waiting and given < limit:
-            name = self._asked[0]
-            offered = self._offered[name]
-            size = min(len(offered.data) - offered.done, PIECE_BYTES, self._writer.largest)
-            place = self._writer.put(Frame(Kind.PIECE, name[1], name[0], len(offered.data), offered.done, size=size))
+        given, box = 0, self._box
+        while box.waiting:
+            frame = box.waiting[0]
+            name = (frame.op, frame.index)
+            if not self._try(frame, self._data[name] if frame.kind == Kind.EAGER else None):
+                break
+            box.waiting.popleft()
+            if frame.kind == Kind.EAGER:
+                del self._data[name]
+            given += frame.size or 1
+        while box.asked and not box.waiting and given < limit:
+            piece = box.piece()
+            place = self._writer.put(piece)
             if place is None:
                 break
-            place[:] = offered.data[offered.done : offered.done + size]
-            offered.done += size
-            given += size or 1
+            name = (piece.op, piece.index)
+            place[:] = self._data[name][piece.where : piece.where + piece.size]
+            given += piece.size or 1
             publish()
-            if offered.done == len(offered.data):
-                self._asked.popleft()
-                self._finish(name)
+            ended = box.gave(piece)
+            if ended is not None:
+                self._finish(name, ended)
         return given
 
     def pulled(self, frame: Frame) -> None:
-        name = (frame.op, frame.index)
-        offered = self._offered.get(name)
-        if offered is not None and offered.done < 0:
-            offered.done = 0
-            self._asked.append(name)
-        elif frame.op not in self._forgotten:
-            raise SegmentError(f"it asks for message {name}, which was not offered")
+        self._box.pulled(frame)
 
     def taken(self, frame: Frame) -> None:
-        name = (frame.op, frame.index)
-        offered = self._offered.get(name)
-        if offered is not None and offered.done < 0 and offered.ticket:
-            self._finish(name)
-        elif frame.op not in self._forgotten:
-            raise SegmentError(f"it has taken message {name}, which was not offered")
+        ended = self._box.taken(frame)
+        if ended is not None:
+            self._finish((frame.op, frame.index), ended)
 
     def end(self) -> None:
         """No offer stands any more."""
-        for offered in self._offered.values():
+        for offered in self._box.offered.values():
             self._withdraw(offered)
-        self._offered.clear()
-        self._waiting.clear()
-        self._asked.clear()
-
-    def _may_hold(self, more: int) -> bool:
-        """Whether the peer has memory for that many bytes of short messages."""
-        if self._eager + more - self._freed > EAGER_BUDGET:
-            freed = self._theirs.load(Word.EAGER_FREED)
-            if not self._freed <= freed <= self._eager:
-                raise SegmentError(f"{freed} bytes of short messages freed: must be {self._freed} to {self._eager}")
-            self._freed = freed
-        return self._eager + more - self._freed <= EAGER_BUDGET
+        self._box.offered.clear()
+        self._box.waiting.clear()
+        self._box.asked.clear()
+        self._data.clear()
 
     def _try(self, frame: Frame, payload: Buffer | None) -> bool:
         place = self._writer.put(frame)
         if place is None:
             return False
-        if payload is not None:
-            place[:] = payload
         if frame.kind == Kind.EAGER:
+            assert payload is not None
+            place[:] = payload
             self._outcome(Sent(self._peer, frame.op, frame.index))
         return True
 
-    def _finish(self, name: Name) -> None:
-        self._withdraw(self._offered.pop(name))
+    def _finish(self, name: Name, offered: Offered) -> None:
+        self._withdraw(offered)
+        del self._data[name]
         self._outcome(Sent(self._peer, *name))
 
-    def _withdraw(self, offered: _Offered) -> None:
+    def _withdraw(self, offered: Offered) -> None:
         if offered.ticket:
-            slot = offered.ticket % OFFERS
-            self._own.offers[slot] = 0
-            self._slots.append(slot)
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """A message of the peer's that is on its way into `into`."""
-
-    into: Buffer | Intake
-    done: int = 0
-    address: int = 0  # where it lies in the peer's memory,
-    own_address: int = 0  # and where in ours, unless it is taken in
-    ticket: int = 0
+            self._own.offers[offered.slot] = 0
 
 
 class Receiving:
@@ -225,169 +158,135 @@ class Receiving:
         put: Callable[[Frame], None],
         forgotten: set[int],
         agreement: Agreement,
+        limits: Limits = LIMITS,
     ) -> None:
         self._agreement = agreement
         self._peer, self._own, self._theirs, self._memory = peer, own, theirs, memory
-        self._fence, self._outcome, self._put, self._forgotten = fence, outcome, put, forgotten
-        self._posted: dict[Name, Buffer | Intake] = {}
-        self._held: dict[Name, bytes] = {}  # short ones that came before their receiver
-        self._offers: dict[Name, Frame] = {}  # long ones whose receiver is not ready
-        self._reading: dict[Name, _Incoming] = {}  # out of the peer's memory
-        self._pulling: dict[Name, _Incoming] = {}  # through the ring
-        self._came, self._freed = 0, 0  # bytes of short messages, and of those that are not held any more
+        self._fence, self._outcome, self._put = fence, outcome, put
+        self._box = Inbox(memory is not None, forgotten, agreement, limits)
+        self._into: dict[Name, Buffer | Intake] = {}  # memory that waits for a message, or gets it now
+        self._addresses: dict[Name, int] = {}  # of what is read into, unless it is taken in
+        self._held: dict[Name, bytes] = {}
         self.whole = False
 
     @property
     def busy(self) -> bool:
         """Whether `read` has something to do."""
-        return bool(self._reading)
+        return bool(self._box.reading)
 
     def awaited(self) -> Name | None:
         """A message that is still to come."""
-        return next(iter((*self._posted, *self._reading, *self._pulling)), None)
+        return self._box.awaited()
 
     def receive(self, op: int, index: int, into: Buffer | Intake) -> None:
         if op != self._agreement.latest and (differs := self._agreement.begin(op)):
             raise SegmentError(differs)
         name = (op, index)
-        assert name not in self._posted and name not in self._reading and name not in self._pulling, name
-        held = self._held.pop(name, None)
-        if held is not None:
-            self._free(len(held))
-            self._deliver(name, held, into)
-        elif (offer := self._offers.pop(name, None)) is not None:
-            self._begin(name, offer, into)
-        else:
-            self._posted[name] = into
+        way = self._box.receive(name, len(into))
+        if way is _DELIVER:
+            self._free()
+            self._deliver(name, self._held.pop(name), into)
+            return
+        self._into[name] = into
+        if way is not _WAIT:
+            self._begin(name, way)
 
     def forget(self, op: int) -> None:
-        for name in [n for n in self._held if n[0] == op]:
-            self._free(len(self._held.pop(name)))
-        for posted in (self._posted, self._offers, self._reading, self._pulling):
-            for name in [n for n in posted if n[0] == op]:
-                del posted[name]
+        freed = self._box.forget(op)
+        for name in freed:
+            del self._held[name]
+        if freed:
+            self._free()
+        for table in (self._into, self._addresses):
+            for name in [name for name in table if name[0] == op]:
+                del table[name]
 
     def end(self) -> None:
         """Let go of the caller's memory."""
-        for kept in (self._posted, self._held, self._offers, self._reading, self._pulling):
-            kept.clear()
+        self._box.end()
+        for table in (self._into, self._addresses, self._held):
+            table.clear()
 
     def eager(self, frame: Frame, payload: memoryview) -> None:
-        name, size = (frame.op, frame.index), frame.size
-        if size != frame.length or size > EAGER_BYTES:
-            raise SegmentError(f"a short message of {frame.length} bytes in a frame of {size}")
-        self._came += charge(size)
-        if self._came - self._freed > EAGER_BUDGET:
-            raise SegmentError(f"{self._came - self._freed} bytes of short messages that nobody waits for")
-        into = self._posted.pop(name, None)
-        if into is None and frame.op not in self._forgotten:
-            self._new(name)
+        name = (frame.op, frame.index)
+        way = self._box.eager(frame)
+        if way is _HOLD:
             self._held[name] = bytes(payload)
             return
-        self._free(size)
-        if into is not None:
-            self._deliver(name, payload, into)
+        self._free()
+        if way is _DELIVER:
+            self._deliver(name, payload, self._into.pop(name))
 
     def offer(self, frame: Frame) -> None:
-        name = (frame.op, frame.index)
-        if frame.op in self._forgotten:
-            return
-        into = self._posted.pop(name, None)
-        if into is not None:
-            self._begin(name, frame, into)
-            return
-        self._new(name)
-        if len(self._offers) >= OFFERS_WAITING:
-            raise SegmentError(f"more than {OFFERS_WAITING} offers that nobody waits for")
-        self._offers[name] = frame
+        self._begin((frame.op, frame.index), self._box.offer(frame))
 
     def piece(self, frame: Frame, payload: memoryview) -> None:
+        coming = self._box.piece(frame)
+        if coming is None:
+            return
         name = (frame.op, frame.index)
-        incoming = self._pulling.get(name)
-        if incoming is None:
-            if frame.op in self._forgotten:
-                return
-            raise SegmentError(f"a piece of message {name}, which nobody asked for")
-        end, size = incoming.done + frame.size, len(incoming.into)
-        if frame.where != incoming.done or end > size or (frame.size == 0) != (size == 0):
-            raise SegmentError(
-                f"bytes {frame.where} to {frame.where + frame.size} of message {name}: must begin at {incoming.done}, "
-                f"end at most at {size}"
-            )
-        if isinstance(incoming.into, Intake):
-            incoming.into.put(payload)
+        into = self._into[name]
+        if isinstance(into, Intake):
+            into.put(payload)
         else:
-            incoming.into[incoming.done : end] = payload
-        incoming.done = end
-        if end == size:
-            del self._pulling[name]
+            into[frame.where : coming.done] = payload
+        if coming.done == coming.length:
+            del self._into[name]
             self._outcome(Received(self._peer, *name))
             self.whole = True
 
     def read(self, limit: int) -> int:
         """Go on reading offered messages out of the peer's memory, the oldest first; bytes read."""
-        total = 0
-        while self._reading and total < limit and not self.whole:
-            name, incoming = next(iter(self._reading.items()))
+        total, reading = 0, self._box.reading
+        while reading and total < limit and not self.whole:
+            name, coming = next(iter(reading.items()))
             assert self._memory is not None
-            into, at = incoming.into, incoming.done
+            into, at = self._into[name], coming.done
             try:
                 if isinstance(into, Intake):
-                    done = self._memory.read(incoming.address + at, *into.place())
+                    done = self._memory.read(coming.address + at, *into.place())
                     into.came(done)
                 else:
-                    size = min(len(into) - at, READ_BYTES)
-                    done = self._memory.read(incoming.address + at, incoming.own_address + at, size)
+                    size = min(coming.length - at, READ_BYTES)
+                    done = self._memory.read(coming.address + at, self._addresses[name] + at, size)
             except OSError:  # no memory that can be read so: a device's, or a policy changed
-                del self._reading[name]
-                self._pull(name, incoming.into)
+                self._box.unreadable(name)
+                self._addresses.pop(name, None)
+                self._pull(name)
                 total += 1
                 continue
-            incoming.done += done
+            coming.done += done
             total += done
-            if incoming.done < len(incoming.into):
+            if coming.done < coming.length:
                 continue
-            del self._reading[name]
+            self._addresses.pop(name, None)
             self._fence()
-            if self._theirs.offers[incoming.ticket % OFFERS] != incoming.ticket:
-                continue  # withdrawn: its sender forgot it, and may have written there
-            if self._memory.alive():
+            stands = self._theirs.offers[coming.ticket % OFFERS] == coming.ticket
+            if self._box.was_read(name, stands, stands and self._memory.alive()):
+                del self._into[name]
                 self._put(Frame(Kind.TAKEN, name[1], name[0]))
                 self._outcome(Received(self._peer, *name))
                 self.whole = True
-            else:
-                self._posted[name] = incoming.into  # whose bytes these were is not certain
         return total
 
-    def _begin(self, name: Name, offer: Frame, into: Buffer | Intake) -> None:
-        self._agreed(name, offer.length, len(into))
-        if self._memory is not None and offer.ticket and len(into):
-            own_address = 0 if isinstance(into, Intake) else address_of(into)
-            self._reading[name] = _Incoming(into, 0, offer.where, own_address, offer.ticket)
-        else:
-            self._pull(name, into)
+    def _begin(self, name: Name, way: Way) -> None:
+        if way is _PULL:
+            self._pull(name)
+        elif way is _READ:
+            into = self._into[name]
+            if not isinstance(into, Intake):
+                self._addresses[name] = address_of(into)
 
-    def _pull(self, name: Name, into: Buffer | Intake) -> None:
+    def _pull(self, name: Name) -> None:
+        into = self._into[name]
         if isinstance(into, Intake):
             into.restart()
-        self._pulling[name] = _Incoming(into)
         self._put(Frame(Kind.PULL, name[1], name[0]))
 
     def _deliver(self, name: Name, content: bytes | memoryview, into: Buffer | Intake) -> None:
-        self._agreed(name, len(content), len(into))
         fill(into, content)
         self._outcome(Received(self._peer, *name))
 
-    def _free(self, size: int) -> None:
-        self._freed += charge(size)
-        self._own.store(Word.EAGER_FREED, self._freed)
-
-    def _new(self, name: Name) -> None:
-        if differs := self._agreement.unexpected(name[0]):
-            raise SegmentError(differs)
-        if name in self._held or name in self._offers or name in self._reading or name in self._pulling:
-            raise SegmentError(f"message {name} twice")
-
-    def _agreed(self, name: Name, came: int, posted: int) -> None:
-        if came != posted:
-            raise SegmentError(f"message {name} has {came} bytes, agreed were {posted}")
+    def _free(self) -> None:
+        """The peer may use the memory of short messages again that are held no more."""
+        self._own.store(Word.EAGER_FREED, self._box.freed)

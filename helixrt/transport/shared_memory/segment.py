@@ -29,10 +29,10 @@ import os
 import struct
 import threading
 from enum import IntEnum
-from typing import NamedTuple
 
 from helixrt.errors import Cause, HelixError
 from helixrt.protocol.link import frames
+from helixrt.protocol.shared_memory.frames import HEADER_BYTES, LINE_BYTES, OFFERS, Frame, Kind, SegmentError, charge
 
 # Values of <linux/fcntl.h>; Python names some of them only from 3.12 on.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -40,18 +40,11 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 _SEALS = _SEAL_SHRINK | _SEAL_GROW
 
 _MAGIC = 0x686C6978_00000002  # the layout's version is in it
-_LINE = 64
-OFFERS = 512
 _CAUSE_AT, _OFFERS_AT, _RING_AT = 4096, 8192, 8192 + 8 * OFFERS
 MAX_RING_BYTES = 1 << 30
 _FIRST_RING_BYTES = 32 << 10  # there from the beginning; it doubles from then on
 
 _HEADER = struct.Struct("<IIqQQQQ")
-HEADER_BYTES = _LINE
-
-
-class SegmentError(HelixError):
-    """The peer's segment holds what no correct peer writes; its link cannot be trusted any further."""
 
 
 class NoMemory(HelixError):
@@ -77,25 +70,6 @@ class State(IntEnum):
     REFUSED = 3  # the owner gave this link up; the cause is in its place
 
 
-class Kind(IntEnum):
-    EAGER = 1  # op, index, length; the message is the payload
-    OFFER = 2  # op, index, length, address, ticket: a long message waits in the owner's memory
-    PULL = 3  # op, index: the reader of the offer wants it through the ring
-    PIECE = 4  # op, index, length, offset; the payload is this part of the offered message
-    TAKEN = 5  # op, index: the reader of the offer has read it from memory
-    PAD = 6  # nothing: the rest of the ring up to its end
-
-
-class Frame(NamedTuple):
-    kind: int
-    index: int = 0  # type: ignore[assignment]  # nobody searches a frame as a tuple
-    op: int = 0
-    length: int = 0  # of the message
-    where: int = 0  # OFFER: address; PIECE: offset
-    ticket: int = 0  # OFFER: what stands at `ticket % OFFERS` of the offers' table as long as the offer does; 0: nowhere
-    size: int = 0  # of the payload
-
-
 class Fence:
     """Orders memory accesses before a call against those after it, see the module's text. Calls from one thread at a time."""
 
@@ -112,22 +86,13 @@ class Fence:
         self._acquire(False)
 
 
-def _padded(size: int) -> int:
-    return (size + _LINE - 1) & -_LINE
-
-
-def charge(size: int) -> int:
-    """The bytes of memory that a short message of `size` bytes counts for."""
-    return HEADER_BYTES + _padded(size)
-
-
 class _Mapping:
     """A mapped segment's parts."""
 
     def __init__(self, memory: mmap.mmap, ring_bytes: int) -> None:
         self._memory: mmap.mmap | None = memory
         view = memoryview(memory)
-        words = view[: _LINE * len(Word)].cast("Q")
+        words = view[: LINE_BYTES * len(Word)].cast("Q")
         cause, offers, ring = view[_CAUSE_AT:_OFFERS_AT], view[_OFFERS_AT:_RING_AT].cast("Q"), view[_RING_AT:]
         self.words, self.cause, self.offers, self.ring = words, cause, offers, ring
         self.ring_bytes = ring_bytes
@@ -251,7 +216,7 @@ class RingWriter:
 
     def _refresh(self) -> int:
         read = self._peer.load(Word.READ)
-        if not self._read <= read <= self._published or read % _LINE:
+        if not self._read <= read <= self._published or read % LINE_BYTES:
             raise SegmentError(f"the peer has read {read} bytes: must be {self._read} to {self._published}")
         if read != self._read:
             self._fence()  # its reads of that memory are done before we write there
@@ -317,7 +282,7 @@ class RingReader:
         written = self._peer.load(Word.WRITTEN)
         if written == self._written:
             return False
-        if not self._written < written <= self._released + self._capacity or written % _LINE:
+        if not self._written < written <= self._released + self._capacity or written % LINE_BYTES:
             raise SegmentError(
                 f"the peer has written {written} bytes: must be {self._written} to {self._released + self._capacity}"
             )

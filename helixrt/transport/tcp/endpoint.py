@@ -276,6 +276,9 @@ class TcpEndpoint(Endpoint):
     def add(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
 
+    def failed(self, peer: Peer, event: m.Failed) -> None:
+        raise AssertionError(f"{event}: the contract has no deadline for one message")
+
     def touched(self, peer: Peer) -> None:
         self._touched.append(peer)
 

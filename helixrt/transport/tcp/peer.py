@@ -37,11 +37,16 @@ _HEARD = 1 / 16  # of a period: so often the machine hears that bytes of a long 
 class Host(Protocol):
     """What a peer needs of its endpoint."""
 
-    now: float
     stage: Stage  # for what is used as it comes
     copies: CopyMemory
 
+    @property
+    def now(self) -> float: ...
+
     def add(self, outcome: Outcome) -> None: ...
+
+    def failed(self, peer: Peer, event: m.Failed) -> None:
+        """One message alone came to nothing: only of those that `submit` and `post` got with more than the contract has."""
 
     def has_frames(self, connection: RailConnection) -> None:
         """It has something to write."""
@@ -57,8 +62,7 @@ class Host(Protocol):
     def look_for(self, peer: Peer, rail: int) -> None:
         """A connection was closed by the other end: is anybody there?"""
 
-    def touched(self, peer: Peer) -> None:
-        """Its deadline may be another."""
+    def touched(self, peer: Peer) -> None: ...  # its deadline may be another
 
     def note(self, peer: Peer, event: m.ForTheRecord) -> None:
         """For the flight record."""
@@ -85,20 +89,26 @@ class Peer:
         self._held: dict[tuple[int, int], Buffer] = {}
         self._unsaid: set[tuple[int, int]] = set()  # kept, and no rail has them yet
 
-    # ---------------------------------------------------------------- the caller
+    # ---- the caller; `submit` and `post` take all that the machine offers, a deadline too
 
     def send(self, op: int, index: int, data: Buffer) -> None:
+        self.submit(m.Submit(op, index, len(data)), data)
+
+    def submit(self, event: m.Submit, data: Buffer) -> None:
         if self.left:
             self._end(Lost(self.rank, Cause("it had closed before a message to it began", f"rank {self.rank}")))
         if not self.ended:
-            self._begin(self._sending, m.Submit(op, index, len(data)), data)
+            self._begin(self._sending, event, data)
 
     def receive(self, op: int, index: int, into: Buffer | Sink) -> None:
+        self.post(m.Post(op, index, len(into)), into)
+
+    def post(self, event: m.Post, into: Buffer | Sink) -> None:
         target = into if isinstance(into, memoryview) else Intake(into, self._host.stage)
         if self.left:
-            self._receive_of_the_left(op, index, target)
+            self._receive_of_the_left(event.op, event.index, target)
         elif not self.ended:
-            self._begin(self._receiving, m.Post(op, index, len(target)), target)
+            self._begin(self._receiving, event, target)
 
     def _begin(self, table: dict[tuple[int, int], _Memory], event: m.Submit | m.Post, memory: _Memory) -> None:
         name = (event.op, event.index)
@@ -336,8 +346,9 @@ class Peer:
                 self._end(PeerAborted(self.rank, cause))
             case m.PeerClosed():
                 self._leave()
-            case m.Failed(op, index, sending, _):  # only of messages with a deadline, and the contract has none
-                raise AssertionError(f"message ({op}, {index}), sending {sending}, failed alone")
+            case m.Failed(op, index, sending, _):
+                (self._sending if sending else self._receiving).pop((op, index))
+                self._host.failed(self, action)
 
     def _landing(self, name: tuple[int, int], landing: Landing, length: int) -> Buffer | Intake | None:
         if landing is Landing.PLACE:

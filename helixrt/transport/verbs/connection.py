@@ -19,12 +19,13 @@ from helixrt.protocol.link import frames
 from helixrt.protocol.link.frames import HEADER_BYTES, Frame, FrameError, Kind
 from helixrt.protocol.link.messages import Failure
 from helixrt.protocol.liveness import Acknowledgements
+from helixrt.protocol.verbs.flow import receives_to_post
 from helixrt.transport.intake import Intake
 from helixrt.transport.rail_connection import Carrier
 from helixrt.transport.verbs.failure import first_cause
 from helixrt.transport.verbs.memory import Registrations
 from helixrt.transport.verbs.one_sided import OneSided
-from helixrt.transport.verbs.queue_pair import CHAIN, NUMBER_MASK, RECEIVE_BIT, QueuePair
+from helixrt.transport.verbs.queue_pair import NUMBER_MASK, RECEIVE_BIT, QueuePair
 from helixrt.transport.verbs.send_queue import SendQueue
 from helixrt.transport.verbs.wire import (
     HEAD,
@@ -32,8 +33,6 @@ from helixrt.transport.verbs.wire import (
     RECEIVE_BYTES,
     SHORT_BYTES,
     Attributes,
-    Immediate,
-    check_immediate,
 )
 
 _LET_GO_S = 0.05  # so long a rail may take to finish with memory that its caller wants back; then it is reset
@@ -61,7 +60,7 @@ class VerbsConnection:
         self.length = 0
         self.closed = self.blocked = False
         self._pair, self._carrier = pair, carrier
-        self._generation, self._wake, self._retire = generation, wake, retire
+        self._wake, self._retire = wake, retire
         self._sizes, self._enums = pair.sizes, pair.nic.library.enums
         self._broken: tuple[Failure, str] | None = None  # and the carrier does not know yet
         self._sends = SendQueue(pair, theirs, registrations, number, generation, self._left)
@@ -119,14 +118,14 @@ class VerbsConnection:
         """The caller takes this message's memory back: what is still to be written comes from a copy, and what is with
         the NIC gets a moment to leave; else the rail is reset."""
         newest = self._sends.detach(name)
-        if newest < self._sends.completed or self.closed:
+        if newest < self._sends.flow.completed or self.closed:
             return
         until = time.monotonic() + _LET_GO_S
         try:
             self._sends.flush()
-            while newest >= self._sends.completed and self._broken is None and time.monotonic() < until:
+            while newest >= self._sends.flow.completed and self._broken is None and time.monotonic() < until:
                 self._poll()
-            if newest >= self._sends.completed:
+            if newest >= self._sends.flow.completed:
                 self._pair.disarm()
                 self._broken = self._broken or (Failure.PATH, "reset: it still held memory that its owner wanted back")
         except (self._pair.nic.library.Error, OSError) as error:
@@ -144,7 +143,7 @@ class VerbsConnection:
         """Whatever has come; whether anything had. To be called when the descriptor is readable."""
         if self.closed or self._tell_if_broken():
             return False
-        before = self._sends.heard
+        before = self._sends.flow.heard
         try:
             self._pair.take_event()
             self._poll()
@@ -161,7 +160,7 @@ class VerbsConnection:
         if not self.closed and not self._tell_if_broken() and self._sends.waits:
             self.blocked = False
             self._wake(self)
-        return self._sends.heard > before
+        return self._sends.flow.heard > before
 
     def _poll(self) -> None:
         """Take all completions there are: those of work requests count at once, receives wait for their turn. Once it is clear
@@ -188,25 +187,20 @@ class VerbsConnection:
     def _use(self, completion: Any) -> None:
         """A message of the other end."""
         index = completion.wr_id & NUMBER_MASK
-        sends = self._sends
-        sends.heard += 1
+        flow = self._sends.flow
         if completion.opcode == self._enums.WC_RECV:
             message = self._pair.received(index)[: completion.byte_len]
             if len(message) < HEAD_BYTES or len(message) > RECEIVE_BYTES:
                 raise FrameError(f"a message of {len(message)} bytes: must be {HEAD_BYTES} to {RECEIVE_BYTES}")
-            used, number = HEAD.unpack_from(message)
-            if number != sends.heard & 0xFFFFFFFF:
-                raise FrameError(f"message {number}: {sends.heard & 0xFFFFFFFF} must come now")
-            sends.credited(used)
+            flow.took_head(*HEAD.unpack_from(message))
             if len(message) > HEAD_BYTES:
                 self._take_frame(message[HEAD_BYTES:])
         else:
-            slot = sends.chunks_heard % self._sizes.slots
-            check_immediate(int(completion.imm_data), Immediate(self._generation, slot, sends.heard))
-            sends.chunks_heard += 1
+            slot = flow.took_chunk(int(completion.imm_data))
             self._take_chunk(self._pair.slot(slot), int(completion.byte_len))
-        if not self.closed and index % CHAIN == CHAIN - 1:
-            self._pair.post_receives(index + 1 - CHAIN)
+        first = receives_to_post(index)
+        if not self.closed and first is not None:
+            self._pair.post_receives(first)
 
     def _take_frame(self, raw: memoryview) -> None:
         if self._missing:
@@ -288,7 +282,7 @@ class VerbsConnection:
             self._sends.flush()
         except (self._pair.nic.library.Error, OSError):
             return True  # nothing more goes this way
-        return self._sends.completed == self._sends.posted
+        return self._sends.flow.completed == self._sends.flow.posted
 
     def close(self) -> None:
         """Nothing that comes counts any more when this returns; `retire` sees to it that nothing goes."""

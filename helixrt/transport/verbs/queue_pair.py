@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from helixrt.errors import ConfigError
+from helixrt.protocol.verbs.flow import CHAIN, MAX_SLOTS, Bounds
 from helixrt.transport.process_memory import address_of
 from helixrt.transport.verbs.devices import Descriptor, Nic, VerbsRail, readable, with_event_descriptor
-from helixrt.transport.verbs.wire import MAX_SLOTS, RECEIVE_BYTES, Attributes
+from helixrt.transport.verbs.wire import RECEIVE_BYTES, Attributes
 
-CHAIN = 8  # work requests posted with one call, at most
 RECEIVE_BIT = 1 << 62  # in the id of a receive's completion
 _LIFE_SHIFT = 32
 _POLLED = 8  # completions taken at once: of the many that a failure brings, only the first ones matter
@@ -56,6 +56,16 @@ class Sizes:
                 raise ConfigError(key, getattr(self, key), f"must be at least 64, and a multiple of {CHAIN}")
         if not 1 <= self.signal_every <= self.sends // 4:
             raise ConfigError("signal_every", self.signal_every, f"must be 1 to a quarter of sends={self.sends}")
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(
+            sends=self.sends,
+            receives=self.receives,
+            slots=self.slots,
+            bounces=self.bounces,
+            signal_every=self.signal_every,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,7 @@ In: frames to write, and what to ask of the other end's memory; which work reque
 end has used. Out: work requests posted in chains, every Nth of them signalled; memory given back when its work request is
 completed.
 
-Credits: never more messages are on their way than the other end has receives posted, nor more chunks than it has free
-slots, so a slow receiver stops its sender here, not in the NIC. Every message says how many of the other end's were used.
+What may go now, and under which number, is decided by `protocol/verbs/flow.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from helixrt.protocol.link.frames import FrameError
+from helixrt.protocol.verbs.flow import CHAIN, Flow
 from helixrt.transport.verbs.memory import Range, Registrations
 from helixrt.transport.verbs.one_sided import WORD_BYTES, Action, OneSided
-from helixrt.transport.verbs.queue_pair import CHAIN, NUMBER_MASK, QueuePair, Request
-from helixrt.transport.verbs.wire import HEAD, HEAD_BYTES, SHORT_BYTES, Attributes, Immediate, forward
-
-_SPARE = 3 * CHAIN  # receives that data leaves alone: those used and not posted again yet, and credits
+from helixrt.transport.verbs.queue_pair import QueuePair, Request
+from helixrt.transport.verbs.wire import HEAD, HEAD_BYTES, SHORT_BYTES, Attributes
 
 
 class _Out:
@@ -58,19 +55,12 @@ class SendQueue:
         left: Callable[[int], None],
     ) -> None:
         self._pair, self._theirs, self._registrations = pair, theirs, registrations
-        self._rail, self._generation, self._left = rail, generation, left
+        self._rail, self._left = rail, left
         self._sizes, self._enums = pair.sizes, pair.nic.library.enums
-        self.heard = self.chunks_heard = 0  # messages of the other end that were used here
-        self._told = self._chunks_told = 0  # and how many of them it knows of
+        self.flow = Flow(pair.sizes.bounds, generation, theirs.receives, theirs.slots)
         self._queue: deque[_Out] = deque()
         self._batch: list[Request] = []
-        self.posted = self.completed = 0  # work requests
-        self._said = self._used = 0  # messages sent, and those of them the other end has used
-        self._signalled = 0  # the newest work request that will be completed by itself
-        self._slots_in_use: deque[int] = deque()  # the messages that filled them
-        self._next_slot = 0
         self._lent: deque[_Lent] = deque()
-        self._bounced = self._bounces_free = self._bounces_signalled = 0
         self._asked: deque[OneSided] = deque()
         self._asking: deque[tuple[int, OneSided, Range | None]] = deque()  # with their work requests
 
@@ -93,7 +83,7 @@ class SendQueue:
     @property
     def starved(self) -> bool:
         """Frames wait for credit, and the other end's NIC has answered all that it was to answer."""
-        return bool(self._queue) and self._signalled <= self.completed
+        return bool(self._queue) and self.flow.starved
 
     def write(self) -> None:
         """As much as credits allow."""
@@ -111,9 +101,7 @@ class SendQueue:
 
     def _next(self) -> bool:
         """Add the next work request to the batch; False if none may go now."""
-        if self.posted - self.completed >= self._sizes.sends - CHAIN:
-            return False
-        if self._said - self._used >= self._theirs.receives - _SPARE:
+        if not self.flow.may_send:
             return False
         out = self._queue[0]
         if not out.begun:
@@ -132,10 +120,8 @@ class SendQueue:
 
     def _send(self, header: bytes, payload: memoryview | None, signalled: bool = False) -> None:
         """A message in memory of our own."""
-        memory, address = self._pair.sending(self.posted)
-        self._said += 1
-        self._told, self._chunks_told = self.heard, self.chunks_heard
-        HEAD.pack_into(memory, 0, self._told & 0xFFFFFFFF, self._said & 0xFFFFFFFF)
+        memory, address = self._pair.sending(self.flow.posted)
+        HEAD.pack_into(memory, 0, *self.flow.speak())
         end = HEAD_BYTES + len(header)
         memory[HEAD_BYTES:end] = header
         if payload is not None:
@@ -145,23 +131,21 @@ class SendQueue:
 
     def _write_chunk(self, out: _Out) -> bool:
         assert out.payload is not None
-        theirs, sizes = self._theirs, self._sizes
-        if len(self._slots_in_use) >= theirs.slots:
+        theirs, sizes, flow = self._theirs, self._sizes, self.flow
+        if not flow.slot_is_free:
             return False
         length = min(theirs.chunk_bytes, len(out.payload) - out.at)
         if len(out.payload) <= sizes.bounce_bytes and out.range is None:
-            if self._bounced - self._bounces_free >= sizes.bounces:
+            if not flow.bounce_is_free:
                 return False
-            memory, address = self._pair.bounce(self._bounced)
+            memory, address = self._pair.bounce(flow.bounce())
             memory[:length] = out.payload[out.at : out.at + length]
-            key, lent = self._pair.key, _Lent(self.posted, None, None, True)
-            self._bounced += 1
+            key, lent = self._pair.key, _Lent(flow.posted, None, None, True)
         else:
             if out.range is None:
                 out.range, out.address = self._registrations.take(out.payload)
             address, key = out.address + out.at, out.range.key
-            lent = _Lent(self.posted, out.name, None, False)
-        self._said += 1
+            lent = _Lent(flow.posted, out.name, None, False)
         out.at += length
         last = out.at == len(out.payload)
         if last and lent.bounced:
@@ -169,8 +153,7 @@ class SendQueue:
         elif last:
             lent.range, lent.sequence = out.range, out.sequence
             self._queue.popleft()
-        slot, self._next_slot = self._next_slot, (self._next_slot + 1) % theirs.slots
-        self._slots_in_use.append(self._said)
+        slot, immediate = flow.write()
         self._lent.append(lent)
         self._add(
             self._enums.WR_RDMA_WRITE_WITH_IMM,
@@ -178,7 +161,7 @@ class SendQueue:
             length,
             key,
             signalled=last and not lent.bounced,  # its memory is waited for
-            immediate=Immediate(self._generation, slot, self._said).pack(),
+            immediate=immediate,
             remote_address=theirs.ring_address + slot * theirs.chunk_bytes,
             remote_key=theirs.ring_key,
         )
@@ -197,15 +180,10 @@ class SendQueue:
         remote_key: int | None = None,
         atomic: tuple[int, int] | None = None,
     ) -> None:
-        # Every Nth, and the first after a pause: so one that will be completed by itself is always under way.
-        many = self.posted + 1 - self._signalled >= self._sizes.signal_every or self._signalled <= self.completed
-        if signalled or many or self._bounced - self._bounces_signalled >= max(1, self._sizes.bounces // 4):
-            signalled, self._signalled, self._bounces_signalled = True, self.posted + 1, self._bounced
+        number, signalled = self.flow.post(signalled)
         flags = self._enums.SEND_SIGNALED if signalled else 0
-        number = self.posted
         request = Request(number, opcode, flags, address, length, key, immediate, remote_address, remote_key, atomic)
         self._batch.append(request)
-        self.posted += 1
 
     def _post(self) -> None:
         if self._batch:
@@ -219,17 +197,17 @@ class SendQueue:
         self._asked.append(operation)
 
     def _ask_next(self) -> bool:
-        if self.posted - self.completed >= self._sizes.sends - CHAIN:
+        if not self.flow.may_post:
             return False
         operation, e = self._asked[0], self._enums
         memory: Range | None = None
-        _, address = self._pair.sending(self.posted)
+        _, address = self._pair.sending(self.flow.posted)
         length, key = WORD_BYTES, self._pair.key
         if operation.into is not None:
             memory, address = self._registrations.take(operation.into)
             length, key = len(operation.into), memory.key
         self._asked.popleft()
-        self._asking.append((self.posted, operation, memory))
+        self._asking.append((self.flow.posted, operation, memory))
         opcodes = {
             Action.READ: e.WR_RDMA_READ,
             Action.FETCH_ADD: e.WR_ATOMIC_FETCH_AND_ADD,
@@ -249,7 +227,7 @@ class SendQueue:
         return True
 
     def _answered(self) -> None:
-        while self._asking and self._asking[0][0] < self.completed:
+        while self._asking and self._asking[0][0] < self.flow.completed:
             number, operation, memory = self._asking.popleft()
             if memory is not None:
                 self._registrations.release(memory)
@@ -266,39 +244,31 @@ class SendQueue:
 
     def give_credit(self) -> None:
         """Tell the other end what was used, when it has no other way to know soon."""
-        owed, chunks = self.heard - self._told, self.chunks_heard - self._chunks_told
-        if owed * 4 >= self._sizes.receives - _SPARE or chunks * 2 >= self._sizes.slots:
+        if self.flow.owes_credit:
             self._send_head()
 
     def _send_head(self, signalled: bool = False) -> None:
-        if self.posted - self.completed < self._sizes.sends:
+        if self.flow.may_post_credit:
             self._send(b"", None, signalled)
             self._post()
 
     def flush(self) -> None:
         """See to it that all that was posted will be known to be completed."""
-        if self._signalled < self.posted:
+        if self.flow.signalled < self.flow.posted:
             self._send_head(signalled=True)
 
     def complete(self, low: int) -> None:
-        self.completed += ((low - self.completed) & NUMBER_MASK) + 1
+        flow = self.flow
+        flow.complete(low)
         if self._asking:
             self._answered()
-        while self._lent and self._lent[0].number < self.completed:
+        while self._lent and self._lent[0].number < flow.completed:
             lent = self._lent.popleft()
-            self._bounces_free += lent.bounced
+            flow.bounces_free += lent.bounced
             if lent.range is not None:
                 self._registrations.release(lent.range)
             if lent.sequence:
                 self._left(lent.sequence)
-
-    def credited(self, used: int) -> None:
-        self._used = forward(self._used, used)
-        if self._used > self._said:
-            raise FrameError(f"{self._used} messages were used: {self._said} were sent")
-        slots = self._slots_in_use
-        while slots and slots[0] <= self._used:
-            slots.popleft()
 
     # ---------------------------------------------------------------- memory
 
@@ -309,7 +279,7 @@ class SendQueue:
             if out.name == name and out.payload is not None:
                 out.payload = memoryview(bytes(out.payload))
                 if out.range is not None:
-                    self._lent.append(_Lent(self.posted - 1, name, out.range, False))
+                    self._lent.append(_Lent(self.flow.posted - 1, name, out.range, False))
                     out.range = None
         return max((lent.number for lent in self._lent if lent.name == name), default=-1)
 

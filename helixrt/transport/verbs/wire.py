@@ -1,63 +1,21 @@
-"""What two ends of a verbs rail say to each other outside of frames: immediates, heads, and how to be reached.
+"""What two ends of a verbs rail say to each other outside of frames: heads of messages, and how to be reached.
 
-In and out: integers and bytes, checked. Pure.
-
-On a rail's queue pair there are messages of two kinds, numbered together from 1 in each direction, and each uses up one
-posted receive of the other end:
-
-    SEND                a head, then nothing (a credit) or a frame, with a short payload behind it
-    WRITE_WITH_IMM      a chunk of a long payload, into a slot of the receiver's ring; its immediate is checked
-
-The frame of a long payload goes before its chunks, as on a TCP rail. A head gives credits back: how many messages its
-writer has used, so that their receives are posted again and their slots are free.
+In and out: integers and bytes, checked. Pure. What the numbers in a head mean is `protocol/verbs/flow.py`'s. The frame of a
+long payload goes before its chunks, as on a TCP rail.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from helixrt.protocol.link.frames import HEADER_BYTES, MAX_BODY_BYTES, FrameError
+from helixrt.protocol.verbs.flow import MAX_SLOTS
 
 HEAD = struct.Struct("<II")  # messages the sender of it has used, and the number of this one; both modulo 2^32
 HEAD_BYTES = HEAD.size
 SHORT_BYTES = MAX_BODY_BYTES  # payloads up to this travel behind their frame
 RECEIVE_BYTES = HEAD_BYTES + HEADER_BYTES + SHORT_BYTES  # of every posted receive
-
-_GENERATION_BITS, _SLOT_BITS, _SEQUENCE_BITS = 8, 10, 14
-MAX_SLOTS = 1 << _SLOT_BITS
-
-
-class Immediate(NamedTuple):
-    """What a chunk carries beside its bytes; each field is cut to its bits."""
-
-    generation: int
-    slot: int
-    sequence: int  # number of the message
-
-    def pack(self) -> int:
-        assert 0 <= self.slot < MAX_SLOTS
-        generation = self.generation & ((1 << _GENERATION_BITS) - 1)
-        sequence = self.sequence & ((1 << _SEQUENCE_BITS) - 1)
-        return (generation << _SLOT_BITS | self.slot) << _SEQUENCE_BITS | sequence
-
-
-def check_immediate(raw: int, expected: Immediate) -> None:
-    """Raises FrameError if a chunk is not the one that must come now."""
-    if raw != expected.pack():
-        sequence = raw & ((1 << _SEQUENCE_BITS) - 1)
-        slot = raw >> _SEQUENCE_BITS & (MAX_SLOTS - 1)
-        generation = raw >> _SEQUENCE_BITS + _SLOT_BITS
-        raise FrameError(f"chunk of generation {generation}, slot {slot}, sequence {sequence}: expected {expected}")
-
-
-def forward(before: int, low: int) -> int:
-    """The counter whose lowest 32 bits are `low` and which is not less than `before` (and less than 2^31 beyond)."""
-    step = (low - before) & 0xFFFFFFFF
-    if step >= 1 << 31:
-        raise FrameError(f"a counter went back from {before} to {low} (modulo 2^32)")
-    return before + step
 
 
 # ---------------------------------------------------------------- how a queue pair is reached

@@ -1,0 +1,1 @@
+"""Rules of a link through shared memory, without memory."""

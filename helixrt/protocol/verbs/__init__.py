@@ -1,0 +1,1 @@
+"""Rules of a rail over RDMA verbs, without hardware."""
