@@ -83,7 +83,7 @@ def test_what_fails_leaves_nothing_for_the_next_event() -> None:
         raise OSError("no such device")
 
     peer, host = peer_of(link, restore)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="no such device"):
         peer.tell(m.Tick())
     peer.tell(m.Heard(0))
     assert host.heard == [left(2)]
