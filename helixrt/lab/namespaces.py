@@ -210,7 +210,8 @@ def remove(names: Sequence[str]) -> None:
         try:
             call(["ip", "netns", "delete", name])
         except NetworkError as error:
-            errors.append(error)
+            if (FOLDER / name).exists():  # else another process has removed it at the same time
+                errors.append(error)
     if errors:
         raise errors[0]
 

@@ -119,6 +119,8 @@ def exit_code(frame: Frame) -> int:
 
 def _connect(folder: Path) -> Connection | None:
     """To the VM of a folder, or None when there is none (any more)."""
+    if len(str(folder / SOCKET)) > LONGEST_PATH:
+        return None  # none can have been booted there
     to = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         to.connect(str(folder / SOCKET))
