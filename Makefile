@@ -1,7 +1,8 @@
 # make train   train the example model as a Ray job, lose a replica on the way, write a report
 # make test    the tests; both do the set-up they need, once
 #
-# ARGS goes to the command behind a target: make train ARGS="steps=60", make test ARGS="-k lineage".
+# ARGS goes to the command behind a target: make train ARGS="steps=60", make test ARGS="-k lineage",
+# make test-slow ARGS="--seeds 20000".
 # PIP_ARGS goes to pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu".
 
 SHELL := /bin/bash

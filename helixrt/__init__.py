@@ -16,9 +16,19 @@ _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "ConfigError": "helixrt.errors",
     "Fatal": "helixrt.errors",
     "HelixError": "helixrt.errors",
+    "Mesh": "helixrt.job.mesh",
     "MissingExtra": "helixrt.errors",
+    "MisuseError": "helixrt.errors",
+    "Policy": "helixrt.engines.update",
     "Retryable": "helixrt.errors",
+    "RunOptions": "helixrt.job.launch",
+    "RunResult": "helixrt.job.launch",
+    "Session": "helixrt.job.session",
+    "Stages": "helixrt.engines.staged",
+    "Step": "helixrt.job.step",
     "compile": "helixrt.compile",
+    "init": "helixrt.job.init",
+    "run": "helixrt.job.launch",
 }
 
 __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604

@@ -27,7 +27,9 @@ COMMANDS = {  # each a module of helixrt.commands
     "replay": "replay a trace of slow links under several policies",
     "strands": "two interwoven strands of a model: operators, pairs, times, pictures, graphs",
     "profile": "which operators hide behind which on this machine",
+    "serve": "serve a run whose replicas are started by torchrun, Slurm or by hand",
     "accept-loss": "let a run that waits for newer state go on without it",
+    "drain": "have a replica leave a run at a step boundary, or start it again",
     "lab": "networks on this machine: namespaces with rated links, a VM with RDMA NICs",
 }
 

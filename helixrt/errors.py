@@ -35,6 +35,11 @@ class HelixError(Exception):
     """Base of every error helixrt raises on purpose."""
 
 
+class Departed(SystemExit):
+    """This replica leaves the run at a step boundary, as it was asked to; no failure. Not an Exception, so that the user's
+    code does not catch it."""
+
+
 class ConfigError(HelixError):
     """A setting that cannot work, found before anything is launched.
 
@@ -68,6 +73,11 @@ class Fatal(HelixError):
 class StartAgain(Fatal):
     """This process must start again from durable state, because the step protocol asked for it or another rank of its
     replica ended. No failure of its own: it costs no restart of the budget."""
+
+
+class MisuseError(Fatal):
+    """The training program breaks a rule of the public API. The message says what was done, with the name of the parameter,
+    buffer or object where there is one, and what to do instead."""
 
 
 class MissingExtra(ConfigError):

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,9 @@ DETAIL = frozenset({Kind.OPERATION, Kind.SEND, Kind.RECV, Kind.EXCHANGE_BUCKET, 
 """What every step writes by the dozen: the bars of a timeline, which nobody asks for long afterwards."""
 
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
+
 @dataclass(frozen=True)
 class Event:
     """One thing that happened. `begin_s` and `end_s` are Unix times; equal for an instant."""
@@ -78,7 +81,16 @@ class Event:
     detail: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "kind": self.kind.value}, separators=(",", ":"))
+        # no `asdict`: it copies everything, and a step writes a dozen of these
+        raw = {
+            "kind": self.kind.value,
+            "rank": self.rank,
+            "step": self.step,
+            "begin_s": self.begin_s,
+            "end_s": self.end_s,
+            "detail": self.detail,
+        }
+        return _ENCODE(raw)
 
     @staticmethod
     def from_json(line: str) -> Event:

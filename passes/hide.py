@@ -31,8 +31,12 @@ AHEAD, SHARE = 2, 0.05
 
 
 def hide(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph in its new order. Raises VerifyError when an operator would run before what it needs."""
+    """The graph in its new order. Raises VerifyError when an operator would run before what it needs, and for one that takes a
+    process group and is not known, also in the graphs that an operator runs."""
     listed = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    for node in listed:
+        for hidden in nodes.inner_nodes(node):
+            nodes.communicates(hidden)  # raises for an operator that nobody has described
     order = captured(operators(listed), reorder=False).order
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -23,7 +23,6 @@ from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.rank_log import describe_code, last_error, log_name
 
 KILL_AFTER_S = 0.5  # Ray ends a healthy process at once; one that is stopped does not hear of it
-RANK_ENTRY = "helixrt.train.rank:run_rank"
 
 
 @dataclass
@@ -49,15 +48,15 @@ class _Actor:
 class RayLauncher(Launcher):
     """Connects to the cluster this process belongs to (RAY_ADDRESS), unless it is connected.
 
-    `num_cpus` and `num_gpus` are what each rank reserves; the default lets any number of ranks share
-    a small machine. Calls come from one thread. Raises MissingExtra without ray, ConfigError without
+    `entry` is what a rank runs, `module:function`; `num_cpus` and `num_gpus` are what each rank reserves: the default lets
+    any number of ranks share a small machine. Calls come from one thread. Raises MissingExtra without ray, ConfigError without
     a cluster.
     """
 
     def __init__(
         self,
-        log_folder: Path = Path("logs"),
-        entry: str = RANK_ENTRY,
+        log_folder: Path,
+        entry: str,
         environment: Mapping[str, str] | None = None,
         num_cpus: float = 0.01,
         num_gpus: float = 0.0,

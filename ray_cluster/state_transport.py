@@ -17,6 +17,7 @@ from helixrt.errors import MissingExtra
 from helixrt.protocol.catchup import FetchRules, Piece
 from helixrt.ray_cluster.actors import CONTROL_GROUP, serve_transport
 from helixrt.replica.fetch import DonorGone, DonorLink
+from helixrt.replica.manifest import LAYOUT_LIMIT_BYTES
 from helixrt.replica.offering import OfferingTransport
 
 _LOOK_S = 0.2  # between two looks whether a read was given up
@@ -58,6 +59,16 @@ class RayTransport(OfferingTransport):
     def link(self, donor: str, name: str, digest: str, wait_s: float) -> DonorLink:
         return _RayLink(self._ray, donor, name, digest, wait_s)
 
+    def ask_layout(self, donor: str, name: str, wait_s: float) -> bytes:
+        link = _RayLink(self._ray, donor, name, "", wait_s)
+        try:
+            text = link.call("serve_layout", name)
+        finally:
+            link.close()
+        if not isinstance(text, bytes) or len(text) > LAYOUT_LIMIT_BYTES:
+            raise DonorGone(f"{donor} sends something else than at most {LAYOUT_LIMIT_BYTES} bytes of a layout")
+        return text
+
     def close(self) -> None:
         self.withdraw_all()
         serve_transport(None)
@@ -81,6 +92,13 @@ class RayTransport(OfferingTransport):
         answer = self.put(data), _checksum(data)
         return *answer, max(self._pace.spent(time.thread_time() - began_s), self._pace.sent(len(data)))
 
+    def serve_layout(self, name: str) -> bytes:
+        """For other ranks: the layout of an offer. Raises LookupError when there is no such offer."""
+        text = self.layout_json(name)
+        if text is None:
+            raise LookupError(f"no offer {name!r}")
+        return text
+
     def put(self, data: bytes) -> Any:
         """Put an answer's bytes into the object store; tests replace it to spoil or delay them."""
         return self._ray.put(data)
@@ -98,8 +116,7 @@ class _RayLink(DonorLink):
             raise DonorGone(f"there is no actor {donor!r}") from error
 
     def read(self, piece: Piece, into: memoryview, heard: Callable[[], None]) -> bool:
-        call = self._actor.call_transport.options(concurrency_group=CONTROL_GROUP)
-        ref, checksum, sleep_s = self._get(call.remote("serve_piece", self._name, self._digest, piece.begin, piece.end))
+        ref, checksum, sleep_s = self.call("serve_piece", self._name, self._digest, piece.begin, piece.end)
         heard()
         data = self._get(ref)
         if not isinstance(data, bytes) or len(data) != piece.nbytes:
@@ -107,6 +124,11 @@ class _RayLink(DonorLink):
         into[:] = data
         self._cut.wait(sleep_s)
         return _checksum(into) == checksum
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What the donor's transport answers. Raises DonorGone."""
+        remote = self._actor.call_transport.options(concurrency_group=CONTROL_GROUP)
+        return self._get(remote.remote(method, *arguments))
 
     def cut(self) -> None:
         self._cut.set()

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from helixrt import doctor
 from helixrt.lab.vm_tests import Forwarder
+from tests.emulate.sweeps import SWEEP_SEEDS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests start many processes on few cores
 settings.register_profile(  # tests never assert time; where CI is set, Hypothesis's own profile draws no new numbers
@@ -60,15 +61,22 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="all that this run draws at random follows from this number; new by default")
+    parser.addoption("--seeds", type=int, default=5_000, help="seeds of each simulated world in the slow tests")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sweep_part" in metafunc.fixturenames:
+        metafunc.parametrize("sweep_part", range(max(1, metafunc.config.option.seeds // SWEEP_SEEDS)))
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests, and group those that one worker process must run (pytest-xdist, `--dist loadgroup`).
 
-    In one process, programs in the VM come behind the guest's pytest, which runs beside the tests out here. With several
-    workers, what needs the VM comes first: its worker waits for the guest while the others compute. Tests that need Ray
-    come last: its head, once started, stays to the end and uses much of a core at times.
+    In one process, programs in the VM come behind the guest's pytest, which runs beside the tests out here, and tests that
+    need Ray come last. With several workers, what needs the VM comes first: its worker waits for the guest while the others
+    compute. Tests that need Ray come late, because its head then runs to the end and uses processor time. They do not come
+    last, because one worker runs all of them, and the others need work meanwhile.
     """
     for item in items:
         limit = item.get_closest_marker("timeout")
@@ -76,9 +84,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid}: a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most")
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
-    first = -3 if hasattr(config, "workerinput") else 0
-    order = {"rdma": first + 1, "vm": first + 2, "ray": 3}
-    items.sort(key=lambda item: next((order[mark.name] for mark in item.iter_markers() if mark.name in order), 0))
+    parts: dict[str, list[pytest.Item]] = {"rdma": [], "vm": [], "ray": [], "": []}
+    for item in items:
+        parts[next((mark.name for mark in item.iter_markers() if mark.name in parts), "")].append(item)
+    rest = parts[""]
+    if hasattr(config, "workerinput"):
+        late = len(rest) * 3 // 4
+        items[:] = [*parts["rdma"], *parts["vm"], *rest[:late], *parts["ray"], *rest[late:]]
+    else:
+        items[:] = [*rest, *parts["rdma"], *parts["vm"], *parts["ray"]]
 
 
 def group_of(item: pytest.Item) -> str:

@@ -11,6 +11,7 @@ from multiprocessing.context import ForkServerContext
 
 _IMPORTED = [
     "torch.distributed",
+    "torch.distributed.fsdp",  # brings DTensor
     "helixrt.collectives",
     "helixrt.transport.auto",
     "helixrt.transport.tcp.endpoint",

@@ -86,7 +86,7 @@ def test_every_benchmark_of_the_package_keeps_the_contract() -> None:
 
 
 def test_the_acceptance_of_a_loss_reaches_the_driver_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from helixrt.train.step_rules import note_waiting, take_acceptance
+    from helixrt.job.loss_acceptance import note_waiting, take_acceptance
 
     assert cli.main(["accept-loss", str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
@@ -96,3 +96,28 @@ def test_the_acceptance_of_a_loss_reaches_the_driver_once(tmp_path: Path, capsys
     note_waiting(tmp_path, "waits for replica 0")
     assert cli.main(["accept-loss", str(tmp_path)]) == 0
     assert take_acceptance(tmp_path) and not take_acceptance(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--replicas", "0"], "replicas=0: must be at least 1"),
+        (["--replicas", "2", "--membership", "votes"], "membership=votes: must be one of auto, torchft, store"),
+        (["--replicas", "2", "--step-timeout-s", "1"], "step_timeout_s=1.0: must be at least 5 seconds"),
+        (["--replicas", "2", "--wait-s", "0"], "wait_s=0.0: must be above 0"),
+        (["--replicas", "2", "--secret-file", "/nowhere"], "secret-file=/nowhere: cannot be read"),
+    ],
+)
+def test_serve_refuses_wrong_settings_before_anything_is_made(
+    arguments: list[str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *arguments, "--storage", str(tmp_path / "out")]) == 2
+    assert rule in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_serve_takes_no_short_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HELIXRT_SECRET", "short")
+    assert cli.main(["serve", "--replicas", "2", "--storage", str(tmp_path / "out")]) == 2
+    assert "must have at least 16 characters" in capsys.readouterr().err and not (tmp_path / "out").exists()

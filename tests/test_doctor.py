@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helixrt import doctor
-from helixrt.doctor import Finding, Need, Package, State
+from helixrt.doctor import Finding, Need, Package, State, import_paths
 from helixrt.lab.machine import Lack
 
 TORCHFT = Package("torchft", (0, 2), "membership", "ft", Need.JOB, ("torchft",), load="torchft.coordination")
@@ -85,8 +85,8 @@ def test_two_copies_of_the_package_are_found_and_compared(tmp_path: Path) -> Non
     (tmp_path / "linked" / "helixrt").symlink_to(used)
 
     def finding(*folders: Path) -> Finding:
-        found = [path for path in doctor.find_copies(map(str, folders), used) if path.is_relative_to(tmp_path)]
-        return doctor.copies_finding(used, found, lambda a, b: doctor.digest(a) == doctor.digest(b))
+        found = [path for path in import_paths.find_copies(map(str, folders), used) if path.is_relative_to(tmp_path)]
+        return import_paths.copies_finding(used, found, lambda a, b: import_paths.digest(a) == import_paths.digest(b))
 
     assert finding(tmp_path / "used", tmp_path / "linked", tmp_path / "absent").state is State.ON
     assert finding(tmp_path / "used", tmp_path / "equal").state is State.WARN
@@ -96,9 +96,9 @@ def test_two_copies_of_the_package_are_found_and_compared(tmp_path: Path) -> Non
 
 
 def test_bare_imports() -> None:
-    assert doctor.bare_finding([], []).state is State.ON
-    assert doctor.bare_finding([], ["triton_kernels"]).state is State.WARN
-    assert not doctor.bare_finding(["passes"], ["conf"]).works
+    assert import_paths.bare_finding([], []).state is State.ON
+    assert import_paths.bare_finding([], ["triton_kernels"]).state is State.WARN
+    assert not import_paths.bare_finding(["passes"], ["conf"]).works
 
 
 def test_ports() -> None:
@@ -167,7 +167,7 @@ def test_here_the_main_job_can_run_and_json_says_the_same(tmp_path: Path) -> Non
 
 
 def test_a_second_different_copy_on_the_path_ends_with_1(tmp_path: Path) -> None:
-    source = Path(doctor.__file__).parent
+    source = Path(doctor.__file__).parents[1]
     shutil.copytree(source, tmp_path / "helixrt", ignore=shutil.ignore_patterns("__pycache__"))  # as a wheel: real folders
     (tmp_path / "helixrt" / "errors.py").open("a").write("\nCHANGED = True\n")
     done = run_doctor(tmp_path, PYTHONPATH=str(tmp_path))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.record import FlightRecord, Kind
 from helixrt.transport.contract import Received, Sent
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions

@@ -12,7 +12,8 @@ from typing import Any
 
 from helixrt.bench._hopping_rank import SECRET, Host, run
 from helixrt.protocol.hopping.messages import HoppingOptions, Unloaded
-from helixrt.protocol.link.messages import Action, Event, LinkOptions
+from helixrt.protocol.link.messages import Action, Event
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.recording import Opening, Recording, said
 from helixrt.record import FlightRecord
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from helixrt.bench._live_storage import LiveStorage
 from helixrt.bench._strand_variants import ABLATION, PAIRED, TARGET, TOKENS, Shape, Stage, Way, token_loss
 from helixrt.errors import Fatal
+from helixrt.job.heap import keep_freed_memory
 from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.classify import sent_bytes
 from helixrt.passes.measure import low_quantile
 from helixrt.passes.pair import Rules
 from helixrt.passes.profile import Mode, profile
-from helixrt.train.heap import keep_freed_memory
 from helixrt.train.models.parallel import Group
 
 TIMEOUT_S = 120

@@ -2,9 +2,10 @@
 
 Every round measures each side on each size in turn, in each condition (`_conditions`: back to back, after compute, from
 idle); a call's time is that of the slowest rank, and a ratio is taken per round. Gloo has a tensor of its own: the library
-asks for huge pages for those it is given. Also measured: a ring over bare sockets, the cost of fault tolerance when nothing
-fails (TCP with ledger and heartbeats against without), the time survivors take from N to N-1 ranks until their next sum, the
-time until they notice a killed process, and with `--tune` which chunks are fastest here. Every result is checked.
+may ask for huge pages for those it is given (HELIXRT_HUGE_PAGES=1). Also measured: a ring over bare sockets, the cost of
+fault tolerance when nothing fails (TCP with ledger and heartbeats against without), the time survivors take from N to N-1
+ranks until their next sum, the time until they notice a killed process, and with `--tune` which chunks are fastest here.
+Every result is checked.
 
 The cost of fault tolerance is far below what other work does to one call. So many calls of either kind follow each other in
 turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence."""
@@ -15,8 +16,6 @@ import argparse
 import itertools
 import math
 import os
-import queue
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,25 +31,23 @@ import torch.multiprocessing as mp
 from helixrt.bench._bare_ring import BareRing
 from helixrt.bench._conditions import Condition, preparation
 from helixrt.bench._figures import Spread, write
+from helixrt.bench._ftar_kill import HOST, SECRET, TIMEOUT_S, measure_kill
 from helixrt.collectives import huge_pages
 from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.process_group import HelixGroup
-from helixrt.errors import ConfigError, Fatal, Retryable
+from helixrt.errors import ConfigError, Fatal
 from helixrt.protocol.collective.algorithms.layout import Tuning
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.replica.store import host_store
 from helixrt.transport.auto import AutoEndpoint
 from helixrt.transport.contract import Endpoint
 from helixrt.transport.tcp.endpoint import EAGER_BYTES, TcpOptions
 
-SECRET = b"the secret of a benchmark"
-HOST = "127.0.0.1"
 SIZES_KIB = (4, 64, 1 << 10, 16 << 10, 64 << 10, 256 << 10)
 GROUPS = ("tcp", "shared_memory", "tcp_plain")  # of ours; the last without ledger and heartbeats
 SIDES = ("shared_memory", "tcp", "sockets")  # beside gloo; the last is what the machine allows
-TIMEOUT_S = 120.0
 _BYTES_PER_BLOCK = 256 << 20  # calls in a row, so that small ones are measured together
 _MOST_CALLS = 100
 _COST_KIB = (1 << 10, 16 << 10, 64 << 10)
@@ -268,48 +265,6 @@ def measure(what: str, settings: Settings) -> Figures:
     del server
     figures: Figures = results.get()
     return figures
-
-
-# ---------------------------------------------------------------- a killed process
-
-
-def _victim(rank: int, ranks: int, address: str, said: Any) -> None:
-    torch.set_num_threads(1)
-    exchange = FtarExchange(open_endpoint(SECRET, HOST), TIMEOUT_S)
-    exchange.configure(1, range(ranks), rank, f"{address}/kill")
-    source, out = torch.ones(1 << 18), torch.empty(1 << 18)
-    exchange.all_reduce(source, out)
-    said.put((rank, os.getpid(), 0.0))
-    try:
-        while True:
-            exchange.all_reduce(source, out)
-    except Retryable:
-        said.put((rank, 0, time.monotonic()))
-    exchange.close()
-
-
-def measure_kill(ranks: int) -> list[float]:
-    """Seconds from SIGKILL of the last rank, in the middle of all-reduces, until each survivor's call raised."""
-    server, address = host_store(HOST)
-    context = mp.get_context("spawn")
-    said = context.Queue()
-    processes = [context.Process(target=_victim, args=(r, ranks, address, said), daemon=True) for r in range(ranks)]
-    for process in processes:
-        process.start()
-    try:
-        pids = dict((rank, pid) for rank, pid, _ in (said.get(timeout=TIMEOUT_S) for _ in range(ranks)))
-        time.sleep(0.2)
-        killed = time.monotonic()
-        os.kill(pids[ranks - 1], signal.SIGKILL)
-        noticed = [said.get(timeout=TIMEOUT_S)[2] - killed for _ in range(ranks - 1)]
-    except queue.Empty:
-        raise Fatal(f"a rank did not notice within {TIMEOUT_S:g} s that another one was killed") from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    del server
-    return noticed
 
 
 # ---------------------------------------------------------------- the command

@@ -23,12 +23,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Fatal
+from helixrt.job.heap import keep_freed_memory
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
-from helixrt.train.engine import PipelineEngine, token_loss
-from helixrt.train.heap import keep_freed_memory
-from helixrt.train.lr import learning_rate
+from helixrt.train.engine import pipeline_engine, token_loss
 from helixrt.train.models.build import build_chunk, check_model
+from helixrt.train.optimizer import adamw, cosine_with_warmup
 from helixrt.train.schedules import job_schedule
 
 STAGES = 2
@@ -68,7 +69,7 @@ Step = Callable[[int], float]  # number of the step (first is 1) -> its loss
 
 
 def ours(settings: Settings, stage: int) -> Step:
-    engine = PipelineEngine(
+    engine = pipeline_engine(
         settings.model,
         OPTIM,
         ScheduleConfig("1f1b", settings.microbatches),
@@ -86,8 +87,8 @@ def ours(settings: Settings, stage: int) -> Step:
 
     def step(number: int) -> float:
         result = engine.run(number, lambda bucket: None)
-        engine.apply(number, engine.buckets)
-        return result.loss
+        engine.apply(CommitRecord(number, number, "", ((0, 0),), {}, "bench"), engine.buckets)
+        return float(result.loss)
 
     return step
 
@@ -99,11 +100,8 @@ def torch_pipelining(settings: Settings, stage: int) -> Step:
         PipelineStage(module, stage, STAGES, torch.device("cpu"), group=group), settings.microbatches, loss_fn=token_loss
     )
     parameters = list(module.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": OPTIM.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, fused=True)
+    optimizer = adamw(parameters, OPTIM)
+    scheduler = cosine_with_warmup(optimizer, settings.steps, OPTIM)
 
     def step(number: int) -> float:
         tokens = settings.batch_at(number)
@@ -118,9 +116,8 @@ def torch_pipelining(settings: Settings, stage: int) -> Step:
         shared = torch.stack([norm.square(), torch.stack(losses).mean() if losses else torch.zeros(())]).detach()
         dist.all_reduce(shared, group=group)
         torch.nn.utils.clip_grads_with_norm_(parameters, OPTIM.clip, shared[0].sqrt())
-        for param_group in optimizer.param_groups:
-            param_group["lr"] = learning_rate(number, settings.steps, OPTIM)
         optimizer.step()
+        scheduler.step()
         return float(shared[1])
 
     return step

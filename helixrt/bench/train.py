@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import Fatal
+from helixrt.job.config import ChaosConfig, CheckpointConfig, MeshConfig
+from helixrt.job.heap import keep_freed_memory
 from helixrt.protocol.step.lineage import genesis
 from helixrt.replica.contracts import Coordinate, RankSpec
 from helixrt.replica.membership import serve_lighthouse
@@ -32,22 +34,11 @@ from helixrt.replica.run_keys import EXIT_KEY, done_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, host_store
 from helixrt.timeouts import derive
-from helixrt.train.config import (
-    ChaosConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from helixrt.train.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, ScheduleConfig, TrainConfig
 from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import token_loss
-from helixrt.train.heap import keep_freed_memory
-from helixrt.train.lr import learning_rate
 from helixrt.train.models.build import build_chunk
+from helixrt.train.optimizer import adamw, cosine_with_warmup
 from helixrt.train.rank import Rank
 
 WORLD = 2
@@ -56,10 +47,11 @@ LOSS_TOLERANCE = 2e-2  # nats on one batch; float32 sums in another order, over 
 
 
 class Gate:
-    """Lets the sides run blocks in turn. `pass_block(side)` is called by each process before a block."""
+    """Lets the sides, of `world` processes each, run blocks in turn. `pass_block(side)` is called by each process before a
+    block."""
 
-    def __init__(self, context: Any, rounds: int) -> None:
-        self.rounds = rounds
+    def __init__(self, context: Any, rounds: int, world: int = WORLD) -> None:
+        self.rounds, self.world = rounds, world
         self._changed = context.Condition()
         self._turn = context.Value("i", 0, lock=False)
         self._arrived = context.Array("i", [0, 0], lock=False)
@@ -69,7 +61,7 @@ class Gate:
         with self._changed:
             if block:
                 self._arrived[side] += 1
-                if self._arrived[side] == WORLD:
+                if self._arrived[side] == self.world:
                     self._arrived[side] = 0
                     self._turn.value += 1
                     self._changed.notify_all()
@@ -125,18 +117,16 @@ class Outcome:
 def run_ours(spec: RankSpec, gate: Gate, block: int, results: Any) -> None:
     rank = GatedRank(spec, gate, block)
     last: list[float] = []
-    updated = rank._updated
 
-    def note(done: Any) -> None:
-        last.append(done.work.loss)
-        updated(done)
-        if done.record.step == rank.config.steps:  # no further batch will be asked for
+    def note(step: int, loss: float) -> None:
+        last.append(loss)
+        if step == rank.config.steps:  # no further batch will be asked for
             rank.watch.lap()
             gate.pass_block(0, gate.rounds + 1)
 
     rank._updated = note  # type: ignore[method-assign]
     rank.run()
-    results.put(Outcome("helixrt", rank.replica, rank.watch.seconds, last[-1]))
+    results.put(Outcome("helixrt", rank.context.replica, rank.watch.seconds, last[-1]))
 
 
 def run_ddp(config: TrainConfig, rank: int, store: str, gate: Gate, block: int, results: Any) -> None:
@@ -151,20 +141,16 @@ def run_ddp(config: TrainConfig, rank: int, store: str, gate: Gate, block: int, 
     model = build_chunk(config.model, data.seq_len, 0, 1, seed=config.seed)
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.optim.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas, eps=config.optim.eps, fused=True)
+    optimizer = adamw(parameters, config.optim)
+    scheduler = cosine_with_warmup(optimizer, config.steps, config.optim)
     loss = torch.zeros(())
     for number in range(1, config.steps + 1):
         tokens = watch(number - 1)
         loss = token_loss(parallel(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number, config.steps, config.optim)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         loss = loss.detach()
     watch.lap()

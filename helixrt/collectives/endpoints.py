@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from helixrt.errors import ConfigError
 from helixrt.protocol.hopping.messages import HoppingOptions
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.transport.contract import Endpoint
 

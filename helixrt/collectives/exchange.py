@@ -24,7 +24,7 @@ class Exchange(ABC):
     def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
         """Connect to the members (sorted replica ids, `me` among them); drops what was there before.
 
-        `rendezvous` is a `host:port/prefix` address of the run's store, unique to (generation, ring).
+        `rendezvous` is a `host:port/prefix` address of the run's store, unique to (generation, group rank).
         Raises Retryable when a member does not come in time; `cause.peers` are the replica ids of such members.
         """
 

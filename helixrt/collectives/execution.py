@@ -116,40 +116,28 @@ class Execution:
         """Begin an operation that fails at monotonic time `deadline`. What is raised here ends the generation: the peers wait
         for this rank's part, and later operations of this rank would meet other ones of theirs."""
         try:
-            self._begin(plan, source, out, reduction, handle, deadline, wire, staged, call)
+            scratch = None
+            if staged is None and self._size > 1:
+                self._pages.used(source)
+                if out is not source:
+                    self._pages.used(out)
+            if plan.scratch_bytes:
+                take = self._scratch.take if staged is None else staged.scratch
+                scratch = take(plan.scratch_bytes)
+                if staged is None:
+                    self._pages.used(scratch, own=True)
+            if wire is None:
+                op, self.submitted = self.submitted, self.submitted + 1
+            else:
+                self._points_submitted += 1
+                op = -self._points_submitted
+            self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire, staged, call)
+            self._stages = self._stages or staged is not None
+            heapq.heappush(self._deadlines, (deadline, op))
+            self._feed(Submitted(op, plan))
         except Exception as error:
             self.abort(Cause(f"a collective could not begin: {error!r}", f"rank {self._rank}"))
             raise
-
-    def _begin(
-        self,
-        plan: Plan,
-        source: torch.Tensor,
-        out: torch.Tensor,
-        reduction: Reduction,
-        handle: Handle,
-        deadline: float,
-        wire: Wire | None,
-        staged: StagedOperation | None,
-        call: int,
-    ) -> None:
-        scratch = None
-        if staged is None and self._size > 1:
-            self._pages.used(source)
-            if out is not source:
-                self._pages.used(out)
-        if plan.scratch_bytes:
-            take = self._scratch.take if staged is None else staged.scratch
-            scratch = take(plan.scratch_bytes)
-        if wire is None:
-            op, self.submitted = self.submitted, self.submitted + 1
-        else:
-            self._points_submitted += 1
-            op = -self._points_submitted
-        self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire, staged, call)
-        self._stages = self._stages or staged is not None
-        heapq.heappush(self._deadlines, (deadline, op))
-        self._feed(Submitted(op, plan))
 
     def abort(self, cause: Cause) -> None:
         """End everything, unless it has ended."""
@@ -176,7 +164,7 @@ class Execution:
 
     def turn(self, now: float) -> bool:
         """Bring on what can be brought on without blocking; whether anything happened."""
-        if not self.connected:
+        if self._size == 1 or self.failure is not None:
             return False
         try:
             return self._advance(now)
@@ -187,7 +175,7 @@ class Execution:
     def _advance(self, now: float) -> bool:
         self._now, moved = now, False
         outcomes = self._endpoint.progress(now)
-        if ends := self._deliver(outcomes):
+        if outcomes and (ends := self._deliver(outcomes)):
             # An operation that all others ended well ends well here, too: what they sent for it has come by now, and only
             # the word of an end, on another link, was faster.
             ends += self._deliver(self._endpoint.progress(now))
@@ -196,6 +184,8 @@ class Execution:
                 cause = replace(end.cause, peers=(end.peer,)) if lost else end.cause  # seen from here, not by hearsay
                 self.failure = self.failure or CollectiveError(cause, End.PEER)
                 self._feed(PeerLost(end.peer, cause) if lost else Aborted(cause))
+        if outcomes:
+            self._endpoint.flush()
         if self._held or self._summing:
             moved = self._look_at_the_card()
         deadlines = self._deadlines

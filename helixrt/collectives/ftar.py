@@ -31,11 +31,21 @@ _STORE_S = 4.0  # for one answer of the run's store
 class FtarExchange(Exchange):
     """An `Exchange` for one rank, over `endpoint`, which it owns.
 
-    `timeout_s` bounds each `configure`, in all, and each all-reduce; see `Timeouts.exchange_s`.
+    `timeout_s` bounds each `configure`, in all, and each all-reduce; see `Timeouts.exchange_s`. `huge_pages`: the owner of
+    the tensors consents to huge pages for them.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float, tuning: Tuning | None = None, name: str = "exchange") -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        timeout_s: float,
+        tuning: Tuning | None = None,
+        name: str = "exchange",
+        huge_pages: bool = False,
+    ) -> None:
         self._communicator = Communicator(endpoint, tuning, name)
+        if huge_pages:
+            self._communicator.use_huge_pages()
         self._collectives = Collectives(self._communicator)
         self._timeout_s = timeout_s
         self._stores = StoreClients()

@@ -27,6 +27,7 @@ from helixrt.transport.monitor.client import Monitor
 
 SECRET_VARIABLE = "HELIXRT_SECRET"  # the run's secret; without it the ranks take one from their store
 TRANSPORT_VARIABLE = "HELIXRT_TRANSPORT"  # "auto", "tcp", "shared_memory" or "verbs"; the same on all ranks
+HUGE_PAGES_VARIABLE = "HELIXRT_HUGE_PAGES"  # "1": tensors that are used again and again may get huge pages
 
 
 class GroupLifecycle(GroupCollectives):
@@ -50,6 +51,8 @@ class GroupLifecycle(GroupCollectives):
         self._leave(Cause("the group is being configured anew"))
         try:
             communicator = Communicator(self._endpoint(store, deadline), self._tuning, name)
+            if os.environ.get(HUGE_PAGES_VARIABLE) == "1":
+                communicator.use_huge_pages()
             self._collectives = Collectives(communicator)
             communicator.begin()
             aborted = lambda: communicator.failure is not None  # noqa: E731

@@ -2,17 +2,21 @@
 
 A handle is finished once, by whichever thread drives the communicator then; everything that
 belongs to the operation (copies back into the caller's tensors) has happened before. Callbacks run in that
-thread, after the waiters were let go.
+thread, after the waiters were woken; the communicator's links make no progress in that thread meanwhile, so a callback may
+wait for other operations of the communicator, and for nothing else. What a callback raises is logged.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
 from helixrt.errors import Cause, Retryable
+
+_log = logging.getLogger("helixrt.collectives")
 
 
 class End(Enum):
@@ -34,6 +38,26 @@ class CollectiveError(Retryable):
         self.end, self.skipped = end, skipped
 
 
+class Latch:
+    """What one caller sleeps on, once. Any thread may open it, more than once and also before the sleep."""
+
+    __slots__ = ("_closed",)
+
+    def __init__(self) -> None:
+        self._closed = threading.Lock()
+        self._closed.acquire()
+
+    def open(self) -> None:
+        try:
+            self._closed.release()
+        except RuntimeError:
+            pass  # it is open
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is open, or the time is over; `timeout_s` may be infinite."""
+        self._closed.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+
+
 class Driver(Protocol):
     """Whoever can bring an operation on while its caller waits for it."""
 
@@ -44,14 +68,13 @@ class Driver(Protocol):
 class Handle:
     """One submitted operation. `wait` may be called from any thread, any number of times."""
 
-    __slots__ = ("_callbacks", "_driver", "_finish", "_join", "_latch", "done", "failure")
+    __slots__ = ("_callbacks", "_driver", "_finish", "_join", "_sleepers", "done", "failure")
 
     def __init__(
         self, driver: Driver | None, finish: Callable[[], None] | None = None, join: Callable[[], None] | None = None
     ) -> None:
         self._driver, self._finish, self._join = driver, finish, join
-        self._latch = threading.Lock()
-        self._latch.acquire()
+        self._sleepers: list[Latch] = []
         self._callbacks: list[Callable[[], None]] | None = []
         self.done = False
         self.failure: CollectiveError | None = None
@@ -77,10 +100,11 @@ class Handle:
         if self._join is not None:
             self._join()
 
-    def sleep(self, timeout_s: float) -> None:
-        """Wait without bringing anything on: another thread does."""
-        if self._latch.acquire(timeout=timeout_s):
-            self._latch.release()
+    def sleep(self, latch: Latch, timeout_s: float) -> None:
+        """Wait without bringing anything on: until the end, until another thread opens `latch`, or for `timeout_s`."""
+        self._sleepers.append(latch)
+        if not self.done:  # else whoever completed it may have opened the latches before this one was there
+            latch.wait(timeout_s)
 
     def then(self, callback: Callable[[], None]) -> None:
         """Call `callback` once it is done: in the thread that finishes it, or now if it is done."""
@@ -105,10 +129,18 @@ class Handle:
         self._finish = None  # with the tensors it holds
         self.failure = failure
         self.done = True
-        self._latch.release()
+        for latch in self._sleepers:
+            latch.open()
         waiting, self._callbacks = self._callbacks, None
         while waiting:
-            waiting.pop(0)()
+            try:
+                callback = waiting.pop(0)
+            except IndexError:  # another thread, in `then`, has taken the last one back and calls it
+                break
+            try:
+                callback()
+            except Exception:  # of this callback alone: operations that ended with this one wait to be completed
+                _log.exception("a callback of a collective failed")
 
 
 def finished(failure: CollectiveError | None = None) -> Handle:

@@ -3,6 +3,9 @@
 In: the memory of each operation's tensors. Out: nothing; the bytes stay what and where they are. The kernel takes part of the
 memory at a time (`madvise`, MADV_COLLAPSE of Linux 6.1; it copies 16 MiB in about 35 ms), so a long tensor takes many
 operations, and none of them keeps a heartbeat waiting. Where the system wants no huge pages, or cannot, nothing happens.
+
+Whose memory: the library's own always; a caller's only with consent (`consent`). Users of a process group consent with
+HELIXRT_HUGE_PAGES=1.
 """
 
 from __future__ import annotations
@@ -39,14 +42,17 @@ class HugePages:
     """What one communicator has seen."""
 
     def __init__(self) -> None:
+        self.consent = False  # of those who call: their tensors may get huge pages, too
         self._advise = _advise()
         self._uses: OrderedDict[tuple[int, int], int] = OrderedDict()  # (address, bytes) -> operations
         self._done: dict[tuple[int, int], int] = {}  # where the next slice begins
 
-    def used(self, tensor: torch.Tensor) -> None:
-        """An operation begins with this contiguous CPU tensor."""
+    def used(self, tensor: torch.Tensor, own: bool = False) -> None:
+        """An operation begins with this contiguous CPU tensor, which is the library's `own` or the caller's."""
+        if self._advise is None or not (own or self.consent):
+            return
         size = tensor.numel() * tensor.element_size()
-        if self._advise is None or size < LEAST_BYTES:
+        if size < LEAST_BYTES:
             return
         memory = (tensor.data_ptr(), size)
         uses = self._uses[memory] = self._uses.pop(memory, 0) + 1  # the newest is the last

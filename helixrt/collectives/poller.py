@@ -22,7 +22,6 @@ class Poller:
         self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for descriptor in (self._wake, self._nudge):
             self._epoll.register(descriptor, select.EPOLLIN)
-        self._nudged = False  # there may be one to take: a look for nothing would cost every wait a system call
         self._watched: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -62,15 +61,12 @@ class Poller:
     def nudge(self) -> None:
         """Wake the caller that waits."""
         os.eventfd_write(self._nudge, 1)
-        self._nudged = True  # after it was written: who takes it in between has one wait too short, and no lost one
 
     def take_wake(self) -> None:
         _take(self._wake)
 
     def take_nudge(self) -> None:
-        if self._nudged:
-            self._nudged = False
-            _take(self._nudge)
+        _take(self._nudge)
 
     def close(self) -> None:
         self._epoll.close()

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from helixrt.train.step_rules import accept_loss
+    from helixrt.job.loss_acceptance import accept_loss
 
     accept_loss(args.run_folder)
     print(f"the driver of {args.run_folder} will let the replicas go on without the missing one")

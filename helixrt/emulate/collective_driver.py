@@ -61,7 +61,7 @@ class Driver(Receiver):
             self.trace.append(f"{self.clock.now * 1e3:10.3f} ms  {what}")
 
     def paused(self, node: Node, *what: object) -> bool:
-        """A stopped process hears nothing now; `what` waits for it."""
+        """A stopped process handles no event now; `what` waits until it goes on."""
         if node.paused_until > self.clock.now:
             node.backlog.append(what)
             return True
@@ -143,13 +143,14 @@ class Driver(Receiver):
         """What the collective machine asks for; the cause when it has broken."""
         match action:
             case c.Transmit(op, peer, index, region):
-                node.peers[peer].send(op, index, node.memories[op].view(region))
+                source = node.memories[op].view(region)
+                node.peers[peer].submit(l.Submit(op, index, len(source)), source)
             case c.Await(op, peer, index, region, left):
                 place = node.memories[op].view(region)
                 if left is not None:
                     place = memoryview(bytearray(region.length))
                     node.summing[peer, op, index] = place, action
-                node.peers[peer].receive(op, index, place)
+                node.peers[peer].post(l.Post(op, index, len(place)), place)
             case c.Compute():
                 self.clock.after((0.00005, 0.0005), self.computed, node, node.generation, action.op, action)
             case c.Done(op):
@@ -164,17 +165,17 @@ class Driver(Receiver):
         return broken
 
     def observed(self, node: Node, peer: int, link: Link) -> Link:
-        """`link`, whose last words the world hears too."""
+        """`link`, whose end is reported to the world too."""
         on = link.on
 
-        def heard(event: l.Event, now: float) -> list[l.Action]:
+        def on_and_report(event: l.Event, now: float) -> list[l.Action]:
             actions = on(event, now)
             for action in actions:
                 if isinstance(action, l.Lost | l.PeerAborted):
                     self.peer_ended(node, peer, action)
             return actions
 
-        link.on = heard  # type: ignore[method-assign]
+        link.on = on_and_report  # type: ignore[method-assign]
         return link
 
     # ---- rails
@@ -201,7 +202,7 @@ class Driver(Receiver):
             self.clock.after((0.001, 0.008), self.dial, generation, low, high, rail)
 
     def nobody(self, node: Node, peer: int, rail: int) -> bool:
-        """The host of a peer says that nobody is there for this generation."""
+        """Whether the host of a peer refuses: no process of this generation listens there."""
         there = self.nodes[node.ranks[peer]]
         gone = not there.unreachable and (not there.alive or there.generation != node.generation)
         return gone and self.fabric.connectable(node.rank, there.rank, rail)

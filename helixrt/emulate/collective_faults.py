@@ -1,7 +1,7 @@
-"""What befalls the ranks of a simulated world: rails, processes and networks fail, peers close or send garbage.
+"""Faults of the ranks of a simulated world: rails, processes and networks fail, peers close or send garbage.
 
-In: which kinds of fault may happen. Out: faults at random times, each for a while; and `Violation`-worthy silence: whoever
-has not noticed a death in time is reported.
+In: which kinds of fault may happen. Out: faults at random times, each for a while; and a `Violation` for each
+rank that has not noticed a death in time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FAR_AHEAD = 1000  # sequence numbers: more than come while garbage is on its way
 
 
 def garbage(chance: random.Random, generation: int, rails: int, received: int) -> bytes:
-    """What no correct peer sends: noise, or a frame that says what cannot be. `received`: sequence numbers that came."""
+    """What no correct peer sends: noise, or a frame with impossible fields. `received`: sequence numbers that came."""
     far, expected = 1 << 40, received + FAR_AHEAD
     lies = (
         Frame(Kind.DATA, generation, far, op=9, length=5, flags=frames.EAGER),
-        Frame(Kind.DATA, generation, expected, op=far, length=100),  # nobody asked for it
+        Frame(Kind.DATA, generation, expected, op=far, length=100),  # no receive was posted for it
         Frame(Kind.BEAT, generation + 1),
         Frame(Kind.BEAT, generation, acknowledged=far),
         Frame(Kind.RESUME, generation, op=1, index=rails, length=16, body=frames.counters_body(frames.Counters(0, 0))),
@@ -49,7 +49,7 @@ class Faults(Generations):
         self.faults = faults
         self.late: set[int] = set()  # ranks that submit their next collective late
         self.pending = 0  # faults and restarts yet to come
-        self.farewells: set[tuple[int, int, int]] = set()  # (generation, who closed, whom it told so)
+        self.farewells: set[tuple[int, int, int]] = set()  # (generation, rank that closed, rank that was to notice)
 
     @abstractmethod
     def boot(self, rank: int, incarnation: int) -> None:

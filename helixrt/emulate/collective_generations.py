@@ -1,12 +1,13 @@
 """How the ranks of a simulated world come together: a quorum, a generation, its links, and its end.
 
-In: processes that want to join. Out: generations of whoever is there; the call `connected` when a node has all its
+In: processes that want to join. Out: generations of the processes that are there; the call `connected` when a node has all its
 links. What a generation runs and what befalls it is not known here (`collective_world`, `collective_faults`).
 """
 
 from __future__ import annotations
 
 import math
+import random
 from abc import abstractmethod
 from dataclasses import replace
 
@@ -18,9 +19,10 @@ from helixrt.protocol.collective import messages as c
 from helixrt.protocol.collective.machine import CollectiveMachine
 from helixrt.protocol.link import messages as l
 from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.transport.tcp.peer import CONTROL, Peer
 
-OPTIONS = l.LinkOptions(
+OPTIONS = LinkOptions(
     eager_bytes=64,
     eager_memory_bytes=512,
     window_bytes=512,
@@ -46,6 +48,8 @@ class Generations(Driver):
         self.size, self.rails = size, rails
         self.concurrent = self.random.choice((1, 1, 2, 3))
         self.options = replace(OPTIONS, striped=self.random.random() < 0.7)
+        drivers = random.Random(f"{seed} drivers")  # the other draws of a world stay what they are
+        self.options = replace(self.options, batched=drivers.random() < 0.5, keep_bytes=drivers.choice((24, 64)))
         self.generation = 0
         self.members: tuple[int, ...] = ()
         self.configured: dict[int, list[Node]] = {}
@@ -63,13 +67,13 @@ class Generations(Driver):
         self.clock.at(self.clock.now + QUORUM_S, self.form)
 
     def form(self) -> None:
-        """A quorum: all who are there, or whoever has come when the first one has waited long enough."""
+        """A quorum: all living ranks, or those that have joined when the first one has waited long enough."""
         now = self.clock.now
         if not self.joining:
             return
         there = {n.rank for n in self.nodes.values() if n.alive and max(n.paused_until, self.cut_off.get(n.rank, 0)) <= now}
         if not there <= self.joining.keys() and now < min(since for _, since in self.joining.values()) + QUORUM_S:
-            for rank in self.members:  # those who still run are asked to come too
+            for rank in self.members:  # members that still run are asked to join too
                 node = self.nodes[rank]
                 if node.generation == self.generation and rank not in self.joining:
                     self.clock.after((0.001, 0.01), self.ask_to_reconfigure, node, self.generation)
@@ -87,7 +91,7 @@ class Generations(Driver):
                 self.clock.after((0.001, 0.01), self.ask_to_reconfigure, node, node.generation)
 
     def ask_to_reconfigure(self, node: Node, generation: int) -> None:
-        """A member of `generation` is told that it is over, as soon as it can be reached."""
+        """Abort `generation` at a member, as soon as it can be reached."""
         if not node.alive or self.paused(node, self.ask_to_reconfigure, node, generation):
             return
         if self.cut_off.get(node.rank, 0.0) > self.clock.now:

@@ -35,7 +35,7 @@ class Node(SimulatedHost):
         self._driver = driver
         self.rank, self.incarnation, self.ahead = rank, incarnation, ahead
         self.alive = True
-        self.unreachable = False  # it died with its host: nobody is there to refuse a connection
+        self.unreachable = False  # it died with its host: no kernel refuses a connection
         self.paused_until = 0.0
         self.backlog: list[tuple[object, ...]] = []
 
@@ -95,7 +95,7 @@ class Node(SimulatedHost):
         self._driver.look_for(self, peer.rank, rail)
 
     def note(self, peer: Peer, event: l.ForTheRecord) -> None:
-        self._driver.note(f"rank {self.rank} says of rank {self.ranks[peer.rank]}: {event}")
+        self._driver.note(f"rank {self.rank} notes of rank {self.ranks[peer.rank]}: {event}")
 
     def failed(self, peer: Peer, event: l.Failed) -> None:
         raise self._driver.fail(f"rank {self.rank}: unexpected {event} of the link to {peer.rank}")

@@ -4,7 +4,7 @@ In: a seed, the number of ranks, rails and collectives, and which kinds of fault
 `Verdict`, or a `Violation` that says what was broken and the one line that replays it.
 
 The machines are the ones that run in production (`CollectiveMachine`, `Link` with its liveness, and the plans of
-`protocol/algorithms`); simulated are the clock, the network (`fabric`), memory, and whoever forms generations.
+`protocol/algorithms`); simulated are the clock, the network (`fabric`), memory, and the service that forms generations.
 Every generation runs the same list of collectives, several at once, and of point-to-point messages beside them. A break
 ends it; the ranks that are there form the next one and run the list again, until one generation gets to its end with
 every living rank in it.
@@ -34,16 +34,13 @@ from helixrt.emulate.collective_tasks import (
     sizes_of,
 )
 from helixrt.emulate.plans import ELEMENT, Memory
+from helixrt.emulate.seeded import Violation
 from helixrt.protocol.collective import messages as c
 from helixrt.protocol.collective.plan import Plan
 
 DEADLINE_S, PATIENCE_S = 0.5, 30.0
 PATIENCE_EVENTS = 100_000
 COUNTS = (3, 20, 50)  # elements
-
-
-class Violation(AssertionError):
-    """An invariant was broken; the message ends with the line that replays it."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Connection:
 
 
 class Receiver(ABC):
-    """What the fabric tells the world. `end` is the receiving end of the connection."""
+    """Calls of the fabric into the world. `end` is the receiving end of the connection."""
 
     @abstractmethod
     def up(self, connection: Connection, end: int) -> None:
@@ -82,12 +82,12 @@ class Receiver(ABC):
 
     @abstractmethod
     def note(self, what: str) -> None:
-        """For whoever reads the run."""
+        """A line of the run's trace."""
 
 
 @dataclass(slots=True)
 class Weather:
-    """What ails one rail between two ranks, until when."""
+    """What is wrong with one rail between two ranks, and until when."""
 
     broken: float = 0.0  # no connection can be made
     silent: list[float] = field(default_factory=lambda: [0.0, 0.0])  # [from the lower rank, from the higher]

@@ -1,4 +1,4 @@
-"""One end of a simulated link: production's `Peer` and its `Link`, and a caller above them that never forgives.
+"""One end of a simulated link: production's `Peer` and its `Link`, and a caller above them that checks every promise.
 
 In: what the network brings and what the world lets the caller do. Out: calls of the network; `Wrong` as soon as a promise
 of the link is broken. The caller's memory is real: what it lends has the bytes of its message, and is overwritten at the
@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from helixrt.emulate.seeded import check, content
 from helixrt.emulate.streams import SimulatedConnection, SimulatedHost
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Frame, Kind
@@ -22,15 +23,6 @@ from helixrt.transport.intake import Stage
 from helixrt.transport.tcp.peer import Peer
 
 Name = tuple[int, int]  # op, index
-
-
-class Wrong(AssertionError):
-    """A promise of the link, or of its world, was broken."""
-
-
-def check(rule: bool, what: str) -> None:
-    if not rule:
-        raise Wrong(what)
 
 
 class Surroundings(ABC):
@@ -53,19 +45,13 @@ class Surroundings(ABC):
 
     @abstractmethod
     def note(self, end: int, *what: object) -> None:
-        """For whoever reads the run."""
+        """A line of the run's trace."""
 
     @abstractmethod
     def restore(self, me: int, rail: int) -> None: ...
 
     @abstractmethod
     def look_for(self, me: int, rail: int) -> None: ...
-
-
-def content(end: int, name: Name, length: int) -> bytes:
-    """What `end` sends as message `name`."""
-    text = b"%d of %d in %d; " % (name[1], end, name[0])
-    return (text * (length // len(text) + 1))[:length]
 
 
 class Inbox:
@@ -180,7 +166,7 @@ class End(SimulatedHost):
         else:
             self.schedule_tick()
 
-    # ---- what the machine hears and says
+    # ---- events and actions of the machine
 
     def _observed(self, event: m.Event, now: float) -> list[m.Action]:
         before = self._usable()

@@ -70,7 +70,7 @@ class Network(Surroundings):
         self.stage = Stage()
         self.incarnations = [0] * rails
         self.cable = [True] * rails  # a connection can be made, and carries
-        self.mute = [[False, False] for _ in range(rails)]  # towards an end nothing arrives, and nobody is told
+        self.mute = [[False, False] for _ in range(rails)]  # towards an end nothing arrives, without an error
         self.reorders, self.doubles, self.loses = False, 0.0, 0.0
         self.kernels = False  # they acknowledge what comes for a process that is stopped
         self.sockets: list[SimulatedSocket] = []
@@ -191,7 +191,7 @@ class Network(Surroundings):
         self.at(max(made.last[1 - me], self.now + 0.001), self.ended, 1 - me, made, None)
 
     def ended(self, me: int, made: Incarnation, failure: m.Failure | None) -> None:
-        """`me` learns that a connection is over: its other end was closed, or it failed."""
+        """A connection of `me` is over: its other end was closed, or it failed."""
         if self.stopped(me, self.ended, me, made, failure):
             return
         sock, connection = made.sockets[me], made.connections[me]
@@ -297,7 +297,7 @@ class Network(Surroundings):
     # ---- faults
 
     def cut(self, rail: int) -> None:
-        """The connection dies; each end hears of it in its own time, or not at all."""
+        """The connection dies; each end gets the error in its own time, or not at all."""
         made = self.newest(rail, 0) or self.newest(rail, 1)
         if made is None or made.dead:
             return
@@ -314,7 +314,7 @@ class Network(Surroundings):
             self.cut(rail)
 
     def set_mute(self, rail: int, me: int, mute: bool) -> None:
-        self.note(2, f"rail {rail} towards end {me} {'falls silent' if mute else 'speaks again'}")
+        self.note(2, f"rail {rail} towards end {me} {'delivers nothing' if mute else 'delivers again'}")
         self.mute[rail][me] = mute
 
     def stop(self, me: int, seconds: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import SendState
 
 LONG = 100_000  # bytes: it needs a credit
@@ -26,7 +27,7 @@ class Pair:
 
     def __init__(self, rails: int = 1, connect: bool = True, **options: Any) -> None:
         self.now = 100.0
-        self.links = [Link(GENERATION, 1 - me, rails, m.LinkOptions(**(OPTIONS | options))) for me in range(2)]
+        self.links = [Link(GENERATION, 1 - me, rails, LinkOptions(**(OPTIONS | options))) for me in range(2)]
         self.log: list[list[m.Action]] = [[], []]
         self.wire: dict[tuple[int, int], deque[Frame]] = {(rail, to): deque() for rail in range(rails) for to in range(2)}
         self.held: set[tuple[int, int]] = set()

@@ -3,8 +3,8 @@
 In: a seed, which decides everything. Out: a `Verdict`, or a `Violation` that says what was broken and the one line
 that replays it (`python -m helixrt.emulate.link_world --seed N --text` writes the run out, message by message).
 
-Every message arrives exactly once, whole, in memory that its owner still lends; or the link says `Lost`, and it may
-say so only when the peer died or no rail was left. In the end every rail that works is in use again, and nothing is
+Every message arrives exactly once, whole, in memory that its owner still lends; or the link ends with `Lost`, and it may
+do so only when the peer died or no rail was left. In the end every rail that works is in use again, and nothing is
 unacknowledged. Nothing hangs: each world has a virtual deadline. `path_world` is the same with rails that are paths.
 """
 
@@ -16,23 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from helixrt.emulate.link_end import End, Wrong, check
+from helixrt.emulate.link_end import End
 from helixrt.emulate.link_network import CAPACITIES_BYTES, LONG_BYTES, Network
-from helixrt.errors import HelixError
+from helixrt.emulate.seeded import check, replayable
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import ReceiveState, SendState
 from helixrt.transport.contract import Lost, PeerAborted
 
-OPTIONS = m.LinkOptions(
+OPTIONS = LinkOptions(
     eager_bytes=LONG_BYTES, eager_memory_bytes=4000, window_bytes=12_000, window_frames=6, attempt_s=2.0, longest_rest_s=0.4
 )
 GENERATION, END_S = 7, 60.0
 EXCUSED_S = 1.0  # a living peer is not lost for being stopped so long; where kernels acknowledge for it, for no time
-
-
-class Violation(AssertionError):
-    """An invariant was broken; the message ends with the line that replays it."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,20 @@ class LinkWorld(Network):
     spans_s: Sequence[float] = (0.05, 0.5, 3.0)  # in which everything begins
     capacities_bytes: Sequence[int] = CAPACITIES_BYTES
     lasting = 1.0  # how long faults last, in relation
+    # Shares of the worlds in which kernels acknowledge for a stopped process, one is stopped, an operation is forgotten.
+    share_with_kernels, share_with_stops, share_with_forgets = 0.5, 0.2, 0.1
+    stops_s: Sequence[float] = (0.3, EXCUSED_S, 4.0)
 
     def __init__(self, seed: int, trace: bool = False) -> None:
         rng = random.Random(seed)
         super().__init__(rng, self.draw_rails(rng), trace)
         self.seed = seed
         self.options = self.draw_options(rng)
-        self.kernels = random.Random(f"{seed} kernels").random() < 0.5  # the other draws of a world stay what they are
+        drivers = random.Random(f"{seed} drivers")
+        keep_bytes = drivers.choice((0, self.options.eager_bytes // 2, self.options.eager_bytes))
+        self.options = replace(self.options, batched=drivers.random() < 0.5, keep_bytes=keep_bytes)
+        # A generator of its own, so that the other draws of a world do not depend on it.
+        self.kernels = random.Random(f"{seed} kernels").random() < self.share_with_kernels
         if self.kernels:
             self.options = replace(self.options, attempt_s=6.0)  # more than a process is ever stopped
         self.ends = [self.make_end(me) for me in range(2)]
@@ -81,7 +85,7 @@ class LinkWorld(Network):
     def draw_rails(self, rng: random.Random) -> int:
         return rng.choice((1, 2, 2, 3))
 
-    def draw_options(self, rng: random.Random) -> m.LinkOptions:
+    def draw_options(self, rng: random.Random) -> LinkOptions:
         return replace(OPTIONS, striped=rng.random() < 0.6)
 
     def make_end(self, me: int) -> End:
@@ -96,7 +100,7 @@ class LinkWorld(Network):
 
     def run(self) -> Verdict:
         """To the end; raises Violation when a promise is broken, the machine finds itself misused or nothing ends."""
-        try:
+        with replayable(self.module, self.seed, lambda: f"; at t={self.now:.4f}", " --text"):
             until = self.random.choice(self.spans_s)
             self.meet()
             self.traffic(until)
@@ -105,10 +109,6 @@ class LinkWorld(Network):
                 if self.now > 2 * until + self.lasting and self.done():
                     break
             self.judge()
-        except (AssertionError, LookupError, ValueError, HelixError) as error:
-            name = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
-            replay = f"python -m {self.module} --seed {self.seed} --text"
-            raise Violation(f"{name}{error}; at t={self.now:.4f}; replay: {replay}") from error
         return self.verdict()
 
     def traffic(self, until: float) -> None:
@@ -116,7 +116,7 @@ class LinkWorld(Network):
             for op in range(self.random.randint(1, 3)):
                 for index in range(self.random.randint(1, 5)):
                     self.message(end, self.ends[1 - end.me], op, index, until)
-        if self.random.random() < 0.1:
+        if self.random.random() < self.share_with_forgets:
             self.at(self.random.uniform(0, until), self.random.choice(self.ends).forget, 0)
 
     def message(self, sender: End, receiver: End, op: int, index: int, until: float) -> None:
@@ -131,8 +131,8 @@ class LinkWorld(Network):
         rng = self.random
         for _ in range(rng.choice((0, 1, 1, 2, 3, 6))):
             self.fault(until)
-        if rng.random() < 0.2:
-            seconds = rng.choice((0.3, EXCUSED_S, 4.0))
+        if rng.random() < self.share_with_stops:
+            seconds = rng.choice(self.stops_s)
             self.excused |= seconds > EXCUSED_S and not self.kernels
             self.at(rng.uniform(0, until), self.stop, rng.randrange(2), seconds)
         if rng.random() < 0.05:
@@ -158,7 +158,7 @@ class LinkWorld(Network):
             self.on_each(rails, when, rng.choice(self.ends).slow)
 
     def hint(self, rails: Sequence[int], back: float) -> None:
-        """Some ends are told that these rails are whole, and some too early. The other draws of a world stay what they are."""
+        """RailMended events for some ends, some of them too early. The other draws of a world stay what they are."""
         draw = random.Random(f"{self.seed} {back}")
         for end in self.ends:
             for off in draw.choice(((), (0.001,), (-0.02, 0.005))):
@@ -207,10 +207,11 @@ class LinkWorld(Network):
                     waits = self.waits(end)
                     check(not waits, "; ".join(waits))
             else:
-                check(self.excused, f"{end.me} says {end.ended} while a rail was sound")
+                check(self.excused, f"{end.me} ended with {end.ended} while a rail was sound")
                 check(end.failure is not m.Failure.PROGRAM, f"{end.ended}")
                 told = isinstance(end.ended, PeerAborted)
-                check(not told or isinstance(self.ends[1 - end.me].ended, Lost), f"{end.me} says {end.ended}: nobody told it")
+                cause = not told or isinstance(self.ends[1 - end.me].ended, Lost)
+                check(cause, f"{end.me} ended with {end.ended}: no abort was sent to it")
 
     def verdict(self) -> Verdict:
         return Verdict(**self.findings())

@@ -52,7 +52,7 @@ class Segment:
 
 
 class Doorbell:
-    """One end's connection: bells that were not heard, and whether the other end is there."""
+    """One end's connection: bells that were not received yet, and whether the other end is there."""
 
     def __init__(self) -> None:
         self.other: Doorbell = self

@@ -6,23 +6,23 @@ What runs is `SharedMemoryLink` with its rings, and the pure halves of `protocol
 the doorbell and the reading of the other's memory are `memory_segments`'. The other process goes on between any two accesses
 to a word, and while its memory is read. A process that has nothing to do sleeps until its bell rings.
 
-Every message arrives once and whole; what was forgotten is not written and not read any more; nobody sleeps while there is
-something to do; a receive that cannot be served any more ends when the peer closes. In the end no offer stands.
+Every message arrives once and whole; what was forgotten is not written and not read any more; no process sleeps while it
+has something to do; a receive that cannot be served any more ends when the peer closes. In the end no offer stands.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from helixrt.emulate.link_end import Inbox, Name, Wrong, check, content
-from helixrt.emulate.link_world import Violation
+from helixrt.emulate import seeded
+from helixrt.emulate.link_end import Inbox, Name
 from helixrt.emulate.memory_segments import Doorbell, NeighbourMemory, Segment, Watched
-from helixrt.errors import Cause, HelixError
+from helixrt.emulate.seeded import check, content, replayable
+from helixrt.errors import Cause
 from helixrt.protocol.shared_memory.messages import Limits
 from helixrt.transport.contract import Lost, Outcome, PeerAborted, Received, Sent
 from helixrt.transport.intake import Stage
@@ -223,7 +223,7 @@ class MemoryWorld:
     # ---- running
 
     def run(self) -> Verdict:
-        try:
+        with replayable(self.module, self.seed):
             self.go_on()
             self.judge()
             if not self.ended:
@@ -231,13 +231,10 @@ class MemoryWorld:
             for end in self.ends:
                 for inbox in end.returned:
                     inbox.check_untouched()
-        except (AssertionError, LookupError, ValueError, HelixError) as error:
-            name = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
-            raise Violation(f"{name}{error}; replay: python -m {self.module} --seed {self.seed}") from error
         return self.verdict()
 
     def go_on(self) -> None:
-        """Until nobody can do anything."""
+        """Until neither process can make a step."""
         while steps := [step for end in self.ends for step in self.possible(end)]:
             self.steps += 1
             check(self.steps < STEPS, "no end in sight")
@@ -272,7 +269,7 @@ class MemoryWorld:
     # ---- judgement
 
     def judge(self) -> None:
-        """Nobody can do anything any more: what is still open?"""
+        """Neither process can make a step: check that nothing is left open."""
         for end in self.ends:
             other = self.ends[1 - end.me]
             if end.ended is not None:
@@ -288,7 +285,7 @@ class MemoryWorld:
             check(not unsent, f"{end.me} has not sent {unsent}")
 
     def part(self) -> None:
-        """One end closes: the other hears of it if it waits for something, and else not."""
+        """One end closes: the other notices if it waits for something, and else not."""
         first, second = self.random.sample(self.ends, 2)
         waited = second.waits()
         unfinished = bool(second.unsent)
@@ -320,13 +317,7 @@ class MemoryWorld:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`--seed N [--count M]`: run one seed, or M seeds from N on, and print what happened."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1)
-    options = parser.parse_args(arguments)
-    for seed in range(options.seed, options.seed + options.count):
-        print(MemoryWorld(seed).run())
+    seeded.main(lambda seed: MemoryWorld(seed).run(), arguments)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from helixrt.emulate import link_world
-from helixrt.emulate.link_end import End, Surroundings, check
+from helixrt.emulate.link_end import End, Surroundings
 from helixrt.emulate.link_network import LONG_BYTES, Incarnation
 from helixrt.emulate.link_world import GENERATION, LinkWorld, Verdict
+from helixrt.emulate.seeded import check
 from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Reason, Unloaded
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import HEADER_BYTES, Frame
 from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.options import LinkOptions
 
 RATE, LATENCY_S = 2e6, 0.001  # of an idle path: bytes a second, seconds one way
 MESSAGE_BYTES = 5000
@@ -57,7 +59,7 @@ class HoppingEnd(End):
 
     def check_reports(self, event: m.Event, before: set[int]) -> None:
         super().check_reports(event, before)
-        if self.link.closed:
+        if self.link.closed or self.link.unsettled:  # the choice is made when the batch is settled, before a frame is sent
             return
         check(self.path == self.policy.path, f"the policy uses path {self.policy.path}, reported was {self.path}")
         fit = self._fit()
@@ -116,7 +118,7 @@ class PathWorld(LinkWorld):
         self.paths = rng.choice((2, 3, 4) if self.nics == 1 else (1, 2))
         return self.nics * self.paths
 
-    def draw_options(self, rng: random.Random) -> m.LinkOptions:
+    def draw_options(self, rng: random.Random) -> LinkOptions:
         hopping = replace(HOPPING, policy=self.policy, probe_bytes=rng.choice((500, 500, 6000)), delayed=rng.random() < 0.2)
         return replace(
             link_world.OPTIONS, hopping=hopping, window_bytes=60_000, window_frames=24, attempt_s=0.8, longest_rest_s=0.2

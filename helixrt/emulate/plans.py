@@ -20,7 +20,7 @@ ELEMENT = 8  # bytes
 
 
 class Memory:
-    """One rank's memory for one collective, of elements of array type `code` ("q" or "d").
+    """One rank's memory for one collective, of elements of array type `code` ("q", "d" or "f").
 
     With `shift`, OUT lies `shift` bytes behind the beginning of SOURCE in the same memory.
     """
@@ -66,17 +66,19 @@ class Memory:
 
 def run_plans(
     plans: Sequence[Plan],
-    sources: Sequence[Sequence[int]],
+    sources: Sequence[Sequence[float]],
     out_bytes: Sequence[int],
     seed: int = 0,
     window_bytes: int = 1,
     shift: Sequence[int] | None = None,
+    code: str = "q",
 ) -> list[Memory]:
-    """All ranks' memories after one collective; raises AssertionError when it does not end."""
+    """All ranks' memories after one collective of elements of array type `code`; raises AssertionError if it does not end."""
     chance = random.Random(seed)
     ranks = range(len(plans))
     machines = [CollectiveMachine(r, len(plans), window_bytes) for r in ranks]
-    memories = [Memory(sources[r], out_bytes[r], plans[r].scratch_bytes, None if shift is None else shift[r]) for r in ranks]
+    shifts = [None] * len(plans) if shift is None else shift
+    memories = [Memory(sources[r], out_bytes[r], plans[r].scratch_bytes, shifts[r], code) for r in ranks]
     posted: dict[tuple[int, int, int], Await] = {}
     waiting: dict[tuple[int, int, int], Region] = {}
     todo: list[tuple[str, int, object]] = []

@@ -1,7 +1,7 @@
-"""What goes wrong in the step world: which fault strikes whom, and when whoever crashed is started again.
+"""What goes wrong in the step world: which fault strikes which replica, and when a crashed one is started again.
 
-In: the kinds that may happen (`FAULTS`). Out: replicas that are paused, cut off, crashed, fenced or resumed; a store that is
-away; a clock that jumps; gradients that are not finite. Every choice is drawn from the world's seeded generator.
+In: the kinds that may happen (`FAULTS`, `STOP`). Out: replicas that are paused, cut off, crashed, fenced or resumed; a store
+that is away; a clock that jumps; gradients that are not finite. Every choice is drawn from the world's seeded generator.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from helixrt.protocol.step.lineage import Log
 
 if TYPE_CHECKING:
-    from helixrt.emulate.step_world import Node, StepWorld
+    from helixrt.emulate.step_node import Node
+    from helixrt.emulate.step_world import StepWorld
 
 FAULTS = ("crash", "pause", "partition", "store", "links", "fence", "clock", "nonfinite", "resume", "outage")
+STOP = "stop"  # no fault: a replica's program ends the run early
 SPANS_S = (0.3, 1.5, 4.0, 10.0, 20.0, 20.0, 150.0, 1500.0)
 
 
@@ -43,9 +45,11 @@ class Faults:
             world.pairs[pair] = world.now + span  # type: ignore[index]
         elif kind == "nonfinite":
             ahead = world.store.head.positions.get(replica, 0) + world.random.randint(1, 2)
-            world.spoilt[(replica, ahead)] = world.random.randrange(world.rings)
+            world.spoilt[(replica, ahead)] = world.random.randrange(world.group_world_size)
         elif node is None or not node.alive:
             return
+        elif kind == "stop":
+            node.machine.stop = f"replica {replica} has seen enough"
         elif kind == "outage":
             self.outage(node)
         elif kind == "crash":
@@ -81,7 +85,7 @@ class Faults:
         world = self.world
         world.gone(node)
         world.count["crash"] += 1
-        if world.random.random() < 0.8:  # else a host is lost, and nobody but the successor says that it ended
+        if world.random.random() < 0.8:  # else a host is lost, and only the successor writes that it ended
             world.at(world.random.uniform(0.05, 1.0), partial(world.seen_to_end, node))
         life = world.store.life
         wait_s = world.random.choice((1.0, 1.0, 100.0)) * world.random.uniform(0.5, 6.0)
@@ -111,7 +115,7 @@ class Faults:
         keep = world.random.randint(least, len(world.store.entries))  # a checkpoint is behind its lineage, never before it
         world.persisted = {i: h for i, h in world.persisted.items() if i < keep}
         world.store.resume(keep, world.now + 0.5)
-        world.joins.clear()
+        world.lighthouse.forget()
         for replica in range(world.replicas):
             life = world.store.life
             world.at(world.random.uniform(1.0, 4.0), partial(self._boot_in, life, replica))

@@ -14,7 +14,8 @@ from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.quorum import Member
 
 if TYPE_CHECKING:
-    from helixrt.emulate.step_world import Node, StepWorld
+    from helixrt.emulate.step_node import Node
+    from helixrt.emulate.step_world import StepWorld
 
 DONOR_S = 6.0  # a fetch fails when no donor had what it asks for, for so long
 
@@ -27,9 +28,9 @@ class States:
 
     def taken(self, node: Node, record: CommitRecord) -> frozenset[Batch]:
         world = self.world
-        sums = {node.reduced.get((record.generation, ring)) for ring in range(world.rings)}
+        sums = {node.reduced.get((record.generation, rank)) for rank in range(world.group_world_size)}
         if len(sums) != 1:
-            raise world.fail(f"replica {node.replica}: rings disagree for step {record.step}: {sums}")
+            raise world.fail(f"replica {node.replica}: ranks disagree for step {record.step}: {sums}")
         (found,) = sums
         assert found is not None
         return found

@@ -28,7 +28,7 @@ class SimulatedStore:
     entries: list[CommitRecord] = field(default_factory=list)
     durable: dict[str, State] = field(default_factory=dict)
     ended: set[Incarnation] = field(default_factory=set)
-    holders: list[tuple[Incarnation, str]] = field(default_factory=list)  # who wrote an entry for which lineage
+    holders: list[tuple[Incarnation, str]] = field(default_factory=list)  # which incarnation wrote an entry for which lineage
     waited: dict[str, Waited] = field(default_factory=dict)
     since_s: dict[str, float] = field(default_factory=dict)  # head -> when it was appended, by the world's true time
     jumps: int = 0  # of the membership service's clock

@@ -1,10 +1,10 @@
 """A simulated world for the step protocol: virtual clock, seeded order, and everything may fail.
 
-In: a seed, the number of replicas, rings and steps, and which kinds of fault may happen. Out: a
+In: a seed, the numbers of replicas, ranks of a replica and steps, and which kinds of fault may happen. Out: a
 `Verdict`, or a `Violation` that says what was broken and the one line that replays it.
 
 The machines are the ones the job runs (`helixrt.protocol.step.machine`); only what they act on is simulated:
-a membership service with heartbeats, the run's store with outages, rings that break half-way, peer fetch,
+a membership service with heartbeats, the run's store with outages, exchanges that break half-way, peer fetch,
 checkpoints. "Parameters" are the list of what was summed into them, so every update is checked
 against the lineage at once, not only at the end; and every superseding record against what is lost by it.
 """
@@ -15,72 +15,19 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
 
+from helixrt.emulate.step_exchanges import Exchanges
 from helixrt.emulate.step_faults import FAULTS, Faults
-from helixrt.emulate.step_rings import Rings
+from helixrt.emulate.step_membership import Lighthouse
+from helixrt.emulate.step_node import Node, Verdict, Violation
 from helixrt.emulate.step_state import States
 from helixrt.emulate.step_store import Batch, SimulatedStore, State
 from helixrt.protocol.step import messages as p
-from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis, is_last
 from helixrt.protocol.step.machine import StepMachine
-from helixrt.protocol.step.quorum import Member, StepRules
+from helixrt.protocol.step.quorum import StepRules
 
-JOIN_S, HEARTBEAT_S = 12.0, 2.0
 LIMIT_S = 60_000.0
-
-
-class Violation(AssertionError):
-    """An invariant was broken; the message ends with the line that replays it."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a run did. `left_out` are replicas that some quorum went on without, or that were behind; `lost_steps` were
-    superseded deeper than 1."""
-
-    seed: int
-    virtual_s: float
-    events: int
-    crashes: int
-    generations: int
-    superseded: int
-    retried: int
-    fetches: int
-    repaired: int
-    left_out: int
-    waits: int
-    lost_steps: int
-    reloads: int
-    held: int
-    excluded: int
-    not_applied: int
-    sat_out: int
-    lives: int
-
-
-@dataclass
-class Node:
-    """One replica's incarnation and all that a crash wipes out."""
-
-    replica: int
-    incarnation: int
-    life: int
-    machine: StepMachine
-    state: State
-    alive: bool = True
-    paused_until: float = 0.0
-    silent_since: float | None = None  # no heartbeat reached the membership service since
-    work: tuple[str, int] | None = None
-    gradients: bool = False
-    waiting: list[tuple[int, int]] = field(default_factory=list)  # rings that wait for gradients
-    reduced: dict[tuple[int, int], frozenset[Batch]] = field(default_factory=dict)
-    generation: int = -1
-    kept: dict[str, frozenset[Batch]] = field(default_factory=dict)
-    offers: dict[str, State] = field(default_factory=dict)
-    offered_reduced: tuple[str, frozenset[Batch]] = ("", frozenset())
-    fetched: dict[str, State] = field(default_factory=dict)
 
 
 class StepWorld:
@@ -93,14 +40,20 @@ class StepWorld:
         self,
         seed: int,
         replicas: int = 3,
-        rings: int = 2,
+        group_world_size: int = 2,
         steps: int = 8,
         faults: tuple[str, ...] = FAULTS,
         rules: StepRules | None = None,
         fetch_s: tuple[float, ...] = (0.1, 0.5, 2.5),
         cut: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        self.seed, self.replicas, self.rings, self.steps, self.faults = seed, replicas, rings, steps, faults
+        self.seed, self.replicas, self.group_world_size, self.steps, self.faults = (
+            seed,
+            replicas,
+            group_world_size,
+            steps,
+            faults,
+        )
         self.rules, self.fetch_s = rules or StepRules(replay=4), fetch_s
         self.random = random.Random(seed)
         self.now, self.events, self.heap = 0.0, 0, list[tuple[float, int, Callable[[], None]]]()
@@ -110,10 +63,13 @@ class StepWorld:
         self.fenced: list[Node] = []  # replaced while their processes may live on
         self.lonely: dict[int, float] = {}  # replica -> partitioned until
         self.pairs: dict[tuple[int, int], float] = {tuple(sorted(pair)): LIMIT_S * 2 for pair in cut}  # type: ignore[misc]
-        self.joins: dict[int, tuple[Node, Member, float]] = {}
-        self.looking = False  # the membership service has something to decide
         self.generation, self.clock_offset_s = 0, 0.0
-        self.exchange, self.states, self.trouble = Rings(self), States(self), Faults(self)
+        self.lighthouse, self.exchange, self.states, self.trouble = (
+            Lighthouse(self),
+            Exchanges(self),
+            States(self),
+            Faults(self),
+        )
         self.worked: Counter[tuple[int, int, Batch]] = Counter()  # (life, incarnation, batch)
         self.spoilt: dict[Batch, int] = {}  # batches whose gradient is not finite -> the rank that has it
         self.count: Counter[str] = Counter()
@@ -127,12 +83,22 @@ class StepWorld:
         heapq.heappush(self.heap, (self.now + delay, self.random.getrandbits(32), call))
 
     def fail(self, what: str) -> Violation:
-        options = f"--seed {self.seed} --replicas {self.replicas} --rings {self.rings} --steps {self.steps}"
+        options = (
+            f"--seed {self.seed} --replicas {self.replicas} --group-world-size {self.group_world_size} --steps {self.steps}"
+        )
         replay = f"python -m helixrt.emulate.step_world {options} --faults {','.join(self.faults)}"
         return Violation(f"{what}; at t={self.now:.3f}; replay: {replay}")
 
     def run(self, limit_s: float = LIMIT_S) -> Verdict:
-        """To the end of training; raises Violation when an invariant breaks or nothing ends."""
+        """To the end of training; raises Violation when an invariant breaks, a machine is misused or nothing ends."""
+        try:
+            return self._run(limit_s)
+        except (AssertionError, LookupError, ValueError) as error:
+            if isinstance(error, Violation):
+                raise
+            raise self.fail(f"{type(error).__name__}: {error}") from error
+
+    def _run(self, limit_s: float) -> Verdict:
         for replica in range(self.replicas):
             self.boot(replica, 0)
         if self.faults:
@@ -150,7 +116,7 @@ class StepWorld:
 
     def ended(self) -> bool:
         head = self.store.entries[-1]
-        if head.step < self.steps or len(self.nodes) < self.replicas:
+        if not is_last(head, self.steps, self.store.life) or len(self.nodes) < self.replicas:
             return False
         holding = [n.alive and n.machine.held == head.hash for n in self.nodes.values()]
         return all(holding) if self.until_all else any(holding)
@@ -161,6 +127,9 @@ class StepWorld:
         found = audit(chain)
         if not found.clean:
             raise self.fail(f"audit {found}")
+        for before, record in zip(chain, chain[1:], strict=False):
+            if is_last(before, self.steps, record.life):
+                raise self.fail(f"step {record.step} follows step {before.step}, with which the run ended")
         expected = self.content(log.head)
         for node in self.nodes.values():
             if node.state != (log.head.hash, expected) and self.until_all:
@@ -189,10 +158,11 @@ class StepWorld:
             not_applied=sum(not r.applied for r in chain),
             sat_out=c["sat_out"],
             lives=self.store.life + 1,
+            stopped=int(log.head.last != ""),
         )
 
     def content(self, record: CommitRecord) -> tuple[frozenset[Batch], ...]:
-        """What the lineage says was summed into the state of `record`, update by update."""
+        """What was summed into the state of `record` according to the lineage, update by update."""
         log = Log(self.store.entries)
         return tuple(self.summed(r, log) for r in log.chain(record.hash)[1:])
 
@@ -228,7 +198,9 @@ class StepWorld:
         state: State = ("", ())
         if log.head == self.store.root:
             state = self.store.durable[log.head.hash]
-        machine = StepMachine(replica, incarnation, self.rings, log, state[0], self.steps, self.rules, self.store.life)
+        machine = StepMachine(
+            replica, incarnation, self.group_world_size, log, state[0], self.steps, self.rules, self.store.life
+        )
         node = Node(replica, incarnation, self.store.life, machine, state)
         self.nodes[replica] = node
         self.deliver(node, p.Begin())
@@ -237,8 +209,7 @@ class StepWorld:
         node.alive = False
         node.silent_since = self.now if node.silent_since is None else node.silent_since
         self.crashed.add(node.replica)
-        if node.replica in self.joins and self.joins[node.replica][0] is node:
-            del self.joins[node.replica]
+        self.lighthouse.lost(node)
         self.exchange.lost(node)
 
     def seen_to_end(self, node: Node) -> None:
@@ -270,15 +241,6 @@ class StepWorld:
     def answer(self, node: Node, event: p.Event, low: float = 0.001, high: float = 0.05) -> None:
         self.at(self.random.uniform(low, high), lambda: self.deliver(node, event))
 
-    # ---- membership
-
-    def beats(self, node: Node) -> bool:
-        """Whether the membership service takes it for living."""
-        if node.alive and node.paused_until <= self.now and not self.cut(node.replica):
-            node.silent_since = None
-            return True
-        return node.silent_since is not None and self.now - node.silent_since < HEARTBEAT_S
-
     def fence_holds(self, node: Node) -> bool:
         """A rank reads its own entry at every quorum and before every append, and stops if it has ended."""
         if node.life == self.store.life and (node.replica, node.incarnation) not in self.store.ended:
@@ -286,70 +248,12 @@ class StepWorld:
         self.gone(node)
         return True
 
-    def ask_join(self, node: Node, me: Member) -> None:
-        if not node.alive:
-            return
-        if self.cut(node.replica) or self.now < self.store.down_until:
-            self.answer(node, p.JoinFailed("unreachable"), 0.5, 1.0)
-            return
-        if self.fence_holds(node):
-            return
-        current = self.joins.get(me.replica)
-        if current is not None and current[0] is not node:
-            older = current[0] if current[0].incarnation < me.incarnation else node
-            self.answer(older, p.JoinFailed("started again"), 0.5, 1.0)
-        if current is None or current[0].incarnation <= me.incarnation:
-            self.joins[me.replica] = (node, me, self.now)
-        self.form()
-        if not self.looking:
-            self.looking = True
-            self.at(0.5, self.lighthouse)
-
-    def lighthouse(self) -> None:
-        """What the membership service does without being asked."""
-        for replica, (node, _, since) in list(self.joins.items()):
-            if not node.alive or self.now - since > 1.5 * JOIN_S:
-                del self.joins[replica]
-                if node.alive:
-                    self.deliver(node, p.JoinFailed("timeout"))
-        self.looking = bool(self.joins)
-        if self.looking:
-            self.at(0.5, self.lighthouse)
-            self.form()
-
-    def form(self) -> None:
-        """As torchft's: a quorum forms when all that heartbeat have joined, or some waited too long."""
-        living = {(n.replica, n.incarnation) for n in (*self.nodes.values(), *self.fenced) if self.beats(n)}
-        joined = {(r, n.incarnation) for r, (n, _, _) in self.joins.items() if (r, n.incarnation) in living}
-        if not joined or 2 * len(joined) <= len(living):
-            return
-        oldest = min(since for _, _, since in self.joins.values())
-        if joined != living and self.now - oldest < JOIN_S:
-            return
-        self.count["quorum"] += 1
-        self.left_out |= set(range(self.replicas)) - {replica for replica, _ in joined}
-        members = tuple(m for r, (n, m, _) in sorted(self.joins.items()) if (r, n.incarnation) in joined)
-        generation = self.store.generation(self.now, self.clock_offset_s)
-        for member in members:
-            node, _, _ = self.joins.pop(member.replica)
-            self.at(self.random.uniform(0.001, 0.1), partial(self.formed, node, generation, members))
-
-    def formed(self, node: Node, generation: int, members: tuple[Member, ...]) -> None:
-        if self.cut(node.replica) or self.now < self.store.down_until or node.life != self.store.life:
-            if node.alive:
-                self.answer(node, p.JoinFailed("log not read"), 0.5, 1.0)
-            return
-        self.deliver(node, p.Formed(generation, members, tuple(self.store.entries[len(node.machine.log) :])))
-        if node.machine.sits_until > generation:
-            self.count["sat_out"] += 1
-            self.left_out.add(node.replica)
-
     # ---- what the machines ask for
 
     def perform(self, node: Node, action: p.Action) -> None:
         match action:
             case p.Join():
-                self.at(self.random.uniform(0.001, 0.02), lambda: self.ask_join(node, action.me))
+                self.at(self.random.uniform(0.001, 0.02), lambda: self.lighthouse.ask(node, action.me))
             case p.Work():
                 self.start_work(node, action)
             case p.Exchange():
@@ -357,7 +261,7 @@ class StepWorld:
                     self.left_out.add(node.replica)
                 self.exchange.start(node, action)
             case p.Examine():
-                for rank in range(self.rings):
+                for rank in range(self.group_world_size):
                     assert node.work is not None
                     finite = self.spoilt.get((node.replica, node.work[1])) != rank
                     self.answer(node, p.Examined(action.generation, rank, finite))
@@ -478,13 +382,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--rings", type=int, default=2)
+    parser.add_argument("--group-world-size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--faults", default=",".join(FAULTS))
     o = parser.parse_args(arguments)
     faults = tuple(f for f in o.faults.split(",") if f)
     for seed in range(o.seed, o.seed + o.count):
-        print(StepWorld(seed, o.replicas, o.rings, o.steps, faults).run())
+        print(StepWorld(seed, o.replicas, o.group_world_size, o.steps, faults).run())
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def join(one: SimulatedSocket, other: SimulatedSocket) -> None:
 
 
 class SimulatedConnection(Connection):
-    """Production's, but what a kernel would tell of it is told by `acknowledged`."""
+    """Production's; `acknowledged` gives what a kernel would report of it."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class SimulatedHost(ABC):
             self._writers[connection] = None
 
     def watch(self, connection: RailConnection) -> None:
-        """Nothing to do: whoever delivers something has it read."""
+        """Nothing to do: the network has each delivery read."""
         assert not connection.closed
 
     def unwatch(self, connection: RailConnection) -> None:
@@ -232,11 +232,17 @@ class SimulatedHost(ABC):
 
     def writes(self) -> bool:
         """Write until nothing may be written now; whether there was anything to write."""
+        self._settle()
         busy = bool(self._writers)
         self.write()
         return busy
 
+    def _settle(self) -> None:
+        for peer in list(self._touched):
+            peer.settle()
+
     def write(self) -> None:
+        self._settle()
         while self._writers:
             connection = next(iter(self._writers))
             del self._writers[connection]
@@ -244,7 +250,7 @@ class SimulatedHost(ABC):
             assert connection.closed or connection.idle or connection.blocked, "a turn that ended for no reason"
 
     def settled(self) -> list[Peer]:
-        """Peers that heard something since they were asked for last: their deadlines may be others."""
+        """Peers that had an event since the last call: their deadlines may have changed."""
         touched, self._touched = self._touched, []
         for peer in touched:
             peer.is_touched = False

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from helixrt.emulate.link_end import check
+from helixrt.emulate.seeded import check
 from helixrt.protocol.verbs.flow import CHAIN
 from helixrt.transport.verbs.queue_pair import RECEIVE_BIT, Request, Sizes
 from helixrt.transport.verbs.wire import RECEIVE_BYTES, Attributes
@@ -180,7 +180,7 @@ class SimulatedPair:
             self.readable, self._armed = True, False
 
     def fail(self) -> None:
-        """Nobody answers: what is posted fails, and what follows fails with it."""
+        """No answer comes any more: what is posted fails, and what follows fails with it."""
         self.failed = True
         for number, request in enumerate([*(r for r, _ in self.sent), *self.posted]):
             self.complete(Completion(request.number & 0xFFFFFFFF, UNANSWERED if number == 0 else FLUSHED))

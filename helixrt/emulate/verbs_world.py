@@ -5,22 +5,20 @@ What runs is `VerbsConnection`, its send queue and `protocol/verbs/flow.py`; the
 sizes of both ends, how fast each process and each NIC is, where the counters stand (some are about to pass 2^32), and when
 messages are forgotten or a NIC fails.
 
-Every message arrives once, whole and in its order; memory is given back only when nobody reads it any more; no queue
+Every message arrives once, whole and in its order; memory is given back only when no NIC reads it any more; no queue
 overflows; everything comes to an end, and then all memory is given back.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from helixrt.emulate.link_end import Wrong, check, content
-from helixrt.emulate.link_world import Violation
+from helixrt.emulate import seeded
+from helixrt.emulate.seeded import check, content, replayable
 from helixrt.emulate.verbs_nic import SimulatedPair
-from helixrt.errors import HelixError
 from helixrt.protocol.link import frames
 from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.messages import Failure
@@ -121,7 +119,7 @@ class End:
         if source is not None:
             source[:] = b"\xcc" * len(source)
 
-    # ---- what its connection tells
+    # ---- calls of its connection
 
     def frame_came(self, connection: Any, frame: Frame) -> None:
         check(not connection.closed, "a frame came on a closed connection")
@@ -188,16 +186,13 @@ class VerbsWorld:
     # ---- running
 
     def run(self) -> Verdict:
-        try:
+        with replayable(self.module, self.seed):
             while steps := self.possible():
                 self.steps += 1
                 check(self.steps < STEPS, "no end in sight")
                 ((_, step),) = self.random.choices(steps, [weight for weight, _ in steps])
                 step()
             self.judge()
-        except (AssertionError, LookupError, ValueError, HelixError, OSError) as error:
-            name = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
-            raise Violation(f"{name}{error}; replay: python -m {self.module} --seed {self.seed}") from error
         return self.verdict()
 
     def possible(self) -> list[tuple[float, Callable[[], None]]]:
@@ -233,7 +228,7 @@ class VerbsWorld:
             self.random.choice(steps)[1]()
 
     def fail(self) -> None:
-        """Both NICs: neither hears of the other any more."""
+        """Both NICs: no message of either reaches the other any more."""
         self.failed += 1
         for end in self.ends:
             if not end.connection.closed:
@@ -270,13 +265,7 @@ class VerbsWorld:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`--seed N [--count M]`: run one seed, or M seeds from N on, and print what happened."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1)
-    options = parser.parse_args(arguments)
-    for seed in range(options.seed, options.seed + options.count):
-        print(VerbsWorld(seed).run())
+    seeded.main(lambda seed: VerbsWorld(seed).run(), arguments)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from helixrt.lab.shaping import Shape, changes
 MOST_HOSTS, MOST_RAILS = 250, 250
 LEAST_SEGMENT_BYTES, MOST_SEGMENT_BYTES = 2_000, 65_536
 MASTER_PORT = 29500  # free: the namespace is new
+_NOWHERE = "02:00:00:00:00:00"  # a locally administered hardware address that no device here has
 
 _numbers = itertools.count()
 
@@ -84,6 +85,7 @@ class Network:
         self._switch = ""
         self._shapes: dict[tuple[str, str], Shape] = {}  # (namespace, device) -> what it is shaped to
         self._cuts: dict[tuple[int, int], Cut] = {}
+        self._blocks: set[tuple[int, int, int]] = set()  # (source, target, rail)
         self._processes: list[subprocess.Popen[Any]] = []
         self._handled: list[signal.Signals] = []
 
@@ -252,6 +254,25 @@ class Network:
         elif at is Cut.PATH:
             call(["ip", "-n", self._switch, "link", "set", self._port(host, rail), "master", self.device(rail)])
         self._cuts.pop((host, rail), None)
+
+    def block(self, source: int, target: int, rail: int = 0) -> None:
+        """Lose all that host `source` sends to host `target` over a rail; nothing else is affected, the way back neither.
+
+        Nobody is told: packets go to a hardware address that no host has. Blocking it twice is the same as once.
+        """
+        self._neighbour("replace", source, target, rail, "lladdr", _NOWHERE, "nud", "permanent")
+        self._blocks.add((source, target, rail))
+
+    def unblock(self, source: int, target: int, rail: int = 0) -> None:
+        """Undo `block`; does nothing if it was not called."""
+        if (source, target, rail) in self._blocks:
+            self._neighbour("del", source, target, rail)
+            self._blocks.discard((source, target, rail))
+
+    def _neighbour(self, do: str, source: int, target: int, rail: int, *more: str) -> None:
+        self._check(target, rail)
+        device = self.device(rail)
+        call(["ip", "-n", self.namespace(source), "neigh", do, self.address(target, rail), *more, "dev", device])
 
     def _shaped(self, host: int, rail: int) -> dict[str, tuple[str, str]]:
         """Where the two directions of a host's rail are shaped: (namespace, device)."""

@@ -96,6 +96,20 @@ class GradientBuckets:
         self._open = list(self._sizes)
         self._next = len(self.flat) - 1
 
+    @torch.no_grad()
+    def install(self, sums: Sequence[torch.Tensor], count: int) -> None:
+        """Copy `sums / count`, laid out as `flat`, over the gradients of the step; every parameter has one."""
+        for local, total in zip(self.flat, sums, strict=True):
+            torch.div(total, count, out=local) if count != 1 else local.copy_(total)
+        for parameter, grad in zip(self._parameters, self.grads, strict=True):
+            parameter.grad = grad
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for local in self.flat:
+            local.mul_(factor)
+
     def last_backward(self, chunk: int) -> None:
         """The next backward of this chunk is its last: a gradient that it adds to is final."""
         self._last.add(chunk)

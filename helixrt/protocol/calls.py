@@ -6,14 +6,16 @@ which an operation's messages are named, and the difference where a peer's opera
     name of a collective's message = (operation, index)      operation = number of the collective | fingerprint << 31
 
 A message of another call has another name, so its bytes never reach this rank's memory; nothing is added to any message.
-Who meets a name it did not expect compares the fingerprints. Point-to-point operations (below 0) and operations without a
-fingerprint are not compared. Pure.
+Who meets a name it did not expect compares the fingerprints. Where nothing is sent, since both ends wait for each other
+(both send long messages, or both receive: broadcasts with different roots), each tells the other now and then for which
+operation it waits (`awaited`), and that name is compared as well, with the operations that this rank has begun with any of
+its peers. Point-to-point operations (below 0) and operations without a fingerprint are not compared. Pure.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 COLLECTIVES = (
     "?", "all-reduce", "reduce-scatter", "reduce", "all-gather", "broadcast", "gather", "scatter", "all-to-all", "barrier",
@@ -61,14 +63,22 @@ def difference(theirs: int, ours: int) -> str:
     return f"{text}: all ranks must call the same collectives in the same order"
 
 
+def awaited(messages: Iterable[tuple[int, int]]) -> int:
+    """The oldest operation that can be compared, of these messages by name; 0 if there is none."""
+    return min((op for op, _ in messages if op > NUMBER), key=lambda op: op & NUMBER, default=0)
+
+
 class Agreement:
-    """Of one link: the operations of this end, and those of the peer that this end has not begun."""
+    """Of one link: the operations of this end, and those of the peer that this end has not begun.
+
+    `begun`: the operations that this rank has begun, by number; the links of a generation may share it.
+    """
 
     __slots__ = ("_begun", "_early", "latest")
 
-    def __init__(self) -> None:
+    def __init__(self, begun: dict[int, int] | None = None) -> None:
         self.latest = -1  # operation that was begun: it need not be told again, as with each of its messages
-        self._begun: dict[int, int] = {}  # number -> operation, the oldest first
+        self._begun: dict[int, int] = {} if begun is None else begun  # number -> operation, the oldest first
         self._early: dict[int, int] = {}
 
     def begin(self, operation: int) -> str:
@@ -77,11 +87,10 @@ class Agreement:
         if operation <= NUMBER:
             return ""
         number = operation & NUMBER
-        if number in self._begun:
-            return ""
-        self._begun[number] = operation
-        if len(self._begun) > KEPT:
-            del self._begun[next(iter(self._begun))]
+        if number not in self._begun:
+            self._begun[number] = operation
+            if len(self._begun) > KEPT:
+                del self._begun[next(iter(self._begun))]
         theirs = self._early.pop(number, operation) if self._early else operation
         return "" if theirs == operation else difference(theirs, operation)
 

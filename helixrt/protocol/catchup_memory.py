@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from helixrt.errors import ConfigError
 
-SERVED = 2  # reduced sets that are always offered; see `RankWorker`
+SERVED = 2  # reduced sets that are always offered; see `ReducedSets`
 KEY = "catchup.memory_gb"
 GB = 1 << 30
 

@@ -65,7 +65,9 @@ class LoadedDurable:
 
 @dataclass(frozen=True)
 class Exit:
-    """Leave."""
+    """Leave. `early`: why the replica leaves before the run's end ("": it does not)."""
+
+    early: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ class Digested:
 @dataclass(frozen=True)
 class Broken:
     """This rank cannot go on: its error, for the leader's log."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """The program on this rank wants the run to end early, for this reason."""
 
     reason: str
 
@@ -103,7 +112,7 @@ RankCommand = (
     | LoadDurable
     | Exit
 )
-RankReport = p.RingDone | p.RingFailed | p.Examined | p.Fetched | p.FetchFailed | Digested | LoadedDurable | Broken
+RankReport = p.RankDone | p.RankFailed | p.Examined | p.Fetched | p.FetchFailed | Digested | LoadedDurable | Broken | StopAsked
 
 _TYPES: dict[str, Any] = {t.__name__: t for t in (*RankCommand.__args__, *RankReport.__args__)}
 

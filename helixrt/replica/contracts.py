@@ -1,8 +1,8 @@
 """The contracts that stand between one replica's life and the world.
 
 `Engine` computes, `Membership` says who takes part, `RunStore` keeps the run's log,
-`StateTransport` moves state between replicas, `Launcher` starts and stops ranks. Each has a local
-and a Ray implementation, injected; none is imported by `replica/` itself except the local ones.
+`StateTransport` moves state between replicas, `Launcher` starts and stops ranks. They are implemented
+elsewhere (`engines/`, `job/`, `ray_cluster/`) but for the plain ones here, and injected.
 """
 
 from __future__ import annotations
@@ -14,78 +14,120 @@ from typing import Any
 
 import torch
 
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import Member
+
+Number = float | torch.Tensor  # a tensor has one element; it is read, with `float`, only where the number is logged
+Scalar = bool | int | float | str | None  # what JSON has, but for containers
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer update did, for the log: norm before clipping (all stages), rate used."""
+    """What one update did, for the log: gradient norm before clipping (over all ranks), learning rate used."""
 
-    grad_norm: float
-    learning_rate: float
+    grad_norm: Number
+    learning_rate: Number
 
 
 @dataclass(frozen=True)
 class WorkResult:
-    """What one step's forward and backward gave, equal on every rank of the replica.
+    """What the work on one batch gave, equal on every rank of the replica.
 
-    `loss` is the mean over the replica's batch in nats per token; `tokens` is how many it had.
+    `loss` is the mean over the replica's batch (nats per token in the built-in job); `tokens` is how many items it had.
     """
 
-    loss: float
-    tokens: int
+    loss: Number
+    tokens: Number
+
+
+@dataclass(frozen=True)
+class State:
+    """The replicated state of one rank: named tensors, which are live, and named scalars."""
+
+    tensors: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 class Engine(ABC):
-    """What computes inside one rank of a replica: the pipeline, or a plain model. DeepSpeed and FSDP2 have none yet.
+    """What computes inside one rank of a replica: the pipeline, or any module. It knows no commands and no step protocol.
 
-    Calls come from one thread, in the order run, apply, run, apply …; `state` and `load` come
-    between steps. Gradients live in flat buckets that follow parameter order, never schedule
-    order, so that a replica that has not computed knows their layout.
+    One thread calls it: `begin`, the work on one batch, `end`, `apply`, again and again. A batch may be begun again without
+    an update between (the work was dropped), and an update may come without a batch (this replica is behind). `state` and
+    `load` come between `end` and the next `begin`; the tensors of `state` are read by other threads while no update runs.
+    Gradients live in flat buckets that follow parameter order, never schedule order, so that a replica that has not computed
+    knows their layout.
     """
+
+    can_replay: bool = True
+    """Whether `apply` may be called with kept sums of a step whose work this rank did not do."""
 
     @property
     @abstractmethod
     def buckets(self) -> Sequence[torch.Tensor]:
-        """The flat gradient buckets of this rank: the mean over the replica's batch.
+        """The flat local gradient sets of this rank, in a fixed layout. Empty layouts are allowed.
 
-        Filled by `run`, left alone by `apply`, kept until the next `run`. Empty layouts are allowed.
+        Filled between `begin` and `end`; left alone from `end` to the next `begin` or `apply`.
+        """
+
+    def ready(self, bucket: int) -> None:  # noqa: B027 in host memory there is nothing to wait for
+        """Called by the thread that exchanges, before it reads a bucket that was handed out: makes the thread's current
+        stream wait for what computes the bucket."""
+
+    @abstractmethod
+    def begin(self, on_bucket: Callable[[int], None]) -> None:
+        """The work on one batch begins: forget the gradients of the batch before.
+
+        `on_bucket(i)` is to be called as soon as bucket i has its final value: each i exactly once, by `end` at the latest,
+        from any thread, in an order that is the same on every replica. It never blocks and never raises.
         """
 
     @abstractmethod
+    def end(self) -> WorkResult:
+        """The batch is worked on. On return every bucket was handed out. Parameters were not touched."""
+
+    @abstractmethod
+    def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
+        """Carry out the update of this commit record; `record.step` is its number (first is 1).
+
+        `reduced` holds the sums over the replicas in `record.summed` of what their `buckets` held, in the same layout; it is
+        not changed. It is None when `record.applied` is False: then nobody's gradient counts, parameters stay as they are and
+        the result is None. All ranks of the replica call it together (clipping needs the norm over all of them). The
+        new state is a function of the old one, `record` and `reduced` alone, bit for bit: it is called at commit, at
+        replay and at repair.
+        """
+
+    @abstractmethod
+    def state(self) -> State:
+        """The replicated state: parameters, optimizer and whatever else `apply` changes, in a fixed order.
+
+        Where names, shapes and dtypes change (an optimizer that has no state before its first step), they change in `apply`
+        and `load` alone.
+        """
+
+    @abstractmethod
+    def load(self, state: State) -> None:
+        """Take over a state that `state` of an equal rank gave. Everything must be there. Never steps an optimizer."""
+
+    def close(self) -> None:  # noqa: B027 an engine may have nothing to close
+        """Give up threads and groups; idempotent."""
+
+
+class BatchEngine(Engine):
+    """An engine that finds its batches itself, by their position in this replica's stream."""
+
+    @abstractmethod
+    def compute(self, position: int) -> None:
+        """Forward and backward of all micro-batches of the batch at `position`; between `begin` and `end`."""
+
     def run(self, position: int, on_bucket: Callable[[int], None]) -> WorkResult:
-        """Forward and backward of all micro-batches of the batch at `position` of this replica's stream.
-
-        Calls `on_bucket(i)` from the same thread as soon as bucket i has its final value, each i
-        exactly once, in an order that is the same on every replica. Does not touch parameters.
-        """
-
-    @abstractmethod
-    def apply(self, step: int, reduced: Sequence[torch.Tensor]) -> Update:
-        """Apply the update number `step` (first is 1) from buckets of the layout of `buckets`.
-
-        `reduced` holds the mean gradient over contributors. All ranks of the replica call it together
-        (clipping needs the norm over all stages). The result is a function of state, step and
-        `reduced` alone, bit for bit.
-        """
-
-    @abstractmethod
-    def state(self) -> Mapping[str, torch.Tensor]:
-        """Named shards of the state: parameters and optimizer, live tensors in a fixed order.
-
-        Names, shapes and dtypes are the same on equal ranks of all replicas from the start on.
-        """
-
-    @abstractmethod
-    def load(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Copy shards with the names of `state` into the live tensors. All names must be there."""
+        """The work on the batch at `position`, from `begin` to `end`."""
+        self.begin(on_bucket)
+        self.compute(position)
+        return self.end()
 
     @abstractmethod
     def evaluate(self, batches: int) -> tuple[float, int]:
         """Mean loss in nats per token over `batches` fixed validation batches, and the tokens counted."""
-
-    def close(self) -> None:  # noqa: B027 an engine may have nothing to close
-        """Give up threads and groups; idempotent."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +158,8 @@ class Membership(ABC):
 
 
 class RunStore(ABC):
-    """The run's key-value store. Values are text; a key that was put with `put_if_absent` is never changed.
+    """The run's key-value store. Values are text; a key that was put with `put_if_absent` is never changed, but by a rule of
+    its own that says when it is over (`protocol.store_quorum`).
 
     Safe from any thread. Raises Retryable when the store cannot be reached.
     """
@@ -196,6 +239,16 @@ class StateTransport(ABC):
     def withdraw(self, name: str) -> None:
         """Stop serving `name`; idempotent. The tensors may be changed afterwards: a transfer that has begun then fails at
         the other side, which never takes bytes that were not offered."""
+
+    @abstractmethod
+    def layout(self, name: str, donors: Sequence[str], wait_s: float) -> tuple[Shard, ...]:
+        """The layout of what the donors (addresses) offer under `name`: the first donor that answers gives it.
+
+        A state's layout changes with its optimizers' first step, so who is behind does not know it. The answer is at most
+        `manifest.LAYOUT_LIMIT_BYTES` long; names are distinct, dtypes known, sizes follow from shapes and dtypes. The caller
+        compares it with what was agreed, and its size with its memory, before it allocates. A donor has `wait_s` to answer.
+        Raises Retryable when none gave a layout.
+        """
 
     @abstractmethod
     def fetch(
@@ -285,8 +338,11 @@ class Launcher(ABC):
     def poll(self) -> list[RankExit]:
         """The ranks that ended since the last call."""
 
+    awaits: str = "no resources yet for its ranks"
+    """What a replica that is `waiting` waits for, as the user is told."""
+
     def waiting(self, replica: int) -> bool:
-        """Whether a rank of the replica that was started has no process yet for lack of resources."""
+        """Whether a rank of the replica that was started has no process yet, for a reason that is not its own."""
         return False
 
     @abstractmethod

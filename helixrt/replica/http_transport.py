@@ -5,8 +5,10 @@ knowledge of the run's secret by an HMAC over a nonce and the request; the answe
 with the secret and covers nonce, request and bytes, so it proves the donor too and cannot be replayed.
 The bytes go out of the tensors' own memory. Nothing that arrives is unpickled; lengths are what was agreed.
 
-    GET /state/NAME?begin=0&end=65536&layout=DIGEST          X-Helixrt-Nonce, X-Helixrt-Proof
+    GET /layout/NAME                                          X-Helixrt-Nonce, X-Helixrt-Proof
+    GET /state/NAME?begin=0&end=65536&layout=DIGEST           the same
     200  Content-Length: 65536                                X-Helixrt-Checksum
+    (of a layout: as long as it is, up to a limit that the asking side has)
     403 no proof   404 no such offer   409 another layout   416 no such range
 
 Serving is paced (`serving_pace`), so that a training step beside it is hardly slowed. If an offer is withdrawn while its
@@ -28,6 +30,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from helixrt.protocol.catchup import FetchRules, Piece
 from helixrt.replica.fetch import DonorGone, DonorLink
+from helixrt.replica.manifest import LAYOUT_LIMIT_BYTES
 from helixrt.replica.offering import OfferingTransport
 from helixrt.replica.state_bytes import StateBytes
 
@@ -81,6 +84,13 @@ class HttpTransport(OfferingTransport):
     def link(self, donor: str, name: str, digest: str, wait_s: float) -> DonorLink:
         return _HttpLink(donor, self._key, f"/state/{quote(name, safe='')}", digest, wait_s)
 
+    def ask_layout(self, donor: str, name: str, wait_s: float) -> bytes:
+        link = _HttpLink(donor, self._key, "", "", wait_s)
+        try:
+            return link.read_all(f"/layout/{quote(name, safe='')}", LAYOUT_LIMIT_BYTES)
+        finally:
+            link.close()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -128,6 +138,8 @@ class HttpTransport(OfferingTransport):
         url = urlsplit(target)
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         folder, _, name = url.path.rpartition("/")
+        if folder == "/layout":
+            return self._answer_layout(request, unquote(name))
         state = self.find(unquote(name)) if folder == "/state" else None
         if state is None:
             return _refuse(request, 404)
@@ -143,15 +155,20 @@ class HttpTransport(OfferingTransport):
         checksum = _checksum(self._key, nonce, target, parts)
         if not self.still_offers(unquote(name), state):  # what was summed up may have been reused already
             return _refuse(request, 404)
-        request.send_response_only(200)
-        request.send_header("Content-Length", str(piece.nbytes))
-        request.send_header(_CHECKSUM, checksum)
-        request.end_headers()
+        _accept(request, piece.nbytes, checksum)
         try:
             self.send(request.connection, self._while_offered(unquote(name), state, parts))
         except _Withdrawn:
             request.close_connection = True
             request.connection.shutdown(socket.SHUT_RDWR)
+
+    def _answer_layout(self, request: BaseHTTPRequestHandler, name: str) -> None:
+        text = self.layout_json(name)
+        if text is None:
+            return _refuse(request, 404)
+        parts = [memoryview(text)]
+        _accept(request, len(text), _checksum(self._key, request.headers[_NONCE], request.path, parts))
+        self.send(request.connection, parts)
 
     def _while_offered(self, name: str, state: StateBytes, parts: Sequence[memoryview]) -> Iterator[memoryview]:
         """The bytes of an answer at the pace of `serve_mb_s`. Raises _Withdrawn when they may change from now on."""
@@ -167,6 +184,13 @@ class HttpTransport(OfferingTransport):
 
 class _Withdrawn(Exception):
     """What is being sent is not offered any more."""
+
+
+def _accept(request: BaseHTTPRequestHandler, nbytes: int, checksum: str) -> None:
+    request.send_response_only(200)
+    request.send_header("Content-Length", str(nbytes))
+    request.send_header(_CHECKSUM, checksum)
+    request.end_headers()
 
 
 def _refuse(request: BaseHTTPRequestHandler, status: int) -> None:
@@ -229,14 +253,7 @@ class _HttpLink(DonorLink):
         target = f"{self._path}?begin={piece.begin}&end={piece.end}&layout={self._digest}"
         nonce = secrets.token_hex(16)
         try:
-            if self._connection.sock is None:
-                self._connection.connect()
-            if self._cut:
-                raise DonorGone(f"{self._donor} was given up")
-            self._connection.request("GET", target, headers={_NONCE: nonce, _PROOF: _proof(self._key, nonce, target)})
-            answer = self._connection.getresponse()
-            if answer.status != 200:
-                raise DonorGone(f"{self._donor} answered {answer.status} {_MEANING.get(answer.status, answer.reason)}")
+            answer = self._ask(target, nonce)
             if answer.headers.get("Content-Length") != str(piece.nbytes):
                 raise DonorGone(f"{self._donor} sends {answer.headers.get('Content-Length')} bytes, not {piece.nbytes}")
             at = 0
@@ -249,7 +266,37 @@ class _HttpLink(DonorLink):
             answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise DonorGone(f"{self._donor}: {error or type(error).__name__}") from error
-        expected = _checksum(self._key, nonce, target, [into])
+        return self._intact(answer, nonce, target, into)
+
+    def read_all(self, target: str, limit_bytes: int) -> bytes:
+        """An answer whose length only the donor knows. Raises DonorGone, also for one above the limit or spoilt."""
+        nonce = secrets.token_hex(16)
+        try:
+            answer = self._ask(target, nonce)
+            length = answer.headers.get("Content-Length", "")
+            if not length.isascii() or not length.isdigit() or int(length) > limit_bytes:
+                raise DonorGone(f"{self._donor} sends {length[:30] or 'unknown'} bytes; at most {limit_bytes} are accepted")
+            data = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise DonorGone(f"{self._donor}: {error or type(error).__name__}") from error
+        if not self._intact(answer, nonce, target, memoryview(data)):
+            raise DonorGone(f"{self._donor} sends an answer with a wrong checksum")
+        return data
+
+    def _ask(self, target: str, nonce: str) -> http.client.HTTPResponse:
+        """Connect if need be, and ask; the answer's head. Raises DonorGone for a refusal."""
+        if self._connection.sock is None:
+            self._connection.connect()
+        if self._cut:
+            raise DonorGone(f"{self._donor} was given up")
+        self._connection.request("GET", target, headers={_NONCE: nonce, _PROOF: _proof(self._key, nonce, target)})
+        answer = self._connection.getresponse()
+        if answer.status != 200:
+            raise DonorGone(f"{self._donor} answered {answer.status} {_MEANING.get(answer.status, answer.reason)}")
+        return answer
+
+    def _intact(self, answer: http.client.HTTPResponse, nonce: str, target: str, data: memoryview) -> bool:
+        expected = _checksum(self._key, nonce, target, [data])
         return hmac.compare_digest(answer.headers.get(_CHECKSUM, "").encode("utf-8", "replace"), expected.encode())
 
     def cut(self) -> None:

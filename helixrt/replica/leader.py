@@ -1,9 +1,11 @@
 """The leader of a replica: drives the step machine, and commands the ranks.
 
 In: reports of the ranks, answers of the membership service and of the run's store. Out: commands.
-The machine (`helixrt.protocol.step.machine`) decides; this only carries out, in two threads: one feeds
-events to the machine, one makes the calls that block (a quorum, the store), of which there is never
-more than one at a time. Follows DESIGN.md, "The life of a step".
+The machine (`helixrt.protocol.step.machine`) decides; this only carries out. Whoever brings an event (a rank's report, the
+answer to a call) also handles it, unless another thread is at it: then that one takes it next. So events are handled in order,
+one at a time, and a step needs no hand-over to a thread of the leader's own. One thread, `helixrt-coordination`, makes the
+calls that block (a quorum, the store), of which there is never more than one at a time. Follows DESIGN.md, "The life of a
+step".
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,8 +23,8 @@ from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.commands import Broken, Digested, LoadDurable, LoadedDurable, RankCommand, RankReport
-from helixrt.replica.contracts import Membership
+from helixrt.replica.commands import Broken, Digested, LoadDurable, LoadedDurable, RankCommand, RankReport, StopAsked
+from helixrt.replica.contracts import Formed, Membership
 from helixrt.replica.evidence import Holders
 from helixrt.replica.runlog import RunLog
 from helixrt.timeouts import Timeouts
@@ -32,17 +35,26 @@ HOLD_PAUSE_S = 0.1  # between two looks for the end of a fetch that all wait for
 LOAD_ATTEMPTS = 5  # to read a checkpoint that the others do not delete meanwhile
 
 
+@dataclasses.dataclass(frozen=True)
+class _Leave:
+    """The replica leaves now, between two quorums, for this reason."""
+
+    why: str
+
+
 @dataclasses.dataclass
 class LeaderHooks:
-    """What the job adds; called in the leader's event thread, so they must not block for long (`resting`: in
-    the coordination thread, where it may, and may raise Retryable).
+    """What the job adds; called by the thread that handles an event, one call at a time, so they must not block for long
+    (`resting`: in the coordination thread, where it may, and may raise Retryable).
 
-    `decided(index, record)`: the log has this entry; write it durably. `ordered(command)`: it was
-    sent to the ranks. `resting(done)`: the last step is done; returns True when this replica may
-    leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits for
-    a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable
-    state of the chain with a higher step (that of the initial parameters if there is no other and `newer_than`
-    is -1), or None; called in the coordination thread. `doing(what)`: around each action, for the progress report.
+    `leaving()`: why this replica is to leave before its next quorum ("": it stays); in the coordination thread, may raise
+    Retryable. `departed(machine, why)`: it takes part no more; end its ranks. `agree(formed, me)`: before the first commit,
+    what the machine is told in place of the quorum, if anything; as `leaving`. `decided(index, record)`: the log has this
+    entry; write it durably. `ordered(command)`: it was sent to the ranks. `resting(done)`: the last step is done; returns True
+    when this replica may leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits
+    for a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable state of
+    the chain with a higher step (that of the initial parameters if there is no other and `newer_than` is -1), or None; called
+    in the coordination thread. `doing(what)`: around each action, for the progress report.
     """
 
     decided: Callable[[int, CommitRecord], None]
@@ -50,6 +62,9 @@ class LeaderHooks:
     resting: Callable[[StepMachine], bool]
     broken: Callable[[BaseException], None]
     waiting: Callable[[p.Wait], None] = lambda action: None
+    leaving: Callable[[], str] = lambda: ""
+    departed: Callable[[StepMachine, str], None] = lambda machine, why: None
+    agree: Callable[[Formed, Member], p.Event | None] = lambda formed, me: None
     durable: Callable[[int], str | None] = lambda newer_than: None
     doing: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
 
@@ -73,74 +88,88 @@ class Leader:
         self.holders = holders
         self.tell, self.record, self.timeouts, self.hooks = tell, record, timeouts, hooks
         self.digests: dict[int, Digested] = {}
-        self._events: queue.Queue[tuple[int, RankReport] | p.Event | LoadDurable | None] = queue.Queue()
-        self._blocking: queue.Queue[Callable[[], p.Event | LoadDurable | None] | None] = queue.Queue()
+        self.initial = ""  # digest of the state that this replica began with; "" if nobody compares it
+        self._events: deque[tuple[int, RankReport] | p.Event | LoadDurable | _Leave] = deque()  # not handled yet
+        self._handling = threading.Lock()  # held by the thread that handles events
+        self._blocking: queue.SimpleQueue[Callable[[], p.Event | LoadDurable | _Leave | None] | None] = queue.SimpleQueue()
         self._fetched: dict[str, set[int]] = {}
         self._loaded: dict[int, bool] = {}  # rank -> whether it found the durable state that all are to load
         self._loads, self._newer_than = 0, -1
         self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._event_loop, name="helixrt-leader", daemon=True),
-            threading.Thread(target=self._blocking_loop, name="helixrt-coordination", daemon=True),
-        ]
+        self._failed = False  # handling an event has raised; written by the thread that handles
+        self._thread = threading.Thread(target=self._blocking_loop, name="helixrt-coordination", daemon=True)
 
     def start(self) -> None:
         """Begin the first step."""
-        self._events.put(p.Begin())
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
+        self._take(p.Begin())
 
-    def report(self, ring: int, report: RankReport) -> None:
-        """A rank of this replica speaks; from any thread."""
-        self._events.put((ring, report))
+    def report(self, group_rank: int, report: RankReport) -> None:
+        """A rank of this replica speaks; from any thread. May handle this and other events before it returns; never raises."""
+        self._take((group_rank, report))
 
     def close(self) -> None:
-        """End the threads; a quorum call under way is left to end by its own deadline. Idempotent."""
+        """End the thread; a quorum call under way is left to end by its own deadline. Idempotent."""
         self._closed.set()
-        self._events.put(None)
         self._blocking.put(None)
-        for thread in self._threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(timeout=1.0)
+        if self._handling.acquire(timeout=1.0):
+            self._handling.release()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
 
     # ---------------------------------------------------------------- events
 
-    def _event_loop(self) -> None:
-        try:
-            while (item := self._events.get()) is not None and not self._closed.is_set():
-                if isinstance(item, LoadDurable):
-                    self._loaded.clear()
-                    self._order(item)
-                    continue
-                event = self._hear(*item) if isinstance(item, tuple) else item
-                if event is not None:
-                    for action in self.machine.on(event):
-                        with self.hooks.doing(type(action).__name__.lower()):
-                            self._perform(action)
-        except BaseException as error:
-            self.hooks.broken(error)
+    def _take(self, item: tuple[int, RankReport] | p.Event | LoadDurable | _Leave) -> None:
+        """Handle this after what came before, here or in the thread that is at it."""
+        self._events.append(item)
+        while self._events and not (self._closed.is_set() or self._failed):  # again: one may have come while the lock was held
+            if not self._handling.acquire(blocking=False):
+                return
+            try:
+                while self._events and not self._closed.is_set():
+                    self._handle(self._events.popleft())
+            except BaseException as error:
+                self._failed = True
+                self.hooks.broken(error)
+            finally:
+                self._handling.release()
 
-    def _hear(self, ring: int, report: RankReport) -> p.Event | None:
+    def _handle(self, item: tuple[int, RankReport] | p.Event | LoadDurable | _Leave) -> None:
+        if isinstance(item, _Leave):
+            self.hooks.departed(self.machine, item.why)
+            self._closed.set()
+            return
+        if isinstance(item, LoadDurable):
+            self._loaded.clear()
+            self._order(item)
+            return
+        event = self._hear(*item) if isinstance(item, tuple) else item
+        if event is not None:
+            for action in self.machine.on(event):
+                with self.hooks.doing(type(action).__name__.lower()):
+                    self._perform(action)
+
+    def _hear(self, group_rank: int, report: RankReport) -> p.Event | None:
         """The event that a rank's report completes, if any."""
         match report:
-            case p.RingDone() | p.RingFailed() | p.Examined():
+            case p.RankDone() | p.RankFailed() | p.Examined():
                 return report
             case p.FetchFailed():
                 self._fetched.pop(report.lineage, None)
                 return report
             case p.Fetched():
                 ranks = self._fetched.setdefault(report.lineage, set())
-                ranks.add(ring)
-                if len(ranks) < self.machine.rings:
+                ranks.add(group_rank)
+                if len(ranks) < self.machine.group_world_size:
                     return None
                 del self._fetched[report.lineage]
                 return report
             case Digested():
-                self.digests[ring] = report
+                self.digests[group_rank] = report
                 return None
             case LoadedDurable():
-                self._loaded[ring] = report.found
-                if len(self._loaded) < self.machine.rings:
+                self._loaded[group_rank] = report.found
+                if len(self._loaded) < self.machine.group_world_size:
                     return None
                 if all(self._loaded.values()):
                     return p.Reloaded(report.lineage)
@@ -149,8 +178,11 @@ class Leader:
                     raise Fatal(f"{self._loads} checkpoints in turn were deleted while this replica was reading them")
                 self._blocking.put(lambda: self._reload(self._newer_than))
                 return None
+            case StopAsked():
+                self.machine.stop = self.machine.stop or report.reason  # in every account of this replica from now on
+                return None
             case Broken():
-                raise StartAgain(f"rank {ring} of replica {self.machine.replica}: {report.reason}")
+                raise StartAgain(f"rank {group_rank} of replica {self.machine.replica}: {report.reason}")
 
     # ---------------------------------------------------------------- actions
 
@@ -159,7 +191,7 @@ class Leader:
             case p.Join():
                 self.record.step = self.machine.held_step + 1
                 self.record.write(Kind.QUORUM_JOIN, lineage=action.me.lineage)
-                me = dataclasses.replace(action.me, addresses=self.addresses)
+                me = dataclasses.replace(action.me, addresses=self.addresses, initial=self.initial)
                 known = len(self.machine.log)
                 self._blocking.put(lambda: self._join(me, known))
             case p.Append():
@@ -193,7 +225,7 @@ class Leader:
         try:
             self.holders.claim(action.lineage, self.machine.log)
         except Retryable as error:
-            self._events.put(p.FetchFailed(action.lineage, str(error)))
+            self._take(p.FetchFailed(action.lineage, str(error)))
             return
         self._order(action)
 
@@ -237,15 +269,20 @@ class Leader:
             while (call := self._blocking.get()) is not None and not self._closed.is_set():
                 outcome = call()
                 if outcome is not None:
-                    self._events.put(outcome)
+                    self._take(outcome)
         except BaseException as error:
             self.hooks.broken(error)
 
-    def _join(self, me: Member, known: int) -> p.Event:
+    def _join(self, me: Member, known: int) -> p.Event | _Leave:
         try:
             self.holders.check_fence()
+            if why := self.hooks.leaving():
+                return _Leave(why)
             formed = self.membership.join(me, self.timeouts.join_s)
-            return p.Formed(formed.generation, formed.members, tuple(self.log.read_from(known)))
+            entries = tuple(self.log.read_from(known))
+            if known + len(entries) == 1 and (instead := self.hooks.agree(formed, me)) is not None:
+                return instead
+            return p.Formed(formed.generation, formed.members, entries)
         except Retryable as error:
             self._closed.wait(STORE_PAUSE_S)
             return p.JoinFailed(str(error))

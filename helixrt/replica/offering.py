@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from helixrt.errors import Retryable
 from helixrt.protocol.catchup import FetchRules
 from helixrt.replica.contracts import FetchReport, Shard, StateTransport
-from helixrt.replica.fetch import DonorLink, fetch_state
+from helixrt.replica.fetch import DonorGone, DonorLink, fetch_state
+from helixrt.replica.manifest import layout_from_json, layout_to_json
 from helixrt.replica.serving_pace import Pace, idle_processors
 from helixrt.replica.state_bytes import StateBytes, layout_digest
 
@@ -35,6 +37,26 @@ class OfferingTransport(StateTransport):
     @abstractmethod
     def link(self, donor: str, name: str, digest: str, wait_s: float) -> DonorLink:
         """The way to what `donor` offers under `name` in the layout `digest`; answers take at most `wait_s`."""
+
+    @abstractmethod
+    def ask_layout(self, donor: str, name: str, wait_s: float) -> bytes:
+        """What `donor` says of its offer's layout (`layout_json` there), at most LAYOUT_LIMIT_BYTES. Raises DonorGone."""
+
+    def layout(self, name: str, donors: Sequence[str], wait_s: float) -> tuple[Shard, ...]:
+        reasons: list[str] = []
+        for donor in dict.fromkeys(donors):
+            try:
+                return layout_from_json(self.ask_layout(donor, name, wait_s))
+            except DonorGone as gone:
+                reasons.append(str(gone))
+            except ValueError as error:
+                reasons.append(f"{donor} sends no layout: {error}")
+        raise Retryable(f"nobody gave the layout of {name}: {'; '.join(reasons) or 'no donors'}")
+
+    def layout_json(self, name: str) -> bytes | None:
+        """For other ranks: the layout of the offer `name`; None if there is none."""
+        state = self.find(name)
+        return None if state is None else layout_to_json(state.layout).encode()
 
     def offer(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         state = StateBytes(tensors)

@@ -4,7 +4,7 @@ In: threads that say what they do (`doing`), and the rank's flight record, each 
 Out: a `ProgressReport` under one key of the run's store, replaced by a thread of its own every `period_s`; and the
 position of the batch that the rank is working on under another, set by the working thread itself, so that it is right
 when the process ends at once. Whether a rank is stuck is decided by whoever reads the reports
-(`helixrt.ray_cluster.stuck`). A process that is stopped, or whose interpreter lock is held, does not report.
+(`helixrt.job.stuck`). A process that is stopped, or whose interpreter lock is held, does not report.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+import time
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
 
@@ -68,6 +68,23 @@ class _Slot:
     thread: str
     doing: str
     limit_s: float
+    begun_s: float
+
+
+class _Doing(AbstractContextManager[None]):
+    """While a thread does something: a class, since a step makes a dozen."""
+
+    __slots__ = ("_me", "_position", "_progress", "_slot")
+
+    def __init__(self, progress: Progress, slot: _Slot, position: int | None) -> None:
+        self._progress, self._slot, self._position = progress, slot, position
+
+    def __enter__(self) -> None:
+        self._me = threading.get_ident()
+        self._progress.begin(self._me, self._slot, self._position)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._progress.end(self._me, self._position, failed=kind is not None)
 
 
 class Progress:
@@ -98,24 +115,23 @@ class Progress:
             self._thread = threading.Thread(target=self._run, name="helixrt-progress", daemon=True)
             self._thread.start()
 
-    @contextmanager
-    def doing(self, doing: str, thread: str = MAIN, limit_s: float = 0.0, position: int | None = None) -> Iterator[None]:
+    def doing(
+        self, doing: str, thread: str = MAIN, limit_s: float = 0.0, position: int | None = None
+    ) -> AbstractContextManager[None]:
         """While the calling thread does this. `position`: of the batch that it works on, if it does; after an error it
         stays in the store, since the rank ended while it worked there."""
-        me = threading.get_ident()
-        if position is not None:
-            self._work_on(str(position))
-        self._begin(me, _Slot(thread, doing, limit_s))
-        try:
-            yield
-        finally:
-            self._end(me)
-        if position is not None:
-            self._work_on(NOT_WORKING)
+        return _Doing(self, _Slot(thread, doing, limit_s, time.monotonic()), position)
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         """While the calling thread does something that may take `limit_s` without completing a part of it."""
         return self.doing(doing, limit_s=limit_s)
+
+    def time_left_s(self) -> float:
+        """How much of the time that the main thread has asked for is left; 0 if it has asked for none."""
+        now = time.monotonic()
+        with self._changed:
+            asked = [slot for slots in self._slots.values() for slot in slots if slot.thread == MAIN and slot.limit_s > 0]
+        return max((slot.begun_s + slot.limit_s - now for slot in asked), default=0.0)
 
     def committed(self) -> None:
         """The rank has been through a step: it has worked, and done the update of it.
@@ -154,17 +170,23 @@ class Progress:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
-    def _begin(self, me: int, slot: _Slot) -> None:
+    def begin(self, me: int, slot: _Slot, position: int | None) -> None:
+        """Thread `me` begins this; see `doing`."""
+        if position is not None:
+            self._work_on(str(position))
         with self._changed:
             self._slots.setdefault(me, []).append(slot)
             self._completed[me] = self._completed.get(me, 0) + 1
 
-    def _end(self, me: int) -> None:
+    def end(self, me: int, position: int | None, failed: bool) -> None:
+        """Thread `me` ends what it began last."""
         with self._changed:
             self._completed[me] += 1
             self._slots[me].pop()
             if not self._slots[me]:
                 del self._slots[me]
+        if position is not None and not failed:
+            self._work_on(NOT_WORKING)
 
     def _work_on(self, position: str) -> None:
         if self._store is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from helixrt.replica.contracts import Coordinate
@@ -15,10 +16,15 @@ _TAIL_BYTES = 1 << 16
 _ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Fatal|Retryable|MissingExtra|Interrupt|Exit)\b|Fatal Python error:)")
 
 
-def log_name(coordinate: Coordinate, incarnation: int) -> str:
-    """As in r1.pp0.inc2.log; the other coordinates are named where they are not 0."""
+def rank_label(coordinate: Coordinate) -> str:
+    """Names a rank in logs and records, as in r1.pp0; the other coordinates are named where they are not 0: r1.pp0.dp1."""
     rest = "".join(f".{k}{v}" for k, v in (("dp", coordinate.dp_shard), ("cp", coordinate.cp), ("tp", coordinate.tp)) if v)
-    return f"r{coordinate.replica}.pp{coordinate.pp}{rest}.inc{incarnation}.log"
+    return f"r{coordinate.replica}.pp{coordinate.pp}{rest}"
+
+
+def log_name(coordinate: Coordinate, incarnation: int) -> str:
+    """As in r1.pp0.inc2.log."""
+    return f"{rank_label(coordinate)}.inc{incarnation}.log"
 
 
 def describe_code(code: int) -> str:
@@ -31,27 +37,21 @@ def describe_code(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+def last_traceback(log: Path) -> str:
+    """The last traceback of the log, from its first cause on, with what the rank said after it; "" without one."""
+    lines = _tail(log)
+    first = _last_traceback(lines)
+    return "" if first is None else "\n".join(lines[first:])
+
+
 def last_error(log: Path) -> str:
     """The line of the log that says why the rank ended, or "".
 
     It is the exception's line of the last traceback's first cause; without a traceback, the last line.
     """
-    try:
-        with open(log, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    tracebacks = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    if tracebacks:
-        first = tracebacks[-1]
-        for earlier, later in zip(reversed(tracebacks[:-1]), reversed(tracebacks[1:]), strict=True):
-            # Chained tracebacks stand together: the first of the chain is the root.
-            between = [line for line in lines[earlier:later] if line.strip()]
-            if not between[-1].startswith(("The above exception was", "During handling of the above")):
-                break
-            first = earlier
+    lines = _tail(log)
+    first = _last_traceback(lines)
+    if first is not None:
         for line in lines[first + 1 :]:
             if line and not line[0].isspace():
                 return line.strip()
@@ -60,3 +60,27 @@ def last_error(log: Path) -> str:
             return line.strip()
     written = [line.strip() for line in lines if line.strip()]
     return written[-1] if written else ""
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        with open(log, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _last_traceback(lines: Sequence[str]) -> int | None:
+    """The line where it begins. Chained tracebacks stand together: the first of the chain is the root."""
+    tracebacks = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if not tracebacks:
+        return None
+    first = tracebacks[-1]
+    for earlier, later in zip(reversed(tracebacks[:-1]), reversed(tracebacks[1:]), strict=True):
+        between = [line for line in lines[earlier:later] if line.strip()]
+        if not between[-1].startswith(("The above exception was", "During handling of the above")):
+            break
+        first = earlier
+    return first

@@ -7,6 +7,7 @@ Every key but those of a rank's progress is put once and never changed (`RunStor
 from __future__ import annotations
 
 NOT_WORKING = "-"
+PLAN_KEY = "plan"  # how far the run goes and how many batches a step takes, as JSON, where the ranks decide that
 EXIT_KEY = "exit"  # put by the driver: every replica that was not given up is done, ranks may exit
 
 
@@ -30,6 +31,25 @@ def working_key(rank: str, incarnation: int) -> str:
     return f"working/{rank}/{incarnation}"
 
 
+SERVED_KEY = "served/run"  # put by `helixrt serve`: which run it is, as JSON
+CLOSED_KEY = "served/closed"  # put by `helixrt serve`: the run is over, nobody may join any more
+
+
+def claim_key(replica: int, incarnation: int) -> str:
+    """Put by a process that was started from outside: it is this incarnation. Incarnations are claimed in their order."""
+    return f"served/claim/{replica}/{incarnation}"
+
+
+def spec_key(replica: int, incarnation: int) -> str:
+    """Put by `helixrt serve` when a claimed incarnation may begin: its `RankSpec` as JSON, without the secret."""
+    return f"served/spec/{replica}/{incarnation}"
+
+
+def exit_key(replica: int, incarnation: int) -> str:
+    """Put by a claimed incarnation when it ends in good order: its exit code and why, as JSON."""
+    return f"served/exit/{replica}/{incarnation}"
+
+
 def poison_key(replica: int, position: int) -> str:
     """Put by the driver: the batch at this position of the replica's stream is to be left out."""
     return f"poison/{replica}/{position}"
@@ -39,6 +59,12 @@ def ended_key(replica: int, incarnation: int) -> str:
     """Put by the driver when a process of this incarnation has ended too early, and by the leader of its successor:
     it takes part no more. A rank reads its own at every quorum and before every append, and stops if it is there."""
     return f"ended/{replica}/{incarnation}"
+
+
+def leave_key(replica: int, incarnation: int) -> str:
+    """Put by the driver when the user drains the replica, and by a rank that gets SIGTERM: this incarnation is to leave at its
+    next step boundary. The value says why."""
+    return f"leave/{replica}/{incarnation}"
 
 
 def holder_key(index: int) -> str:

@@ -22,8 +22,9 @@ class RunLog:
         All entries before `index` must stand already. Raises Retryable when the store is out of
         reach; the record may then stand all the same, so ask again before proposing another.
         """
-        stands = self._store.put_if_absent(self._key(index), record.to_json())
-        return CommitRecord.from_json(stands)
+        text = record.to_json()
+        stands = self._store.put_if_absent(self._key(index), text)
+        return record if stands == text else CommitRecord.from_json(stands)
 
     def read_from(self, index: int) -> list[CommitRecord]:
         """The entries `index`, `index + 1`, … as far as they go now, in order."""

@@ -10,6 +10,8 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -35,22 +37,37 @@ def allocate(layout: Sequence[Shard]) -> dict[str, torch.Tensor]:
 
 
 class StateBytes:
-    """The bytes of `tensors`, which it keeps alive. Tensors elsewhere than in host memory, or not contiguous, are copied."""
+    """The bytes of `tensors`, which it keeps alive. Tensors elsewhere than in host memory, or not contiguous, are copied.
+
+    Layout and views are made when they are first asked for: of what each step offers hardly anything is. Any thread may ask.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        self.layout = layout_of(self.tensors)
-        self.digest = layout_digest(self.layout)
-        self.starts: list[int] = []
-        self._views: list[memoryview] = []
-        total = 0
-        for shard, tensor in zip(self.layout, self.tensors.values(), strict=True):
-            self.starts.append(total)
-            total += shard.nbytes
-            # Any dtype as bytes: numpy has no bfloat16, so the view is made by torch.
-            flat = tensor.reshape(-1).view(torch.uint8) if shard.nbytes else torch.empty(0, dtype=torch.uint8)
-            self._views.append(flat.numpy().data)
-        self.nbytes = total
+
+    @cached_property
+    def layout(self) -> tuple[Shard, ...]:
+        return layout_of(self.tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        return layout_digest(self.layout)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each shard begins."""
+        return [0, *accumulate(shard.nbytes for shard in self.layout)][:-1]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.layout)
+
+    @cached_property
+    def _views(self) -> list[memoryview]:
+        # Any dtype as bytes: numpy has no bfloat16, so the view is made by torch.
+        empty = torch.empty(0, dtype=torch.uint8)
+        flat = (t.reshape(-1).view(torch.uint8) if t.numel() else empty for t in self.tensors.values())
+        return [each.numpy().data for each in flat]
 
     def shards_of(self, piece: Piece) -> range:
         """The indices of the shards that a piece touches."""

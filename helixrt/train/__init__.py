@@ -1,5 +1,4 @@
 """The main job: `python -m helixrt.train +experiment=tiny`.
 
-Settings, text, models, the loop of a rank, checkpoints, metrics and the report. It puts the rooms
-below together, in local processes or on a Ray cluster, and holds no protocol rule of its own.
+Settings, text, models, and the engine of a rank. What runs a job of any model is in `helixrt.job`.
 """

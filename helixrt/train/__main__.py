@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from helixrt.ray_cluster.controller import Terminated
+from helixrt.job.controller import Terminated
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,8 +6,10 @@ sizes only. `helixrt.train.validate` checks values and raises `ConfigError` befo
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from helixrt.job.config import JobConfig, job_parts
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class MeshConfig:
-    replicas: int = 2
-    pp: int = 2
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-
-
-@dataclass(frozen=True)
 class ScheduleConfig:
     name: str = "1f1b"  # one of helixrt.schedule.generators.policies; those with two chunks per stage need layers >= 2 pp
     microbatches: int = 4
@@ -69,158 +62,30 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    every: int = 50  # steps, and the last step always; 0 turns checkpoints off
-    keep: int = 3  # newest complete ones kept
-    after_failover: bool = True  # one more as soon as a link had to go on without one of its rails; needs `every` > 0
-    write_s: float = 3600.0  # a checkpoint that is not written after so long has failed
-    retry_s: float = 300.0  # how long the last one is tried again if it fails; then the run ends with exit code 1
-
-
-@dataclass(frozen=True)
-class CatchupConfig:
-    max_wait_s: float = 0.0  # how long an exchange waits for a replica that is fetching state
-    replay: int = 16  # reduced steps a replica that is behind keeps while it fetches, at most; fewer where memory_gb is less
-    memory_gb: float = 4.0  # GiB of host memory per rank for reduced gradients, snapshots and fetched state, at most
-    hold_s: float = 600.0  # the others wait once, at most so long, for a replica whose fetches were overtaken twice
-    serve_cpu: float = 0.0  # cores that a rank spends on serving state, at most; 0: what its machine has to spare
-    serve_mb_s: float = 0.0  # MB/s that a rank serves, at most; 0: no limit
-
-
-@dataclass(frozen=True)
-class TransportConfig:
-    """How ranks of different replicas reach each other, with exchange=ftar. The same for all, but for the names of NICs."""
-
-    kind: str = "auto"  # auto | tcp | shared_memory | verbs
-    rails: tuple[str, ...] = ()  # NICs, the default first: eth0, 10.0.1.7, mlx5_0, mlx5_0/1 (a port); a|b: a for replica 0,
-    # b for replica 1, in turn. (): the interface towards the run's store, and every active RDMA port
-    paths: int = 1  # through the network, on each rail; more need hopping
-    hopping: str = "none"  # which path new messages take: none | hopper | flowbender | ecmp
-    rate_mbit: float = 0.0  # rated speed of a path, for hopping: what round-trip times are measured against
-    latency_ms: float = 1.0  # of an idle path, likewise
-    heartbeat_s: float = 0.0  # a peer that does not run, or cannot be reached, is lost within 1.5 of it; 0: half of the
-    # membership's heartbeat_s
-
-    def rails_of(self, replica: int) -> tuple[str, ...]:
-        return tuple(names[replica % len(names)] for names in (rail.split("|") for rail in self.rails))
-
-
-@dataclass(frozen=True)
 class EvalConfig:
     every: int = 50  # steps; 0: only at the end
     batches: int = 4  # validation batches
 
 
 @dataclass(frozen=True)
-class KillConfig:
-    """Kill a replica (or the driver, replica = -1) with SIGKILL once, at a moment of a step."""
+class TrainConfig(JobConfig):
+    """The whole job. `steps` counts optimizer updates."""
 
-    replica: int = 1
-    step: int = 20
-    moment: str = "forward"  # see helixrt.train.chaos.MOMENTS
-
-
-@dataclass(frozen=True)
-class FaultConfig:
-    """Have one rank of a replica fail once in its own process, at a moment of a step, in another way than by a kill.
-
-    Kinds: `stop` (SIGSTOP), `hang` (the thread at that moment waits for ever), `hang_lock` (and keeps the interpreter lock),
-    `slow` (the moment takes `seconds` longer), `exception` (is raised), `oom` (torch's allocator raises as it does when it
-    gets no memory; a rank that the kernel kills for memory is a `chaos.kill`).
-    """
-
-    kind: str = "stop"  # stop | hang | hang_lock | slow | exception | oom
-    replica: int = 1
-    rank: int = 0  # of the replica; the moments before_quorum, before_commit and after_record are those of rank 0
-    step: int = 20
-    moment: str = "forward"  # as for a kill
-    seconds: float = 5.0  # slow: by how much
-
-
-@dataclass(frozen=True)
-class CommandConfig:
-    """Run a command once, at a moment of a step of a replica, on that rank's machine: to cut a cable, or to mend it."""
-
-    command: str = ""  # a program and its arguments; no shell
-    replica: int = 0
-    step: int = 20
-    moment: str = "forward"  # as for a kill
-
-
-@dataclass(frozen=True)
-class ChaosConfig:
-    kill: tuple[KillConfig, ...] = ()
-    run: tuple[CommandConfig, ...] = ()
-    fault: tuple[FaultConfig, ...] = ()
-
-
-@dataclass(frozen=True)
-class OutputConfig:
-    root: str = "outputs"  # runs go to root/DATE/TIME
-    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; all else of its record is kept whole
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """The whole job. `steps` counts optimizer updates; `step_timeout_s` is the one timeout to set."""
-
-    name: str = "run"
-    seed: int = 0
     steps: int = 200
-    resume: bool = False
-    launcher: str = "auto"  # local | ray | auto (ray inside a Ray job)
-    threads: int = 1  # compute threads per rank
-    exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo
-    step_timeout_s: float = 60.0
-    heartbeat_s: float = 0.0  # of the membership: a replica that does not run is out within 1.5 of it; 0: derived
-    restarts: int = 3  # how often a lost replica is started again, within restart_window_s
-    restart_window_s: float = 3600.0  # restarts that are longer ago do not count
-    on_poison: str = "stop"  # a batch that ends the same replica twice: stop (the run) | skip (the batch)
-    supersede_after_s: float = 600.0  # how long replicas wait for one that holds newer state and has not ended
-    nonfinite_limit: int = 10  # a replica whose gradient was not finite in more of the last 100 steps is started again
-    host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there
-    port: int = 0  # of the run's store; 0: any free one
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    catchup: CatchupConfig = field(default_factory=CatchupConfig)
-    transport: TransportConfig = field(default_factory=TransportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    chaos: ChaosConfig = field(default_factory=ChaosConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-
-    def to_plain(self) -> dict[str, Any]:
-        """As plain containers, for `RankSpec.config`."""
-        return asdict(self)
 
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> TrainConfig:
         """Inverse of `to_plain`; lists (from JSON) become tuples again."""
-        raw = dict(raw)
-        chaos = ChaosConfig(
-            tuple(KillConfig(**kill) for kill in raw["chaos"]["kill"]),
-            tuple(CommandConfig(**command) for command in raw["chaos"].get("run", ())),  # runs of before had none
-            tuple(FaultConfig(**fault) for fault in raw["chaos"].get("fault", ())),
-        )
-        transport = dict(raw.get("transport", {}))
-        if "rails" in transport:
-            transport["rails"] = tuple(transport["rails"])
-        return TrainConfig(
-            **{
-                **raw,
-                "model": ModelConfig(**raw["model"]),
-                "data": DataConfig(**raw["data"]),
-                "mesh": MeshConfig(**raw["mesh"]),
-                "schedule": ScheduleConfig(**raw["schedule"]),
-                "optim": OptimConfig(**{**raw["optim"], "betas": tuple(raw["optim"]["betas"])}),
-                "checkpoint": CheckpointConfig(**raw["checkpoint"]),
-                "catchup": CatchupConfig(**raw["catchup"]),
-                "eval": EvalConfig(**raw["eval"]),
-                "chaos": chaos,
-                "transport": TransportConfig(**transport),
-                "output": OutputConfig(**raw["output"]),
-            }
-        )
+        own = {
+            "model": ModelConfig(**raw["model"]),
+            "data": DataConfig(**raw["data"]),
+            "schedule": ScheduleConfig(**raw["schedule"]),
+            "optim": OptimConfig(**{**raw["optim"], "betas": tuple(raw["optim"]["betas"])}),
+            "eval": EvalConfig(**raw["eval"]),
+        }
+        return TrainConfig(**{**raw, **job_parts(raw), **own})

@@ -21,7 +21,7 @@ import hashlib
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from helixrt.errors import ConfigError, MissingExtra
+from helixrt.job.permutation import permutation
 from helixrt.train.config import DataConfig
+
+BatchAt = Callable[[int], torch.Tensor]  # position -> int64 tokens [batch, seq_len + 1]
 
 STDLIB = "stdlib"
 _STDLIB_SKIPS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -124,23 +127,6 @@ def _held_out(names: list[str], fraction: float) -> set[str]:
 
 def _join(texts: Iterator[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(texts), dtype=np.uint8)
-
-
-def permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of 0..n-1 that is a function of `key` alone, on every version of every library."""
-    with np.errstate(over="ignore"):
-        salt = np.zeros(1, dtype=np.uint64)
-        for part in key:
-            salt = _mix(salt + np.uint64(part % 2**64))
-        return np.argsort(_mix(_mix(np.arange(n, dtype=np.uint64) + salt)), kind="stable")
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection that spreads every bit."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class _Batches:
@@ -249,6 +235,38 @@ class ReplicaStream:
 
             # Its own generator: a loader otherwise draws from the global one, which dropout shares.
             return StatefulDataLoader(_Dataset(self, start), batch_size=None, num_workers=0, generator=torch.Generator())
+
+
+class EpochLoader:
+    """Batches by position as a loader of epochs, for `session.steps`: it has a length, `set_epoch` and a state."""
+
+    def __init__(self, batch_at: BatchAt, batches: int) -> None:
+        self._batch_at, self._batches = batch_at, batches
+        self._epoch = self._first = self._next = 0  # batches of the epoch: where the next iteration begins, what it gives next
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return self._batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration gives the batches of this epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._next, self._first = self._first, 0
+        return self._read(self._epoch * self._batches)
+
+    def _read(self, start: int) -> Iterator[torch.Tensor]:
+        while self._next < self._batches:
+            self._next += 1
+            yield self._batch_at(start + self._next - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration begins where the state was taken."""
+        self._first = state["next"]
 
 
 def check_size(corpus: Corpus, replicas: int, batch: int, seq_len: int) -> None:

@@ -1,240 +1,62 @@
-"""The driver: one process that owns a run, from the checked settings to the report.
-
-In: a `TrainConfig`. Out: an exit code and the run's folder. It hosts the run's store and the
-membership service, starts the ranks through a launcher (local processes, or Ray actors when it is the
-entrypoint of a Ray job), prints what the leaders report, and writes the report at the end. It takes
-no part in training: steps go on while it is slow, and what must survive it is written by the ranks.
-"""
+"""The main job from its settings to its exit code: checks them, and gives the job's driver what its ranks run."""
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import signal
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 
-from helixrt.errors import ConfigError, Fatal
-from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
-from helixrt.ray_cluster.controller import Controller, LifeEvent
-from helixrt.ray_cluster.policies import Options, StopRun
-from helixrt.replica.contracts import Coordinate, Launcher, RankSpec, RunStore
-from helixrt.replica.run_keys import accepted_key, done_key
-from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import TcpRunStore, host_store
-from helixrt.timeouts import derive
-from helixrt.train import checkpoint as checkpoints
-from helixrt.train.chaos import driver_is_due
-from helixrt.train.config import ChaosConfig, TrainConfig
+from helixrt.errors import Fatal
+from helixrt.job.driver import Driver, JobProgram, new_run, resumed_run
+from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
+from helixrt.job.report import Corpus, Description
+from helixrt.train.config import TrainConfig
 from helixrt.train.data import load_corpus
-from helixrt.train.leader_reports import Finished, metrics_key
-from helixrt.train.lineage_files import drop_from, read_lineage, write_durably
-from helixrt.train.metrics import MetricsLine, Notice, StepMetrics, read_metrics_line
-from helixrt.train.output import RunOutput, new_run_folder, point_latest_to
-from helixrt.train.report import RunFacts, write_report
-from helixrt.train.step_rules import take_acceptance
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run's folder and identity; `entries` is its log so far (the genesis alone for a new run)."""
-
-    folder: Path
-    name: str
-    epoch_s: float
-    entries: tuple[CommitRecord, ...]
-    life: int = 0  # how often it was resumed
+def program_of(config: TrainConfig) -> JobProgram:
+    """What the ranks of the main job run."""
+    return JobProgram("helixrt.train.rank", config.steps, lambda: describe(config), figures_of)
 
 
-def new_run(config: TrainConfig) -> Run:
-    """Make the run's folder, with its settings and identity in it."""
-    folder = new_run_folder(Path(config.output.root))
-    name = f"{config.name}-{secrets.token_hex(4)}"
-    run = Run(folder, name, time.time(), (genesis(name, config.mesh.replicas),))
-    write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
-    _write_identity(run)
-    return run
+def figures_of(line: Logged) -> StepMetrics | ValidationMetrics:
+    """The job's figures of what its loop logged, for the console and the report."""
+    values = line.values
+    if line.what == Logged.VALIDATION:
+        return ValidationMetrics(line.replica, line.step, values["loss_nats"], int(values["tokens"]))
+    return StepMetrics(
+        replica=line.replica,
+        rank=line.rank,
+        step=line.step,
+        loss_nats=values["loss_nats"],
+        tokens=int(values["tokens"]),
+        seconds=line.seconds,
+        participants=line.participants,
+        stall_s=line.stall_s,
+        grad_norm=values["grad_norm"],
+        learning_rate=values["learning_rate"],
+        generation=line.generation,
+    )
 
 
-def _write_identity(run: Run) -> None:
-    write_durably(run.folder / "run.json", json.dumps({"run": run.name, "epoch_s": run.epoch_s, "life": run.life}))
-
-
-def resumed_run(config: TrainConfig) -> Run:
-    """The newest run with a whole checkpoint on its lineage; goes on in the same folder."""
-    folder, checkpoint = checkpoints.find_resume(Path(config.output.root))
-    identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    entries = tuple(read_lineage(folder / "lineage"))
-    if checkpoint.record.hash not in {e.hash for e in entries}:
-        rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
-        raise ConfigError("resume", "true", rule)
-    drop_from(folder / "lineage", len(entries))
-    # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
-    epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
-    life = 1 + max(identity["life"], *(entry.life for entry in entries))
-    run = Run(folder, identity["run"], epoch_s, entries, life)
-    _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
-    return run
-
-
-def uses_ray(config: TrainConfig) -> bool:
-    """Whether ranks are Ray actors: asked for, or `auto` inside a submitted Ray job."""
-    inside_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    return config.launcher == "ray" or (config.launcher == "auto" and inside_a_job)
-
-
-class Driver:
-    """Owns the services of one run and everything started for it."""
-
-    def __init__(self, config: TrainConfig, run: Run) -> None:
-        if config.resume:
-            config = replace(config, chaos=ChaosConfig())  # kills belong to a run's first life
-        self.config, self.run_ = config, run
-        self.timeouts = derive(config.step_timeout_s, config.heartbeat_s)
-        self.secret = secrets.token_hex(32)
-        self.server, self.address = host_store(config.host, config.port)
-        self.store: RunStore = TcpRunStore(self.address)
-        self.log = RunLog(self.store)
-        for index, entry in enumerate(run.entries):
-            self.log.append(index, entry)
-        self.seen = Log(run.entries)
-        self.lighthouse, self.lighthouse_address = self._serve_membership()
-        self.output = RunOutput(run.folder, config)
-        self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
-        self.started_s = time.monotonic()
-
-    def _serve_membership(self) -> tuple[object, str]:
-        if self.config.mesh.replicas == 1:
-            return None, ""
-        os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
-        from helixrt.replica.membership import serve_lighthouse
-
-        return serve_lighthouse(self.timeouts, self.config.host)
-
-    def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
-        """What the ranks of one life of a replica are told."""
-        self._next.setdefault((replica, incarnation), 0)
-        return [
-            RankSpec(
-                run=self.run_.name,
-                coordinate=Coordinate(replica, pp),
-                incarnation=incarnation,
-                store=self.address,
-                lighthouse=self.lighthouse_address,
-                output=str(self.run_.folder),
-                secret=self.secret,
-                run_epoch_s=self.run_.epoch_s,
-                config=self.config.to_plain(),
-                transport="ray" if uses_ray(self.config) else "http",
-                life=self.run_.life,
-            )
-            for pp in range(self.config.mesh.pp)
-        ]
-
-    def launcher(self) -> Launcher:
-        logs = self.run_.folder / "logs"
-        # A wait in the store that ends without an answer is no news; torch would print a warning for each.
-        environment = {"OMP_NUM_THREADS": str(self.config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        if uses_ray(self.config):
-            from helixrt.ray_cluster.launcher import RayLauncher
-
-            return RayLauncher(log_folder=logs, environment=environment)
-        from helixrt.replica.local_launcher import LocalLauncher
-
-        return LocalLauncher(log_folder=logs, environment=environment)
-
-    # ---------------------------------------------------------------- the run
-
-    def run(self) -> int:
-        """Train to the end; 0 when the replicas ended equal and every batch entered once."""
-        options = Options(
-            replicas=self.config.mesh.replicas,
-            ranks_per_replica=self.config.mesh.pp,
-            max_restarts=self.config.restarts,
-            restart_window_s=self.config.restart_window_s,
-            on_poison=self.config.on_poison,
-            start_timeout_s=self.timeouts.start_s,
-        )
-        self.controller = Controller(self.launcher(), self.store, self.specs, options, self._lived, timeouts=self.timeouts)
-        try:
-            stopped = self.controller.run(tick=self._tick)
-            self._tick()
-            return self._end(stopped)
-        finally:
-            self.output.close()
-            if self.lighthouse is not None:
-                self.lighthouse.shutdown()  # type: ignore[attr-defined]
-
-    def _lived(self, event: LifeEvent) -> None:
-        self.output.life(event)
-
-    def _tick(self) -> None:
-        """Print what the leaders have reported since the last time; die if chaos says so."""
-        for (replica, incarnation), number in list(self._next.items()):
-            while (line := self.store.get(metrics_key(replica, incarnation, number))) is not None:
-                self.store.delete(metrics_key(replica, incarnation, number))
-                number += 1
-                self._show(read_metrics_line(line))
-            self._next[(replica, incarnation)] = number
-        if take_acceptance(self.run_.folder):
-            self.store.put_if_absent(accepted_key(self.seen.head.hash), "yes")
-        for entry in self.log.read_from(len(self.seen)):
-            self.seen.append(entry)
-            if driver_is_due(self.config.chaos, entry.step):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def _show(self, line: MetricsLine) -> None:
-        if isinstance(line, StepMetrics):
-            self.output.step(line)
-        elif isinstance(line, Notice):
-            self.output.say(f"{line.rank}  {line.text}")
-        else:
-            self.output.validation(line)
-
-    def _end(self, stopped: StopRun) -> int:
-        finished = []
-        for replica in range(self.config.mesh.replicas):
-            said = self.store.get(done_key(replica))
-            if said is not None:
-                finished.append(Finished.from_json(said))
-        found = audit(self.seen.chain())
-        equal = len({(f.lineage, f.parameters_sha256, f.state_sha256) for f in finished}) == 1
-        at_head = all(f.lineage == self.seen.head.hash for f in finished)
-        self._report(finished)
-        if not stopped.ok:
-            print(f"the run failed: {stopped.reason}", file=sys.stderr)
-            return 1
-        if finished and all(f.unsaved for f in finished):
-            lost = f"the weights of step {finished[0].step} are lost: their checkpoint could not be written"
-            print(f"{lost} ({finished[0].unsaved})", file=sys.stderr)
-            return 1
-        if not (equal and at_head and found.clean):
-            print(f"the replicas did not end alike: {finished}, audit {found}", file=sys.stderr)
-            return 1
-        return 0
-
-    def _report(self, finished: Sequence[Finished]) -> None:
-        """Write the report and say what it holds. A run is as good without it: what goes wrong costs a message."""
-        try:
-            write_report(
-                self.run_.folder,
-                RunFacts(
-                    config=self.config,
-                    corpus=load_corpus(self.config.data),
-                    entries=tuple(self.seen.entries),
-                    finished=tuple(finished),
-                    history=tuple(self.controller.history),
-                    seconds=time.monotonic() - self.started_s,
-                ),
-            )
-            point_latest_to(self.run_.folder)
-            self.output.summary()
-        except Exception as error:  # a full disk, a read-only folder, an error in a chart
-            self.output.problem("the report", error)
+def describe(config: TrainConfig) -> Description:
+    """Model, schedule and corpus, for the report."""
+    model, data, corpus = config.model, config.data, load_corpus(config.data)
+    microbatches = config.schedule.microbatches
+    return Description(
+        model=f"{model.family}, {model.layers} layers x {model.dim}",
+        work=(
+            f"schedule {config.schedule.name} with {microbatches} micro-batch{'es' if microbatches != 1 else ''},"
+            f" {data.batch} x {data.seq_len} bytes per replica and step"
+        ),
+        tokens_per_batch=data.batch * data.seq_len,
+        corpus=Corpus(
+            path=corpus.path,
+            bytes=corpus.nbytes,
+            files=corpus.files,
+            sha256=corpus.sha256,
+            validation_bytes=int(corpus.validation.size),
+            order0_bits_per_byte=corpus.order0_bits_per_byte,
+        ),
+    )
 
 
 def train(config: TrainConfig) -> int:
@@ -244,7 +66,7 @@ def train(config: TrainConfig) -> int:
     validate(config)
     run = resumed_run(config) if config.resume else new_run(config)
     try:
-        return Driver(config, run).run()
+        return Driver(config, run, program_of(config)).run()
     except Fatal as error:
         print(error, file=sys.stderr)
         return 1

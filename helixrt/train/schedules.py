@@ -7,14 +7,12 @@ once they run.
 
 from __future__ import annotations
 
+from helixrt.engines.pipeline import GRAPHS
 from helixrt.errors import ConfigError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
-from helixrt.pipeline.program import needs_graphs
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
 from helixrt.train.config import ScheduleConfig
-
-GRAPHS = ("auto", "always", "never")
 
 
 def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int) -> Schedule:
@@ -43,8 +41,3 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
         rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than {MAX_CHUNKS}"
         raise ConfigError("mesh.pp", stages, rule)
     return schedule
-
-
-def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
-    """Whether `schedule.graphs`, one of GRAPHS, has the schedule run by graphs; else autograd does, backwards in one piece."""
-    return setting == "always" or (setting == "auto" and needs_graphs(schedule))

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from helixrt.collectives.endpoints import find_rails
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.ray_cluster.policies import ON_POISON
+from helixrt.job.chaos import DRIVER, FAULTS, LEADER_MOMENTS, MOMENTS, fault_moments
+from helixrt.job.config import MEMBERSHIPS, TransportConfig
+from helixrt.job.policies import ON_POISON
+from helixrt.job.reach import NO_HOPPING, POLICIES, reach
 from helixrt.schedule.generators.policies import policy
 from helixrt.timeouts import derive
-from helixrt.train.chaos import DRIVER, FAULTS, LEADER_MOMENTS, MOMENTS, fault_moments
-from helixrt.train.config import TrainConfig, TransportConfig
-from helixrt.train.reach import NO_HOPPING, POLICIES, reach
+from helixrt.train.config import TrainConfig
 from helixrt.transport.auto import TRANSPORTS, check_transport
 
 FAMILIES = ("gpt", "llama")
@@ -121,6 +122,7 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     for key, value, known in (
         ("model.family", model.family, FAMILIES),
         ("launcher", config.launcher, LAUNCHERS),
+        ("membership", config.membership, MEMBERSHIPS),
         ("exchange", config.exchange, EXCHANGES),
         ("on_poison", config.on_poison, ON_POISON),
         ("transport.kind", transport.kind, TRANSPORTS),
@@ -199,8 +201,8 @@ def _faults(config: TrainConfig) -> Iterator[ConfigError]:
 def require_extras(config: TrainConfig) -> None:
     """Raise MissingExtra for an optional package that this configuration needs."""
     needed = [("torchdata", "ft", "reading the training data")]
-    if config.mesh.replicas > 1:
-        needed.append(("torchft", "ft", f"mesh.replicas={config.mesh.replicas}"))
+    if config.mesh.replicas > 1 and config.membership == "torchft":
+        needed.append(("torchft", "ft", "membership=torchft"))
     if config.launcher == "ray":
         needed.append(("ray", "ray", "launcher=ray"))
     for package, extra, what_for in needed:
@@ -224,7 +226,7 @@ def _address(host: str, port: int) -> None:
 
 def _transport(config: TrainConfig) -> None:
     """What is meant must be there, where the ranks run on this machine."""
-    from helixrt.train.driver import uses_ray
+    from helixrt.job.driver import uses_ray
 
     if uses_ray(config) or config.exchange != "ftar":
         return
@@ -257,7 +259,7 @@ def _data(config: TrainConfig) -> None:
 
 
 def _resume(config: TrainConfig) -> None:
-    from helixrt.train.checkpoint import find_resume
+    from helixrt.job.checkpoint import find_resume
 
     run, checkpoint = find_resume(Path(config.output.root))
     if checkpoint.stages != config.mesh.pp:

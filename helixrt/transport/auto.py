@@ -3,7 +3,7 @@
 In: the run's secret, and the addresses of this host that TCP may use. Out: an `Endpoint`. Each peer's address
 lists the transports it offers; both ends of a pair see both lists, test the same thing, and so choose alike.
 
-- shared memory, if the peer's socket answers on this host (`shared_memory.endpoint.listens`: a proof, no guess by names);
+- shared memory, if the peer's socket answers on this host (`shared_memory.address.listens`: a proof, no guess by names);
 - else verbs, if both have RDMA ports of one kind (where those do not reach each other after all, their link runs over its
   last rail, TCP);
 - else tcp.
@@ -27,12 +27,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.record import Kind
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused, Sink
 from helixrt.transport.monitor import client as monitor
 from helixrt.transport.monitor.peers import WatchedPeers
-from helixrt.transport.shared_memory import endpoint as shared_memory
+from helixrt.transport.shared_memory import address as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp.rails import TcpRail
@@ -315,8 +315,8 @@ class AutoEndpoint(Endpoint):
         merged: dict[int, int] = {}
         for endpoint in self._endpoints.values():
             merged.update(endpoint.descriptors())
-        if self._watched is not None and self._watched.descriptor >= 0:
-            merged[self._watched.descriptor] = select.EPOLLIN
+        if self._watched is not None and (news := self._watched.descriptor) >= 0:
+            merged[news] = select.EPOLLIN
         return merged
 
     def progress(self, now: float) -> Sequence[Outcome]:
@@ -333,6 +333,10 @@ class AutoEndpoint(Endpoint):
             if look or name in used:
                 outcomes += endpoint.progress(now)
         return outcomes
+
+    def flush(self) -> None:
+        for name in self._used:
+            self._endpoints[name].flush()
 
     def next_deadline(self) -> float | None:
         deadlines = [endpoint.next_deadline() for endpoint in self._endpoints.values()]

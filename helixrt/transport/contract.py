@@ -134,6 +134,10 @@ class Endpoint(ABC):
     def progress(self, now: float) -> Sequence[Outcome]:
         """Do all that can be done without blocking, at monotonic time `now`; what came of it, oldest first."""
 
+    def flush(self) -> None:  # noqa: B027, what has nothing to put off has nothing to do
+        """What was begun since `progress`, and what it had to answer, leaves now: to be called when its outcomes are dealt with
+        and it is not called again at once. It may put frames off until then, to send fewer."""
+
     @abstractmethod
     def next_deadline(self) -> float | None:
         """The monotonic time by which `progress` wants to be called again though no descriptor is ready.

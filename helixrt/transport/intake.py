@@ -15,6 +15,7 @@ from helixrt.transport.process_memory import address_of
 
 PIECE_UNIT = 64  # bytes; a multiple of every element's
 STAGE_BYTES = 512 << 10
+LITTLE_BYTES = 8 << 10  # less than that waits for what follows: a short piece costs as much as a long one
 
 
 class Stage:
@@ -27,14 +28,14 @@ class Stage:
 
 
 class Intake:
-    __slots__ = ("_address", "_at", "_rest", "_sink", "_size", "_stage", "_taken")
+    __slots__ = ("_address", "_at", "_little", "_rest", "_sink", "_size", "_stage", "_taken")
 
     def __init__(self, sink: Sink, stage: Stage) -> None:
         self._sink, self._stage, self._address = sink, stage.memory, stage.address
-        self._size = len(sink)
+        self._size, self._little = len(sink), min(LITTLE_BYTES, len(stage.memory) // 4)
         self._taken = 0  # what the sink has had, of all copies
         self._at = 0  # what has come of this copy
-        self._rest = b""  # of a piece: the last bytes of those, less than a unit
+        self._rest = b""  # of a piece: the last bytes of those, less than a unit, or a piece that is too short
 
     def __len__(self) -> int:
         return self._size
@@ -68,12 +69,13 @@ class Intake:
             self._at = self._taken = end
             return
         begin = self._at - len(self._rest)
-        usable = end if end == self._size else end - end % PIECE_UNIT
+        usable = end if end == self._size else begin if end - begin < self._little else end - end % PIECE_UNIT
         self._at = end
         if usable > begin:
             old = max(begin, self._taken)  # an earlier copy had brought the bytes before it
             if usable > old:
-                self._sink.take(old, stage[old - begin : usable - begin])
+                whole = usable - old == len(stage)
+                self._sink.take(old, stage if whole else stage[old - begin : usable - begin])
                 self._taken = usable
         self._rest = bytes(stage[max(usable, begin) - begin : end - begin])
 

@@ -39,6 +39,7 @@ class QueueEndpoint(Endpoint):
     def __init__(self, hub: Hub, name: bytes) -> None:
         self._hub, self._name = hub, name
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
+        self._closing = threading.Lock()  # of the event
         self._inbox: deque[tuple[Any, ...]] = deque()
         self.generation = -1
         self.open = False
@@ -84,12 +85,17 @@ class QueueEndpoint(Endpoint):
 
     def _take(self, *message: Any) -> None:
         self._inbox.append(message)
-        if self._event >= 0 and self.rings and (self.asked or not self.rung_when_asked):
-            os.eventfd_write(self._event, 1)
+        if self.rings and (self.asked or not self.rung_when_asked):
+            self._ring()
 
     def _ready(self) -> None:
         if not self.rung_when_asked:  # else `next_deadline` tells
-            os.eventfd_write(self._event, 1)
+            self._ring()
+
+    def _ring(self) -> None:
+        with self._closing:  # a peer rings from a thread of its own
+            if self._event >= 0:
+                os.eventfd_write(self._event, 1)
 
     def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
         assert self.open and data.contiguous and data.format == "B"
@@ -189,9 +195,10 @@ class QueueEndpoint(Endpoint):
 
     def close(self) -> None:
         self._leave("lost", Cause("the peer said farewell"))
-        if self._event >= 0:
-            os.close(self._event)
-            self._event = -1
+        with self._closing:
+            if self._event >= 0:
+                os.close(self._event)
+                self._event = -1
 
     def refused(self) -> Refused:
         return Refused(stale=self.stale)

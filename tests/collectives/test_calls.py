@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.handle import CollectiveError
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
-from helixrt.errors import Retryable
 
 DEADLINE_S = 20.0
 SHORT, LONG = 64, 200_000  # elements: without a credit and with
@@ -22,22 +22,33 @@ HOW = How(DEADLINE_S)
 Call = Callable[[Collectives, int], Any]
 
 
-@pytest.fixture(params=["tcp", "shared_memory"])
-def two(request: pytest.FixtureRequest) -> Iterator[list[Collectives]]:
-    reach = Reach(transport=request.param)
-    ranks = [Collectives(Communicator(open_endpoint(b"a secret", "127.0.0.1", reach), name=f"rank {r}")) for r in range(2)]
+@contextmanager
+def group(transport: str, size: int) -> Iterator[list[Collectives]]:
+    reach = Reach(transport=transport)
+    ranks = [Collectives(Communicator(open_endpoint(b"a secret", "127.0.0.1", reach), name=f"rank {r}")) for r in range(size)]
     addresses = {r: rank.communicator.address for r, rank in enumerate(ranks)}
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(size) as pool:
 
         def configure(me: int) -> None:
             ranks[me].communicator.begin()
             peers = {r: address for r, address in addresses.items() if r != me}
             ranks[me].communicator.configure(1, me, peers, DEADLINE_S)
 
-        list(pool.map(configure, range(2)))
+        list(pool.map(configure, range(size)))
     yield ranks
     for rank in ranks:
         rank.communicator.close()
+
+
+@pytest.fixture(params=["tcp", "shared_memory"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def two(transport: str) -> Iterator[list[Collectives]]:
+    with group(transport, 2) as ranks:
+        yield ranks
 
 
 def all_reduce(dtype: torch.dtype = torch.float32, op: Op = Op.SUM, divisor: int = 1, longer: int = 0) -> Call:
@@ -103,21 +114,62 @@ def test_different_calls_end_both_ranks_and_both_errors_name_both(
         assert "collective 1 " in str(raised.value)
 
 
+def gather(root: int) -> Call:
+    def call(calls: Collectives, length: int) -> Any:
+        size = calls.communicator.size
+        return calls.gather(torch.ones(length), torch.zeros(size * length), root, [length] * size, HOW)
+
+    return call
+
+
+def scatter(root: int) -> Call:
+    def call(calls: Collectives, length: int) -> Any:
+        size = calls.communicator.size
+        return calls.scatter(torch.ones(size * length), torch.zeros(length), root, [length] * size, HOW)
+
+    return call
+
+
+def reduce(root: int) -> Call:
+    return lambda calls, length: calls.reduce(torch.ones(length), torch.zeros(length), root, Reduction(Op.SUM), HOW)
+
+
+ROOTED = {"broadcast": broadcast, "gather": gather, "scatter": scatter, "reduce": reduce}
+ROOTS = {"all send": (0, 1), "all receive": (1, 0)}  # of a broadcast; who sends in a gather receives here
+
+
 @pytest.mark.parametrize("length", [SHORT, LONG])
-def test_different_roots_are_no_wrong_result(two: list[Collectives], length: int) -> None:
-    """Each rank believes to be the one that sends, so nothing arrives that could be compared: the next call tells."""
-    handles = [broadcast(rank)(calls, length) for rank, calls in enumerate(two)]
-    handles += [all_reduce()(calls, length) for calls in two]
+@pytest.mark.parametrize("roots", ROOTS.values(), ids=ROOTS.keys())
+@pytest.mark.parametrize("name", ROOTED)
+def test_different_roots_are_an_error_though_nothing_may_be_sent(
+    two: list[Collectives], name: str, roots: tuple[int, int], length: int
+) -> None:
+    """Each rank waits for the other one, and no message travels that could be compared."""
+    handles = [ROOTED[name](root)(calls, length) for root, calls in zip(roots, two, strict=True)]
+    if length == SHORT and name in ("broadcast", "scatter") and roots == (0, 1):  # sent without being asked for, and done
+        handles += [all_reduce()(calls, length) for calls in two]
+    if length == SHORT and name in ("gather", "reduce") and roots == (1, 0):
+        handles += [all_reduce()(calls, length) for calls in two]
     errors = []
     for handle in handles:
         try:
-            handle.wait(1.0)
-        except Retryable as error:
+            handle.wait(DEADLINE_S / 2)
+        except CollectiveError as error:
             errors.append(str(error))
-    if length == SHORT:  # a short message travels without being asked for
-        assert len(errors) >= 2 and all("another root" in error for error in errors)
-    else:
-        assert not any(handle.done and handle.error is None for handle in handles[:2])
+    assert len(errors) >= 2 and all(f"is {name} of float32" in error and "another root" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_one_rank_of_several_with_another_root_is_an_error_on_all(transport: str, odd: int) -> None:
+    """Also on links over which only one of the two ranks has anything to send."""
+    with group(transport, 4) as ranks:
+        root = (odd + 1) % 4
+        handles = [broadcast(odd if rank == odd else root)(calls, LONG) for rank, calls in enumerate(ranks)]
+        with pytest.raises(CollectiveError, match="another root"):
+            assert handles[odd].wait(DEADLINE_S / 2), "it goes on"
+        for handle in (all_reduce()(calls, LONG) for calls in ranks):
+            with pytest.raises(CollectiveError, match="another root"):
+                assert handle.wait(DEADLINE_S / 2), "it goes on"
 
 
 def test_calls_that_agree_may_differ_in_what_is_a_ranks_own(two: list[Collectives]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helixrt.collectives import huge_pages
 from helixrt.collectives.huge_pages import LEAST_BYTES, PAGE_BYTES, SLICE_BYTES, USES, HugePages
+from helixrt.collectives.process_group import HelixGroup
 
 Asked = list[tuple[int, int]]
 
@@ -27,9 +31,42 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     yield calls
 
 
+def consented() -> HugePages:
+    pages = HugePages()
+    pages.consent = True
+    return pages
+
+
+def test_a_callers_memory_is_let_be_without_consent_and_the_librarys_own_is_not(asked: Asked) -> None:
+    callers, own = (torch.empty(8 << 20, dtype=torch.uint8) for _ in range(2))
+    pages = HugePages()
+    for _ in range(2 * USES):
+        pages.used(callers)
+        pages.used(own, own=True)
+    assert asked and all(own.data_ptr() <= at < own.data_ptr() + own.numel() for at, _ in asked)
+
+
+@pytest.mark.parametrize("consent", [False, True])
+def test_a_process_group_asks_for_consent(asked: Asked, consent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if consent:
+        monkeypatch.setenv("HELIXRT_HUGE_PAGES", "1")
+    store = dist.HashStore()
+    tensors = [torch.ones(LEAST_BYTES // 2) for _ in range(2)]
+
+    def rank(number: int) -> None:
+        group = HelixGroup(store, number, 2, timedelta(seconds=60))
+        for _ in range(2 * USES):
+            group.allreduce([tensors[number]]).wait()
+        group.shutdown()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, range(2)))
+    assert bool(asked) is consent
+
+
 def test_memory_that_comes_again_and_again_is_taken_a_slice_at_a_time(asked: Asked) -> None:
     tensor = torch.empty(40 << 20, dtype=torch.uint8)
-    pages = HugePages()
+    pages = consented()
     for _ in range(USES - 1):
         pages.used(tensor)
     assert not asked
@@ -43,7 +80,7 @@ def test_memory_that_comes_again_and_again_is_taken_a_slice_at_a_time(asked: Ask
 
 
 def test_short_tensors_and_those_that_come_and_go_are_let_be(asked: Asked) -> None:
-    pages, tensors = HugePages(), [torch.empty(LEAST_BYTES, dtype=torch.uint8) for _ in range(4)]
+    pages, tensors = consented(), [torch.empty(LEAST_BYTES, dtype=torch.uint8) for _ in range(4)]
     for _ in range(10):
         pages.used(tensors[0][: LEAST_BYTES - 1])
     for tensor in tensors:
@@ -59,14 +96,14 @@ def test_where_the_system_wants_none_nothing_is_asked(monkeypatch: pytest.Monkey
     assert huge_pages._advise() is None
     monkeypatch.setattr(huge_pages, "_SETTING", tmp_path / "missing")
     assert huge_pages._advise() is None
-    pages, tensor = HugePages(), torch.empty(LEAST_BYTES, dtype=torch.uint8)
+    pages, tensor = consented(), torch.empty(LEAST_BYTES, dtype=torch.uint8)
     for _ in range(2 * USES):
         pages.used(tensor)
 
 
 def test_the_bytes_stay() -> None:
     tensor = torch.randint(0, 256, (24 << 20,), dtype=torch.uint8)
-    before, pages = tensor.clone(), HugePages()
+    before, pages = tensor.clone(), consented()
     for _ in range(USES + 3):
         pages.used(tensor)
     assert torch.equal(tensor, before)

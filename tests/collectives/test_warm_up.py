@@ -13,6 +13,7 @@ from helixrt.collectives import staged_operation
 from helixrt.collectives.handle import CollectiveError
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
+from helixrt.triton_kernels import reduction
 from helixrt.triton_kernels.warm_up import Variant, tensors_like, variant_of, warm_up
 from tests.collectives.queue_group import DEADLINE_S, SUM, Group
 from tests.collectives.test_staging import CHUNK_BYTES, PlayedCard
@@ -117,8 +118,11 @@ def test_the_launch_that_compiles_is_of_the_same_kind(variant: Variant) -> None:
     assert variant_of(addresses, given[0].numel(), variant.dtype, variant.op, 1) == variant
 
 
-def test_nothing_is_compiled_for_a_host() -> None:
+def test_nothing_is_compiled_for_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(reduction, "reduce_copy", lambda *tensors, **options: launched.append(tensors))
     warm_up(VARIANTS[0], torch.device("cpu"))
+    assert launched == []
 
 
 assert CHUNK_BYTES % 16 == 0  # else what is summed here would not begin where it does on a card

@@ -6,44 +6,32 @@ A failing seed prints the line that replays it (`python -m helixrt.emulate.link_
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import fields
 
 import pytest
 
 from helixrt.emulate import link_world
-from helixrt.emulate.link_world import LinkWorld, Verdict, Violation
+from helixrt.emulate.link_world import LinkWorld, Verdict
+from helixrt.emulate.seeded import Violation
 from tests.emulate import broken_rules as broken
 from tests.emulate.broken_rules import Rule, noticed_by
-from tests.emulate.sweeps import SWEEP_LIMIT_S, sweep_all
+from tests.emulate.sweeps import SWEEP_LIMIT_S, SWEEP_SEEDS, SweepOf, sweep_all
 
-SEEDS = 1_000
-SLOW_SEEDS, PARTS = 20_000, 8
+SEEDS = 500
 HARD_CASES = tuple(f.name for f in fields(Verdict)[4:])
 
 
-def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
-    totals: Counter[str] = Counter()
-    violations = []
-    for seed in seeds:
-        try:
-            verdict = LinkWorld(seed).run()
-        except Violation as broken:
-            violations.append(str(broken))
-        else:
-            totals.update({what: getattr(verdict, what) for what in HARD_CASES})
-    return totals, violations
+SWEEP = SweepOf(LinkWorld, HARD_CASES, Violation)
 
 
 def test_every_message_arrives_once_whatever_rails_do(seed: int) -> None:
-    sweep_all(sweep, seed, SEEDS, HARD_CASES)
+    sweep_all(SWEEP, seed, SEEDS, HARD_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SWEEP_LIMIT_S)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_message_arrives_once_in_twenty_thousand_worlds(part: int, seed: int) -> None:
-    sweep_all(sweep, seed, SLOW_SEEDS // PARTS, HARD_CASES)
+def test_every_message_arrives_once_in_thousands_of_worlds(sweep_part: int, seed: int) -> None:
+    sweep_all(SWEEP, seed, SWEEP_SEEDS, HARD_CASES)
 
 
 def test_a_seed_replays_exactly_and_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +66,7 @@ BROKEN = [
     broken.what_must_not_be_repeated_is,
     broken.handshakes_are_asked_once,
     broken.probes_wait_for_ever,
+    broken.a_rail_is_given_up_while_its_peer_stands_still,
     broken.acknowledged_with_its_header,
     broken.no_gaps_in_acknowledgements,
     broken.the_last_rail_is_left_for_being_slow,
@@ -91,10 +80,44 @@ BROKEN = [
     broken.a_copy_begins_where_the_last_one_broke_off,
     broken.a_full_connection_is_silence,
 ]
-FIRST_SEEDS: dict[Rule, int] = {}  # the others are noticed soon from 0 on
+
+
+class StoppedWorld(LinkWorld):
+    """One process is stopped for seconds, its kernel acknowledges for it, and connections soon are full."""
+
+    capacities_bytes = (1500,)
+    share_with_kernels, share_with_stops, stops_s = 1.0, 1.0, (4.0,)
+
+
+class ForgettingWorld(LinkWorld):
+    """One end forgets an operation."""
+
+    share_with_forgets = 1.0
+
+
+# Rules whose break shows in few worlds of the usual mixture: the conditions that it needs are met in all worlds here.
+FOCUSED: dict[Rule, type[LinkWorld]] = {
+    broken.a_full_connection_is_silence: StoppedWorld,
+    broken.older_copies_keep_writing: ForgettingWorld,
+}
+
+
+KNOWN: dict[Rule, int] = {
+    broken.a_rail_is_given_up_while_its_peer_stands_still: 2951281457,  # 2 of 20,000 worlds
+    broken.detached_without_a_copy: 180,
+    broken.a_copy_begins_where_the_last_one_broke_off: 106,
+    broken.a_full_connection_is_silence: 8,
+    broken.older_copies_keep_writing: 13,
+}
 
 
 @pytest.mark.parametrize("rule", BROKEN, ids=lambda rule: rule.__name__)
 def test_worlds_notice_a_broken_rule(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = FIRST_SEEDS.get(rule, 0)
-    noticed_by(rule, monkeypatch, lambda seed: LinkWorld(seed).run(), range(first, first + 3000), Violation)
+    world = FOCUSED.get(rule, LinkWorld)
+    noticed_by(rule, monkeypatch, lambda seed: world(seed).run(), range(2000), Violation, KNOWN)
+
+
+@pytest.mark.parametrize("world", list(FOCUSED.values()), ids=lambda world: world.__name__)
+def test_without_a_broken_rule_a_focused_world_is_sound(world: type[LinkWorld], seed: int) -> None:
+    for each in range(seed, seed + 50):
+        world(each).run()

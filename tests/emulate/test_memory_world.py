@@ -5,14 +5,13 @@ A failing seed prints the line that replays it (`python -m helixrt.emulate.memor
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import fields, replace
 
 import pytest
 
 from helixrt.emulate import memory_world
-from helixrt.emulate.link_world import Violation
 from helixrt.emulate.memory_world import MemoryWorld, Verdict
+from helixrt.emulate.seeded import Violation
 from helixrt.protocol.calls import Agreement
 from helixrt.protocol.shared_memory.frames import Frame, Kind, SegmentError
 from helixrt.protocol.shared_memory.messages import LIMITS, Inbox, Limits, Name, Outbox, Way
@@ -21,35 +20,23 @@ from helixrt.transport.shared_memory.link import SharedMemoryLink
 from helixrt.transport.shared_memory.messages import Receiving, Sending
 from helixrt.transport.shared_memory.segment import RingReader, RingWriter
 from tests.emulate.broken_rules import Patch, Rule, noticed_by
-from tests.emulate.sweeps import SWEEP_LIMIT_S, sweep_all
+from tests.emulate.sweeps import SWEEP_LIMIT_S, SWEEP_SEEDS, SweepOf, sweep_all
 
 SEEDS = 600
-SLOW_SEEDS, PARTS = 20_000, 6
 HARD_CASES = tuple(f.name for f in fields(Verdict)[2:])
 
 
-def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
-    totals: Counter[str] = Counter()
-    violations = []
-    for seed in seeds:
-        try:
-            verdict = MemoryWorld(seed).run()
-        except Violation as broken:
-            violations.append(str(broken))
-        else:
-            totals.update({what: getattr(verdict, what) for what in HARD_CASES})
-    return totals, violations
+SWEEP = SweepOf(MemoryWorld, HARD_CASES, Violation)
 
 
 def test_many_seeds(seed: int) -> None:
-    sweep_all(sweep, seed, SEEDS, HARD_CASES)
+    sweep_all(SWEEP, seed, SEEDS, HARD_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SWEEP_LIMIT_S)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_20000_seeds(part: int, seed: int) -> None:
-    sweep_all(sweep, seed, SLOW_SEEDS // PARTS, HARD_CASES)
+def test_thousands_of_seeds(sweep_part: int, seed: int) -> None:
+    sweep_all(SWEEP, seed, SWEEP_SEEDS, HARD_CASES)
 
 
 def test_a_violation_prints_the_line_that_replays_it(monkeypatch: Patch) -> None:

@@ -13,42 +13,30 @@ from dataclasses import fields, replace
 import pytest
 
 from helixrt.emulate import path_world
-from helixrt.emulate.link_world import Violation
 from helixrt.emulate.path_world import RATE, HoppingEnd, PathVerdict, PathWorld
+from helixrt.emulate.seeded import Violation
 from helixrt.protocol.hopping.messages import PolicyName, Reason
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from tests.emulate import broken_rules as broken
 from tests.emulate.broken_rules import Rule, noticed_by
-from tests.emulate.sweeps import SWEEP_LIMIT_S, sweep_all
+from tests.emulate.sweeps import SWEEP_LIMIT_S, SWEEP_SEEDS, SweepOf, sweep_all
 
-SEEDS = 600
-SLOW_SEEDS, PARTS = 20_000, 8
+SEEDS = 200
 NOTICED_WITHIN = 2_000  # seeds
 HARD_CASES = tuple(f.name for f in fields(PathVerdict)[4:] if f.name != "blocked")  # no connection is full there
 
 
-def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
-    totals: Counter[str] = Counter()
-    violations = []
-    for seed in seeds:
-        try:
-            verdict = PathWorld(seed).run()
-        except Violation as broken:
-            violations.append(str(broken))
-        else:
-            totals.update({what: getattr(verdict, what) for what in HARD_CASES})
-    return totals, violations
+SWEEP = SweepOf(PathWorld, HARD_CASES, Violation)
 
 
 def test_many_seeds(seed: int) -> None:
-    sweep_all(sweep, seed, SEEDS, HARD_CASES)
+    sweep_all(SWEEP, seed, SEEDS, HARD_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SWEEP_LIMIT_S)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_20000_seeds(part: int, seed: int) -> None:
-    sweep_all(sweep, seed, SLOW_SEEDS // PARTS, HARD_CASES)
+def test_thousands_of_seeds(sweep_part: int, seed: int) -> None:
+    sweep_all(SWEEP, seed, SWEEP_SEEDS, HARD_CASES)
 
 
 def test_a_run_replays_exactly_and_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ A failing seed prints the line that replays it (`python -m helixrt.emulate.verbs
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from helixrt.emulate import verbs_world
-from helixrt.emulate.link_world import Violation
+from helixrt.emulate.seeded import Violation
 from helixrt.emulate.verbs_world import VerbsWorld, Verdict
 from helixrt.protocol.link.frames import FrameError
 from helixrt.protocol.verbs import flow as verbs_flow
@@ -21,35 +20,23 @@ from helixrt.protocol.verbs.flow import CHAIN, Bounds, Flow
 from helixrt.transport.verbs import connection as verbs_connection
 from helixrt.transport.verbs.send_queue import SendQueue
 from tests.emulate.broken_rules import Patch, Rule, noticed_by
-from tests.emulate.sweeps import SWEEP_LIMIT_S, sweep_all
+from tests.emulate.sweeps import SWEEP_LIMIT_S, SWEEP_SEEDS, SweepOf, sweep_all
 
 SEEDS = 300
-SLOW_SEEDS, PARTS = 20_000, 10
 HARD_CASES = tuple(f.name for f in fields(Verdict)[2:])
 
 
-def sweep(seeds: range) -> tuple[Counter[str], list[str]]:
-    totals: Counter[str] = Counter()
-    violations = []
-    for seed in seeds:
-        try:
-            verdict = VerbsWorld(seed).run()
-        except Violation as broken:
-            violations.append(str(broken))
-        else:
-            totals.update({what: getattr(verdict, what) for what in HARD_CASES})
-    return totals, violations
+SWEEP = SweepOf(VerbsWorld, HARD_CASES, Violation)
 
 
 def test_many_seeds(seed: int) -> None:
-    sweep_all(sweep, seed, SEEDS, HARD_CASES)
+    sweep_all(SWEEP, seed, SEEDS, HARD_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SWEEP_LIMIT_S)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_20000_seeds(part: int, seed: int) -> None:
-    sweep_all(sweep, seed, SLOW_SEEDS // PARTS, HARD_CASES)
+def test_thousands_of_seeds(sweep_part: int, seed: int) -> None:
+    sweep_all(SWEEP, seed, SWEEP_SEEDS, HARD_CASES)
 
 
 def test_a_violation_prints_the_line_that_replays_it(monkeypatch: Patch) -> None:

@@ -408,3 +408,21 @@ def test_up_tells_how_to_enter_and_keeps_until_ctrl_c() -> None:
         process.kill()
         process.communicate()
     assert not [name for name in namespaces.existing() if f"-{process.pid}-" in name]
+
+
+@pytest.mark.netns
+def test_what_one_host_sends_to_another_is_lost_and_nothing_else(nothing_left: None) -> None:
+    with Network(hosts=3) as network:
+        for host in range(3):
+            assert line_of(start(network, host, ECHO, network.address(host))) == "listening\n"
+        talks = {(a, b): start(network, a, SAY, network.address(b)) for a, b in ((1, 0), (0, 1), (1, 2))}
+        assert [line_of(talk) for talk in talks.values()] == ["connected\n"] * len(talks)
+        network.block(1, 0)
+        network.block(1, 0)
+        for talk in talks.values():
+            say(talk, "one")
+        assert line_of(talks[1, 2]) == "one\n", "it still reaches others"
+        assert [line_of(talks[way], timeout_s=0.5) for way in ((1, 0), (0, 1))] == [""] * 2, "neither data nor an answer"
+        network.unblock(1, 0)
+        assert [line_of(talks[way]) for way in ((1, 0), (0, 1))] == ["one\n"] * 2
+        network.unblock(1, 0)  # there is nothing to undo

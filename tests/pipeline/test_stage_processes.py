@@ -13,9 +13,11 @@ import os, signal, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from helixrt.errors import Retryable
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
-from helixrt.train.engine import PipelineEngine
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.train.engine import pipeline_engine
 
 stage, rendezvous = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
@@ -26,7 +28,7 @@ def batch_at(position):
     return torch.randint(0, 16, (8, 7), generator=torch.Generator().manual_seed(position))
 
 record = FlightRecord(f"r0.pp{stage}")
-engine = PipelineEngine(model, OptimConfig(), ScheduleConfig("1f1b", 4), batch=8, seq_len=6, steps=5, seed=0, stage=stage,
+engine = pipeline_engine(model, OptimConfig(), ScheduleConfig("1f1b", 4), batch=8, seq_len=6, steps=5, seed=0, stage=stage,
                         stages=2, group=group, batch_at=batch_at, validation=batch_at, record=record)
 if stage == 1:
     record.attach(lambda event: os.kill(os.getpid(), signal.SIGKILL) if record.step == 3 else None)
@@ -34,7 +36,7 @@ for step in range(1, 6):
     record.step = step
     try:
         result = engine.run(step, lambda bucket: None)
-        update = engine.apply(step, engine.buckets)
+        update = engine.apply(CommitRecord(step, step, "", ((0, 0),), {}, "run"), engine.buckets)
     except Retryable as error:
         print("lost", step, error)
         engine.close()

@@ -29,8 +29,9 @@ def test_a_record_survives_its_text_and_every_field_counts() -> None:
         dataclasses.replace(record, life=1),
         dataclasses.replace(record, excluded={1: Exclusion(0, 1)}),
         dataclasses.replace(record, applied=False),
+        dataclasses.replace(record, last="enough"),
     ]
-    assert len({record.hash, *(c.hash for c in changed)}) == 10
+    assert len({record.hash, *(c.hash for c in changed)}) == 11
     for other in changed:
         assert CommitRecord.from_json(other.to_json()) == other
 
@@ -74,6 +75,14 @@ def test_the_audit_counts_and_finds_gaps_and_repeats() -> None:
     moved = dataclasses.replace(two, positions={0: 2, 1: 2})  # replica 0 did not contribute
     assert audit([root, one, moved]).gaps == 1
     assert audit([root, two]).gaps > 0
+
+
+def test_the_audit_of_streams_that_move_on_by_several_batches_a_step() -> None:
+    root = genesis("run", 2)
+    one = dataclasses.replace(after(root, 1, 0, 1), positions={0: 4, 1: 4})
+    found = audit([root, one], advance=4)
+    assert found.clean and found.batches == 8 and found.per_replica == {0: 4, 1: 4}
+    assert audit([root, one]).gaps == 6 and audit([root, one], advance=8).repeats == 8
 
 
 def test_excluded_batches_and_records_that_were_not_applied_are_no_gaps() -> None:

@@ -8,6 +8,7 @@ from helixrt.emulate.link_pair import LONG, Pair
 from helixrt.errors import ConfigError
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Kind
+from helixrt.protocol.link.options import LinkOptions
 
 # ---------------------------------------------------------------- credits and eager messages
 
@@ -218,6 +219,6 @@ def test_without_fault_tolerance_a_rail_that_comes_late_is_used_at_once_and_none
 
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="eager_memory_bytes"):
-        m.LinkOptions(eager_bytes=10, eager_memory_bytes=5)
+        LinkOptions(eager_bytes=10, eager_memory_bytes=5)
     with pytest.raises(ConfigError, match="period_s"):
-        m.LinkOptions(period_s=0)
+        LinkOptions(period_s=0)

@@ -10,7 +10,7 @@ from helixrt.emulate.link_pair import Pair
 from helixrt.errors import Cause
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.machine import Link
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import SendState
 
 # ---------------------------------------------------------------- peers and rails

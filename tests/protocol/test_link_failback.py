@@ -294,3 +294,27 @@ def test_a_rail_left_as_slow_rests_longer_each_time_until_it_was_steady() -> Non
     assert [rest() for _ in range(4)] == pytest.approx([0.1, 0.5, 1.0, 2.0], abs=0.05)
     pair.wait(11.0)
     assert rest() == pytest.approx(0.1, abs=0.05)
+
+
+@pytest.mark.parametrize("question", [Kind.PROBE, Kind.SWITCH])
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_a_rail_on_which_a_stopped_peer_does_not_answer_is_kept_while_its_kernel_acknowledges(
+    question: Kind, acknowledged: bool
+) -> None:
+    """It may be the only rail that still shows that the peer lives; `attempt_s` bounds that."""
+    pair = Pair(rails=2, period_s=1.0, answer_s=0.5, attempt_s=4.0, striped=False)
+    fall_back(pair)
+    pair.hold(0), pair.hold(1)
+    pair.up(0)
+    if question is Kind.SWITCH:
+        pair.deliver(0, 1), pair.deliver(0, 0), pair.deliver(0, 0)
+    assert pair.kinds(0, 0)[-1] is question
+    pair.cut(1)
+    began = pair.now
+    while m.ResetRail(0) not in pair.said(0, m.ResetRail):
+        pair.wait(0.1)
+        if acknowledged:
+            pair.tell(0, m.Acknowledged(0, pair.now))
+    assert not pair.links[0].closed
+    least_s, most_s = (3.5, 5.0) if acknowledged else (0.4, 1.0)
+    assert least_s <= pair.now - began <= most_s

@@ -18,6 +18,7 @@ from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Reason
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import HEADER_BYTES, Frame, Kind
 from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.options import LinkOptions
 
 FAST, SLOW = 25e6, 2.5e6  # bytes per second
 CHUNK = 1 << 20
@@ -64,7 +65,7 @@ class End:
 class Net:
     """Paths that all senders share; each gives its senders turns. What goes back to a sender meets no queue."""
 
-    def __init__(self, rates: Sequence[float], pairs: int = 1, seed: int = 1, options: m.LinkOptions | None = None) -> None:
+    def __init__(self, rates: Sequence[float], pairs: int = 1, seed: int = 1, options: LinkOptions | None = None) -> None:
         self.now = 0.0
         self.rates = list(rates)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -72,7 +73,7 @@ class Net:
         self._queues: list[dict[End, deque[list[Any]]]] = [{} for _ in rates]
         self._busy = [False] * len(rates)
         self.cut: set[tuple[int, int]] = set()  # (pair, path)
-        options = options or m.LinkOptions(hopping=HOPPING)
+        options = options or LinkOptions(hopping=HOPPING)
         self.ends = [
             [End(self, pair, me, Link(1, 1 - me, len(rates), options, random.Random(f"{seed} {pair} {me}"))) for me in range(2)]
             for pair in range(pairs)
@@ -162,7 +163,7 @@ def start_on(net: Net, path: int, pair: int = 0) -> None:
     paths.policy.path = path
 
 
-BLIND = m.LinkOptions(hopping=HoppingOptions(unloaded=Unloaded(FAST), look_first=False))
+BLIND = LinkOptions(hopping=HoppingOptions(unloaded=Unloaded(FAST), look_first=False))
 
 
 def test_a_flow_that_begins_on_a_slow_path_leaves_it_after_what_it_gave_it() -> None:
@@ -177,7 +178,7 @@ def test_a_flow_that_begins_on_a_slow_path_leaves_it_after_what_it_gave_it() -> 
 
 
 def test_ecmp_stays_there() -> None:
-    options = m.LinkOptions(hopping=HoppingOptions(unloaded=Unloaded(FAST), policy=PolicyName.ECMP))
+    options = LinkOptions(hopping=HoppingOptions(unloaded=Unloaded(FAST), policy=PolicyName.ECMP))
     net = Net([FAST, SLOW], options=options)
     start_on(net, 1)
     (took,) = net.flows(1, [10])
@@ -268,7 +269,7 @@ def test_a_path_that_fails_is_left_at_once_and_its_messages_go_elsewhere() -> No
 
 
 def test_a_probe_of_an_earlier_connection_counts_for_nothing() -> None:
-    net = Net([FAST, FAST, FAST], options=m.LinkOptions(hopping=replace(HOPPING, look_within=0.0)))
+    net = Net([FAST, FAST, FAST], options=LinkOptions(hopping=replace(HOPPING, look_within=0.0)))
     sender, receiver = net.ends[0]
     net.cut = {(0, path) for path in range(3)}
     receiver.tell(m.Post(1, 0, CHUNK))
@@ -285,7 +286,7 @@ def test_a_probe_of_an_earlier_connection_counts_for_nothing() -> None:
 
 
 def test_a_delayed_switch_withholds_what_is_new() -> None:
-    delayed = m.LinkOptions(hopping=HoppingOptions(unloaded=Unloaded(FAST), look_first=False, delayed=True, alpha=1.0))
+    delayed = LinkOptions(hopping=HoppingOptions(unloaded=Unloaded(FAST), look_first=False, delayed=True, alpha=1.0))
     net = Net([FAST, SLOW], options=delayed)
     start_on(net, 1)
     sender, receiver = net.ends[0]
@@ -302,7 +303,7 @@ def test_a_delayed_switch_withholds_what_is_new() -> None:
 def test_paths_that_are_yet_to_connect_are_not_lost() -> None:
     drawn = set()
     for seed in range(40):
-        link = Link(1, 1, 4, m.LinkOptions(hopping=HOPPING), random.Random(seed))
+        link = Link(1, 1, 4, LinkOptions(hopping=HOPPING), random.Random(seed))
         paths = link._paths
         assert paths is not None
         first = paths.policy.path
@@ -320,7 +321,7 @@ def test_paths_that_are_yet_to_connect_are_not_lost() -> None:
 def test_a_link_that_hops_is_striped_and_fault_tolerant() -> None:
     for wrong in ({"striped": False}, {"fault_tolerance": False}):
         with pytest.raises(ConfigError, match="^hopping=hopper: needs"):
-            m.LinkOptions(hopping=HOPPING, **wrong)
+            LinkOptions(hopping=HOPPING, **wrong)
 
 
 def test_an_abort_is_heard_whatever_waits() -> None:
@@ -340,7 +341,7 @@ def slow_downs(policy: PolicyName, seed: int, rounds: int = 8) -> tuple[list[flo
     """Of each flow; and the share of bytes on slow paths. Four senders, four fast paths and two slow ones; new links, so
     new draws, for every round."""
     rng, found, slow, total = random.Random(seed), [], 0, 0
-    options = m.LinkOptions(hopping=HoppingOptions(unloaded=Unloaded(FAST), policy=policy))
+    options = LinkOptions(hopping=HoppingOptions(unloaded=Unloaded(FAST), policy=policy))
     for number in range(rounds):
         chunks = [rng.choice((4, 4, 16))] * 4
         net = Net([FAST] * 4 + [SLOW] * 2, pairs=4, seed=seed * 1000 + number, options=options)

@@ -16,6 +16,7 @@ from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unload
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Counters, Frame, Kind, counters_body
 from helixrt.protocol.link.machine import Link
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.recording import Opening, Recording, said
 
 BODY = counters_body(Counters(3, 70, ((5, 6),)))
@@ -33,6 +34,7 @@ EVENTS: tuple[m.Event, ...] = (
     m.Heard(1),
     m.Acknowledged(1, 2.5),
     m.FrameSent(0, 4),
+    m.Settle(),
     m.Tick(),
     m.Forget(1),
     m.Abort(Cause("a reason", "rank 1", "log")),
@@ -43,7 +45,7 @@ EVENTS: tuple[m.Event, ...] = (
 def test_every_event_reads_back_as_it_was() -> None:
     assert {type(event) for event in EVENTS} == set(get_args(m.Event)), "an event that is not tried here"
     hopping = HoppingOptions(unloaded=Unloaded(1e6, 1e-4), policy=PolicyName.FLOWBENDER, alpha=0.5)
-    opening = Opening(3, 1, 2, m.LinkOptions(hopping=hopping, period_s=math.inf), seed=7)
+    opening = Opening(3, 1, 2, LinkOptions(hopping=hopping, period_s=math.inf), seed=7)
     timed = tuple((0.1 + 0.3 * number, event) for number, event in enumerate(EVENTS))
     recording = Recording(opening, timed, {"marks": [[1.5, "cut"]]})
     lines = list(recording.lines())

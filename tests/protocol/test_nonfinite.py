@@ -21,11 +21,11 @@ def member(replica: int, **changes: object) -> Member:
 
 
 def voted(machine: StepMachine, *finite: bool) -> list[p.Action]:
-    """The actions after the first exchange, whose rings vote so."""
+    """The actions after the first exchange, whose ranks vote so."""
     machine.on(p.Begin())
     machine.on(p.Formed(10, (member(0), member(1))))
     for rank, vote in enumerate(finite):
-        actions = machine.on(p.RingDone(10, rank, finite=vote))
+        actions = machine.on(p.RankDone(10, rank, finite=vote))
     return actions
 
 
@@ -43,8 +43,8 @@ def test_a_sum_that_is_not_finite_is_not_committed_and_each_examines_its_own() -
     (exchange,) = actions_of(p.Exchange, actions)
     assert isinstance(exchange, p.Exchange) and exchange.contributors == (1,) and not exchange.contribute
     assert exchange.members == (0, 1) and not actions_of(p.Work, actions)  # gradients are preserved
-    m.on(p.RingDone(11, 0))
-    (append,) = m.on(p.RingDone(11, 1))
+    m.on(p.RankDone(11, 0))
+    (append,) = m.on(p.RankDone(11, 1))
     assert isinstance(append, p.Append)
     record = append.record
     assert record.contributors == ((1, 0),) and record.excluded == {0: Exclusion(0, 1)} and record.applied
@@ -116,7 +116,7 @@ def test_a_replica_that_is_excluded_again_and_again_is_restarted(rank: int) -> N
     m.on(p.Begin())
     m.unusable = Unusable(m.held, rank)
     m.on(p.Formed(4, (m._me(), Member(1, 0, 3, m.held))))
-    (append,) = m.on(p.RingDone(4, 0))
+    (append,) = m.on(p.RankDone(4, 0))
     assert isinstance(append, p.Append) and append.record == entries[-1]
     actions = m.on(p.Appended(4, append.record))
     assert bool(actions_of(p.Restart, actions)) is (rank >= 0)

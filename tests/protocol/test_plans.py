@@ -302,8 +302,21 @@ def test_check_finds_a_missing_dependency_of_any_node() -> None:
 
 
 def test_check_finds_that_a_plan_is_not_for_shared_memory() -> None:
+    plans = [direct.direct_all_reduce(rank, 3, 800, ELEMENT, SMALL) for rank in range(3)]
+    check(plans, [800] * 3, [800] * 3)
     with pytest.raises(PlanError, match="may touch the same bytes"):
-        check(rings(), [800] * 3, [800] * 3, [0] * 3)
+        check(plans, [800] * 3, [800] * 3, [0] * 3)
+
+
+def test_check_takes_the_order_that_messages_make_and_no_other() -> None:
+    """An answer may replace what was sent, and only an answer."""
+    here, there = Region(Space.OUT, 0, 8), Region(Space.OUT, 0, 8)
+    asks = Plan((Send(1, 0, here), Receive(1, 0, here)), ((), ()))
+    answers = Plan((Receive(0, 0, there), Send(0, 0, there)), ((), (0,)))
+    check([asks, answers], [0, 0], [8, 8])
+    speaks = Plan((Receive(0, 0, Region(Space.OUT, 8, 8)), Send(0, 0, there)), ((), ()))
+    with pytest.raises(PlanError, match="rank 0: nodes 0 and 1 may touch the same bytes"):
+        check([asks, speaks], [0, 0], [8, 16])
 
 
 def test_check_finds_messages_that_do_not_match() -> None:

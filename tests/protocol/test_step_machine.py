@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
-from helixrt.protocol.step.machine import IDLE_QUORUMS, StepMachine
-from helixrt.protocol.step.quorum import Assessment, Member, assess, reusable_epoch, successor
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.offers import IDLE_QUORUMS
+from helixrt.protocol.step.quorum import Assessment, Member, StepRules, assess, reusable_epoch, successor
 
 ROOT = genesis("run", 2)
 
 
-def machine(replica: int = 0, rings: int = 2, log: Log | None = None, held: str = ROOT.hash, steps: int = 10) -> StepMachine:
-    return StepMachine(replica, 0, rings, log or Log([ROOT]), held, steps)
+def machine(
+    replica: int = 0, group_world_size: int = 2, log: Log | None = None, held: str = ROOT.hash, steps: int = 10
+) -> StepMachine:
+    return StepMachine(replica, 0, group_world_size, log or Log([ROOT]), held, steps)
 
 
 def member(replica: int, record: CommitRecord = ROOT, **changes: object) -> Member:
@@ -39,8 +42,8 @@ def test_a_replica_commits_only_when_all_its_rings_are_done() -> None:
     m = machine()
     exchange = exchanging(m, 1, member(1))
     assert exchange == p.Exchange(1, (0, 1), (0, 1), contribute=True, fresh=True)
-    assert m.on(p.RingDone(1, 0)) == []
-    (append,) = m.on(p.RingDone(1, 1))
+    assert m.on(p.RankDone(1, 0)) == []
+    (append,) = m.on(p.RankDone(1, 1))
     assert isinstance(append, p.Append) and append.index == 1
     record = append.record
     assert record.positions == {0: 1, 1: 1} and record.parent == ROOT.hash
@@ -52,8 +55,8 @@ def test_a_replica_commits_only_when_all_its_rings_are_done() -> None:
 def test_a_broken_exchange_keeps_the_gradients_for_the_next_generation() -> None:
     m = machine()
     exchanging(m, 1, member(1))
-    assert m.on(p.RingFailed(1, 0, "peer died")) == [p.Abort(1, "peer died")]
-    assert m.on(p.RingFailed(1, 1, "aborted")) == [p.ReadLog(1)]
+    assert m.on(p.RankFailed(1, 0, "peer died")) == [p.Abort(1, "peer died")]
+    assert m.on(p.RankFailed(1, 1, "aborted")) == [p.ReadLog(1)]
     m.on(p.LogRead(()))
     actions = m.on(p.Formed(2, (member(0),)))
     assert not actions_of(p.Work, actions)
@@ -65,8 +68,8 @@ def test_who_did_not_finish_takes_the_reduced_buckets_of_who_did() -> None:
     exchanging(m, 1, member(1))
     assert m.attempt is not None
     decided = m.attempt.candidate
-    m.on(p.RingDone(1, 0))
-    m.on(p.RingFailed(1, 1, "peer died"))
+    m.on(p.RankDone(1, 0))
+    m.on(p.RankFailed(1, 1, "peer died"))
     actions = m.on(p.LogRead((decided,)))
     (fetch,) = actions_of(p.FetchReduced, actions)
     assert isinstance(fetch, p.FetchReduced) and fetch.lineage == decided.hash and [d.replica for d in fetch.donors] == [1]
@@ -77,9 +80,9 @@ def test_who_did_not_finish_takes_the_reduced_buckets_of_who_did() -> None:
 
 def test_an_older_generation_in_the_log_is_superseded_and_a_newer_one_respected() -> None:
     for generation, expected in ((1, p.Append), (9, p.Join)):
-        m = machine(rings=1)
+        m = machine(group_world_size=1)
         exchanging(m, 5)
-        m.on(p.RingDone(5, 0))
+        m.on(p.RankDone(5, 0))
         stray = CommitRecord(1, generation, ROOT.hash, ((1, 0),), {0: 0, 1: 1}, "run")
         answer = m.on(p.Appended(1, stray))[-1]
         assert isinstance(answer, expected)
@@ -87,9 +90,19 @@ def test_an_older_generation_in_the_log_is_superseded_and_a_newer_one_respected(
             assert answer.index == 2 and answer.record.parent == ROOT.hash
 
 
+def test_positions_move_on_by_the_advance_of_the_rules() -> None:
+    assessment = assess([member(0)], Log([ROOT]))
+    one = successor(assessment, 1, [member(0)], advance=4)  # type: ignore[arg-type]
+    assert one.positions == {**ROOT.positions, 0: 4}
+    m = StepMachine(0, 0, 1, Log([ROOT]), ROOT.hash, 5, StepRules(advance=4))
+    m.on(p.Begin())
+    m.on(p.Formed(5, (member(0),)))
+    assert m.attempt is not None and m.attempt.candidate.positions[0] == 4
+
+
 def test_a_replica_behind_gives_zeros_and_replays_what_it_kept() -> None:
     one = successor(assess([member(0)], Log([ROOT])), 1, [member(0)])  # type: ignore[arg-type]
-    m = machine(replica=1, rings=1, log=Log([ROOT, one]))
+    m = machine(replica=1, group_world_size=1, log=Log([ROOT, one]))
     m.on(p.Begin())
     healthy = member(0, one)
     m.held = ""  # a replica that holds nothing at all
@@ -99,7 +112,7 @@ def test_a_replica_behind_gives_zeros_and_replays_what_it_kept() -> None:
     assert isinstance(exchange, p.Exchange) and not exchange.contribute and exchange.contributors == (0,)
     assert m.attempt is not None
     two = m.attempt.candidate
-    assert actions_of(p.Keep, m.on(p.RingDone(2, 0))) == [p.Keep(two)]
+    assert actions_of(p.Keep, m.on(p.RankDone(2, 0))) == [p.Keep(two)]
     actions = m.on(p.Formed(3, (member(0, two), Member(1, 0, -1, "", fetching=one.hash)), (two,)))
     assert not actions_of(p.FetchState, actions)  # the one under way still leads here
     actions = m.on(p.Fetched(one.hash))
@@ -107,34 +120,34 @@ def test_a_replica_behind_gives_zeros_and_replays_what_it_kept() -> None:
 
 
 def test_healthy_replicas_offer_the_base_only_while_somebody_needs_it() -> None:
-    m = machine(rings=1)
+    m = machine(group_world_size=1)
     m.on(p.Begin())
     actions = m.on(p.Formed(1, (member(0), Member(1, 3, -1, ""))))
     assert actions_of(p.Offer, actions) == [p.Offer(ROOT.hash)]
-    m.on(p.RingDone(1, 0))
+    m.on(p.RankDone(1, 0))
     assert m.attempt is not None
     one = m.attempt.candidate
     m.on(p.Appended(1, one))
     actions = m.on(p.Formed(2, (member(0, one), Member(1, 3, -1, "", fetching=ROOT.hash))))
     assert not actions_of(p.Withdraw, actions) and not actions_of(p.Offer, actions)
-    m.on(p.RingDone(2, 0))
+    m.on(p.RankDone(2, 0))
     assert m.attempt is not None
     two = m.attempt.candidate
     m.on(p.Appended(2, two))
     actions = m.on(p.Formed(3, (member(0, two), Member(1, 3, 2, two.hash))))
     assert not actions_of(p.Withdraw, actions)  # whoever fetches it may have missed a quorum
     for generation in range(4, 4 + IDLE_QUORUMS):
-        m.on(p.RingFailed(generation - 1, 0, "peer died"))
+        m.on(p.RankFailed(generation - 1, 0, "peer died"))
         m.on(p.LogRead(()))
         actions = m.on(p.Formed(generation, (member(0, two), Member(1, 3, 2, two.hash))))
     assert actions_of(p.Withdraw, actions) == [p.Withdraw(ROOT.hash)]
 
 
 def test_a_snapshot_that_nobody_fetches_makes_room_for_one_that_is_needed() -> None:
-    m = machine(rings=1)
+    m = machine(group_world_size=1)
     m.on(p.Begin())
     m.on(p.Formed(1, (member(0), Member(1, 3, -1, ""))))
-    m.on(p.RingDone(1, 0))
+    m.on(p.RankDone(1, 0))
     assert m.attempt is not None
     one = m.attempt.candidate
     m.on(p.Appended(1, one))
@@ -157,9 +170,9 @@ def test_a_chain_decides_who_is_behind_not_the_step_number() -> None:
 
 
 def test_after_the_last_step_it_rests_and_serves_who_is_behind() -> None:
-    m = machine(rings=1, steps=1)
+    m = machine(group_world_size=1, steps=1)
     exchanging(m, 1)
-    m.on(p.RingDone(1, 0))
+    m.on(p.RankDone(1, 0))
     assert m.attempt is not None
     last = m.attempt.candidate
     actions = m.on(p.Appended(1, last))
@@ -185,7 +198,7 @@ def test_members_that_read_the_log_at_different_moments_agree() -> None:
     assert isinstance(mine, p.Exchange) and isinstance(theirs, p.Exchange)
     assert mine.contributors == theirs.contributors == (0,) and not theirs.contribute
     # and the straggler is superseded when the step commits
-    (append,) = early.on(p.RingDone(6, 0))
+    (append,) = early.on(p.RankDone(6, 0))
     assert isinstance(append, p.Append)
     (again,) = actions_of(p.Append, early.on(p.Appended(2, straggler)))
     assert again == p.Append(3, append.record)
@@ -198,6 +211,6 @@ def test_reduced_buckets_of_a_superseded_record_are_not_taken_for_a_state() -> N
     m.on(p.Begin())
     (fetch,) = actions_of(p.FetchReduced, m.on(p.Formed(5, (member(0), member(1, decided)))))
     assert isinstance(fetch, p.FetchReduced)
-    m.on(p.RingFailed(5, 0, "peer died"))
+    m.on(p.RankFailed(5, 0, "peer died"))
     assert p.Forget(decided.hash) in m.on(p.LogRead((other,)))
     assert m.on(p.Fetched(decided.hash)) == [] and m.held == ROOT.hash

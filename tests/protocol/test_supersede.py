@@ -147,7 +147,7 @@ def test_the_machine_waits_with_evidence_looks_and_goes_on() -> None:
     assert isinstance(join, p.Join) and join.me.looked == head.hash and join.me.lineage == entries[3].hash
     (exchange,) = actions_of(p.Exchange, machine.on(p.Formed(102, (join.me,))))
     assert isinstance(exchange, p.Exchange) and exchange.contribute
-    (append,) = machine.on(p.RingDone(102, 0))
+    (append,) = machine.on(p.RankDone(102, 0))
     assert isinstance(append, p.Append) and append.record.parent == entries[3].hash
 
 
@@ -156,7 +156,7 @@ def test_behind_a_standing_record_the_rule_is_checked_again() -> None:
     entries = chain(BOTH, BOTH)
     machine, me = stranded_machine(entries, entries[-1].hash)
     machine.on(p.Formed(100, (me,)))
-    (append,) = machine.on(p.RingDone(100, 0))
+    (append,) = machine.on(p.RankDone(100, 0))
     assert isinstance(append, p.Append)
     first = CommitRecord(3, 50, entries[-1].hash, ((1, 0),), {0: 0, 1: 1}, "run")
     again = machine.on(p.Appended(3, first))[-1]

@@ -22,11 +22,12 @@ from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.commands import Exit, RankCommand, RankReport, decode, encode
-from helixrt.replica.contracts import FetchReport, Formed, Membership, Shard, StateTransport
+from helixrt.replica.contracts import FetchReport, Formed, Membership, Shard, StateTransport, layout_of
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
-from helixrt.replica.rank import Done, Hooks, RankWorker, digest
+from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
+from helixrt.replica.state_shards import digest
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
 
@@ -141,6 +142,13 @@ class MemoryTransport(StateTransport):
         with self.fabric.lock:
             self.fabric.offers.pop((self._address, name), None)
 
+    def layout(self, name: str, donors: Sequence[str], wait_s: float) -> tuple[Shard, ...]:
+        with self.fabric.lock:
+            for donor in donors:
+                if (offer := self.fabric.offers.get((donor, name))) is not None:
+                    return layout_of(offer)
+        raise Retryable("nobody offers it")
+
     def fetch(
         self,
         name: str,
@@ -174,16 +182,18 @@ class Replica:
         timeouts = derive(20)
         self.engine = world.engine(replica, self.worked)
         self.worker = RankWorker(
-            replica,
-            0,
-            self.engine,
-            MemoryExchange(world.fabric),
-            MemoryTransport(world.fabric, replica),
-            self.record,
-            timeouts,
-            "memory",
-            self._report,
-            Hooks(updated=self.done.append),
+            RankParts(
+                replica,
+                0,
+                self.engine,
+                MemoryExchange(world.fabric),
+                MemoryTransport(world.fabric, replica),
+                self.record,
+                timeouts,
+                "memory",
+                self._report,
+                Hooks(updated=self.done.append),
+            )
         )
         log = RunLog(world.store)
         entries = log.read_from(0)
@@ -267,8 +277,7 @@ class World:
                 engine.batch_at = lambda position, r=replica: self.batch(r, position)
                 engine.run(before.positions[replica], lambda i: None)
                 gradients.append(engine.buckets[0].clone())
-            mean = torch.stack(gradients).sum(0)
-            engine.apply(record.step, [mean.div_(len(gradients)) if len(gradients) > 1 else mean])
+            engine.apply(record, [torch.stack(gradients).sum(0)])
         return engine
 
 

@@ -1,4 +1,4 @@
-"""Quorums over a real lighthouse: members in threads, one dies, one comes back."""
+"""Quorums over a real lighthouse, and over the run's store alone: members in threads, one dies, one comes back."""
 
 from __future__ import annotations
 
@@ -19,16 +19,63 @@ import pytest
 
 from helixrt.errors import Retryable
 from helixrt.protocol.step.quorum import Member
-from helixrt.replica.contracts import Formed
+from helixrt.replica.contracts import Formed, Membership
 from helixrt.replica.lighthouse_beats_private import library
 from helixrt.replica.lost_members import GONE
 from helixrt.replica.membership import SoloMembership, TorchftMembership, newest_incarnations, serve_lighthouse
+from helixrt.replica.run_keys import ended_key
+from helixrt.replica.store import TcpRunStore, host_store
+from helixrt.replica.store_membership import StoreMembership
 from helixrt.timeouts import Timeouts, derive
-
-pytest.importorskip("torchft", reason="torchft is not installed (extra: ft)")
+from helixrt.transport.monitor.client import unsupported as monitor_unsupported
 
 TIMEOUTS = dataclasses.replace(derive(5), heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, join_s=20, start_s=30)
 DEADLINE_S = 20.0
+
+
+def needs_torchft() -> None:
+    pytest.importorskip("torchft", reason="torchft is not installed (extra: ft)")
+
+
+class StoreWorld:
+    """A run's store and the members that tests make."""
+
+    def __init__(self, timeouts: Timeouts = TIMEOUTS) -> None:
+        self.timeouts = timeouts
+        self.server, self.address = host_store()
+        self.store = TcpRunStore(self.address)
+        self.epoch_s = time.time() - 100
+        self.made: list[StoreMembership] = []
+
+    def member(self, replica: int, incarnation: int = 0) -> tuple[StoreMembership, Member]:
+        membership = StoreMembership(replica, incarnation, TcpRunStore(self.address), self.timeouts, self.epoch_s)
+        self.made.append(membership)
+        return membership, account(replica, incarnation)
+
+    def saw_end(self, replica: int, incarnation: int) -> None:
+        self.store.put_if_absent(ended_key(replica, incarnation), "yes")
+
+    def nowhere(self) -> Membership:
+        """A member whose service cannot be reached."""
+        self.made.append(StoreMembership(0, 0, TcpRunStore("127.0.0.1:9", 0.5), self.timeouts, 0.0))
+        return self.made[-1]
+
+    def script(self) -> str:
+        """Python that makes `m`, a member."""
+        return f"""
+from helixrt.replica.store import TcpRunStore
+from helixrt.replica.store_membership import StoreMembership
+from helixrt.timeouts import Timeouts
+m = StoreMembership(0, 0, TcpRunStore({self.address!r}), {TIMEOUTS!r}, 0.0)
+"""
+
+    def close(self) -> None:
+        for membership in self.made:
+            membership.close()
+
+
+def account(replica: int, incarnation: int) -> Member:
+    return Member(replica, incarnation, 3, "abc", "def", 7, (f"http://h{replica}:1", "x"))
 
 
 class World:
@@ -44,8 +91,21 @@ class World:
         lost = lambda replica, incarnation: (replica, incarnation) in self.lost  # noqa: E731
         membership = TorchftMembership(replica, incarnation, self.address, self.timeouts, self.epoch_s, lost)
         self.made.append(membership)
-        me = Member(replica, incarnation, 3, "abc", "def", 7, (f"http://h{replica}:1", "x"))
-        return membership, me
+        return membership, account(replica, incarnation)
+
+    def saw_end(self, replica: int, incarnation: int) -> None:
+        self.lost.add((replica, incarnation))
+
+    def nowhere(self) -> Membership:
+        self.made.append(TorchftMembership(0, 0, "http://127.0.0.1:9", TIMEOUTS, 0.0))
+        return self.made[-1]
+
+    def script(self) -> str:
+        return f"""
+from helixrt.replica.membership import TorchftMembership
+from helixrt.timeouts import Timeouts
+m = TorchftMembership(0, 0, {self.address!r}, {TIMEOUTS!r}, 0.0)
+"""
 
     def close(self) -> None:
         for membership in self.made:
@@ -53,14 +113,33 @@ class World:
         self.server.shutdown()
 
 
+WORLDS = {"torchft": World, "store": StoreWorld}
+AnyWorld = World | StoreWorld
+
+
+@pytest.fixture(params=WORLDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "torchft":
+        needs_torchft()
+    return str(request.param)
+
+
 @pytest.fixture
-def world() -> Iterator[World]:
+def world(kind: str) -> Iterator[AnyWorld]:
+    world = WORLDS[kind]()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[World]:
+    needs_torchft()
     world = World()
     yield world
     world.close()
 
 
-def join_all(members: Sequence[tuple[TorchftMembership, Member]]) -> list[Formed]:
+def join_all(members: Sequence[tuple[Membership, Member]]) -> list[Formed]:
     """Join from a thread each; the results in the members' order."""
     results: list[Formed | BaseException | None] = [None] * len(members)
 
@@ -82,13 +161,13 @@ def join_all(members: Sequence[tuple[TorchftMembership, Member]]) -> list[Formed
     return formed
 
 
-def announce_all(members: Sequence[tuple[TorchftMembership, Member]]) -> None:
+def announce_all(members: Sequence[tuple[Membership, Member]]) -> None:
     for membership, _ in members:
         membership.announce()
     time.sleep(3 * TIMEOUTS.heartbeat_period_s)  # the first heartbeats arrive
 
 
-def test_members_agree_and_generations_grow(world: World) -> None:
+def test_members_agree_and_generations_grow(world: AnyWorld) -> None:
     members = [world.member(r) for r in range(4)]
     announce_all(members)
     last = 0
@@ -101,7 +180,7 @@ def test_members_agree_and_generations_grow(world: World) -> None:
     assert 0 < last < (time.time() - world.epoch_s + 1) * 1e6
 
 
-def test_the_first_quorum_waits_for_all_that_announced(world: World) -> None:
+def test_the_first_quorum_waits_for_all_that_announced(world: AnyWorld) -> None:
     members = [world.member(r) for r in range(3)]
     announce_all(members)
     early: list[Formed] = []
@@ -115,7 +194,7 @@ def test_the_first_quorum_waits_for_all_that_announced(world: World) -> None:
     assert [len(f.members) for f in early] == [3, 3, 3]
 
 
-def test_survivors_form_without_the_dead_and_take_back_the_restarted(world: World) -> None:
+def test_survivors_form_without_the_dead_and_take_back_the_restarted(world: AnyWorld) -> None:
     members = [world.member(r) for r in range(3)]
     announce_all(members)
     first = join_all(members)[0]
@@ -140,15 +219,15 @@ def test_survivors_form_without_the_dead_and_take_back_the_restarted(world: Worl
     assert generations == sorted(set(generations))
 
 
-def test_nobody_waits_for_a_member_that_the_driver_saw_end() -> None:
+def test_nobody_waits_for_a_member_that_the_driver_saw_end(kind: str) -> None:
     """Its heart even beats on; and its successors come and go while it is still a member to the lighthouse."""
-    world = World(replace(TIMEOUTS, heartbeat_s=300.0, join_s=300.0))
+    world = WORLDS[kind](replace(TIMEOUTS, heartbeat_s=300.0, join_s=300.0))
     try:
         members = [world.member(r) for r in range(3)]
         announce_all(members)
         join_all(members)
         for incarnation in (0, 1):
-            world.lost.add((2, incarnation))
+            world.saw_end(2, incarnation)
             for _ in range(5):
                 assert [m.replica for m in join_all(members[:2])[0].members] == [0, 1]
             successor = world.member(2, incarnation + 1)
@@ -168,7 +247,8 @@ def test_nobody_waits_for_a_member_that_the_driver_saw_end() -> None:
         world.close()
 
 
-def test_of_many_that_ended_the_lighthouse_forgets_some(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_that_ended_the_lighthouse_forgets_some(lighthouse: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = lighthouse
     monkeypatch.setattr("helixrt.replica.lost_members.MOST", 1)
     members = [world.member(r) for r in range(4)]
     announce_all(members)
@@ -181,7 +261,8 @@ def test_of_many_that_ended_the_lighthouse_forgets_some(world: World, monkeypatc
     assert len(members[0][0]._lost._gone) <= 1
 
 
-def test_a_member_that_others_speak_for_learns_that_it_is_over(world: World) -> None:
+def test_a_member_that_others_speak_for_learns_that_it_is_over(lighthouse: World) -> None:
+    world = lighthouse
     membership, me = world.member(1)
     created = SimpleNamespace(seconds=round(world.epoch_s) + 1, nanos=0)
     spoken = SimpleNamespace(participants=[SimpleNamespace(replica_id="1:0", data=dict(GONE))], created=created)
@@ -190,12 +271,12 @@ def test_a_member_that_others_speak_for_learns_that_it_is_over(world: World) -> 
         membership.join(me, 1.0)
 
 
-def test_a_restarted_replica_is_not_confused_with_its_living_predecessor(world: World) -> None:
+def test_a_restarted_replica_is_not_confused_with_its_living_predecessor(world: AnyWorld) -> None:
     old, new = world.member(0), world.member(0, incarnation=1)
     announce_all([old, new])
     results: list[object] = []
 
-    def join(membership: TorchftMembership, me: Member) -> None:
+    def join(membership: Membership, me: Member) -> None:
         try:
             results.append(membership.join(me, DEADLINE_S).members)
         except Retryable as error:
@@ -210,13 +291,13 @@ def test_a_restarted_replica_is_not_confused_with_its_living_predecessor(world: 
     assert "replica 0 was started again; incarnation 0 is over" in results
 
 
-def test_a_lost_lighthouse_and_a_late_quorum_are_retryable(world: World) -> None:
+def test_a_lost_service_and_a_late_quorum_are_retryable(world: AnyWorld) -> None:
     silent, me = world.member(0)
     other, _ = world.member(1)
     announce_all([(silent, me), (other, me)])
     with pytest.raises(Retryable, match="no quorum formed"):
         silent.join(me, 0.3)
-    nowhere = TorchftMembership(0, 0, "http://127.0.0.1:9", TIMEOUTS, 0.0)
+    nowhere = world.nowhere()
     with pytest.raises(Retryable, match="cannot be reached"):
         nowhere.join(me, 1.0)
     nowhere.close()
@@ -229,12 +310,9 @@ def test_the_newest_incarnation_stands_for_a_replica() -> None:
     assert newest_incarnations([new, other, old]) == (other, new)
 
 
-def test_a_process_that_forgets_to_close_ends_well(world: World) -> None:
-    script = f"""
-from helixrt.replica.membership import TorchftMembership
+def test_a_process_that_forgets_to_close_ends_well(world: AnyWorld) -> None:
+    script = f"""{world.script()}
 from helixrt.protocol.step.quorum import Member
-from helixrt.timeouts import Timeouts, derive
-m = TorchftMembership(0, 0, {world.address!r}, {TIMEOUTS!r}, 0.0)
 m.announce()
 m.join(Member(0, 0, 0, ""), 10)
 """
@@ -342,6 +420,7 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:
+    needs_torchft()
     world, stage = World(), Rank(_STAGE)
     leader = Rank(_MEMBER, json.dumps([world.address, asdict(world.timeouts), [stage.said]]))
     yield Replica(world, leader, stage)
@@ -379,7 +458,34 @@ def test_a_replica_with_a_stopped_rank_is_withdrawn_and_comes_back(replica: Repl
     mine.close()
 
 
+def test_a_replica_with_a_stopped_rank_is_withdrawn_over_the_store_too() -> None:
+    if monitor_unsupported() is not None:
+        pytest.skip(f"no monitor processes here: {monitor_unsupported()}")
+    world, stage = StoreWorld(), Rank(_STAGE)
+    try:
+        (alone, me), (leader, other) = world.member(0), world.member(1)
+        leader.depend_on([stage.said.encode()], b"secret")
+        announce_all([(alone, me), (leader, other)])
+        assert [m.replica for m in join_all([(alone, me), (leader, other)])[0].members] == [0, 1]
+        stage.process.send_signal(signal.SIGSTOP)
+        assert [m.replica for m in alone.join(me, DEADLINE_S).members] == [0]
+        with pytest.raises(Retryable, match="one of its ranks is"):
+            leader.join(other, 0.2)
+        stage.process.send_signal(signal.SIGCONT)
+        returned: list[Formed] = []
+        waiting = threading.Thread(target=lambda: returned.append(leader.join(other, DEADLINE_S)))
+        waiting.start()
+        while len((latest := alone.join(me, DEADLINE_S)).members) < 2:
+            time.sleep(0.02)
+        waiting.join(DEADLINE_S)
+        assert returned == [latest]
+    finally:
+        stage.end()
+        world.close()
+
+
 def test_the_heartbeats_process_loads_no_torch() -> None:
+    needs_torchft()
     code = f"""
 import sys
 from helixrt.replica.lighthouse_beats_private import beat_of

@@ -18,11 +18,13 @@ from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Broken, Channel, Exit, LoadDurable, LoadedDurable, RankReport
-from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, StateTransport
+from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, State, StateTransport, layout_of
 from helixrt.replica.evidence import Holders
+from helixrt.replica.layout_book import LayoutBook
 from helixrt.replica.leader import Leader, LeaderHooks
-from helixrt.replica.rank import RankWorker
+from helixrt.replica.rank import Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
+from helixrt.replica.state_shards import shards_of
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
 
@@ -52,6 +54,7 @@ class Gated(StateTransport):
         self.gates: dict[str, threading.Event] = {}
         self.begun: list[str] = []
         self.progress: threading.Event | None = None  # tells of each shard, and waits
+        self.layouts: Callable[[str], tuple[Shard, ...]] | None = None  # of the peers' offers
 
     @property
     def address(self) -> str:
@@ -65,6 +68,10 @@ class Gated(StateTransport):
 
     def withdraw(self, name: str) -> None:
         self.offered.pop(name, None)
+
+    def layout(self, name: str, donors: Sequence[str], wait_s: float) -> tuple[Shard, ...]:
+        assert self.layouts is not None
+        return self.layouts(name)
 
     def fetch(
         self,
@@ -89,18 +96,26 @@ class Gated(StateTransport):
 class OneRank:
     """A worker and what it reports; `work` is called by the engine with each position."""
 
-    def __init__(self, plain_engine: Callable[..., object], timeouts_s: float = 20, step_s: float | None = None) -> None:
+    def __init__(
+        self,
+        plain_engine: Callable[..., object],
+        transport: Gated | None = None,
+        stuck: Callable[[str], None] = lambda why: None,
+        **timeouts: float,
+    ) -> None:
         self.worked: list[int] = []
         self.hold = threading.Event()
         self.hold.set()
         self.reports: list[RankReport] = []
-        self.transport = Gated()
+        self.transport = transport or Gated()
         self.error: BaseException | None = None
-        timeouts = derive(timeouts_s)
-        timeouts = dataclasses.replace(timeouts, step_s=step_s) if step_s else timeouts
+        self.engine = plain_engine(self._batch, vocab=16, seed=0)
+        self.transport.layouts = lambda name: layout_of(shards_of(self.engine.state()))
         self.worker = RankWorker(
-            0, 0, plain_engine(self._batch, vocab=16, seed=0), Alone(), self.transport, FlightRecord("r0"),
-            timeouts, "memory", lambda report: self.say(report),
+            RankParts(
+                0, 0, self.engine, Alone(), self.transport, FlightRecord("r0"),
+                dataclasses.replace(derive(20), **timeouts), "memory", lambda report: self.say(report), Hooks(stuck=stuck),
+            )
         )  # fmt: skip
         self.say: Callable[[RankReport], None] = self.reports.append
         self.thread = threading.Thread(target=self._run, name="one-rank")
@@ -149,17 +164,17 @@ def test_replaced_work_is_run_all_the_same_as_other_stages_may_have_begun_it(ran
     rank.hold.set()
     rank.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
     until(lambda: rank.reports)
-    assert rank.worked == [0, 1, 2] and rank.reports == [p.RingDone(1, 0)]
-    expected = rank.worker.engine.buckets[0]
-    reduced = rank.worker._reduced
-    assert reduced is not None and torch.equal(reduced[1][0], expected)
+    assert rank.worked == [0, 1, 2] and rank.reports == [p.RankDone(1, 0)]
+    expected = rank.engine.buckets[0]
+    reduced = rank.worker.reduced.newest
+    assert reduced is not None and torch.equal(reduced[0], expected)
 
 
 def test_a_fetch_that_was_replaced_changes_nothing(rank: OneRank) -> None:
     old, new = "a" * 32, "b" * 32
     rank.transport.gates = {f"state-{h}": threading.Event() for h in (old, new)}
     rank.worker.dispatch(p.FetchState(old, donors()))
-    late = rank.worker._fetches[old]
+    late = rank.worker.fetching.threads()[old]
     rank.worker.dispatch(p.FetchState(new, donors()))
     rank.transport.gates[f"state-{new}"].set()
     until(lambda: rank.reports)
@@ -167,8 +182,8 @@ def test_a_fetch_that_was_replaced_changes_nothing(rank: OneRank) -> None:
     late.join(DEADLINE_S)
     assert rank.reports == [p.Fetched(new)]
     rank.worker.dispatch(p.Load(new))
-    until(lambda: rank.worker._updates_done == 1)
-    assert all(torch.equal(t, torch.full_like(t, 7.0)) for t in rank.worker.engine.state().values())
+    until(lambda: rank.worker.serving.updates_done == 1)
+    assert all(torch.equal(t, torch.full_like(t, 7.0)) for t in rank.engine.state().tensors.values())
 
 
 def test_a_fetch_that_was_replaced_is_given_up(rank: OneRank) -> None:
@@ -178,7 +193,7 @@ def test_a_fetch_that_was_replaced_is_given_up(rank: OneRank) -> None:
     rank.transport.progress = threading.Event()
     rank.transport.gates[f"state-{old}"].set()
     rank.worker.dispatch(p.FetchState(old, donors()))
-    replaced = rank.worker._fetches[old]
+    replaced = rank.worker.fetching.threads()[old]
     until(lambda: rank.transport.begun == [f"state-{old}"])
     rank.worker.dispatch(p.FetchState(new, donors()))
     rank.transport.progress.set()  # its next shard comes
@@ -199,22 +214,50 @@ class Slow(Gated):
         return {s.name: torch.full(s.shape, 7.0) for s in layout}, FetchReport(1, {"peer": 1})
 
 
-def test_a_fetch_may_take_longer_than_a_step(rank: OneRank) -> None:
-    rank.worker.transport = Slow()
-    rank.worker.timeouts = dataclasses.replace(rank.worker.timeouts, stall_s=1.0)
+def test_a_fetch_may_take_longer_than_a_step(plain_engine: Callable[..., object]) -> None:
+    rank = OneRank(plain_engine, Slow(), stall_s=1.0)
     rank.worker.dispatch(p.FetchState("a" * 32, donors()))
     until(lambda: rank.reports)
     assert rank.reports == [p.Fetched("a" * 32)]
+    rank.end()
+
+
+def test_a_state_is_fetched_in_the_layout_that_its_donors_offer(rank: OneRank) -> None:
+    """Its own is another one before the first step of its optimizers."""
+    lineage = "b" * 32
+    more = (*layout_of(shards_of(rank.engine.state())), Shard("optimizer/0/exp_avg/w", (3,), "float32", 12))
+    rank.transport.layouts = lambda name: more
+    rank.transport.gates[f"state-{lineage}"] = threading.Event()
+    rank.transport.gates[f"state-{lineage}"].set()
+    rank.worker.dispatch(p.FetchState(lineage, donors()))
+    until(lambda: rank.reports == [p.Fetched(lineage)])
+    assert "optimizer/0/exp_avg/w" in rank.worker.fetching.take(lineage).tensors
+
+
+def test_a_layout_that_is_not_the_agreed_one_is_not_fetched() -> None:
+    store = MemoryRunStore()
+    layout = (Shard("parameter/w", (3,), "float32", 12), Shard("scalars", (7,), "uint8", 7))
+    LayoutBook(store).write("a" * 32, layout)
+    book = LayoutBook(store, limit_bytes=100)
+    book.check("a" * 32, (layout[0], Shard("scalars", (9,), "uint8", 9)))  # scalars are of any length
+    with pytest.raises(Retryable, match="in a layout that nobody has agreed on"):
+        book.check("a" * 32, (Shard("parameter/w", (4,), "float32", 16),))
+    with pytest.raises(Retryable, match="in a layout that nobody has agreed on"):
+        book.check("b" * 32, layout)
+    with pytest.raises(Retryable, match="has 4000 bytes; at most 100 are accepted"):
+        book.check("a" * 32, (Shard("parameter/w", (1000,), "float32", 4000),))
+    with pytest.raises(Fatal, match="has another layout here .* than on the replica that offered it first"):
+        LayoutBook(store).write("a" * 32, (Shard("parameter/w", (4,), "float32", 16),))
 
 
 def test_a_state_that_is_offered_again_is_not_copied_again(rank: OneRank) -> None:
     name = f"state-{ROOT.hash}"
     for _ in range(2):
         rank.worker.dispatch(p.Offer(ROOT.hash))
-        until(lambda: name in rank.transport.offered and all(s.done.is_set() for s in rank.worker._snapshots))
+        until(lambda: name in rank.transport.offered and rank.worker.serving.idle)
         first = rank.transport.offered[name]
         rank.worker.dispatch(p.Offer(ROOT.hash))
-        until(lambda: all(s.done.is_set() for s in rank.worker._snapshots))
+        until(lambda: rank.worker.serving.idle)
         assert rank.transport.offered[name] is first
         rank.worker.dispatch(p.Withdraw(ROOT.hash))
         assert name not in rank.transport.offered
@@ -223,19 +266,19 @@ def test_a_state_that_is_offered_again_is_not_copied_again(rank: OneRank) -> Non
 def test_a_state_that_is_withdrawn_before_its_snapshot_is_not_offered(plain_engine: Callable[..., object]) -> None:
     one = OneRank(plain_engine)
     begun, go = threading.Event(), threading.Event()
-    state = one.worker.engine.state
+    state = one.engine.state
 
-    def slow_state() -> Mapping[str, torch.Tensor]:
+    def slow_state() -> State:
         begun.set()
         assert go.wait(DEADLINE_S)
         return state()
 
-    one.worker.engine.state = slow_state  # type: ignore[method-assign]
+    one.engine.state = slow_state  # type: ignore[method-assign]
     one.worker.dispatch(p.Offer(ROOT.hash))
     assert begun.wait(DEADLINE_S)
     one.worker.dispatch(p.Withdraw(ROOT.hash))
     go.set()
-    until(lambda: all(s.done.is_set() for s in one.worker._snapshots))
+    until(lambda: one.worker.serving.idle)
     assert one.transport.offered == {}
     one.end()
 
@@ -244,11 +287,11 @@ def test_forgotten_reduced_buckets_are_not_kept_when_they_come(rank: OneRank) ->
     lineage = "c" * 32
     rank.transport.gates = {f"reduced-{lineage}": threading.Event()}
     rank.worker.dispatch(p.FetchReduced(lineage, donors()))
-    late = rank.worker._fetches[lineage]
+    late = rank.worker.fetching.threads()[lineage]
     rank.worker.dispatch(p.Forget(lineage))
     rank.transport.gates[f"reduced-{lineage}"].set()
     late.join(DEADLINE_S)
-    assert rank.reports == [] and rank.worker._kept == {}
+    assert rank.reports == [] and rank.worker.reduced.kept() == frozenset()
 
 
 def test_a_state_is_never_offered_under_the_name_of_an_update_that_is_not_done(plain_engine: Callable[..., object]) -> None:
@@ -262,7 +305,7 @@ def test_a_state_is_never_offered_under_the_name_of_an_update_that_is_not_done(p
     until(lambda: one.worked == [0, 1])
     one.worker.dispatch(p.Apply(record))
     one.worker.dispatch(p.Offer(record.hash))
-    until(lambda: all(s.done.is_set() for s in one.worker._snapshots))
+    until(lambda: one.worker.serving.idle)
     assert not [name for name in one.transport.offered if name.startswith("state-")]
     one.end()
     assert isinstance(one.error, Fatal)
@@ -279,21 +322,35 @@ def test_a_report_that_cannot_be_sent_ends_the_rank(plain_engine: Callable[..., 
     one.worker.dispatch(p.Work(ROOT.hash, 0, 1))
     one.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
     until(lambda: not one.thread.is_alive())
-    assert one.reports == [p.RingDone(1, 0)] and isinstance(one.error, Retryable)
+    assert one.reports == [p.RankDone(1, 0)] and isinstance(one.error, Retryable)
 
 
 def test_compute_that_hangs_is_told_to_who_can_end_the_process(plain_engine: Callable[..., object]) -> None:
-    one = OneRank(plain_engine)
+    stuck: list[str] = []
+    one = OneRank(plain_engine, stuck=stuck.append, step_s=0.1, exchange_s=0.1)
     try:
-        stuck: list[str] = []
-        one.worker.hooks.stuck = stuck.append
-        one.worker.timeouts = dataclasses.replace(one.worker.timeouts, step_s=0.1, exchange_s=0.1)
         one.hold.clear()
         one.worker.dispatch(p.Work(ROOT.hash, 0, 1))
         one.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
         until(lambda: stuck and one.reports)
         assert "not ready in time" in stuck[0]
-        assert isinstance(one.reports[0], p.RingFailed)
+        assert isinstance(one.reports[0], p.RankFailed)
+    finally:
+        one.end()
+
+
+def test_gradients_of_a_main_thread_that_asked_for_more_time_are_awaited_so_long(plain_engine: Callable[..., object]) -> None:
+    stuck: list[float] = []
+    one = OneRank(plain_engine, stuck=lambda why: stuck.append(time.monotonic()), step_s=0.1, exchange_s=0.1)
+    try:
+        one.hold.clear()
+        begun_s = time.monotonic()
+        with one.worker.parts.progress.busy("writing files", 1.0):
+            one.worker.dispatch(p.Work(ROOT.hash, 0, 1))
+            one.worker.dispatch(p.Exchange(1, (0,), (0,), contribute=True, fresh=True))
+            until(lambda: stuck and one.reports)
+        assert stuck[0] - begun_s >= 1.0
+        assert one.worker.parts.progress.time_left_s() == 0.0
     finally:
         one.end()
 
@@ -317,7 +374,7 @@ def test_a_channel_outlives_a_store_that_does_not_answer_at_times() -> None:
     store = FlakyStore()
     writer, reader = Channel(store, "x", 10), Channel(store, "x", 10)
     heard: list[object] = []
-    messages = [p.RingDone(g, 0) for g in range(5)]
+    messages = [p.RankDone(g, 0) for g in range(5)]
     for message in messages:
         writer.put(message)
     reader.follow(heard.append, lambda why: None)
@@ -329,7 +386,7 @@ def test_a_channel_outlives_a_store_that_does_not_answer_at_times() -> None:
 def test_a_command_that_cannot_be_carried_out_is_heard_of() -> None:
     store: RunStore = MemoryRunStore()
     writer, reader = Channel(store, "x", 10), Channel(store, "x", 10)
-    writer.put(p.RingDone(1, 0))
+    writer.put(p.RankDone(1, 0))
     said: list[str] = []
 
     def take(message: object) -> None:
@@ -368,7 +425,7 @@ def test_ranks_answers_to_an_earlier_fetch_do_not_count_for_a_later_one() -> Non
 
 
 def test_a_rank_reports_what_its_threads_do_and_that_it_has_been_through_a_step(rank: OneRank) -> None:
-    report = rank.worker.progress.report
+    report = rank.worker.parts.progress.report
     assert report().threads == () and not report().committed
     rank.hold.clear()
     rank.worker.dispatch(p.Work(ROOT.hash, 6, 1))
@@ -398,7 +455,7 @@ def test_durable_state_is_loaded_in_place_but_the_initial_parameters_only_before
 ) -> None:
     one = OneRank(plain_engine)
     asked: list[tuple[str, bool]] = []
-    one.worker.hooks.load = lambda lineage, initial: not asked.append((lineage, initial)) and lineage != "deleted"
+    one.worker.parts.hooks.load = lambda lineage, initial: not asked.append((lineage, initial)) and lineage != "deleted"
     for lineage, initial in (("deleted", False), (ROOT.hash, True), ("saved", False)):
         one.worker.dispatch(LoadDurable(lineage, initial))
     until(lambda: len(one.reports) == 3)

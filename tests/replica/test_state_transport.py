@@ -26,6 +26,7 @@ from helixrt.errors import Retryable
 from helixrt.protocol.catchup import FetchRules
 from helixrt.replica.contracts import Shard, StateTransport, layout_of
 from helixrt.replica.http_transport import HttpTransport
+from helixrt.replica.manifest import LAYOUT_LIMIT_BYTES
 from helixrt.replica.serving_pace import Pace
 
 TIMEOUT_S = 60.0
@@ -270,6 +271,19 @@ def test_an_unknown_offer_and_another_layout_are_refused(peers: Peers) -> None:
         peers.fetcher.fetch("s", other, [donor], TIMEOUT_S)
 
 
+def test_a_layout_is_that_of_the_offer_whoever_answers_first(peers: Peers) -> None:
+    state = make_state()
+    donor = peers.donor()
+    assert peers.fetcher.layout("s", [donor], TIMEOUT_S) == layout_of(state)
+    assert peers.fetcher.layout("s", ["127.0.0.1:9", donor], TIMEOUT_S) == layout_of(state), "the first cannot be reached"
+    got, _ = peers.fetcher.fetch("s", peers.fetcher.layout("s", [donor], TIMEOUT_S), [donor], TIMEOUT_S)
+    assert_same(got, state)
+    with pytest.raises(Retryable, match="nobody gave the layout of x: .*no (such )?offer"):
+        peers.fetcher.layout("x", [donor], TIMEOUT_S)
+    with pytest.raises(Retryable, match="nobody gave the layout of s: no donors"):
+        peers.fetcher.layout("s", [], TIMEOUT_S)
+
+
 def test_a_fetch_of_which_no_byte_comes_ends(peers: Peers) -> None:
     with pytest.raises(Retryable, match="no bytes came within 0.1 s"):
         peers.fetcher.fetch("s", layout_of(make_state()), [peers.donor("slow")], stall_s=0.1)
@@ -355,6 +369,63 @@ def test_a_donor_that_lies_is_dropped(kind: type[HttpTransport], complaint: str)
     with pytest.raises(Retryable, match=complaint):
         fetcher.fetch("s", layout_of(state), [liar.address], TIMEOUT_S)
     for transport in (liar, honest, fetcher):
+        transport.close()
+
+
+class LyingOfLayouts(HttpTransport):
+    """Gives texts that are no layouts."""
+
+    text = b""
+
+    def layout_json(self, name: str) -> bytes | None:
+        return self.text
+
+
+NO_LAYOUTS = {
+    "no JSON": (b"{", "sends no layout"),
+    "no list": (b"{}", "a layout is a list"),
+    "no entry": (b"[3]", "a name, a shape and a dtype"),
+    "unknown dtype": (b'[["a", [1], "os"]]', "unknown dtype 'os'"),
+    "negative": (b'[["a", [-1], "float32"]]', "a shape that no tensor has"),
+    "too large": (b'[["a", [1152921504606846975, 2], "float32"]]', "a shape that no tensor has"),
+    "not whole": (b'[["a", [1.5], "float32"]]', "a shape that no tensor has"),
+    "true": (b'[["a", [true], "float32"]]', "a shape that no tensor has"),
+    "twice": (b'[["a", [1], "float32"], ["a", [1], "float32"]]', "'a' occurs twice"),
+    "long name": (b'[["' + b"a" * 5000 + b'", [1], "float32"]]', "at most 4096"),
+    "deep": (b"[" * 100_000 + b"]" * 100_000, "nested too deeply|sends no layout"),
+}
+
+
+@pytest.mark.parametrize("name", list(NO_LAYOUTS))
+def test_a_layout_that_is_none_is_not_taken(name: str) -> None:
+    liar, honest, fetcher = LyingOfLayouts(SECRET), HttpTransport(SECRET), HttpTransport(SECRET)
+    liar.text, complaint = NO_LAYOUTS[name]
+    honest.offer("s", {"a": torch.ones(3)})
+    with pytest.raises(Retryable, match=complaint):
+        fetcher.layout("s", [liar.address], TIMEOUT_S)
+    assert fetcher.layout("s", [liar.address, honest.address], TIMEOUT_S) == layout_of({"a": torch.ones(3)})
+    for transport in (liar, honest, fetcher):
+        transport.close()
+
+
+class Promising(HttpTransport):
+    """Announces more bytes than any layout may have."""
+
+    def _answer(self, request: Any) -> None:
+        request.send_response_only(200)
+        request.send_header("Content-Length", str(LAYOUT_LIMIT_BYTES + 1))
+        request.end_headers()
+
+
+def test_of_a_layout_above_the_limit_nothing_is_read_and_strangers_get_none() -> None:
+    donors = Promising(SECRET), Forging(SECRET), HttpTransport("another secret")
+    fetcher = HttpTransport(SECRET)
+    donors[2].offer("s", {"a": torch.ones(3)})
+    complaints = f"sends {LAYOUT_LIMIT_BYTES + 1} bytes; at most", "a wrong checksum", "403"
+    for donor, complaint in zip(donors, complaints, strict=True):
+        with pytest.raises(Retryable, match=complaint):
+            fetcher.layout("s", [donor.address], TIMEOUT_S)
+    for transport in (*donors, fetcher):
         transport.close()
 
 

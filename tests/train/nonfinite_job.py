@@ -10,34 +10,47 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from helixrt.replica.contracts import Launcher, RankSpec, WorkResult
-from helixrt.replica.local_launcher import LocalLauncher
+from torch import nn
+
+from helixrt.engines.staged import StagedModel
+from helixrt.job.driver import Driver, new_run
+from helixrt.job.local_launcher import LocalLauncher
+from helixrt.replica.contracts import Launcher, RankSpec
 from helixrt.replica.orphan import die_with_parent
 from helixrt.train import rank
 from helixrt.train.config import TrainConfig
-from helixrt.train.driver import Driver, new_run
-from helixrt.train.engine import PipelineEngine
+from helixrt.train.driver import program_of
 from helixrt.train.schema import command
 
 RANK = "rank"
 
 
 class SpoilingRank(rank.Rank):
-    def _engine(self) -> PipelineEngine:
-        engine = super()._engine()
-        run = engine.run
-        spoilt = {p for r, ring, p in json.loads(os.environ["SPOILT"]) if (r, ring) == (self.replica, self.ring)}
+    def _ready(self, model: nn.Module) -> None:
+        assert isinstance(model, StagedModel)
+        engine = model.engine_in_use
+        assert engine is not None
+        begin, seed = engine.begin, engine.seed
+        at = [0]  # position of the batch that is worked on
+        spoilt = {
+            p
+            for r, group_rank, p in json.loads(os.environ["SPOILT"])
+            if (r, group_rank) == (self.context.replica, self.context.group_rank)
+        }
 
-        def spoiling(position: int, on_bucket: Callable[[int], None]) -> WorkResult:
+        def spoiling(on_bucket: Callable[[int], None]) -> None:
             def handed_out(index: int) -> None:
-                if spoilt & {position, -1}:
+                if spoilt & {at[0], -1}:
                     engine.buckets[index].view(-1)[-1] = math.nan
                 on_bucket(index)
 
-            return run(position, handed_out)
+            begin(handed_out)
 
-        engine.run = spoiling  # type: ignore[method-assign]
-        return engine
+        def seeding(position: int) -> None:
+            at[0] = position
+            seed(position)
+
+        engine.begin, engine.seed = spoiling, seeding  # type: ignore[method-assign]
 
 
 class SpoilingDriver(Driver):
@@ -48,7 +61,7 @@ class SpoilingDriver(Driver):
 
 
 def train(config: TrainConfig) -> int:
-    return SpoilingDriver(config, new_run(config)).run()
+    return SpoilingDriver(config, new_run(config), program_of(config)).run()
 
 
 if __name__ == "__main__":

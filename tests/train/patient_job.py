@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 
+from helixrt.job.chaos import SLOW
+from helixrt.job.driver import Driver, new_run
+from helixrt.job.local_launcher import LocalLauncher
 from helixrt.replica.contracts import Launcher, RankSpec
-from helixrt.replica.local_launcher import LocalLauncher
 from helixrt.replica.orphan import die_with_parent
 from helixrt.train import rank
-from helixrt.train.chaos import SLOW
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import ReplicaStream
-from helixrt.train.driver import Driver, new_run
+from helixrt.train.driver import program_of
 from helixrt.train.schema import command
 
 PACE_S = 1.0
@@ -31,7 +32,7 @@ RANK = "rank"
 class PatientRank(rank.Rank):
     def _batches(self, stream: ReplicaStream) -> Callable[[int], torch.Tensor]:
         def batch_at(position: int) -> torch.Tensor:
-            if self.anyone_missing(self.record.step):
+            if self.anyone_missing(self.context.record.step):
                 time.sleep(PACE_S)
             return stream.batch_at(position)
 
@@ -42,8 +43,12 @@ class PatientRank(rank.Rank):
         ends = [*chaos.kill, *(f for f in chaos.fault if f.kind != SLOW)]
         for replica in range(self.config.mesh.replicas):
             lives = sum(e.replica == replica and e.step < step for e in ends)
-            flight = self.output / "flight" / f"r{replica}.pp0.inc{lives}.jsonl"
-            if replica != self.replica and lives and not (flight.exists() and '"kind":"work_begin"' in flight.read_text()):
+            flight = self.context.output / "flight" / f"r{replica}.pp0.inc{lives}.jsonl"
+            if (
+                replica != self.context.replica
+                and lives
+                and not (flight.exists() and '"kind":"work_begin"' in flight.read_text())
+            ):
                 return True
         return False
 
@@ -65,7 +70,7 @@ def run_rank() -> None:
 
 
 def train(config: TrainConfig) -> int:
-    return PatientDriver(config, new_run(config)).run()
+    return PatientDriver(config, new_run(config), program_of(config)).run()
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
+from helixrt.job.chaos import FAULTS, LEADER_MOMENTS, MOMENTS, SLOW, fault_moments
+from helixrt.job.checkpoint import Checkpoint, newest_complete, step_folders
+from helixrt.job.lineage_files import read_lineage
 from helixrt.protocol.step.lineage import Log, audit
-from helixrt.train.chaos import FAULTS, LEADER_MOMENTS, MOMENTS, SLOW, fault_moments
-from helixrt.train.checkpoint import Checkpoint, newest_complete, step_folders
-from helixrt.train.lineage_files import read_lineage
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -268,9 +268,10 @@ def assert_resumed_from(run: Job, saved: Checkpoint, before: Log) -> None:
     assert all(e.step > saved.record.step for e in log.superseded())
 
 
-def test_driver_killed_then_resumed(job: Any, seed: int) -> None:
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_driver_killed_then_resumed(stages: int, job: Any, seed: int) -> None:
     step = random.Random(seed).randint(22, 39)
-    run = job(kills((-1, step, "driver")), "steps=60")
+    run = job(kills((-1, step, "driver")), "steps=60", f"mesh.pp={stages}")
     died = run.run()
     assert died.code == -signal.SIGKILL, run.why(died)
     assert not (run.folder / "report.json").exists()
@@ -480,8 +481,9 @@ def test_checkpoints_and_lineage_that_fail_are_written_later_and_both_are_told(j
     assert "Storage" in (run.folder / "report.html").read_text()
 
 
-def test_weights_that_cannot_be_saved_fail_the_run_and_say_so(job: Any) -> None:
-    run = job(*LAST, "checkpoint.retry_s=1")
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weights_that_cannot_be_saved_fail_the_run_and_say_so(stages: int, job: Any) -> None:
+    run = job(*LAST, "checkpoint.retry_s=1", f"mesh.pp={stages}")
     run.overrides += (commands_at((2, "forward", f"touch {run.root / 'latest' / 'checkpoints'}")),)
     ended = run.run()
     assert ended.code == 1, run.why(ended)

@@ -9,8 +9,9 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helixrt.errors import ConfigError
+from helixrt.job.permutation import permutation
 from helixrt.train.config import DataConfig
-from helixrt.train.data import ReplicaStream, load_corpus, permutation
+from helixrt.train.data import ReplicaStream, load_corpus
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helixrt.errors import ConfigError, Fatal, Retryable, StartAgain
-from helixrt.ray_cluster.policies import CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT
+from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT
+from helixrt.job.rank import RETRY_CODE
 from helixrt.replica.contracts import Coordinate, RankSpec
 from helixrt.train import rank
 
@@ -19,7 +20,7 @@ SPEC = RankSpec("run", Coordinate(0), 0, "s", "l", "out", "x", 0.0, {})
         (Fatal("the device is lost"), FATAL_EXIT),
         (ValueError("in the loss"), FATAL_EXIT),
         (StartAgain("no member holds a state of the chain"), RELOAD_EXIT),
-        (Retryable("a stage of this replica was lost"), rank.RETRY_CODE),
+        (Retryable("a stage of this replica was lost"), RETRY_CODE),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -29,4 +30,4 @@ def test_the_exit_code_tells_the_kind_of_the_end(error: Exception, code: int, mo
 
     monkeypatch.setattr(rank, "Rank", begin)
     assert rank.run_rank(SPEC) == code
-    assert len({CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT, rank.RETRY_CODE}) == 4
+    assert len({CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT, RETRY_CODE}) == 4

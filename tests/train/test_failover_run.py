@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from helixrt.job.checkpoint import newest_complete, step_folders
 from helixrt.lab.net import Network
-from helixrt.train.checkpoint import newest_complete, step_folders
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(240)]
 

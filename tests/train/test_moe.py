@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
-from helixrt.train.engine import PipelineEngine, token_loss
+from helixrt.train.engine import pipeline_engine, token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.moe import CHOICES, MixtureOfExperts, expert_capacity, route
 from helixrt.train.models.parallel import ALONE
@@ -154,7 +154,7 @@ def test_pipeline_gives_the_gradients_of_a_plain_loop_over_micro_batches(run_sta
     expected = {name: p.grad for name, p in whole.named_parameters()}
 
     def body(stage: int, group: Any) -> None:
-        engine = PipelineEngine(
+        engine = pipeline_engine(
             replace(MODEL, family="llama"),
             OptimConfig(bucket_bytes=4096),
             ScheduleConfig(policy, 4),

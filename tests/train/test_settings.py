@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from helixrt.errors import ConfigError, MissingExtra
+from helixrt.job.config import CommandConfig, FaultConfig, KillConfig
 from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train import validate as rules
-from helixrt.train.config import CommandConfig, FaultConfig, KillConfig, ScheduleConfig, TrainConfig
+from helixrt.train.config import ScheduleConfig, TrainConfig
 from helixrt.train.schema import command, load_config
 from helixrt.train.validate import resume_conflicts, validate
 from helixrt.transport.verbs import endpoint as verbs
@@ -218,7 +219,9 @@ def test_schedule_rules(root: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_can_be_chosen(name: str, root: str, text: str) -> None:
-    validate(load_config([text, root, f"schedule.name={name}", "schedule.microbatches=4"]))
+    config = load_config([text, root, f"schedule.name={name}", "schedule.microbatches=4"])
+    validate(config)
+    assert config.schedule.name == name
 
 
 def test_llama_rules(root: str, text: str) -> None:
@@ -229,7 +232,9 @@ def test_llama_rules(root: str, text: str) -> None:
 
 
 def test_the_driver_may_be_killed(root: str, text: str) -> None:
-    validate(load_config([text, root, "chaos.kill=[{replica: -1, step: 3, moment: driver}]"]))
+    config = load_config([text, root, "chaos.kill=[{replica: -1, step: 3, moment: driver}]"])
+    validate(config)
+    assert [(kill.replica, kill.step, kill.moment) for kill in config.chaos.kill] == [(-1, 3, "driver")]
 
 
 @pytest.fixture
@@ -257,8 +262,10 @@ def test_output_root_that_cannot_be_a_folder(tmp_path: Path, text: str) -> None:
         validate(load_config([text, f"output.root={tmp_path / 'file' / 'runs'}"]))
 
 
-@pytest.mark.parametrize(("package", "extra", "argument"), [("torchft", "ft", "seed=0"), ("torchdata", "ft", "mesh.replicas=1"),
-                                                            ("ray", "ray", "launcher=ray")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("package", "extra", "argument"),
+    [("torchft", "ft", "membership=torchft"), ("torchdata", "ft", "mesh.replicas=1"), ("ray", "ray", "launcher=ray")],
+)
 def test_missing_extra_says_what_to_install(
     package: str, extra: str, argument: str, root: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from helixrt.job.checkpoint import newest_complete
 from helixrt.lab import vm
-from helixrt.train.checkpoint import newest_complete
 
 DEADLINE_S = 470.0  # of one run: a minute or two where the emulation has two cores to itself
 pytestmark = [pytest.mark.vm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 20)]
@@ -52,6 +52,8 @@ class Runs:
     def _run(self, name: str, *overrides: str) -> Path:
         """Its folder, when it is over."""
         root = self.folder / name
+        if root.exists():
+            pytest.fail(f"the run {name!r} has failed before: see the first test that asked for it")
         root.mkdir()
         argv = ["run", "--nics", "2", "--memory", "4", "--share", str(root), "--"]
         argv += ["python", "-m", "helixrt.train", *SETTINGS, f"data.path={self.folder / 'text'}", f"output.root={root}"]

@@ -19,7 +19,7 @@ import pytest
 
 from helixrt.errors import Cause, Retryable
 from helixrt.transport.contract import Endpoint, Lost, PeerAborted, Received
-from tests.transport.worlds import LIMIT_S, Attempt, Inbox, Make, Message, Process, World
+from tests.transport.worlds import Attempt, Inbox, Make, Message, Process, World
 
 EAGER_BYTES = 64 << 10  # messages up to here may travel before their receiver is ready
 MIB = 1 << 20
@@ -163,7 +163,6 @@ class EndpointConformance(Endpoints):
         two.exchange([Message(0, 1, 0, 0, MIB), Message(0, 1, 0, 1, 1000)], random.Random(3))  # buffers are made
         short = bytes(EAGER_BYTES)
         count = 800  # 50 MiB of short messages
-        before = time.monotonic()
         tracemalloc.start()
         try:
             for index in range(count):
@@ -180,7 +179,6 @@ class EndpointConformance(Endpoints):
         messages = [Message(0, 1, 1, index, EAGER_BYTES) for index in range(count)]
         two.run(lambda: len(two.outcomes[1]) >= 2 + count)
         assert two.received(messages) and len(two.outcomes[1]) == 2 + count
-        assert time.monotonic() - before < LIMIT_S
 
     def test_an_idle_endpoint_asks_for_nothing(self, world: NewWorld) -> None:
         three = world(3)
@@ -209,8 +207,9 @@ class EndpointConformance(Endpoints):
         three.run(lambda: bool(three.ended(0)) and bool(three.ended(1)))
         inbox.check_guards()
         assert [o.peer for o in three.ended(0)] == [1] and [o.peer for o in three.ended(1)] == [0]
-        (first, *_) = [o.cause.what for rank in (0, 1) for o in three.ended(rank) if isinstance(o, Lost)]  # who saw it
-        assert "(0, 0)" in first, first
+        # The end that finds it names the message. The other one may learn only that this link is over, when it dials a rail.
+        causes = [o.cause.what for rank in (0, 1) for o in three.ended(rank) if isinstance(o, Lost)]
+        assert any("(0, 0)" in what for what in causes), causes
         three.exchange([Message(0, 2, 1, 0, 1000), Message(2, 1, 1, 0, 2 * MIB)], random.Random(5))  # the others go on
 
     # ---------------------------------------------------------------- forget
@@ -349,7 +348,11 @@ class EndpointConformance(Endpoints):
         three.connect(2)
         three.exchange([Message(0, 1, 0, 0, 10)], random.Random(12))
 
-    @pytest.mark.parametrize("garbage", [b"", b"{}", b"\x00" * 100, b"[1, 2", b"x" * 5000, b'{"rails": [["a", 1]]}'])
+    @pytest.mark.parametrize(
+        "garbage",
+        [b"", b"{}", b"\x00" * 100, b"[1, 2", b"x" * 5000, b'{"rails": [["a", 1]]}'],
+        ids=lambda raw: f"{len(raw)} bytes",
+    )
     def test_an_address_that_is_none_is_refused(self, world: NewWorld, garbage: bytes) -> None:
         one = world(2, connected=False)
         assert len(one.addresses[0]) <= 4096

@@ -14,7 +14,7 @@ import select
 import sys
 import time
 
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.transport.contract import Received, Sent
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp.rails import rail_on

@@ -16,8 +16,8 @@ import pytest
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.transport.auto import AutoEndpoint, Choice, choose, pack_addresses, unpack_addresses
 from helixrt.transport.contract import Endpoint, Outcome, PeerAborted
-from helixrt.transport.shared_memory import endpoint as shared_memory
-from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint, host_identity
+from helixrt.transport.shared_memory import address as shared_memory
+from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs import endpoint as verbs
 from tests.transport.conformance import MIB, EndpointConformance, StopConformance
@@ -175,7 +175,7 @@ def test_who_insists_on_what_does_not_reach_a_peer_is_told() -> None:
     with pytest.raises(ConfigError, match="^transport=shared_memory: does not reach rank 1, which offers tcp$"):
         world.endpoints[0].connect(1, 0, {1: world.addresses[1]}, 1.0)
     elsewhere = json.loads(unpack_addresses(world.addresses[0])["shared_memory"])
-    assert elsewhere["host"] == host_identity()
+    assert elsewhere["host"] == shared_memory.host_identity()
     elsewhere["host"] = "0" * 32
     with pytest.raises(ConfigError, match="rank 1, which is on another host; use auto or tcp$"):
         world.endpoints[0].connect(1, 0, {1: pack_addresses({"shared_memory": json.dumps(elsewhere).encode()})}, 1.0)

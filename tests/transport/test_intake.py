@@ -9,7 +9,8 @@ from tests.transport.worlds import Taker
 
 
 def test_copies_that_break_off_anywhere_give_each_byte_once(seed: int) -> None:
-    rng, stage = random.Random(seed), Stage(4 * PIECE_UNIT)
+    rng = random.Random(seed)
+    stage = Stage(rng.choice([4, 32]) * PIECE_UNIT)
     for _ in range(300):
         content = rng.randbytes(rng.choice([0, 1, 63, 64, 65, rng.randrange(2000)]))
         taker = Taker(len(content))

@@ -28,6 +28,7 @@ from helixrt.transport.contract import Endpoint, Lost, Received
 from helixrt.transport.process_memory import Probe, ProcessMemory, Proof, address_of
 from helixrt.transport.shared_memory import endpoint as shared_memory
 from helixrt.transport.shared_memory import messages as shared_memory_messages
+from helixrt.transport.shared_memory.address import parse_address
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.shared_memory.link import SharedMemoryLink
 from helixrt.transport.shared_memory.segment import (
@@ -357,7 +358,7 @@ def test_nothing_has_a_name_in_the_file_system() -> None:
 
 
 def _caller(world: World, rank: int) -> socket.socket:
-    name = shared_memory.parse_address(world.addresses[rank])[1]
+    name = parse_address(world.addresses[rank])[1]
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     caller.connect(b"\0helixrt-" + name.encode())
     return caller

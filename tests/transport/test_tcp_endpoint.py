@@ -13,7 +13,7 @@ import pytest
 
 from helixrt.errors import ConfigError
 from helixrt.protocol.link.frames import Frame, Kind, pack
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.record import Kind as Recorded
 from helixrt.transport.authentication import nonce
@@ -216,6 +216,17 @@ def test_garbage_is_refused_and_counted(two: World, words: bytes) -> None:
     assert two.endpoints[1].refused().strangers == 0
 
 
+def test_who_hangs_up_before_the_first_word_is_no_stranger(two: World) -> None:
+    """A peer whose attempt is over closes its connections, whatever they have come to."""
+    knock(two).close()
+    with knock(two) as stranger:
+        stranger.sendall(bytes(200))
+        two.run(lambda: two.endpoints[0].refused().strangers == 1)
+    two.settle(0.1)
+    assert two.endpoints[0].refused().strangers == 1
+    works(two)
+
+
 def test_silence_is_refused_in_time(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_admission, "HANDSHAKE_S", 0.2)
     with knock(two) as silent, knock(two) as slow:
@@ -229,6 +240,8 @@ def test_a_crowd_of_strangers_costs_little_and_holds_up_nobody(two: World) -> No
     before = len(os.listdir("/proc/self/fd"))
     crowd = [knock(two) for _ in range(150)]
     try:
+        for stranger in crowd:
+            stranger.sendall(GREETING[:7])
         two.settle(0.1)
         theirs = len(os.listdir("/proc/self/fd")) - before - len(crowd)
         assert theirs <= tcp_admission.MAX_HALF_OPEN

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.transport.contract import Endpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp.rails import TcpRail

@@ -68,3 +68,40 @@ def test_messages_survive_the_loss_of_a_rail_and_its_return(net: Network, at: Cu
         with suppress(BrokenPipeError):  # the other one ended, and so did it
             rank.tell("end")
         assert rank.process.wait(20) == 0
+
+
+DOWN = "here, network interface rail0 is down, network interface rail1 is down"
+
+
+@pytest.mark.parametrize("at", [Cut.PATH, Cut.DEVICE])
+def test_a_rank_whose_own_devices_are_all_down_says_so_and_its_peer_does_not(net: Network, at: Cut) -> None:
+    ranks = [Rank(net, host) for host in (0, 1)]
+    addresses = [rank.hear()["address"] for rank in ranks]
+    for me, rank in enumerate(ranks):
+        rank.tell(json.dumps({"me": me, "peer": addresses[1 - me], "messages": 10, "size": 1000}))
+    for rank in ranks:
+        rank.hear_until("done")
+    for rail in (0, 1):
+        net.cut(1, rail, at)
+    lost = []
+    for rank in ranks:
+        while "lost" not in (said := rank.hear()):
+            pass
+        lost.append(said["lost"])
+    assert "own_device=False" in lost[0] and "here," not in lost[0], lost
+    if at is Cut.DEVICE:
+        assert "own_device=True" in lost[1] and DOWN in lost[1], lost
+    else:
+        assert "own_device=False" in lost[1] and "here," not in lost[1], lost
+
+
+def test_a_rank_that_cannot_connect_because_its_own_devices_are_down_says_so(net: Network) -> None:
+    ranks = [Rank(net, host) for host in (0, 1)]
+    addresses = [rank.hear()["address"] for rank in ranks]
+    for rail in (0, 1):
+        net.cut(1, rail, Cut.DEVICE)
+    for me, rank in enumerate(ranks):
+        rank.tell(json.dumps({"me": me, "peer": addresses[1 - me], "messages": 10, "size": 1000}))
+    said = [rank.process.communicate(timeout=60)[1] for rank in ranks]
+    assert "Retryable: generation 1 is not complete" in said[0] and "here," not in said[0]
+    assert "Retryable: generation 1 is not complete" in said[1] and DOWN in said[1]

@@ -111,6 +111,7 @@ def test_an_address_says_rails_and_where_to_meet() -> None:
     [b"", b"[]", b"{}", b'{"verbs":1}', b'{"verbs":1,"rails":[],"fallback":true,"tcp":{"tcp":1,"rails":[["127.0.0.1",5]]}}',
      b'{"verbs":1,"rails":[[true,"x"]],"fallback":true,"tcp":{"tcp":1,"rails":[["127.0.0.1",5]]}}',
      b'{"verbs":1,"rails":[[true,"1.2.3.4"]],"fallback":true,"tcp":{"tcp":1,"rails":[]}}', b"[" * 5000],
+    ids=lambda said: f"{len(said)} bytes",
 )  # fmt: skip
 def test_an_address_that_is_none_is_refused(said: bytes) -> None:
     with pytest.raises(ValueError):

@@ -18,7 +18,7 @@ from helixrt.lab.nic_paths import NicPaths
 from helixrt.lab.nics import NicPair
 from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unloaded
 from helixrt.protocol.link.machine import Link
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.record import FlightRecord, Kind
 from helixrt.transport.contract import Endpoint
 from helixrt.transport.verbs.connection import VerbsConnection

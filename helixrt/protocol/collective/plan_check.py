@@ -5,9 +5,13 @@ Out: nothing, or a `PlanError` that says what is wrong where. It is the oracle o
 runs it in production.
 
 What is proved: regions lie in their memory; every send has one receive of the same length; two nodes of a
-rank that touch the same bytes, one of them writing, are ordered by dependencies; and nothing waits for
+rank that touch the same bytes, one of them writing, are ordered by dependencies or messages; and nothing waits for
 itself, even when a message needs its receiver's credit and a sender may have one unacknowledged message per
 peer. The last is exact: more credit or a wider window only removes edges from the graph that is searched.
+
+Sent and replaced: a message may be received where another one was sent from, without a wait for the acknowledgement of that, if
+it is sent after that had arrived, by the dependencies of all ranks. A link may send the earlier one again then, with the new
+bytes; its receiver has the message already and drops the copy (`protocol.link.ledger`).
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ def check(
     same memory; without, they are disjoint."""
     for rank, plan in enumerate(plans):
         _check_regions(rank, plan, source_bytes[rank], out_bytes[rank])
-        _check_races(rank, plan, None if shift is None else shift[rank])
     _check_messages(plans)
+    arrivals = _Arrivals(plans)
+    for rank, plan in enumerate(plans):
+        _check_races(rank, plan, None if shift is None else shift[rank], arrivals)
     _check_progress(plans)
 
 
@@ -69,7 +75,60 @@ def _ancestors(plan: Plan) -> list[int]:
     return found
 
 
-def _check_races(rank: int, plan: Plan, shift: int | None) -> None:
+class _Arrivals:
+    """The order between nodes of all ranks: by the dependencies of each, and because messages are sent before they arrive."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._plans = plans
+        self._first = [0]
+        for plan in plans:
+            self._first.append(self._first[-1] + len(plan.nodes))
+        self._before: dict[int, int] | None = None  # of each node of all ranks, as far as there is an order
+
+    def precedes(self, rank: int, earlier: int, later: int) -> bool:
+        """Whether node `earlier` of `rank` is done, and has arrived if it is sent, before node `later` touches anything."""
+        one = self._plans[rank].nodes[earlier]
+        if self._before is None:
+            self._before = self._order()
+        done = self._node(one.peer, rank, one.index, sends=False) if isinstance(one, Send) else self._first[rank] + earlier
+        return done is not None and bool(self._before.get(self._first[rank] + later, 0) >> done & 1)
+
+    def _node(self, rank: int, peer: int, index: int, sends: bool) -> int | None:
+        """The number of `rank`'s end of a message with `peer` among the nodes of all ranks; None if there is none."""
+        if not 0 <= rank < len(self._plans):
+            return None
+        found = self._plans[rank].index
+        table = found.sends if sends else found.receives
+        numbers = table[peer] if peer < len(table) else ()
+        return self._first[rank] + numbers[index] if index < len(numbers) else None
+
+    def _order(self) -> dict[int, int]:
+        """For each node a bit set of those that are done before it begins; a message is received after it is sent."""
+        waits: dict[int, list[int]] = {}
+        for rank, plan in enumerate(self._plans):
+            for number, earlier in enumerate(plan.after):
+                waits[self._first[rank] + number] = [self._first[rank] + e for e in earlier]
+            for number, node in _messages(plan, Receive):
+                if (sent := self._node(node.peer, rank, node.index, sends=True)) is not None:
+                    waits[self._first[rank] + number].append(sent)
+        next_of: dict[int, list[int]] = {}
+        for node_number, earlier_ones in waits.items():
+            for e in earlier_ones:
+                next_of.setdefault(e, []).append(node_number)
+        left = {number: len(earlier_ones) for number, earlier_ones in waits.items()}
+        ready = [number for number, count in left.items() if not count]
+        before = {number: 0 for number in ready}
+        while ready:
+            done = ready.pop()
+            for number in next_of.get(done, ()):
+                before[number] = before.get(number, 0) | before[done] | 1 << done
+                left[number] -= 1
+                if not left[number]:
+                    ready.append(number)
+        return {number: bits for number, bits in before.items() if not left[number]}
+
+
+def _check_races(rank: int, plan: Plan, shift: int | None, arrivals: _Arrivals) -> None:
     before = _ancestors(plan)
 
     def addresses(region: Region) -> tuple[Space, int, int]:
@@ -96,7 +155,9 @@ def _check_races(rank: int, plan: Plan, shift: int | None) -> None:
             if a == b:
                 if o[1:3] != span[1:3]:  # element by element in the same place is fine, shifted is not
                     raise PlanError(f"rank {rank}, node {a}: reads and writes overlap: {plan.nodes[a]}")
-            elif not (before[b] >> a & 1 or before[a] >> b & 1):
+            elif before[b] >> a & 1 or before[a] >> b & 1:
+                continue
+            elif not (arrivals.precedes(rank, a, b) or arrivals.precedes(rank, b, a)):
                 what = f"{plan.nodes[a]} and {plan.nodes[b]}"
                 raise PlanError(f"rank {rank}: nodes {a} and {b} may touch the same bytes at once: {what}")
         open_spans.append(span)

@@ -238,11 +238,11 @@ class Failover:
         outbox = self.outbox
         if rail.send is SendState.FALLBACK:
             if rail.probe:
-                if now >= rail.wake_s:
+                if self._unanswered(rail, now):
                     self.leave(rail, "no answer to a probe", now, out)
             elif not rail.unresolved and (now >= rail.wake_s or not self.carriers):
                 self._probes += 1
-                rail.probe, rail.wake_s = self._probes, now + self.options.answer_s
+                rail.probe, rail.probed_s, rail.wake_s = self._probes, now, now + self.options.answer_s
                 self.wire.say(rail, now, out, Kind.PROBE, op=rail.probe)
             return
         # Every frame of ours is acknowledged, so the next one serves as fence; the newest if none is to come.
@@ -251,12 +251,25 @@ class Failover:
             self.recount()
         if rail.send is SendState.WAIT_DRAINED:
             if rail.switch:
-                if now >= rail.wake_s:
+                if self._unanswered(rail, now):
                     self.leave(rail, "no answer to a switch", now, out)
             elif self._drained(rail):
                 flight = outbox.numbered(Kind.SWITCH, b"")
-                rail.switch, rail.wake_s = flight.sequence, now + self.options.answer_s
+                rail.switch, rail.probed_s, rail.wake_s = flight.sequence, now, now + self.options.answer_s
                 self.wire.give(flight, rail, now, out)
+
+    def _unanswered(self, rail: Rail, now: float) -> bool:
+        """Is it time to give up a rail on which a probe or SWITCH waits for its answer?
+
+        While the peer's kernel acknowledges what is sent there, the rail works and the peer's process stands still: then it may
+        be the only rail that still shows that the peer is alive. `attempt_s` bounds that, as for every frame.
+        """
+        if now < rail.wake_s:
+            return False
+        if rail.acknowledged_s < rail.wake_s - self.options.answer_s or now >= rail.probed_s + self.options.attempt_s:
+            return True
+        rail.wake_s = now + self.options.answer_s
+        return False
 
     def _drained(self, rail: Rail) -> bool:
         """All frames up to the fence that other living rails carry are acknowledged."""

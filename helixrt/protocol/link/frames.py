@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from helixrt.errors import Cause, HelixError
 
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("<BBHIqQqQQ")
 HEADER_BYTES = _HEADER.size  # 48
 MAX_BODY_BYTES = 4096
@@ -47,7 +47,7 @@ class Kind(IntEnum):
     RESUME = 7  # index = rail, op = its incarnation; body as ACK: nothing of that rail counts any more; flag ANSWER
     PROBE = 8  # op = number of the probe (less than 0: of a path); body: padding; answer on the same rail, unless flag MORE
     PROBED = 9  # op = number of the probe
-    BEAT = 10  # nothing to say, and alive
+    BEAT = 10  # alive; op = the oldest operation that this end waits for, or 0
     ABORT = 11  # body: the cause; the generation is over
     BYE = 12  # op = newest sequence number: this end closes on purpose
 
@@ -146,7 +146,7 @@ class _Rule(NamedTuple):
     has_index: bool
 
 
-_OPS = {Kind.DATA, Kind.SWITCH, Kind.RESUME, Kind.PROBE, Kind.PROBED, Kind.BYE}
+_OPS = {Kind.DATA, Kind.SWITCH, Kind.RESUME, Kind.PROBE, Kind.PROBED, Kind.BEAT, Kind.BYE}
 _INDICES = {Kind.DATA, Kind.SKIP, Kind.SWITCH, Kind.RESUME}
 _LEAST = {
     Kind.CREDIT: _NAME.size,

@@ -2,6 +2,7 @@
 
     link = Link(generation, peer, rails, options)
     actions = link.on(event, now)          # link_messages.py; wake it with Tick at `link.deadline`
+    link.unsettled                         # with `LinkOptions.batched`: `Settle` is due
 
 In: what the caller wants sent and received, what came on each rail, how rails fail and return. Out: what to
 write where, where payloads land, and per message `Sent`, `Received` or `Failed`; at the end `Lost`. It
@@ -51,7 +52,6 @@ per short message, 10 and 11 per long one, of which its credit and its acknowled
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable
@@ -63,14 +63,15 @@ from helixrt.protocol.link import frames
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.failover import Failover
 from helixrt.protocol.link.frames import EAGER, LAST_SEQUENCED, MORE, Frame, FrameError, Kind
-from helixrt.protocol.link.messages import Action, Event, Failure, LinkOptions
+from helixrt.protocol.link.messages import Action, Event, Failure
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.paths import Paths
 from helixrt.protocol.link.rails import Rail, ReceiveState
+from helixrt.protocol.link.times import Times
 from helixrt.protocol.link.wire import Broken, Wire
-from helixrt.protocol.liveness import FirstReason, Liveness
+from helixrt.protocol.liveness import FirstReason
 
-RAIL_SILENCE = 0.75  # of a period: a rail this much longer silent than the peer's others has failed,
-UNANSWERED = 0.4  # if what was sent on it has had no answer for so long: we may not have sent anything for a while
+_BATCHED = frozenset({m.Submit, m.Post, m.FrameArrived, m.PayloadArrived})
 
 
 class Link:
@@ -83,22 +84,23 @@ class Link:
         rails: int,
         options: LinkOptions | None = None,
         draw: random.Random | None = None,
+        begun: dict[int, int] | None = None,
     ) -> None:
+        """`begun`: operations of this rank, to be shared by its links of this generation (`protocol.calls.Agreement`)."""
         assert rails > 0
         self.generation, self.peer, self.options = generation, peer, options or LinkOptions()
         self.first = FirstReason()
-        self.closed = False
+        self.closed = self.unsettled = False
+        self._batched = self.options.batched
         self.stale = 0  # frames of an older generation or connection that were dropped
-        self._wire = Wire(generation, rails, self.options)
+        self._wire = Wire(generation, rails, self.options, begun)
         self._failover = Failover(self._wire)
         self._inbox, self._outbox, self.rails = self._wire.inbox, self._wire.outbox, self._wire.rails
         self._paths: Paths | None = None
         if self.options.hopping is not None and rails > 1:
             self._paths = Paths(self._wire, self.options.hopping, draw or random.Random(0))
             self._outbox.room = self._paths.room
-        self._liveness: Liveness | None = None  # from the first rail on
-        self._connect_by = -math.inf  # when there must be one; a link begins with its first event
-        self._deadlines: list[tuple[float, bool, int, int]] = []
+        self._times = Times(self._wire, self._failover)
         self._farewell: int | None = None  # the peer closes, and this was its newest sequence number
         self._farewells: set[int] = set()  # rails on which it said so
         self._handlers: dict[type, Callable[[Any, float, list[Action]], None]] = {
@@ -113,6 +115,7 @@ class Link:
             m.Heard: self._heard,
             m.Acknowledged: self._acknowledged_by_kernel,
             m.FrameSent: self._frame_sent,
+            m.Settle: self._nothing,
             m.Tick: self._tick,
             m.Forget: self._forget,
             m.Abort: self._abort,
@@ -126,11 +129,15 @@ class Link:
         out: list[Action] = []
         if self.closed:
             return out
-        if self._liveness is None and self._connect_by == -math.inf:
-            self._connect_by = now + self.options.connect_s
+        if self._times.connect_by == -math.inf:
+            self._times.connect_by = now + self.options.connect_s
         try:
-            self._handlers[type(event)](event, now, out)
-            if not self.closed:
+            kind = type(event)
+            self._handlers[kind](event, now, out)
+            if self._batched and kind in _BATCHED:
+                self.unsettled = True
+            elif not self.closed:
+                self.unsettled = False
                 self._settle(now, out)
         except FrameError as error:
             self._lose(Failure.PROGRAM, str(error), out)
@@ -143,19 +150,9 @@ class Link:
         """When it wants a `Tick`, at the latest; inf: not by itself, -inf: at once, it has heard nothing yet."""
         if self.closed:
             return math.inf
-        due = self._wire.acknowledge_at
+        due = self._times.due_s()
         if self._paths is not None:
             due = min(due, self._paths.due_s)
-        if self._deadlines:
-            due = min(due, self._deadlines[0][0])
-        live = self._liveness
-        if live is None:
-            due = min(due, self._connect_by)
-        elif self.options.fault_tolerance:
-            due = min(due, live.deadline_s)
-            for rail in self.rails:
-                if rail.up and rail.spoke_s + live.beat_s < due:
-                    due = rail.spoke_s + live.beat_s
         return min(due, self._failover.due_s()) if self._failover.recovering else due
 
     @property
@@ -188,26 +185,14 @@ class Link:
     def _submit(self, event: m.Submit, now: float, out: list[Action]) -> None:
         self._outbox.submit(event, out)
         if event.deadline != math.inf:
-            heapq.heappush(self._deadlines, (event.deadline, True, event.op, event.index))
+            self._times.limit(event.deadline, True, event.op, event.index)
 
     def _post(self, event: m.Post, now: float, out: list[Action]) -> None:
         credit = self._inbox.post(event.op, event.index, event.length, out)
         if credit is not None:
             self._outbox.control.append((Kind.CREDIT, credit))
         if event.deadline != math.inf:
-            heapq.heappush(self._deadlines, (event.deadline, False, event.op, event.index))
-
-    def _expire(self, now: float, out: list[Action]) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, sending, op, index = heapq.heappop(self._deadlines)
-            if sending:
-                message = self._outbox.unsettled((op, index))
-                if message is None:
-                    continue
-                self._outbox.drop(message, out)
-            elif not self._inbox.abandon((op, index), out):
-                continue
-            out.append(m.Failed(op, index, sending, Cause("deadline passed", f"rank {self.peer}")))
+            self._times.limit(event.deadline, False, event.op, event.index)
 
     def _forget(self, event: m.Forget, now: float, out: list[Action]) -> None:
         self._outbox.forget(event.op, out)
@@ -223,10 +208,7 @@ class Link:
     # ---- rails
 
     def _rail_up(self, event: m.RailUp, now: float, out: list[Action]) -> None:
-        if self._liveness is None:
-            self._liveness = Liveness(self.options.period_s, now)
-        if event.crossed:
-            self._liveness.heard(now)
+        self._times.rail_up(event.crossed, now)
         self._failover.up(self.rails[event.rail], event.incarnation, now, out)
 
     def _rail_down(self, event: m.RailDown, now: float, out: list[Action]) -> None:
@@ -250,7 +232,7 @@ class Link:
             if kind is Kind.DATA:
                 self._inbox.announce(rail, frame, False, out)
             return
-        self._alive(rail, now)
+        self._times.alive(rail, now)
         tolerant = self.options.fault_tolerance
         if tolerant and frame.acknowledged > self._outbox.acknowledged:
             self._acknowledged(frame.acknowledged, (), now, out)
@@ -296,6 +278,8 @@ class Link:
                 self._farewells.add(rail.number)
             case _:
                 assert kind is Kind.BEAT  # heard already
+                if differs := self._wire.agreement.unexpected(frame.op):
+                    raise FrameError(differs)
 
     def _take_counters(self, frame: Frame, now: float, out: list[Action]) -> None:
         counters, box = frames.counters(frame), self._outbox
@@ -314,31 +298,32 @@ class Link:
 
     def _payload_arrived(self, event: m.PayloadArrived, now: float, out: list[Action]) -> None:
         rail = self.rails[event.rail]
-        self._alive(rail, now)
+        self._times.alive(rail, now)
         frame = self._inbox.whole(rail, event.sequence, out)
         if frame is not None and self.options.fault_tolerance:
             self._wire.owed += 1
-            if not frame.flags & EAGER:
+            if not frame.flags & EAGER or frame.length > self.options.keep_bytes:
                 # the sender waits for it, with its memory
                 self._wire.prompt = rail if self._paths is None else self._paths.for_acknowledgement(rail)
 
     def _heard(self, event: m.Heard, now: float, out: list[Action]) -> None:
-        self._alive(self.rails[event.rail], now)
+        self._times.alive(self.rails[event.rail], now)
 
     def _acknowledged_by_kernel(self, event: m.Acknowledged, now: float, out: list[Action]) -> None:
         rail = self.rails[event.rail]
-        if rail.up and event.at_s > rail.heard_s:
-            self._alive(rail, min(event.at_s, now))
-
-    def _alive(self, rail: Rail, now: float) -> None:
-        if rail.up:
-            rail.heard_s = now
-            assert self._liveness is not None
-            self._liveness.heard(now)
+        if not rail.up:
+            return
+        at_s = min(event.at_s, now)
+        rail.acknowledged_s = max(rail.acknowledged_s, at_s)
+        if at_s > rail.heard_s:
+            self._times.alive(rail, at_s)
 
     def _frame_sent(self, event: m.FrameSent, now: float, out: list[Action]) -> None:
         if not self.options.fault_tolerance:
             self._outbox.handed(event.sequence, out)
+
+    def _nothing(self, event: m.Settle, now: float, out: list[Action]) -> None:
+        """What every event is followed by is all."""
 
     # ---- time
 
@@ -348,26 +333,7 @@ class Link:
             self._wire.prompt = self._wire.talker()
         if self._paths is not None:
             self._paths.tick(now, out)
-        self._expire(now, out)
-        live, options = self._liveness, self.options
-        if live is None:
-            if now >= self._connect_by:
-                raise Broken(Failure.PATH, f"no rail came up in {options.connect_s:g} s")
-            return
-        if not options.fault_tolerance:
-            return
-        for rail in self.rails:
-            if not rail.up:
-                continue
-            period_s = options.period_s
-            if live.heard_s - rail.heard_s > RAIL_SILENCE * period_s and rail.silent(UNANSWERED * period_s, now):
-                self._failover.leave(rail, f"silent for {now - rail.heard_s:.2f} s", now, out)
-            elif rail.flights and not rail.unresolved and now - next(iter(rail.flights.values())).at_s > options.attempt_s:
-                self._failover.leave(rail, f"nothing acknowledged for {options.attempt_s} s", now, out)
-            elif now >= rail.spoke_s + live.beat_s:
-                self._wire.say(rail, now, out, Kind.BEAT)
-        if live.silent(now):
-            raise Broken(Failure.PEER_GONE, f"no sign of life for {now - live.heard_s:.2f} s")
+        self._times.tick(self.peer, now, out)
 
     # ---- after every event
 

@@ -88,6 +88,7 @@ class Rail:
     begun_s: float = math.inf  # when the first of them was handed to the rail
 
     heard_s: float = -math.inf
+    acknowledged_s: float = -math.inf  # when the peer's kernel last acknowledged bytes: its process may stand still
     spoke_s: float = -math.inf
     unanswered_s: float = -math.inf  # when the first frame was sent since it was heard; not later than `heard_s`: none was
 
@@ -100,6 +101,7 @@ class Rail:
     tried_s: float = -math.inf  # when its latest restoration began
     mended: bool = False  # it is said to be whole, since that began
     probe: int = 0  # number of the probe that waits for its answer
+    probed_s: float = -math.inf  # when it, or SWITCH, was sent
     fence: int = 0  # newest sequence number that must be acknowledged before it carries traffic again
     switch: int = 0  # sequence number of the SWITCH under way
 

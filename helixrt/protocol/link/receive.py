@@ -12,16 +12,8 @@ from __future__ import annotations
 from helixrt.protocol.calls import Agreement
 from helixrt.protocol.link.frames import EAGER, Frame, FrameError, Name, eager_charge
 from helixrt.protocol.link.ledger import Ledger
-from helixrt.protocol.link.messages import (
-    Accept,
-    Action,
-    Deliver,
-    Discard,
-    Free,
-    Landing,
-    LinkOptions,
-    Received,
-)
+from helixrt.protocol.link.messages import Accept, Action, Deliver, Discard, Free, Landing, Received
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import Arrival, Rail
 
 MAX_WANTED = 1 << 16  # messages of the peer that wait for their receiver

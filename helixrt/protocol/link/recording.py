@@ -22,7 +22,8 @@ from helixrt.protocol.hopping.messages import HoppingOptions, PolicyName, Unload
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.machine import Link
-from helixrt.protocol.link.messages import Action, Event, Failure, LinkOptions
+from helixrt.protocol.link.messages import Action, Event, Failure
+from helixrt.protocol.link.options import LinkOptions
 
 _EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
 

@@ -10,12 +10,13 @@ it, else it asks for a credit (WANT), as do messages that must not be repeated, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from helixrt.errors import Cause
 from helixrt.protocol.calls import Agreement
 from helixrt.protocol.link.frames import MAX_NAMES, FrameError, Kind, Name, eager_charge, names_body
-from helixrt.protocol.link.messages import Action, Detach, Failed, Keep, LinkOptions, Release, Sent, Submit
+from helixrt.protocol.link.messages import Action, Detach, Failed, Keep, Release, Sent, Submit
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import Flight, Outgoing, Rail
 
 MAX_CREDITS = 1 << 16  # of messages that this end has not submitted yet
@@ -59,7 +60,7 @@ class Outbox:
             if self.eager_out - self.eager_back + charge <= self.options.eager_memory_bytes:
                 self.eager_out += charge
                 message.eager = True
-                if self.options.fault_tolerance:
+                if self.options.fault_tolerance and length <= self.options.keep_bytes:
                     message.kept = True
                     out.append(Keep(op, index))
                     out.append(Sent(op, index))
@@ -97,6 +98,10 @@ class Outbox:
         """The message if the caller still waits for its `Sent`."""
         message = self.messages.get(name)
         return None if message is None or message.kept or message.forgotten else message
+
+    def stuck(self) -> Iterator[tuple[int, int]]:
+        """Messages that wait for a credit."""
+        return (name for name, message in self.messages.items() if not (message.granted or message.eager))
 
     # ---- the peer
 

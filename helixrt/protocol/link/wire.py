@@ -10,7 +10,8 @@ import math
 
 from helixrt.protocol.calls import Agreement
 from helixrt.protocol.link.frames import EAGER, Counters, Frame, Kind, counters_body, eager_charge
-from helixrt.protocol.link.messages import Action, Failure, LinkOptions, SendData, SendFrame
+from helixrt.protocol.link.messages import Action, Failure, SendData, SendFrame
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import Flight, Rail
 from helixrt.protocol.link.receive import Inbox
 from helixrt.protocol.link.send import Outbox
@@ -27,10 +28,10 @@ class Broken(Exception):
 
 
 class Wire:
-    def __init__(self, generation: int, rails: int, options: LinkOptions) -> None:
+    def __init__(self, generation: int, rails: int, options: LinkOptions, begun: dict[int, int] | None = None) -> None:
         self.generation, self.options = generation, options
         self.rails = [Rail(number) for number in range(rails)]
-        agreement = Agreement()
+        agreement = self.agreement = Agreement(begun)
         self.inbox = Inbox(options, agreement)
         self.outbox = Outbox(options, self.rails, agreement)
         self.owed = 0  # sequenced frames received since the last acknowledgement
@@ -91,12 +92,18 @@ class Wire:
         inbox = self.inbox
         return counters_body(Counters(inbox.ledger.floor, inbox.consumed, inbox.ledger.ranges()))
 
+    def must_acknowledge(self, now: float) -> bool:
+        """Whether it is time to say what was received. If only later, the time for that is set."""
+        lag = self.inbox.consumed - self.told
+        if self.prompt is not None or self.owed >= OWED or lag * 2 >= self.options.eager_memory_bytes:
+            return True
+        if self.acknowledge_at == math.inf and (self.owed or lag):
+            self.acknowledge_at = now + self.options.acknowledge_s
+        return False
+
     def acknowledge(self, now: float, out: list[Action]) -> None:
         """Say what was received, if it is time for that; else see to it that the time comes."""
-        lag = self.inbox.consumed - self.told
-        if self.prompt is None and self.owed < OWED and lag * 4 < self.options.eager_memory_bytes:
-            if self.acknowledge_at == math.inf:
-                self.acknowledge_at = now + self.options.acknowledge_s
+        if not self.must_acknowledge(now):
             return
         rail = self.talker(self.prompt)
         self.prompt, self.acknowledge_at = None, math.inf

@@ -41,7 +41,8 @@ class CommitRecord:
     `contributors` are the replicas whose gradients are in the update, with their incarnations in the
     life `life` of the run (0; one more with each resume). `excluded` took part without their gradient.
     With `applied` False nothing was updated: all were excluded, or the sum of finite gradients was not
-    finite. `positions[r]` is how many batches of replica r's stream the state has consumed, those of
+    finite. `last`: why the run ends with this record, in this life of it ("": it does not, or at its configured last step).
+    `positions[r]` is how many batches of replica r's stream the state has consumed, those of
     excluded replicas and of records that were not applied included.
     """
 
@@ -54,6 +55,7 @@ class CommitRecord:
     life: int = 0
     excluded: Mapping[int, Exclusion] = field(default_factory=dict)
     applied: bool = True
+    last: str = ""
 
     def to_json(self) -> str:
         """Canonical text: equal records have equal text, whoever writes them."""
@@ -68,6 +70,7 @@ class CommitRecord:
                 "life": self.life,
                 "excluded": {str(r): [e.incarnation, e.rank] for r, e in sorted(self.excluded.items())},
                 "applied": self.applied,
+                **({"last": self.last} if self.last else {}),  # a record without it has the text that it had before
             },
             separators=(",", ":"),
         )
@@ -85,6 +88,7 @@ class CommitRecord:
             life=raw["life"],
             excluded={int(r): Exclusion(*e) for r, e in raw["excluded"].items()},
             applied=raw["applied"],
+            last=raw.get("last", ""),
         )
 
     @cached_property
@@ -106,6 +110,11 @@ class CommitRecord:
     def summed(self) -> tuple[int, ...]:
         """The replicas whose batches entered the parameters."""
         return self.replicas if self.applied else ()
+
+
+def is_last(record: CommitRecord, steps: int, life: int) -> bool:
+    """Whether nothing follows `record` in the life `life` of a run of `steps` updates (0: without end)."""
+    return 0 < steps <= record.step or (record.last != "" and record.life == life)
 
 
 def genesis(run: str, replicas: int) -> CommitRecord:
@@ -208,8 +217,8 @@ class Audit:
         return self.gaps == 0 and self.repeats == 0
 
 
-def audit(chain: Sequence[CommitRecord]) -> Audit:
-    """Follow a chain from its genesis: the stream of each replica that commits must move on by exactly one batch
+def audit(chain: Sequence[CommitRecord], advance: int = 1) -> Audit:
+    """Follow a chain from its genesis: the stream of each replica that commits must move on by exactly `advance` batches
     per step, and no other stream may move. Batches of excluded replicas, and of records that were not
     applied, count as `excluded`."""
     gaps = repeats = batches = excluded = 0
@@ -219,10 +228,10 @@ def audit(chain: Sequence[CommitRecord]) -> Audit:
             gaps += 1
         moved = {replica for replica, _ in record.committers}
         for replica, after in record.positions.items():
-            expected = position.get(replica, 0) + (1 if replica in moved else 0)
+            expected = position.get(replica, 0) + (advance if replica in moved else 0)
             gaps += max(0, after - expected)
             repeats += max(0, expected - after)
             position[replica] = after
-        batches += len(record.summed)
-        excluded += len(moved) - len(record.summed)
+        batches += advance * len(record.summed)
+        excluded += advance * (len(moved) - len(record.summed))
     return Audit(batches, gaps, repeats, position, excluded)

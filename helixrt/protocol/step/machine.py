@@ -1,7 +1,7 @@
 """The life of a step of one replica, as a state machine without I/O.
 
-In: events (`Formed`, `RingDone`, `Appended` …). Out: actions for its driver: the job's leader rank, or a
-simulated world. One replica has one machine and one ring per rank.
+In: events (`Formed`, `RankDone`, `Appended` …). Out: actions for its driver: the job's leader rank, or a
+simulated world. One replica has one machine and one exchange per rank.
 
     actions = machine.on(event)
 
@@ -19,19 +19,17 @@ lineage whatever fails when:
   the state it is fetching; when the state is there it replays them (`following`).
 - A sum that is not finite is never applied: each replica examines its own gradient, and the next
   generation sums without those that declare one (`quorum.Unusable`).
-
-The machine never reads a clock; deadlines reach it as events (`RingFailed`, `JoinFailed`, …).
+The machine never reads a clock; deadlines reach it as events (`RankFailed`, `JoinFailed`, …).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
+from helixrt.protocol.step.attempt import Attempt, Phase
 from helixrt.protocol.step.blame import pause_generations
-from helixrt.protocol.step.following import Following, may_offer
-from helixrt.protocol.step.lineage import CommitRecord, Incarnation, Log
+from helixrt.protocol.step.following import Following
+from helixrt.protocol.step.lineage import CommitRecord, Incarnation, Log, is_last
 from helixrt.protocol.step.messages import (
     Abort,
     Action,
@@ -53,70 +51,35 @@ from helixrt.protocol.step.messages import (
     JoinFailed,
     Keep,
     LogRead,
-    Offer,
     Persist,
+    RankDone,
+    RankFailed,
     ReadLog,
     Reload,
     Reloaded,
     Rest,
     Restart,
     Rested,
-    RingDone,
-    RingFailed,
     StoreLost,
     Wait,
     WaitEnded,
     WaitOver,
-    Withdraw,
     Work,
 )
+from helixrt.protocol.step.offers import Offers
 from helixrt.protocol.step.quorum import (
-    Assessment,
     Member,
     Overflow,
     StepRules,
     Stranded,
     Unusable,
     assess,
+    exclusions,
     generation_of,
     reusable_epoch,
     successor,
 )
 from helixrt.protocol.step.supersede import Evidence
-
-IDLE_QUORUMS = 3  # in a row without anybody who fetches it, then a snapshot is withdrawn
-
-
-class Phase(Enum):
-    """What the replica waits for."""
-
-    NEW = "new"  # Begin
-    JOINING = "joining"  # Formed or JoinFailed
-    WAITING = "waiting"  # WaitEnded: a holder of newer state may live elsewhere
-    HOLDING = "holding"  # HoldEnded: a replica's fetch is waited for
-    EXCHANGING = "exchanging"  # RingDone of all ranks, or RingFailed
-    BREAKING = "breaking"  # the last answers of rings that were told to abort
-    EXAMINING = "examining"  # Examined of all ranks, after a sum that was not finite
-    COMMITTING = "committing"  # Appended
-    SETTLING = "settling"  # LogRead after a broken exchange: was it decided by others?
-    REPAIRING = "repairing"  # reduced buckets of the step that others finished and we did not
-    RELOADING = "reloading"  # Reloaded
-    RESTING = "resting"  # Rested
-
-
-@dataclass
-class Attempt:
-    """One generation's exchange as this replica sees it. `head` is the log's head that was assessed."""
-
-    generation: int
-    members: tuple[Member, ...]
-    assessment: Assessment
-    candidate: CommitRecord
-    head: str
-    done: dict[int, bool] = field(default_factory=dict)  # rank -> whether its sums are finite
-    failed: set[int] = field(default_factory=set)
-    examined: dict[int, bool] = field(default_factory=dict)  # rank -> whether its own gradient is finite
-    suspects: set[int] = field(default_factory=set)
 
 
 class StepMachine:
@@ -130,7 +93,7 @@ class StepMachine:
         self,
         replica: int,
         incarnation: int,
-        rings: int,
+        group_world_size: int,
         log: Log,
         held: str,
         steps: int,
@@ -138,27 +101,25 @@ class StepMachine:
         life: int = 0,
         skips: Collection[int] = (),
     ) -> None:
-        self.replica, self.incarnation, self.rings = replica, incarnation, rings
+        self.replica, self.incarnation, self.group_world_size = replica, incarnation, group_world_size
         self.log, self.held, self.steps = log, held, steps
         self.rules, self.life, self.skips = rules or StepRules(), life, frozenset(skips)
         self.phase = Phase.NEW
         self.attempt: Attempt | None = None
         self.work: tuple[str, int] | None = None  # (base, position) of running or preserved gradients
         self.following = Following(log, self.rules)
-        self.offers: dict[str, int] = {}  # lineage of an offered snapshot -> quorums in a row in which nobody fetched it
+        self.offers = Offers(replica, self.rules)
         self.settled = False  # after the last step: the newest quorum had nobody behind
-        self.epoch = -1
+        self.epoch, self.seen = -1, 0  # of the sound exchange; the highest generation seen
         self.group: tuple[Incarnation, ...] = ()  # of the sound exchange
-        self.seen = 0  # highest generation seen
         self.evidence: Evidence | None = None
         self.looked = ""  # the head for which a newer durable state was looked for
         self.unusable: Unusable | None = None
         self.overflow: Overflow | None = None
+        self.stop = ""  # why the driver's program wants the run to end; with the next record that can say so
         self.blames: tuple[Incarnation, ...] = ()
-        self.breaks = 0  # exchanges broken in a row
-        self.sits_until, self.pauses = 0, 0  # a generation; pauses in a row
-
-    # ---- what a driver may ask
+        self.breaks, self.pauses = 0, 0  # in a row: exchanges broken; pauses
+        self.sits_until = 0  # a generation
 
     @property
     def held_step(self) -> int:
@@ -176,8 +137,8 @@ class StepMachine:
                 return self._formed(event) if self.phase is Phase.JOINING else []
             case JoinFailed():
                 return [self._join()] if self.phase is Phase.JOINING else []
-            case RingDone() | RingFailed():
-                return self._ring(event)
+            case RankDone() | RankFailed():
+                return self._rank_answered(event)
             case Examined():
                 return self._examined(event)
             case Appended():
@@ -189,6 +150,7 @@ class StepMachine:
             case Fetched() | FetchFailed():
                 return self._fetch_ended(event)
             case Reloaded():
+                self.work = self.work if event.lineage == self.held else None  # gradients of a state that is given up
                 self.held, self.looked = event.lineage, self.log.head.hash
                 return self._next_step()
             case WaitEnded():
@@ -225,6 +187,7 @@ class StepMachine:
             breaks=self.breaks,
             sits_until=self.sits_until,
             pauses=self.pauses,
+            stop=self.stop,
         )
 
     def _join(self) -> Join:
@@ -234,7 +197,7 @@ class StepMachine:
     def _next_step(self) -> list[Action]:
         """Join, and begin the work at once if we believe that we are healthy: the quorum overlaps it."""
         actions: list[Action] = [self._join()]
-        if self.held == self.log.head.hash and self.log.head.step < self.steps:
+        if self.held == self.log.head.hash and not is_last(self.log.head, self.steps, self.life):
             actions += self._begin_work(self.log.head)
         return actions
 
@@ -269,12 +232,12 @@ class StepMachine:
             self.evidence = None
         if sitting:
             return [*actions, self._sit_out(generation)]
-        actions += self._serve(event.members, assessment)
+        actions += self.offers.serve(self.held, event.members, assessment)
         if behind:
             actions += self.following.begin(self.held, me, event.members, assessment, generation)
         else:
             actions += self.following.healthy()  # what is under way would replace what we work on
-        if assessment.base.step >= self.steps:
+        if is_last(assessment.base, self.steps, self.life):
             self.settled = not assessment.behind
             self.phase = Phase.RESTING
             return [*actions, Rest()]
@@ -283,7 +246,7 @@ class StepMachine:
         if assessment.hold is not None:
             self.phase = Phase.HOLDING
             return [*actions, Hold(assessment.hold)]
-        candidate = successor(assessment, generation, event.members, self.life)
+        candidate = successor(assessment, generation, event.members, self.life, self.rules.advance)
         self.attempt = Attempt(generation, event.members, assessment, candidate, view.head.hash)
         if not candidate.applied:
             return actions + ([self._join()] if behind else self._commit())
@@ -326,27 +289,6 @@ class StepMachine:
 
     # ---- catch-up
 
-    def _serve(self, members: Sequence[Member], assessment: Assessment) -> list[Action]:
-        """Healthy replicas offer the base when somebody behind has no fetch under way.
-
-        A snapshot that is being fetched is kept; one that is not for a few quorums more (whoever fetches it may have
-        missed one), unless its memory is needed.
-        """
-        behind = [m for m in members if m.replica in assessment.behind]
-        needed = {m.fetching for m in behind if m.fetching}
-        asked = any(not m.fetching for m in behind) and may_offer(members, assessment, self.rules)
-        if self.replica in assessment.healthy and asked:
-            needed.add(assessment.base.hash)
-        mine = {assessment.base.hash} if self.held == assessment.base.hash else set()
-        new = (needed & mine) - set(self.offers)
-        kept = {h: 0 for h in self.offers if h in needed}
-        room = self.rules.snapshots - len(kept) - len(new)
-        spare = {h: idle + 1 for h, idle in self.offers.items() if h not in needed and idle < IDLE_QUORUMS}
-        kept |= dict(sorted(spare.items(), key=lambda item: item[1])[: max(0, room)])
-        actions: list[Action] = [Withdraw(h) for h in sorted(set(self.offers) - set(kept))]
-        self.offers = kept | dict.fromkeys(new, 0)
-        return actions + [Offer(h) for h in sorted(new)]
-
     def _fetch_ended(self, event: Fetched | FetchFailed) -> list[Action]:
         if event.lineage != self.following.fetching:
             return []
@@ -357,12 +299,12 @@ class StepMachine:
 
     # ---- exchange
 
-    def _ring(self, event: RingDone | RingFailed) -> list[Action]:
+    def _rank_answered(self, event: RankDone | RankFailed) -> list[Action]:
         attempt = self.attempt
         if attempt is None or event.generation != attempt.generation or self.phase not in (Phase.EXCHANGING, Phase.BREAKING):
             return []
         actions: list[Action] = []
-        if isinstance(event, RingDone):
+        if isinstance(event, RankDone):
             attempt.done[event.rank] = event.finite
         else:
             attempt.failed.add(event.rank)
@@ -370,7 +312,7 @@ class StepMachine:
             if self.phase is Phase.EXCHANGING:
                 self.phase, self.epoch = Phase.BREAKING, -1
                 actions.append(Abort(attempt.generation, event.reason))
-        if len(attempt.done) + len(attempt.failed) < self.rings:
+        if len(attempt.done) + len(attempt.failed) < self.group_world_size:
             return actions
         if attempt.failed:
             self.phase, self.breaks = Phase.SETTLING, self.breaks + 1
@@ -399,7 +341,7 @@ class StepMachine:
         if attempt is None or event.generation != attempt.generation or self.phase is not Phase.EXAMINING:
             return []
         attempt.examined[event.rank] = event.finite
-        if len(attempt.examined) < self.rings:
+        if len(attempt.examined) < self.group_world_size:
             return []
         found = [rank for rank, finite in sorted(attempt.examined.items()) if not finite]
         if found:
@@ -432,12 +374,7 @@ class StepMachine:
         return [*actions, self._join()]  # we are the stragglers; the next quorum tells what we hold is worth
 
     def _too_often_excluded(self, newest: CommitRecord) -> list[Action]:
-        me = (self.replica, self.incarnation)
-        if self.replica not in newest.excluded:
-            return []
-        window = self.log.above(newest.step - self.rules.nonfinite_window)
-        mine = [r.excluded[self.replica] for r in window if r.life == self.life and self.replica in r.excluded]
-        count = sum((self.replica, e.incarnation) == me and e.rank >= 0 for e in mine)
+        count = exclusions(self.log, newest, (self.replica, self.incarnation), self.life, self.rules)
         if count <= self.rules.nonfinite_limit:
             return []
         return [Restart(f"its gradient was not finite in {count} of the last {self.rules.nonfinite_window} steps")]

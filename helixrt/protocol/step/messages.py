@@ -40,8 +40,8 @@ class JoinFailed:
 
 
 @dataclass(frozen=True)
-class RingDone:
-    """The ring of `rank` holds the reduced buckets of `generation`: its vote for the commit.
+class RankDone:
+    """The exchange of group rank `rank` is done: it holds the sums of `generation`. Its vote for the commit.
 
     `finite`: no number in its buckets is infinite or NaN.
     """
@@ -52,8 +52,8 @@ class RingDone:
 
 
 @dataclass(frozen=True)
-class RingFailed:
-    """The ring of `rank` broke, or its deadline passed. `suspects` are the replicas that were silent to it or
+class RankFailed:
+    """The exchange of group rank `rank` broke, or its deadline passed. `suspects` are the replicas that were silent to it or
     closed its connection; none if it was aborted from here."""
 
     generation: int
@@ -132,8 +132,8 @@ Event = (
     Begin
     | Formed
     | JoinFailed
-    | RingDone
-    | RingFailed
+    | RankDone
+    | RankFailed
     | Examined
     | Appended
     | LogRead
@@ -159,7 +159,7 @@ class Join:
 @dataclass(frozen=True)
 class Work:
     """Forward and backward for step `step`: the batch at `position` on the state `base`; replaces earlier work, whose
-    gradients are preserved until then. A ring that contributes cannot be done before it, so it needs
+    gradients are preserved until then. A rank that contributes cannot be done before it, so it needs
     no answer of its own."""
 
     base: str
@@ -169,7 +169,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Exchange:
-    """All rings: all-reduce among `members` in `generation`; answers `RingDone` or `RingFailed` a rank.
+    """All ranks: all-reduce among `members` in `generation`; answers `RankDone` or `RankFailed` a rank.
 
     `contribute`: our gradients (as they become ready), else zeros. `fresh`: connect anew, else the
     connections of the last exchange still stand. `contributors` is the divisor's count.
@@ -184,14 +184,14 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Examine:
-    """A sum of `generation` was not finite: each ring tests its own preserved gradient; answers `Examined`."""
+    """A sum of `generation` was not finite: each rank tests its own preserved gradient; answers `Examined`."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Break the running rings of `generation`; each still answers once."""
+    """Break the running exchanges of `generation`; each still answers once."""
 
     generation: int
     reason: str

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from helixrt.protocol.step.blame import BlameRules, sitting_out
-from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Incarnation, Log
+from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Incarnation, Log, is_last
 from helixrt.protocol.step.supersede import GENERATIONS_PER_S, Evidence, Ruling, rule
 
 
@@ -27,7 +27,8 @@ class StepRules:
     most `snapshots` snapshots at a time. A replica whose fetches were overtaken `overtaken` times has the
     others wait for it, once, for at most `hold_s`. With `exclusion` off a sum that is not finite commits
     `applied=False` without a search for the culprit (an optimizer with a gradient scaler). A replica
-    that was excluded more than `nonfinite_limit` times in `nonfinite_window` steps is restarted.
+    that was excluded more than `nonfinite_limit` times in `nonfinite_window` steps is restarted. A replica's stream moves
+    on by `advance` batches in each step that it commits (micro-batches, where the stream counts these).
     """
 
     replay: int = 16
@@ -39,6 +40,7 @@ class StepRules:
     nonfinite_limit: int = 10
     nonfinite_window: int = 100
     blame: BlameRules = field(default_factory=BlameRules)
+    advance: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,12 @@ class Member:
     `entries` is how many entries of the log it knew: members read the log each at its own moment, and
     assess it as far as the one who knew most (0: not said, all that was read counts).
 
-    `seen` is the highest generation it has seen. `evidence` and `looked` (the head for which it has looked for
-    a newer checkpoint) serve the rule of superseding; `unusable` and `overflow` a sum that was not finite;
-    `overtaken` (fetches thrown away because the others were faster) and `held_since` (the generation at which the
-    others began to wait for its fetch, 0: never) catch-up; `blames`, `breaks` (exchanges broken in a row),
-    `sits_until` (a generation) and `pauses` (in which it sat out, in a row) broken exchanges.
+    `seen` is the highest generation it has seen. `evidence` and `looked` (the head for which it has looked for a newer
+    checkpoint) serve the rule of superseding; `unusable` and `overflow` a sum that was not finite; `overtaken` (fetches thrown
+    away because the others were faster) and `held_since` (the generation at which the others began to wait for its fetch, 0:
+    never) catch-up; `blames`, `breaks` (exchanges broken in a row), `sits_until` (a generation) and `pauses` (in which it sat
+    out, in a row) broken exchanges. `stop`: why its program wants the run to end with the next record.
+    `initial`: the digest of the state that it began with, which the quorums before the first commit compare.
     """
 
     replica: int
@@ -94,10 +97,13 @@ class Member:
     breaks: int = 0
     sits_until: int = 0
     pauses: int = 0
+    stop: str = ""
+    initial: str = ""
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain containers, for JSON."""
-        return asdict(self)
+        """As plain containers, for JSON. A step makes one; `asdict` would copy every field."""
+        nested = ((name, getattr(self, name)) for name in ("evidence", "unusable", "overflow"))
+        return vars(self) | {name: asdict(value) for name, value in nested if value is not None}
 
     @staticmethod
     def from_plain(raw: Mapping[str, Any]) -> Member:
@@ -190,7 +196,7 @@ def assess(
     if base is None or not ruling.permitted:
         return Stranded(log.head, base, ruling)
     holding = [m for m in members if m.lineage == base.hash]
-    ended = steps and base.step >= steps
+    ended = is_last(base, steps, life)
     sitting = frozenset() if ended else sitting_out(members, [m.replica for m in holding], generation, rules.blame)
     healthy = [m for m in holding if m.replica not in sitting]
     excluded = {
@@ -221,13 +227,15 @@ def _held_for(behind: Sequence[Member], generation: int, rules: StepRules) -> in
     return None
 
 
-def successor(assessment: Assessment, generation: int, members: Sequence[Member], life: int = 0) -> CommitRecord:
-    """The record that this quorum will propose; equal on every member."""
+def successor(
+    assessment: Assessment, generation: int, members: Sequence[Member], life: int = 0, advance: int = 1
+) -> CommitRecord:
+    """The record that this quorum will propose; equal on every member. `advance` is that of the rules."""
     base = assessment.base
     incarnations = {m.replica: m.incarnation for m in members}
     positions = dict(base.positions)
     for replica in assessment.healthy:
-        positions[replica] = positions.get(replica, 0) + 1
+        positions[replica] = positions.get(replica, 0) + advance
     return CommitRecord(
         base.step + 1,
         generation,
@@ -238,6 +246,7 @@ def successor(assessment: Assessment, generation: int, members: Sequence[Member]
         life,
         assessment.excluded,
         assessment.applied,
+        next((m.stop for m in sorted(members, key=lambda m: m.replica) if m.stop), ""),
     )
 
 
@@ -245,3 +254,12 @@ def reusable_epoch(members: Sequence[Member]) -> int:
     """The epoch all members share, if their exchange is still sound and whole; else -1."""
     epochs = {m.epoch for m in members}
     return epochs.pop() if len(epochs) == 1 else -1
+
+
+def exclusions(log: Log, newest: CommitRecord, who: Incarnation, life: int, rules: StepRules) -> int:
+    """For how many of the newest steps this incarnation's gradient was not finite; 0 if that of `newest` was."""
+    replica, incarnation = who
+    if replica not in newest.excluded:
+        return 0
+    window = [r for r in log.above(newest.step - rules.nonfinite_window) if r.life == life and replica in r.excluded]
+    return sum(r.excluded[replica].incarnation == incarnation and r.excluded[replica].rank >= 0 for r in window)

@@ -23,6 +23,7 @@ from typing import Any
 from helixrt.protocol.liveness import BEAT, LOOK, Liveness, Stopped
 from helixrt.transport.authentication import NONCE_BYTES, PROOF_BYTES, agrees, nonce
 from helixrt.transport.monitor import wire
+from helixrt.transport.monitor.beats import Beats
 from helixrt.transport.monitor.wire import State
 from helixrt.transport.stopped_processes import is_stopped
 from helixrt.transport.tcp.kernel_view import acknowledgements
@@ -181,43 +182,6 @@ class Watched:
 
     def handshaking_too_long(self, now: float) -> bool:
         return self.sock is not None and self._liveness is None and now >= self._probe_due_s
-
-
-class Beats:
-    """The beats of one membership, in a thread of their own: each is one call of `beat`, which may block."""
-
-    def __init__(self, beat: Callable[[], None], period_s: float, most_s: float, beaten: Callable[[], None]) -> None:
-        self.withheld = ""  # why there are none
-        self.alive_s = time.monotonic()  # when the rank last said that its interpreter runs
-        self.depends_on: set[int] = set()  # numbers of watched ranks: no beats unless they run
-        self._beat, self._period_s, self._most_s, self._beaten = beat, period_s, most_s, beaten
-        self._over = threading.Event()
-        # Never joined: a call under way ends with the process, or by its own time-out.
-        threading.Thread(target=self._run, name="helixrt-membership-beats", daemon=True).start()
-
-    def _run(self) -> None:
-        first = True
-        while not self._over.is_set():
-            if not self.withheld:
-                self._beat()
-                if first:
-                    first = False
-                    self._beaten()
-            self._over.wait(self._period_s)
-
-    def reason(self, stopped: bool, states: Callable[[int], State], now: float) -> str:
-        """Why there should be no beats now; empty: there should."""
-        if stopped:
-            return "its process is stopped"
-        if now > self.alive_s + self._most_s:
-            return f"its interpreter has not run for {now - self.alive_s:.0f} s"
-        for number in sorted(self.depends_on):
-            if (state := states(number)) is not State.RUNNING:
-                return f"another process of its replica is {state.value}"
-        return ""
-
-    def end(self) -> None:
-        self._over.set()
 
 
 class Monitor:

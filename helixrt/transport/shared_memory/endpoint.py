@@ -10,13 +10,10 @@ resend and no ledger: a ring in memory loses nothing, and when it does, the peer
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import secrets
 import select
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +24,14 @@ from helixrt.protocol.liveness import LOOK
 from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, Refused, Sink
 from helixrt.transport.forking import disown_in_children
 from helixrt.transport.intake import Stage
+from helixrt.transport.shared_memory.address import (
+    SOCKET,
+    abstract,
+    host_identity,
+    listener,
+    parse_address,
+    unsupported,
+)
 from helixrt.transport.shared_memory.handshake import (
     Handshake,
     HandshakeError,
@@ -35,7 +40,6 @@ from helixrt.transport.shared_memory.handshake import (
     Stranger,
     Terms,
     answer,
-    credentials,
     dial,
 )
 from helixrt.transport.shared_memory.link import SharedMemoryLink, Watch
@@ -47,7 +51,6 @@ _DIAL_AGAIN_S = 0.01
 _LOOK_S = 0.1  # how often to look whether a peer that has not come still exists
 _TURN_S = 0.05  # and whether it runs; also how often signs of life are given and looked for meanwhile
 _PARKED = 64  # connections that wait for a later generation
-_SOCKET = int(socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
 
 
 class SharedMemoryEndpoint(Endpoint):
@@ -66,13 +69,14 @@ class SharedMemoryEndpoint(Endpoint):
         self._heartbeat_s = heartbeat_s
         name = secrets.token_hex(16)
         self._address = json.dumps({"host": host_identity(), "name": name}).encode()
-        self._listener = socket.socket(socket.AF_UNIX, _SOCKET)
-        self._listener.bind(_abstract(name))
+        self._listener = socket.socket(socket.AF_UNIX, SOCKET)
+        self._listener.bind(abstract(name))
         self._listener.listen(512)
         self._watch, self._stage = Watch(), Stage()
         self._epoll = self._watch.epoll
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._generation, self._me = -1, -1
+        self._begun: dict[int, int] = {}  # operations of this generation, of all links
         self._expected: set[int] = set()  # peers that may still come in this generation
         self._links: dict[int, SharedMemoryLink] = {}
         self._handshakes: dict[int, tuple[Handshake, int]] = {}  # descriptor -> it, and the peer if we dialled
@@ -99,7 +103,7 @@ class SharedMemoryEndpoint(Endpoint):
         until = time.monotonic() + deadline_s
         self._end_links(lambda link: link.close())
         self._links.clear()
-        self._generation, self._me = generation, me
+        self._generation, self._me, self._begun = generation, me, {}
         names: dict[int, str] = {}
         for rank, raw in peers.items():
             try:
@@ -162,9 +166,9 @@ class SharedMemoryEndpoint(Endpoint):
 
     def _dial(self, peer: int, name: str, now: float) -> bool:
         """Whether the call went out; False if there is no room at the peer now."""
-        connection = socket.socket(socket.AF_UNIX, _SOCKET)
+        connection = socket.socket(socket.AF_UNIX, SOCKET)
         try:
-            connection.connect(_abstract(name))
+            connection.connect(abstract(name))
         except BlockingIOError:
             connection.close()
             return False
@@ -244,7 +248,9 @@ class SharedMemoryEndpoint(Endpoint):
             return
         self._expected.discard(peer)
         outcome = self._outcomes.append
-        link = SharedMemoryLink(peer, handshake.connection, joined, self._watch, self._heartbeat_s, outcome, self._stage)
+        link = SharedMemoryLink(
+            peer, handshake.connection, joined, self._watch, self._heartbeat_s, outcome, self._stage, begun=self._begun
+        )
         self._links[peer] = link
 
     def _drop(self, descriptor: int) -> None:
@@ -352,55 +358,3 @@ class SharedMemoryEndpoint(Endpoint):
         for link in self._links.values():  # they stay, deaf, for those who did not hear of the end yet
             end(link)
         self._outcomes.clear()
-
-
-def unsupported() -> str | None:
-    """Why this machine has no shared memory of this kind; None if it has."""
-    if not sys.platform.startswith("linux"):
-        return "needs Linux (memfd, abstract Unix sockets); use tcp"
-    if not hasattr(os, "memfd_create") or sys.byteorder != "little":
-        return "needs a Python with os.memfd_create on a little-endian machine; use tcp"
-    return None
-
-
-def host_identity() -> str:
-    """Differs between hosts and between network namespaces of one: the reach of an abstract socket. That it is
-    equal is a hint and no proof (clones of a virtual machine); `listens` is the proof."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    space = os.stat("/proc/self/ns/net")
-    return hashlib.sha256(f"{boot} {space.st_dev} {space.st_ino} {os.geteuid()}".encode()).hexdigest()[:32]
-
-
-def parse_address(raw: bytes) -> tuple[str, str]:
-    """(host identity, name of the socket) of an endpoint's address. Raises ValueError."""
-    try:
-        said = json.loads(raw)
-        host, name = said["host"], said["name"]
-        good = all(isinstance(x, str) and len(x) == 32 and int(x, 16) >= 0 for x in (host, name))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        good = False
-    if not good:
-        raise ValueError("its address is none of shared memory")
-    return host, name
-
-
-def listens(name: str) -> bool:
-    """Whether an endpoint with that socket lives on this host, in this network namespace."""
-    return listener(name) is not None
-
-
-def listener(name: str) -> int | None:
-    """The process that listens there, 0 if that cannot be told; None: nobody does."""
-    with socket.socket(socket.AF_UNIX, _SOCKET) as probe:
-        try:
-            probe.connect(_abstract(name))
-        except BlockingIOError:
-            return 0  # there, and busy
-        except OSError:
-            return None
-        return credentials(probe)[0]
-
-
-def _abstract(name: str) -> bytes:
-    return b"\0helixrt-" + name.encode()

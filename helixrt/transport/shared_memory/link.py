@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable
 
 from helixrt.errors import Cause
-from helixrt.protocol.calls import Agreement
+from helixrt.protocol.calls import Agreement, awaited
 from helixrt.protocol.liveness import Stopped
 from helixrt.protocol.shared_memory.frames import Kind, SegmentError
 from helixrt.protocol.shared_memory.messages import LIMITS, Limits
@@ -77,7 +77,9 @@ class SharedMemoryLink:
         outcome: Callable[[Outcome], None],
         stage: Stage,
         limits: Limits = LIMITS,
+        begun: dict[int, int] | None = None,
     ) -> None:
+        """`begun`: operations of this rank, to be shared by its links of this generation (`protocol.calls.Agreement`)."""
         self.peer, self.ended = peer, False
         self._stage = stage
         self.direct = joined.memory is not None  # the peer's long messages are read out of its memory
@@ -91,7 +93,7 @@ class SharedMemoryLink:
         self._writer, self._reader = RingWriter(own, theirs, self._fence), RingReader(own, theirs, self._fence)
         self._pid, self._stopped = joined.pid, None if period_s is None or not joined.pid else Stopped(period_s)
         self._forgotten: set[int] = set()
-        agreement = Agreement()
+        agreement = self._agreement = Agreement(begun)
         self._out = Sending(peer, own, theirs, self._writer, outcome, self._forgotten, agreement, limits)
         self._in = Receiving(
             peer, own, theirs, joined.memory, self._fence, outcome, self._out.put, self._forgotten, agreement, limits
@@ -250,12 +252,17 @@ class SharedMemoryLink:
                 pass
 
     def look(self, now: float) -> None:
-        """At the state of the peer's process, if it is time; also while other links are still being made."""
+        """At the state of the peer's process, and at what it waits for, if it is time; also while other links are still being
+        made."""
         if self._stopped is None or now < self._look_due_s:
             return
         self._look_due_s = now + self._stopped.look_s
         if self._stopped.look(is_stopped(self._pid), now):
             self._lose(f"the process of rank {self.peer} on this host has been stopped for {self._stopped.for_s:.2f} s")
+            return
+        self._own.store(Word.AWAITED, awaited((*self._out.unfinished_names(), *self._in.awaited_names())))
+        if differs := self._agreement.unexpected(self._theirs.load(Word.AWAITED)):
+            self._refuse(SegmentError(differs))
 
     # ---------------------------------------------------------------- ends
 

@@ -10,7 +10,7 @@ time, and summed while it is in the cache (`intake`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from helixrt.protocol.calls import Agreement
 from helixrt.protocol.shared_memory.frames import OFFERS, Frame, Kind, SegmentError
@@ -51,6 +51,10 @@ class Sending:
     def unfinished(self) -> Name | None:
         """A message that only the peer can finish."""
         return next(iter(self._box.offered), None)
+
+    def unfinished_names(self) -> Iterable[Name]:
+        """All of them."""
+        return self._box.offered
 
     def send(self, op: int, index: int, data: Buffer) -> None:
         if op != self._agreement.latest and (differs := self._agreement.begin(op)):
@@ -177,6 +181,10 @@ class Receiving:
     def awaited(self) -> Name | None:
         """A message that is still to come."""
         return self._box.awaited()
+
+    def awaited_names(self) -> Iterable[Name]:
+        """All of them that have not begun to come."""
+        return self._box.posted
 
     def receive(self, op: int, index: int, into: Buffer | Intake) -> None:
         if op != self._agreement.latest and (differs := self._agreement.begin(op)):

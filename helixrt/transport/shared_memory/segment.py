@@ -39,7 +39,7 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 _SEALS = _SEAL_SHRINK | _SEAL_GROW
 
-_MAGIC = 0x686C6978_00000002  # the layout's version is in it
+_MAGIC = 0x686C6978_00000003  # the layout's version is in it
 _CAUSE_AT, _OFFERS_AT, _RING_AT = 4096, 8192, 8192 + 8 * OFFERS
 MAX_RING_BYTES = 1 << 30
 _FIRST_RING_BYTES = 32 << 10  # there from the beginning; it doubles from then on
@@ -61,6 +61,7 @@ class Word(IntEnum):
     ASLEEP = 4  # odd: the owner waits and wants its doorbell rung; each sleep has a number of its own
     EAGER_FREED = 5  # bytes of eager messages whose memory the owner gave back, since the beginning
     STATE = 6  # a `State`
+    AWAITED = 7  # the oldest operation that the owner waits for (`protocol.calls.awaited`); 0: none
 
 
 class State(IntEnum):

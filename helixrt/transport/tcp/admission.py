@@ -96,9 +96,9 @@ class Accepted:
         self.proofs.check_connector(proof)
         return True
 
-    def greeted(self) -> bool:
-        """It has said properly who it is."""
-        return self.hello is not None and not self._words.got
+    def may_go(self) -> bool:
+        """It has said properly who it is, or nothing yet: if it hangs up now, it was a peer whose attempt is over."""
+        return not self._words.got
 
     def verdict(self, verdict: Verdict, generation: int) -> bool:
         """Say so; False if the connection is gone."""
@@ -149,7 +149,7 @@ class Door:
         except HandshakeError:
             self._turn_away(accepted)
         except (_Ended, OSError):
-            if accepted.greeted():
+            if accepted.may_go():
                 self._release(accepted)  # it is gone
                 accepted.sock.close()
             else:

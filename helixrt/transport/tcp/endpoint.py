@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.machine import Link
-from helixrt.protocol.link.messages import LinkOptions
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.transport import path_history
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused, Sink
@@ -43,7 +43,7 @@ from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.admission import Accepted, Door, WaitingRoom
 from helixrt.transport.tcp.handshake import Purpose, Verdict
 from helixrt.transport.tcp.meeting import Means, Meeting
-from helixrt.transport.tcp.peer import Peer
+from helixrt.transport.tcp.peer import SETTLE, Peer
 from helixrt.transport.tcp.rails import MAX_RAILS, SocketTuning, TcpRail
 from helixrt.transport.tcp.watch import ENDED, READ, WRITE, Watch
 
@@ -77,6 +77,8 @@ class TcpEndpoint(Endpoint):
     Raises ConfigError when a rail's address is not this host's.
     """
 
+    _batched = True  # its links hear of messages in batches, which `flush` ends
+
     def __init__(self, secret: bytes, rails: Sequence[TcpRail] = (TcpRail(),), options: TcpOptions | None = None) -> None:
         if not isinstance(secret, bytes) or not secret:
             raise ConfigError("secret", "...", "must be the run's secret: bytes, not empty")
@@ -84,7 +86,7 @@ class TcpEndpoint(Endpoint):
             raise ConfigError("rails", len(rails), f"must be 1 to {MAX_RAILS}")
         self.options = options or TcpOptions()
         period = self.options.period_s
-        self._link_options = replace(self.options.link, period_s=math.inf if period is None else period)
+        self._link_options = replace(self.options.link, period_s=math.inf if period is None else period, batched=self._batched)
         tuning = replace(self.options.sockets, user_timeout_s=max(self.options.sockets.user_timeout_s, 2 * (period or 0.0)))
         self.now = time.monotonic()
         self.stage, self.copies = Stage(), CopyMemory()
@@ -113,6 +115,7 @@ class TcpEndpoint(Endpoint):
         self._settled_s = -math.inf
         self._stale = 0
         self._draw = random.Random()  # of the links, for the paths they try
+        self._begun: dict[int, int] = {}  # operations of this generation, of all links
         disown_in_children(self)
 
     # ---------------------------------------------------------------- what a communicator calls
@@ -121,10 +124,10 @@ class TcpEndpoint(Endpoint):
         return self._address
 
     def send(self, peer: int, op: int, index: int, data: Buffer) -> None:
-        self._peer(peer).send(op, index, data)
+        self._peer(peer).submit(m.Submit(op, index, len(data)), data)
 
     def receive(self, peer: int, op: int, index: int, into: Buffer | Sink) -> None:
-        self._peer(peer).receive(op, index, into)
+        self._peer(peer).post(m.Post(op, index, len(into)), into)
 
     def _peer(self, rank: int) -> Peer:
         peer = self._peers.get(rank)
@@ -149,17 +152,15 @@ class TcpEndpoint(Endpoint):
         if self._closed:
             return ()
         self.now = now
-        if self._writers:
-            self._write()
+        self.flush()
+        if self._touched and now > self._settled_s + _SETTLE_S:
+            self._settle()
         for _ in range(_ROUNDS):  # what comes meanwhile is cheaper to take now than after another wait
             if not self._watch.dispatch():
                 break
-            if self._writers:
-                self._write()
             if self._outcomes:
-                break
-        if self._touched and now > self._settled_s + _SETTLE_S:
-            self._settle()
+                break  # what they bring to send leaves together with what came to be said meanwhile
+            self.flush()
         if now >= self._due or now >= self._watch.due:
             self._tick()
         if not self._outcomes:
@@ -167,9 +168,17 @@ class TcpEndpoint(Endpoint):
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def flush(self) -> None:
+        for peer in self._touched:
+            if peer.link.unsettled:
+                peer.tell(SETTLE)
+        if self._writers:
+            self._write()
+
     def next_deadline(self) -> float | None:
         if self._closed:
             return None
+        self.flush()
         if self._outcomes or self._writers:
             return self.now
         self._settle()
@@ -198,6 +207,7 @@ class TcpEndpoint(Endpoint):
             raise ValueError(f"generation {generation}: this endpoint was in {self._meeting.generation} already")
         self._leave(Cause("it went on to another generation", f"rank {me}"))
         self._outcomes.clear()
+        self._begun = {}
         meeting = self._meeting = Meeting(self, self._means, generation, me)
         self._peers = meeting.peers
         for rank, raw in peers.items():
@@ -217,13 +227,14 @@ class TcpEndpoint(Endpoint):
     def _new_peer(self, generation: int, rank: int, raw: bytes) -> Peer:
         """Raises ValueError when its address is none."""
         addresses = tcp_rails.parse_address(raw)[: len(self._rails)]
-        link = Link(generation, rank, len(addresses), self._link_options, self._draw)
+        link = Link(generation, rank, len(addresses), self._link_options, self._draw, self._begun)
         return Peer(self, rank, link, addresses, self._rails)
 
     def close(self) -> None:
         if self._closed:
             return
         until = time.monotonic() + self.options.linger_s
+        self.flush()
         while any(peer.unsaid() for peer in self._living()) and time.monotonic() < until:
             self.turn(until)
         for peer in self._living():
@@ -244,12 +255,12 @@ class TcpEndpoint(Endpoint):
     def turn(self, until: float) -> None:
         """Wait for something to do, at most until then, and do it; outcomes are kept."""
         self.now = time.monotonic()
-        self._write()
+        self.flush()
         self._settle()
         wake = min(until, self._due, self._watch.due)
         self._watch.dispatch(max(0.0, wake - self.now))
         self.now = time.monotonic()
-        self._write()
+        self.flush()
         self._settle()
         self._tick()
 
@@ -335,7 +346,7 @@ class TcpEndpoint(Endpoint):
             if due <= self.now and rank in self._peers:
                 self._peers[rank].tick()
         self._watch.run_timers(self.now)
-        self._write()
+        self.flush()
         self._settle()
 
     def _settle(self) -> None:
@@ -344,6 +355,7 @@ class TcpEndpoint(Endpoint):
             return
         self._settled_s = self.now
         for peer in self._touched:
+            peer.settle()
             peer.is_touched = False
             self._dues[peer.rank] = peer.link.deadline
         self._touched.clear()
@@ -357,7 +369,7 @@ class TcpEndpoint(Endpoint):
     def _linger(self, until: float) -> None:
         """Until the kernel has what was written, and the peers' kernels too, or the time is over."""
         while time.monotonic() < until:
-            self._write()
+            self.flush()
             if all(c is None or c.emptied() for peer in self._peers.values() for c in peer.rails):
                 return
             self._watch.dispatch(0.001)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import socket
-from typing import Protocol, TypeVar
 
 from helixrt.errors import Cause
 from helixrt.protocol.link import frames
@@ -20,52 +19,17 @@ from helixrt.protocol.link.frames import Frame, Kind
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.messages import Failure, Landing
 from helixrt.protocol.liveness import BEAT, acknowledged_s
-from helixrt.transport.contract import Buffer, Lost, Outcome, PeerAborted, Received, Sent, Sink
-from helixrt.transport.copies import CopyMemory
-from helixrt.transport.intake import Intake, Stage, fill
+from helixrt.transport.contract import Buffer, Lost, PeerAborted, Received, Sent, Sink
+from helixrt.transport.intake import Intake, fill
 from helixrt.transport.rail_connection import RailConnection
 from helixrt.transport.tcp.connection import Connection
+from helixrt.transport.tcp.interfaces import trouble_of_all
+from helixrt.transport.tcp.peer_host import Host
 from helixrt.transport.tcp.rails import TcpRail
 
-_Memory = TypeVar("_Memory", bound=Buffer | Intake)
-
 CONTROL = -1  # number of the connection that only carries the reason of an end
-_TICK = m.Tick()
+_TICK, SETTLE = m.Tick(), m.Settle()
 _HEARD = 1 / 16  # of a period: so often the machine hears that bytes of a long payload come
-
-
-class Host(Protocol):
-    """What a peer needs of its endpoint."""
-
-    stage: Stage  # for what is used as it comes
-    copies: CopyMemory
-
-    @property
-    def now(self) -> float: ...
-
-    def add(self, outcome: Outcome) -> None: ...
-
-    def failed(self, peer: Peer, event: m.Failed) -> None:
-        """One message alone came to nothing: only of those that `submit` and `post` got with more than the contract has."""
-
-    def has_frames(self, connection: RailConnection) -> None:
-        """It has something to write."""
-
-    def watch(self, connection: RailConnection) -> None:
-        """From now on it is read when something comes."""
-
-    def unwatch(self, connection: RailConnection) -> None:
-        """It is about to be closed."""
-
-    def restore(self, peer: Peer, rail: int) -> None: ...
-
-    def look_for(self, peer: Peer, rail: int) -> None:
-        """A connection was closed by the other end: is anybody there?"""
-
-    def touched(self, peer: Peer) -> None: ...  # its deadline may be another
-
-    def note(self, peer: Peer, event: m.ForTheRecord) -> None:
-        """For the flight record."""
 
 
 class Peer:
@@ -89,36 +53,38 @@ class Peer:
         self._held: dict[tuple[int, int], Buffer] = {}
         self._unsaid: set[tuple[int, int]] = set()  # kept, and no rail has them yet
 
-    # ---- the caller; `submit` and `post` take all that the machine offers, a deadline too
-
-    def send(self, op: int, index: int, data: Buffer) -> None:
-        self.submit(m.Submit(op, index, len(data)), data)
+    # ---- the caller
 
     def submit(self, event: m.Submit, data: Buffer) -> None:
         if self.left:
             self._end(Lost(self.rank, Cause("it had closed before a message to it began", f"rank {self.rank}")))
-        if not self.ended:
-            self._begin(self._sending, event, data)
-
-    def receive(self, op: int, index: int, into: Buffer | Sink) -> None:
-        self.post(m.Post(op, index, len(into)), into)
+        if self.ended:
+            return
+        name = (event.op, event.index)
+        if name in self._sending:
+            raise ValueError(f"message {name} was begun before")
+        self._sending[name] = data
+        try:
+            self.tell(event)
+        except ValueError:
+            del self._sending[name]
+            raise
 
     def post(self, event: m.Post, into: Buffer | Sink) -> None:
         target = into if isinstance(into, memoryview) else Intake(into, self._host.stage)
         if self.left:
             self._receive_of_the_left(event.op, event.index, target)
-        elif not self.ended:
-            self._begin(self._receiving, event, target)
-
-    def _begin(self, table: dict[tuple[int, int], _Memory], event: m.Submit | m.Post, memory: _Memory) -> None:
+            return
+        if self.ended:
+            return
         name = (event.op, event.index)
-        if name in table:
+        if name in self._receiving:
             raise ValueError(f"message {name} was begun before")
-        table[name] = memory
+        self._receiving[name] = target
         try:
             self.tell(event)
         except ValueError:
-            del table[name]
+            del self._receiving[name]
             raise
 
     def _receive_of_the_left(self, op: int, index: int, into: Buffer | Intake) -> None:
@@ -256,8 +222,11 @@ class Peer:
         """Let the machine hear `event`, and do what it says; within an action, after all that it had said before."""
         if self.ended or self.left:
             return
-        self._touch()
+        if not self.is_touched:
+            self._touch()
         actions = self.link.on(event, self._host.now)
+        if not actions:
+            return
         if self._later is not None:
             self._later.extend(actions)
             return
@@ -269,6 +238,11 @@ class Peer:
                 self._carry_out(action)
         finally:
             self._later = None
+
+    def settle(self) -> None:
+        """Before the host writes or waits: what a batch of events has given to send is sent."""
+        if self.link.unsettled:
+            self.tell(SETTLE)
 
     def _touch(self) -> None:
         if not self.is_touched:
@@ -372,7 +346,13 @@ class Peer:
         else:
             self._close_connections()
 
+    def own_trouble(self) -> str:
+        """What of this host alone keeps all connections to the peer from working; empty if there is no such thing."""
+        return trouble_of_all(self.ways)
+
     def _end(self, outcome: Lost | PeerAborted) -> None:
+        if isinstance(outcome, Lost) and (own := self.own_trouble()):
+            outcome = Lost(outcome.peer, with_own_trouble(outcome.cause, own))
         self.cause = outcome.cause
         if isinstance(outcome, Lost) and not self.left:
             self.say_why(Cause(f"it lost the link: {outcome.cause.what}", outcome.cause.rank, outcome.cause.log))
@@ -409,3 +389,8 @@ class Peer:
         for connection in (self.control, *self.rails):
             self._drop(connection)
         self.control, self.rails = None, [None] * len(self.rails)
+
+
+def with_own_trouble(cause: Cause, trouble: str) -> Cause:
+    """The cause of a failure that this host's own network device explains."""
+    return dataclasses.replace(cause, what=f"{cause.what}; here, {trouble}", own_device=True)

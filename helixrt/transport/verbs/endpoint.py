@@ -28,7 +28,8 @@ from socket import socket
 
 from helixrt.errors import Cause, ConfigError
 from helixrt.protocol.link.machine import Link
-from helixrt.protocol.link.messages import Failure, LinkOptions, RailDown, RailMended
+from helixrt.protocol.link.messages import Failure, RailDown, RailMended
+from helixrt.protocol.link.options import LinkOptions
 from helixrt.record import FlightRecord
 from helixrt.transport.contract import Buffer, Outcome
 from helixrt.transport.process_memory import address_of
@@ -92,6 +93,8 @@ class VerbsEndpoint(TcpEndpoint):
     there is no such port.
     """
 
+    _batched = False
+
     def __init__(
         self,
         secret: bytes,
@@ -137,7 +140,7 @@ class VerbsEndpoint(TcpEndpoint):
         rails = count + (self._ours.fallback and theirs.fallback)
         if not rails:
             raise ValueError("its RDMA ports are of another kind than this rank's")
-        link = Link(generation, rank, rails, self._link_options, self._draw)
+        link = Link(generation, rank, rails, self._link_options, self._draw, self._begun)
         gids = tuple(gid for _, gid in theirs.rails)
         return VerbsPeer(self, rank, link, [theirs.meeting] * rails, self._rails * rails, count, gids)
 

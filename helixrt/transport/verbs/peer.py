@@ -13,7 +13,8 @@ from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.messages import Failure
 from helixrt.transport.rail_connection import RailConnection
-from helixrt.transport.tcp.peer import CONTROL, Host, Peer
+from helixrt.transport.tcp.peer import CONTROL, Peer
+from helixrt.transport.tcp.peer_host import Host
 from helixrt.transport.tcp.rails import TcpRail
 from helixrt.transport.verbs.connection import VerbsConnection
 from helixrt.transport.verbs.one_sided import OneSided, after_failure
@@ -107,6 +108,10 @@ class VerbsPeer(Peer):
             self._ask_again()
 
     # ---------------------------------------------------------------- ends
+
+    def own_trouble(self) -> str:
+        """Not known: the ways of this host are those of the management network, and the NICs report their own failures."""
+        return ""
 
     def broke(self, connection: RailConnection, failure: Failure, reason: str) -> None:
         super().broke(connection, failure, reason)

@@ -37,12 +37,12 @@ def halving_all_reduce(
     freed: list[list[int | None]] = [[], []]  # for each place, the reductions that emptied it
     for number, partition in enumerate(partitions):
         place = number % 2
-        freed[place] = _one(build, rank, size, partition, unit, place * place_bytes, freed[place], in_place)
+        freed[place] = _one(build, rank, size, partition, unit, place * place_bytes, freed[place])
     return build.plan(0 if on_arrival else min(2, len(partitions)) * place_bytes)
 
 
 def _one(
-    build: Builder, rank: int, size: int, whole: Cut, unit: int, scratch: int, freed: list[int | None], in_place: bool
+    build: Builder, rank: int, size: int, whole: Cut, unit: int, scratch: int, freed: list[int | None]
 ) -> list[int | None]:
     """The nodes of one partition, which receives at `scratch`; returns those that end the use of that place.
 
@@ -51,24 +51,24 @@ def _one(
     parts = cut(whole.offset, whole.length, size, unit)
     first, count = 0, size  # the parts this rank is still responsible for
     own, space, ready = whole, Space.SOURCE, None
-    away: list[tuple[int, Cut, int | None]] = []  # (peer, what it is responsible for from now on, our send of that)
+    away: list[tuple[int, Cut]] = []  # (peer, what it is responsible for from now on)
     while count > 1:
         count //= 2
         peer = rank ^ count
         low, high = _joined(parts[first : first + count]), _joined(parts[first + count : first + 2 * count])
         own, other = (high, low) if rank & count else (low, high)
         first += count if rank & count else 0
-        sent = build.send(peer, other.within(space), ready)
-        away.append((peer, other, sent if in_place or space is Space.OUT else None))
+        build.send(peer, other.within(space), ready)
+        away.append((peer, other))
         waiting = Region(Space.SCRATCH, scratch, own.length)
         left, out = own.within(space), own.within(Space.OUT)
         ready = build.receive_reduced(peer, left, out, waiting, freed, [ready], last=count == 1)
         freed = freed if ready is None else [ready]
         space = Space.OUT
     have: list[int | None] = [ready]
-    for peer, other, sent in reversed(away):
+    for peer, other in reversed(away):
         build.send(peer, own.within(Space.OUT), *have)
-        have.append(build.receive(peer, other.within(Space.OUT), sent))
+        have.append(build.receive(peer, other.within(Space.OUT)))
         own = _joined([own, other])
     return freed
 

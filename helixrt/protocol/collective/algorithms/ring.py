@@ -12,9 +12,9 @@ the partial sum to the place in OUT where the total will come. Only what reduce-
 nothing does of an all-reduce that sums `on_arrival`.
 
 `in_place` says that SOURCE and OUT are the same memory (all-gather: SOURCE is the rank's block in OUT;
-reduce-scatter: OUT is the rank's block in SOURCE). A plan built with it is right for disjoint memory too, one
-built without it is not right for shared memory. It makes an all-gather receive wait until what SOURCE held
-there has left, which out of place need not be waited for.
+reduce-scatter: OUT is the rank's block in SOURCE). An all-reduce has one plan for both: a finished part is received where an
+own message was sent from, and its sender has it only because that message had arrived (`plan_check`, "Sent and replaced"). So
+all receives are posted at the beginning, and one frame carries their credits.
 """
 
 from __future__ import annotations
@@ -60,14 +60,11 @@ def ring_all_reduce(
     freed: list[int | None] = [None for _ in lanes]  # the reduction that emptied the lane's slot
     for parts in grid:
         ready: list[int | None] = [None for _ in lanes]  # what put the lane's next chunk in its place
-        leaving: dict[tuple[int, int], int | None] = {}  # (part, lane) -> the send that still reads it in OUT
         for step in range(2 * size - 2):
             outgoing, incoming = (rank - step) % size, (rank - step - 1) % size
             for lane in lanes:
                 what = parts[outgoing][lane].within(Space.OUT if step else Space.SOURCE)
-                sent = build.send(right, what, ready[lane])
-                if step or in_place:
-                    leaving[outgoing, lane] = sent
+                build.send(right, what, ready[lane])
             for lane in lanes:
                 chunk = parts[incoming][lane]
                 if step < size - 1:
@@ -76,7 +73,7 @@ def ring_all_reduce(
                     ready[lane] = build.receive_reduced(left, source, out, waiting, [freed[lane]], last=step == size - 2)
                     freed[lane] = freed[lane] if ready[lane] is None else ready[lane]
                 else:
-                    ready[lane] = build.receive(left, chunk.within(Space.OUT), leaving.get((incoming, lane)))
+                    ready[lane] = build.receive(left, chunk.within(Space.OUT))
     return build.plan(0 if on_arrival else len(lanes) * slot)
 
 

@@ -1,0 +1,218 @@
+"""Steps per second of a session with 2 replicas x dp_shard 2 beside torch's own HSDP (FSDP2 on a 2-D mesh, over Gloo).
+
+Ours is the session as it is: quorum, exchange between replicas, vote, commit record, durable lineage and flight record at every
+step. The other side is a plain loop around `fully_shard` on a mesh replicate x shard, whose gradients torch reduce-scatters and
+then all-reduces. Same model, blocks, weights, batches, AdamW, clipping and number of processes. Blocks of steps alternate, one
+side waiting in its data source while the other runs; the first step of a block is not counted. The losses must agree, else
+there is no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helixrt.bench._figures import Spread, write
+from helixrt.bench.train import Gate, Outcome, Stopwatch
+from helixrt.engines.sharded import blocks
+from helixrt.errors import Fatal
+from helixrt.job.config import CheckpointConfig, MeshConfig
+from helixrt.job.heap import keep_freed_memory
+from helixrt.job.places import coordinates, group_rank
+from helixrt.job.rank import RankRuntime
+from helixrt.job.session import Session
+from helixrt.job.session_config import SessionConfig
+from helixrt.job.session_rank import RankHost
+from helixrt.protocol.step.lineage import genesis
+from helixrt.replica.contracts import RankSpec
+from helixrt.replica.membership import serve_lighthouse
+from helixrt.replica.run_keys import EXIT_KEY, done_key
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import TcpRunStore, host_store
+from helixrt.timeouts import derive
+from helixrt.train.config import DataConfig, ModelConfig
+from helixrt.train.data import ReplicaStream, load_corpus
+from helixrt.train.engine import token_loss
+from helixrt.train.models.build import build_chunk
+
+REPLICAS, SHARDS = 2, 2
+WORLD = REPLICAS * SHARDS
+SIDES = ("helixrt", "torch")
+SEED, RATE, CLIP = 0, 3e-4, 1.0
+LOSS_TOLERANCE = 2e-2  # nats on one batch; float32 sums in another order, over some hundred steps
+
+
+class Work:
+    """What both sides train: `steps` updates of one model, and a rank's batches behind the gate."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rounds, self.block = args.rounds, args.block
+        self.steps = (args.rounds + 1) * args.block
+        self.model_config = ModelConfig("gpt", args.layers, args.dim, ffn=4 * args.dim)
+        self.data = DataConfig(batch=args.batch, seq_len=args.seq_len)
+
+    def model(self) -> torch.nn.Module:
+        return build_chunk(self.model_config, self.data.seq_len, 0, 1, seed=SEED)
+
+    def batches(self, stream: int, side: int, gate: Gate) -> Stopwatch:
+        data = self.data
+        source = ReplicaStream(load_corpus(data), stream, WORLD, data.batch, data.seq_len, SEED)
+        return Stopwatch(source.batch_at, side, gate, self.block)
+
+
+class Loader:
+    """The batches in order. Longer than the run, so that its end is not reached."""
+
+    def __init__(self, batch_at: Callable[[int], torch.Tensor], length: int) -> None:
+        self._batch_at, self._length = batch_at, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self._batch_at(position) for position in range(self._length))
+
+
+def run_ours(spec: RankSpec, work: Work, gate: Gate, results: Any) -> None:
+    config = SessionConfig.from_plain(spec.config)
+    with RankRuntime(spec, config) as runtime, RankHost(runtime) as host:
+        session = Session(config.session(spec.coordinate.replica, spec.coordinate.dp_shard), host)
+        watch, losses = work.batches(session.stream, 0, gate), [0.0]
+        model = session.parallelize(work.model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        session.register(model=model, optimizers=[optimizer], clip_norm=CLIP)
+        for step in session.steps(Loader(watch, work.steps + 1), until=work.steps):
+            for tokens in step:
+                step.backward(token_loss(model(tokens[:, :-1]), tokens[:, 1:]))
+            done = step.commit()
+            if step.number == work.steps:  # no further batch will be asked for
+                losses[0] = float(done.loss)
+                watch.lap()
+                gate.pass_block(0, gate.rounds + 1)
+    results.put(Outcome("helixrt", session.stream, watch.seconds, losses[0]))
+
+
+def run_torch(rank: int, store: str, threads: int, work: Work, gate: Gate, results: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    host, port = store.rsplit(":", 1)
+    client = dist.PrefixStore("hsdp", dist.TCPStore(host, int(port), is_master=False))
+    dist.init_process_group("gloo", store=client, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
+    mesh = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replicate", "shard"))
+    watch, model = work.batches(rank, 1, gate), work.model()
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    loss = torch.zeros(())
+    for number in range(work.steps):
+        tokens = watch(number)
+        loss = token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.lap()
+    gate.pass_block(1, gate.rounds + 1)
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)  # as the session's loss: over all ranks
+    results.put(Outcome("torch", rank, watch.seconds, float(mean) / WORLD))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(work: Work, threads: int) -> list[Outcome]:
+    """What all eight processes measured. Raises Fatal when the sides did not train alike."""
+    mesh = MeshConfig(REPLICAS, 1, SHARDS)
+    config = SessionConfig(
+        name="bench",
+        mesh=mesh,
+        threads=threads,
+        step_timeout_s=600.0,  # one side waits while the other runs its block
+        checkpoint=CheckpointConfig(every=0),
+        device="cpu",
+        seed=SEED,
+    )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wait in the store that ends without an answer is no news
+    context = multiprocessing.get_context("spawn")
+    gate, results = Gate(context, work.rounds, WORLD), context.Queue()
+    server, address = host_store()
+    store, timeouts = TcpRunStore(address), derive(config.step_timeout_s, config.heartbeat_s)
+    RunLog(store).append(0, genesis("bench", REPLICAS))
+    lighthouse, lighthouse_address = serve_lighthouse(timeouts)
+    with tempfile.TemporaryDirectory() as folder:
+        epoch_s, plain = time.time(), config.to_plain()
+        places = [place for replica in range(REPLICAS) for place in coordinates(mesh, replica)]
+        specs = [RankSpec("bench", at, 0, address, lighthouse_address, folder, "bench", epoch_s, plain) for at in places]
+        assert [at.replica * SHARDS + group_rank(mesh, at) for at in places] == list(range(WORLD))
+        processes = [context.Process(target=run_ours, args=(spec, work, gate, results)) for spec in specs]
+        processes += [context.Process(target=run_torch, args=(r, address, threads, work, gate, results)) for r in range(WORLD)]
+        for process in processes:
+            process.start()
+        try:
+            for replica in range(REPLICAS):
+                store.wait(done_key(replica), 3600)
+            store.put_if_absent(EXIT_KEY, "ok")
+            outcomes = [results.get(timeout=120) for _ in processes]
+            for process in processes:
+                process.join(60)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            lighthouse.shutdown()
+            del server
+    losses = [outcome.loss for outcome in outcomes]
+    if not max(losses) - min(losses) <= LOSS_TOLERANCE or not math.isfinite(sum(losses)):
+        raise Fatal(f"both sides must train alike, but their last losses are {losses}")
+    return outcomes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
+    parser.add_argument("--rounds", type=int, default=20, help="pairs of blocks that are measured")
+    parser.add_argument("--block", type=int, default=6, help="steps in a block; the first is not counted")
+    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write. Returns 0."""
+    work = Work(args)
+    outcomes = measure(work, args.threads)
+    seconds = {side: next(o.seconds[1:] for o in outcomes if o.side == side and o.rank == 0) for side in SIDES}
+    spreads = {
+        **{f"{side}_steps_per_s": Spread.of([1 / s for s in seconds[side]]) for side in SIDES},
+        "ratio": Spread.of([theirs / own for own, theirs in zip(seconds["helixrt"], seconds["torch"], strict=True)]),
+    }
+    print(f"{REPLICAS} replicas x dp_shard {SHARDS}, gpt, batch {args.batch} x {args.seq_len} per rank: steps/s")
+    for name, spread in spreads.items():
+        print(f"  {name:30} {spread}")
+    if args.json is not None:
+        settings = {
+            "model": asdict(work.model_config),
+            "data": asdict(work.data),
+            "threads": args.threads,
+            "rounds": work.rounds,
+        }
+        write(args.json, "hsdp", settings, spreads)
+        print(f"  written to {args.json}")
+    return 0

@@ -1,0 +1,115 @@
+"""`helixrt serve --replicas N`: serve a run whose replicas are started by torchrun, Slurm or by hand.
+
+In: how many replicas, where the run's folder goes, the settings of the runtime. Out: the variables that each replica's process
+needs; then the run's store, membership, metrics and report, until the run has ended. Exit code 0 if it ended well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from helixrt.errors import ConfigError, HelixError
+
+if TYPE_CHECKING:
+    from helixrt.job.config import JobConfig
+    from helixrt.job.served import ServedDriver
+
+SHORTEST_SECRET = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--replicas", type=int, required=True, metavar="N", help="how many replicas the run has")
+    add("--storage", type=Path, default=Path("outputs"), help="the run's folder is made here; all machines must share it")
+    add("--name", default="run", help="of the run")
+    add("--host", default="127.0.0.1", help="the address of this machine that the servers bind to, and replicas connect to")
+    add("--port", type=int, default=0, help="of the run's store; 0: any free one")
+    add("--membership", default="auto", help="what says who takes part: auto, torchft or store (needs no torchft)")
+    add("--step-timeout-s", type=float, default=60.0, help="no step of a healthy replica takes longer")
+    add("--heartbeat-s", type=float, default=0.0, help="of the membership; 0: derived from the step timeout")
+    add("--checkpoint-every", type=int, default=50, help="steps between two checkpoints; 0: none")
+    add("--restarts", type=int, default=100, help="how often a replica may come again within an hour")
+    add("--wait-s", type=float, default=1800.0, help="how long a replica that nobody starts (again) is waited for")
+    add("--secret-file", type=Path, help="holds the run's secret; default: HELIXRT_SECRET, else a new one in the run's folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    from helixrt.job.served import serve
+
+    config = _config(args)
+    given = _given_secret(args.secret_file)
+    secret = given or secrets.token_hex(32)
+    try:
+        return serve(config, secret, args.wait_s, lambda driver: _say(driver, args, given))
+    except ConfigError:
+        raise
+    except HelixError as error:
+        print(f"helixrt: {error}", file=sys.stderr)
+        return 1
+
+
+def _config(args: argparse.Namespace) -> JobConfig:
+    from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, OutputConfig
+    from helixrt.job.driver import membership_kind
+    from helixrt.timeouts import derive
+
+    for key in ("replicas", "restarts", "checkpoint_every"):
+        least = 1 if key == "replicas" else 0
+        if getattr(args, key) < least:
+            raise ConfigError(key, getattr(args, key), f"must be at least {least}")
+    if not args.wait_s > 0:
+        raise ConfigError("wait_s", args.wait_s, "must be above 0")
+    derive(args.step_timeout_s, args.heartbeat_s)
+    config = JobConfig(
+        name=args.name,
+        launcher="environment",
+        step_timeout_s=args.step_timeout_s,
+        heartbeat_s=args.heartbeat_s,
+        restarts=args.restarts,
+        membership=args.membership,
+        host=args.host,
+        port=args.port,
+        mesh=MeshConfig(args.replicas, 1),
+        checkpoint=replace(CheckpointConfig(), every=args.checkpoint_every),
+        output=OutputConfig(str(args.storage.resolve())),
+    )
+    membership_kind(config)
+    return config
+
+
+def _given_secret(file: Path | None) -> str:
+    if file is not None:
+        try:
+            secret = file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError("secret-file", file, f"cannot be read: {error.strerror}") from error
+    else:
+        secret = os.environ.get("HELIXRT_SECRET", "")
+        if not secret:
+            return ""
+    if len(secret) < SHORTEST_SECRET:
+        raise ConfigError("secret", "...", f"must have at least {SHORTEST_SECRET} characters")
+    return secret
+
+
+def _say(driver: ServedDriver, args: argparse.Namespace, given: str) -> None:
+    """Print what a replica's process needs; the secret itself is in a file or in a variable that the user set."""
+    print(f"serving run {driver.run_.name} in {driver.run_.folder}; start each replica with")
+    print(f"  export HELIXRT_STORE={driver.address}")
+    if not given:
+        file = driver.run_.folder / "secret"
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
+            written.write(driver.secret + "\n")
+        print(f"  export HELIXRT_SECRET_FILE={file}")
+    elif args.secret_file is not None:
+        print(f"  export HELIXRT_SECRET_FILE={args.secret_file.resolve()}")
+    else:
+        print("  HELIXRT_SECRET as it is set here")
+    numbers = "0" if args.replicas == 1 else f"0 ... {args.replicas - 1}"
+    print(f"  export HELIXRT_REPLICA=R  # {numbers}, another one for each replica", flush=True)

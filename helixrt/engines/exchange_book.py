@@ -1,0 +1,125 @@
+"""What travels beside the gradients: weight, loss, which parameters have gradients, running buffers.
+
+In: losses and weights of a batch's micro-batches, a presence mask, buffers. Out: a float64 bucket (and an int64 one, if there
+are integer buffers) that is summed over replicas as gradients are, and is read at commit. Nothing is read on the host before.
+
+    [weight, loss, ranks with a loss that is not finite, a 1 per present gradient, a 1 per changed buffer, buffers]
+
+In a replica of several ranks each rank's book holds the whole replica's entries: they are united over its ranks first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+
+from helixrt.engines.buffers import Buffers
+from helixrt.engines.inner_group import InnerGroup
+from helixrt.errors import MisuseError
+
+_HEAD = 3
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over contributors: `weight` on the host; `loss` is the mean over all items, a float64 scalar tensor."""
+
+    weight: float
+    loss: torch.Tensor
+    present: tuple[bool, ...]
+    changed: tuple[float, ...]
+    floats: torch.Tensor
+    integers: torch.Tensor | None
+
+
+class ExchangeBook:
+    def __init__(self, parameters: int, buffers: Buffers, device: torch.device, group: InnerGroup | None = None) -> None:
+        self._parameters, self._buffers, self._device, self._group = parameters, buffers, device, group
+        self._room = _HEAD + parameters + buffers.running
+        self.tensors = [torch.zeros(self._room + buffers.float_room, dtype=torch.float64, device=device)]
+        if buffers.integer_room:
+            self.tensors.append(torch.zeros(buffers.integer_room, dtype=torch.int64, device=device))
+        self._weight = 0.0
+        self._more_weight: torch.Tensor | None = None  # of weights that are tensors
+        self._loss: torch.Tensor | None = None
+        self._mask: tuple[tuple[bool, ...], torch.Tensor] | None = None  # the newest presence mask, on the device
+
+    def begin(self) -> None:
+        self._weight, self._more_weight, self._loss = 0.0, None, None
+
+    def add(self, loss: torch.Tensor | None, weight: float | torch.Tensor | None) -> None:
+        """Count a micro-batch: its summed loss (None: not known) and over how many items. Raises MisuseError for a weight that
+        is none."""
+        if isinstance(weight, torch.Tensor):
+            if weight.numel() != 1 or weight.is_complex():
+                raise MisuseError(f"the weight of a micro-batch is one number, not a tensor of shape {list(weight.shape)}")
+            more = weight.detach().reshape(()).to(self._device, torch.float64)
+            self._more_weight = more if self._more_weight is None else self._more_weight + more
+        else:
+            if weight is not None and (not isinstance(weight, Real) or not 0 <= weight < math.inf):
+                raise MisuseError(f"the weight of a micro-batch is a number of at least 0, not {weight!r}")
+            self._weight += 1.0 if weight is None else float(weight)
+        if loss is None:
+            loss = torch.full((), math.nan)
+        value = loss.detach().reshape(()).to(self._device, torch.float64)
+        self._loss = value if self._loss is None else self._loss + value
+
+    @property
+    def weight(self) -> float | torch.Tensor:
+        """Of the batch so far; a tensor if one of the weights was."""
+        return self._weight if self._more_weight is None else self._more_weight + self._weight
+
+    @property
+    def mean_loss(self) -> torch.Tensor:
+        assert self._loss is not None
+        return self._loss / self.weight
+
+    @torch.no_grad()
+    def fill(self, present: Sequence[bool]) -> None:
+        """Write the batch's entries. From then on `weight` and `mean_loss` are those of the whole replica. Raises Retryable if
+        a rank of the replica is lost."""
+        book = self.tensors[0]
+        assert self._loss is not None
+        finite = torch.isfinite(self._loss)
+        book[0] = self.weight
+        book[1] = torch.where(finite, self._loss, 0.0)
+        book[2] = ~finite
+        marks = tuple(present)
+        if self._mask is None or marks != self._mask[0]:
+            self._mask = marks, torch.tensor(marks, dtype=torch.float64, device=self._device)
+        book[_HEAD : _HEAD + self._parameters] = self._mask[1]
+        if self._buffers.running:
+            book[_HEAD + self._parameters : self._room] = self._buffers.changed(self._device)
+            for room in (book[self._room :], *self.tensors[1:]):
+                room.zero_()
+            self._buffers.write(book[self._room :], self.tensors[1] if len(self.tensors) > 1 else None)
+        if self._group is not None:
+            self._unite(self._group)
+
+    def _unite(self, group: InnerGroup) -> None:
+        book = self.tensors[0]
+        parts = group.gather(book)
+        torch.sum(torch.stack([part[: self._room] for part in parts]), 0, out=book[: self._room])
+        book[self._room :] = self._buffers.united([part[self._room :] for part in parts])
+        if len(self.tensors) > 1:
+            self.tensors[1].copy_(torch.stack(group.gather(self.tensors[1])).amax(0))
+        self._weight, self._more_weight = 0.0, book[0].clone()
+        self._loss = torch.where(book[2] > 0, torch.full_like(book[1], math.nan), book[1])
+
+    def read(self, sums: Sequence[torch.Tensor]) -> Totals:
+        """Sums of `tensors` over contributors; reads the head on the host."""
+        book = sums[0]
+        head = book[: self._room].tolist()
+        loss = book[1] / head[0] if head[0] and not head[2] else torch.full_like(book[1], math.nan)
+        return Totals(
+            weight=head[0],
+            loss=loss,
+            present=tuple(mark > 0 for mark in head[_HEAD : _HEAD + self._parameters]),
+            changed=tuple(head[_HEAD + self._parameters :]),
+            floats=book[self._room :],
+            integers=sums[1] if len(self.tensors) > 1 else None,
+        )

@@ -1,0 +1,233 @@
+"""Gradients of any module in flat sets, handed out while backward still runs.
+
+In: named parameters. Out: flat tensors, one sequence per dtype and device, cut into buckets in parameter order, of which
+every `p.grad` becomes a view with a batch's first backward; and a call for each bucket once the gradients in it are final.
+Of a DTensor parameter this is the rank's local part; `p.grad` is a DTensor over the view.
+
+A post-accumulate-gradient hook per parameter does this. It never blocks, communicates or raises: what it finds wrong is kept
+and raised by `check`. In the last backward of a batch a gradient is final when its hook has run; those that no backward has
+reached are final at `end`, as zeros. Every `p.grad` has a version counter of its own, so that a change of a gradient outside
+backward is found, and is reported with the parameter's name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from helixrt.engines.sharded import is_sharded, local, over, version
+from helixrt.engines.stream_marks import StreamMarks
+from helixrt.errors import MisuseError
+from helixrt.pipeline.buckets import Slot, lay_out
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class FlatGradients:
+    """The local gradient set. `begin`, for each backward `before_backward` and `after_backward`, `end`; all from one thread.
+
+    `on_bucket(i)` is called from whatever thread finishes bucket i, in the order from the last bucket to the first.
+    """
+
+    def __init__(self, named: Named, bucket_bytes: int, marks: StreamMarks) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        parts = [(name, local(parameter)) for name, parameter in named]
+        slots, shapes = _lay_out(parts, bucket_bytes)
+        self._bucket_of = [slot.bucket for slot in slots]
+        self.flat = [torch.zeros(max(1, size), dtype=dtype, device=device) for size, dtype, device in shapes]
+        # `data` has a version counter of its own, and so has each view of it; the local part of a DTensor shares its view's.
+        self.views = [_like(p, self.flat[s.bucket].data, s.start) for (_, p), s in zip(parts, slots, strict=True)]
+        self._grads = [over(v, p) if is_sharded(p) else v for p, v in zip(self.parameters, self.views, strict=True)]
+        self._sizes = [self._bucket_of.count(bucket) for bucket in range(len(self.flat))]
+        self._marks, self._lock = marks, threading.RLock()
+        self._on_bucket: Callable[[int], None] = lambda bucket: None
+        self._working = self._backward = self._last = self._own = False
+        self._reached: set[int] = set()  # parameters with a gradient of the newest backward
+        self._fault = ""  # the first thing a hook found wrong
+        self.present = [False] * len(self.parameters)  # has a gradient in this batch
+        self._final = [False] * len(self.parameters)
+        self._versions = [0] * len(self.parameters)
+        self._open: list[int] = []
+        self._next = -1
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index)) for index, parameter in enumerate(self.parameters)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self.flat)
+
+    def begin(self, on_bucket: Callable[[int], None]) -> None:
+        """A batch begins: forget the gradients of the one before."""
+        with self._lock:
+            for parameter in self.parameters:
+                parameter.grad = None
+            count = len(self.parameters)
+            self.present, self._final = [False] * count, [False] * count
+            self._versions = [version(gradient) for gradient in self._grads]
+            self._open, self._next = list(self._sizes), len(self.flat) - 1
+            self._on_bucket, self._fault = on_bucket, ""
+            self._working, self._backward, self._last = True, False, False
+
+    @property
+    def reached(self) -> bool:
+        """The newest backward has given a gradient."""
+        return bool(self._reached)
+
+    def before_backward(self, last: bool, own: bool = False) -> None:
+        """A backward begins; `last`: gradients that it gives are final. `own`: the user calls it, once, at some later time."""
+        if not self._working:
+            raise MisuseError("backward was called outside a step; call it once per micro-batch, before the step's commit")
+        if self._last:
+            raise MisuseError("backward was called after the step's last micro-batch, whose gradients are being exchanged")
+        self.check()
+        self._backward, self._last, self._own = True, last, own
+        self._reached.clear()
+
+    def after_backward(self) -> None:
+        self._backward = False
+
+    def end(self) -> None:
+        """All backwards are done: gradients that none has given are zero, and final. Every bucket is handed out on return."""
+        if not self._last:
+            raise MisuseError("the step ends without a backward of its last micro-batch; call step.backward(loss) for each")
+        self.check()
+        with self._lock:
+            for index, present in enumerate(self.present):
+                if not present:
+                    self.views[index].zero_()
+                    self._marks.wrote(self._bucket_of[index], self.views[index].device)
+                if not self._final[index]:
+                    self._finish(index)
+            self._working = False
+
+    def check(self) -> None:
+        """Raises MisuseError for a gradient that was not made by the step's backwards alone."""
+        self.check_fault()
+        for index, present in enumerate(self.present):
+            gradient = self.parameters[index].grad
+            if present and (gradient is not self._grads[index] or version(gradient) != self._versions[index]):
+                raise MisuseError(self._changed(index))
+            if not present and gradient is not None:
+                raise MisuseError(f"the gradient of {self.names[index]} was set by hand; gradients come from step.backward")
+
+    def check_fault(self) -> None:
+        """Raises MisuseError for what a hook found wrong since `begin`."""
+        if self._fault:
+            raise MisuseError(self._fault)
+
+    def _changed(self, index: int) -> str:
+        when = "after its bucket was handed out" if self._final[index] else "within the step"
+        return (
+            f"the gradient of {self.names[index]} was changed {when}: it is one replica's part, and not the mean that the "
+            "update uses. Clip with register(clip_norm=...) or prepare(clip_norm=...), change gradients in a function "
+            "registered as the session's update, and do not call zero_grad() in the loop"
+        )
+
+    def install(self, sums: Sequence[torch.Tensor], weight: float, present: Sequence[bool]) -> None:
+        """Copy `sums / weight`, laid out as `flat`, over the local set; a parameter without gradient anywhere gets None."""
+        for flat, total in zip(self.flat, sums, strict=True):
+            if total.device != flat.device:  # kept or fetched in host memory
+                flat.copy_(total).div_(weight)
+            else:
+                torch.div(total, weight, out=flat) if weight != 1.0 else flat.copy_(total)
+        self._set(present)
+
+    def drop(self) -> None:
+        """No parameter has a gradient."""
+        self._set([False] * len(self.parameters))
+
+    def _set(self, present: Sequence[bool]) -> None:
+        self._working = False
+        for parameter, gradient, there in zip(self.parameters, self._grads, present, strict=True):
+            parameter.grad = gradient if there else None
+
+    def close(self) -> None:
+        """Take the hooks away; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ---------------------------------------------------------------- in backward, on any thread
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        view, mine, bucket = self.views[index], self._grads[index], self._bucket_of[index]
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if not self._backward:
+                self._found(self._outside(index))
+            elif self._own and index in self._reached:
+                self._found(
+                    f"a second backward in one micro-batch reached {self.names[index]}; add the losses, and call it once"
+                )
+            elif self._final[index]:
+                self._found(
+                    f"the gradient of {self.names[index]} was added to after its bucket was handed out (a second pass within "
+                    "one backward: use torch.utils.checkpoint with use_reentrant=False)"
+                )
+            elif gradient is None or gradient.layout is not torch.strided:
+                self._found(f"{self.names[index]} has a sparse gradient, which replicas cannot sum; use sparse=False")
+            elif gradient is not mine and self.present[index]:
+                self._found(self._changed(index))
+            else:
+                if gradient is not mine:  # one copy costs less than zeroing and adding, and keeps the sign of zeros
+                    view.copy_(local(gradient.detach() if gradient.requires_grad else gradient))
+                    parameter.grad = mine
+                self.present[index], self._versions[index] = True, version(mine)
+                self._reached.add(index)
+                self._marks.wrote(bucket, view.device)
+                if self._last:
+                    with self._lock:
+                        self._finish(index)
+
+        return accumulated
+
+    def _outside(self, index: int) -> str:
+        if self._own:
+            return f"a backward after optimizer.step() reached {self.names[index]}; call it before, once in each micro-batch"
+        return f"a backward outside step.backward(loss) reached {self.names[index]}; do not call loss.backward()"
+
+    def _found(self, fault: str) -> None:
+        self._fault = self._fault or fault
+
+    def _finish(self, index: int) -> None:
+        self._final[index] = True
+        self._open[self._bucket_of[index]] -= 1
+        while self._next >= 0 and self._open[self._next] == 0:
+            bucket = self._next
+            self._next -= 1
+            self._marks.handed_out(bucket)
+            self._on_bucket(bucket)
+
+
+def _lay_out(
+    named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> tuple[list[Slot], list[tuple[int, torch.dtype, torch.device]]]:
+    """A slot for each parameter, and (elements, dtype, device) of each bucket, in the order of their first parameters."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, (_, parameter) in enumerate(named):
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
+    found: list[tuple[int, int, torch.dtype, torch.device, list[tuple[int, Slot]]]] = []  # first parameter, …
+    for (dtype, device), members in kinds.items():
+        slots, sizes = lay_out([named[index] for index in members], bucket_bytes)
+        for bucket, size in enumerate(sizes):
+            inside = [(index, slot) for index, slot in zip(members, slots, strict=True) if slot.bucket == bucket]
+            found.append((inside[0][0], size, dtype, device, inside))
+    found.sort(key=lambda each: each[0])
+    placed: dict[int, Slot] = {}
+    for number, (_, _, _, _, inside) in enumerate(found):
+        placed |= {index: Slot(slot.name, number, slot.start, slot.shape) for index, slot in inside}
+    return [placed[index] for index in range(len(named))], [(size, dtype, device) for _, size, dtype, device, _ in found]
+
+
+def _like(parameter: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+    """The part of `flat` from `start`, with the parameter's shape, and its strides where these leave no gaps: sums over
+    elements depend on the order in memory."""
+    stride = torch.empty_like(parameter, device="meta").stride()
+    return torch.as_strided(flat, parameter.shape, stride, start)

@@ -1,0 +1,68 @@
+"""The dp_shard ranks of one replica: what FSDP2 shards over, and small exchanges whose result is the same on all of them.
+
+In: a one-dimensional device mesh. Out: tensors of all ranks, in the order of their ranks, so that each rank that sums them gets
+the same bits. A rank that is lost makes every call of the others fail with Retryable: a replica leaves and returns whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from helixrt.errors import Retryable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class InnerGroup:
+    """All ranks call the same methods in the same order, from the thread that computes."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._group = mesh.get_group()
+
+    def gather(self, mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`mine` of every rank, in their order; the shape and dtype must be equal everywhere. Raises Retryable if a rank is
+        lost."""
+        if self.size == 1 or mine.numel() == 0:
+            return tuple(mine.detach().clone() for _ in range(self.size))
+        everything = mine.new_empty((self.size, *mine.shape)).unbind(0)
+        try:
+            dist.all_gather(list(everything), mine.detach().contiguous(), group=self._group)
+        except RuntimeError as error:
+            raise Retryable(f"a rank of this replica is lost: {_first_line(error)}") from error
+        return everything
+
+    def sum(self, mine: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, added up in their order. Raises Retryable if a rank is lost."""
+        first, *others = self.gather(mine)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def mean(self, values: list[float]) -> list[float]:
+        """The mean over the ranks of each of these numbers."""
+        device = self.mesh.device_type
+        return (self.sum(torch.tensor(values, dtype=torch.float64, device=device)) / self.size).tolist()
+
+
+def lost_rank(error: BaseException) -> str:
+    """Why a collective of torch.distributed failed, if it is that which `error` tells; else "".
+
+    FSDP2's collectives run inside the user's forward and backward, and raise a plain RuntimeError when a rank has gone.
+    """
+    traceback, module = error.__traceback__, ""
+    while traceback is not None:
+        module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
+    if isinstance(error, RuntimeError) and module.startswith("torch.distributed."):
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,269 @@
+"""The engine of any module: `torch.nn.Module`s, `torch.optim` optimizers and the user's own loop.
+
+A replica is one process, or several over which FSDP2 has sharded the parameters (`group`). Then each holds, exchanges and
+updates its shard; FSDP2 sums gradients inside the replica in every micro-batch, and equal ranks of replicas exchange during
+the last backward.
+
+In: what the user registered; from the loop, a loss per micro-batch. Out: the `Engine` contract of `helixrt.replica.contracts`.
+
+    begin(on_bucket)                       parameters, optimizers and buffers are as the last update left them
+      backward(loss, weight, last)         gradients add up in the local set; in the last one buckets are handed out
+    end()                                  gradients that nobody made are zero; the book (weight, presence, buffers) goes last
+    apply(record, sums)                    sums / total weight are copied over the local set; the update runs
+
+On the device there are at most two gradient-sized sets: the local one, of which `p.grad` is a view, and the sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from helixrt.engines.buffers import Buffers, Mode
+from helixrt.engines.exchange_book import ExchangeBook
+from helixrt.engines.flat_gradients import FlatGradients
+from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.random_state import set_random_state
+from helixrt.engines.registered import Registered
+from helixrt.engines.replicated_state import ReplicatedState
+from helixrt.engines.sharded import ShardedModels, is_sharded
+from helixrt.engines.stream_marks import StreamMarks, marks_for
+from helixrt.engines.unchanged import Unchanged
+from helixrt.engines.update import ModuleUpdate, Policy, StepGuard, UpdateFunction, default_update, gradient_norm
+from helixrt.errors import MisuseError
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.replica.contracts import Engine, State, Update, WorkResult
+
+BUCKET_BYTES = 25 << 20  # as DistributedDataParallel has it
+
+
+class ModuleEngine(Engine):
+    """Trains what is registered. All calls come from one thread, but for `state`'s tensors, `buckets` and `ready`.
+
+    `replica` of `replicas` configured ones, `seed` of the run; `buffers`: how running buffers of contributors are united
+    ("mean" or "first"); `compute_dtype`: float32, or bfloat16 for forward and loss under autocast, with parameters, gradients
+    and optimizer state as they were registered (of sharded models FSDP2's mixed precision decides instead). `group`: the ranks
+    of this replica, over which the models are sharded; all of them make the same calls in the same order. `marks` stands in for
+    the device's events in tests.
+
+    Raises MisuseError, here and in every call of the loop, for what cannot be trained or was done in the wrong place;
+    `backward`, `end` and `apply` raise Retryable, or what FSDP2 raises, when another rank of the replica is lost.
+    """
+
+    def __init__(
+        self,
+        registered: Registered,
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+        seed: int = 0,
+        policy: Policy | None = None,
+        buffers: Mode = "mean",
+        bucket_bytes: int = BUCKET_BYTES,
+        compute_dtype: torch.dtype = torch.float32,
+        group: InnerGroup | None = None,
+        marks: StreamMarks | None = None,
+    ) -> None:
+        registered.check()
+        self.registered, self.policy = registered, policy or Policy()
+        self.replica, self.replicas, self._seed = replica, replicas, seed
+        trained = [(name, parameter) for name, parameter in registered.parameters() if parameter.requires_grad]
+        if not trained:
+            raise MisuseError("the registered models have no parameter that requires a gradient")
+        if compute_dtype not in (torch.float32, torch.bfloat16):
+            raise MisuseError(f"compute type {compute_dtype}: must be float32 or bfloat16")
+        if group is None and (dtensors := [name for name, parameter in registered.parameters() if is_sharded(parameter)]):
+            raise MisuseError(f"{dtensors[0]} is a DTensor, and a replica is one rank; run with mesh=Mesh(dp_shard=...)")
+        self._group, self._sharded = group, None if group is None else ShardedModels(registered, group)
+        self._parameters = [parameter for _, parameter in trained]
+        self._device = self._parameters[0].device
+        self._compute_dtype = torch.float32 if group is not None else compute_dtype  # FSDP2 has its own mixed precision
+        self._marks = marks or marks_for({parameter.device for parameter in self._parameters})
+        self._gradients = FlatGradients(trained, bucket_bytes, self._marks)
+        self._buffers = Buffers(registered, buffers, replica, replicas, 1 if group is None else group.size)
+        self._book = ExchangeBook(len(trained), self._buffers, self._device, group)
+        self._buckets = [*self._book.tensors, *self._gradients.flat]
+        self._state = ReplicatedState(registered, self._buffers)
+        self._state.read()  # what cannot be stored is found before the first step
+        self._unchanged = Unchanged(registered)
+        self._guard = StepGuard(registered.optimizers, [parameter for _, parameter in registered.parameters()])
+        self._update: UpdateFunction | None = None
+        self._update_checked = False
+        self._contexts = ExitStack()  # of the batch's forwards
+        self._on_bucket: Callable[[int], None] = lambda bucket: None
+        self._failed = False  # an update has failed in its middle
+        self._checked = False  # registered state was checked at the end of a batch, and nothing has run since
+        if registered.scaler is not None:  # its scale is made with the first loss, which a replay has not
+            registered.scaler.scale(torch.zeros((), device=self._device))
+
+    # ---------------------------------------------------------------- the loop
+
+    def set_update(self, update: UpdateFunction) -> None:
+        """Run `update(record)` instead of the default. Gradients are in `p.grad`, divided by the total weight; where no
+        contributor had one, or `record.applied` is False, `p.grad` is None. It is a function of registered state, gradients and
+        record."""
+        self._update, self._update_checked = update, False
+
+    @property
+    def buckets(self) -> Sequence[torch.Tensor]:
+        """The book, then the flat gradient sets in parameter order. Left alone from `end` to the next `begin` or `apply`."""
+        return self._buckets
+
+    def ready(self, index: int) -> None:
+        if index >= len(self._book.tensors):
+            self._marks.wait(index - len(self._book.tensors))
+
+    def begin(self, on_bucket: Callable[[int], None]) -> None:
+        self._contexts.close()  # of a batch that was dropped
+        self._reshard()
+        if self._failed:
+            raise MisuseError("an update has failed; the state is undefined until one is loaded")
+        if not self._update_checked:
+            if self._update is None:
+                self.registered.check_update_is_complete()
+            self._update_checked = True
+        self._unchanged.check_versions()
+        self._checked = False
+        self._buffers.begin()
+        if self._sharded is not None:
+            self._sharded.begin()
+        self._on_bucket = on_bucket
+        offset = len(self._book.tensors)
+        self._gradients.begin(lambda bucket: on_bucket(bucket + offset))
+        self._book.begin()
+        if self._compute_dtype is not torch.float32:
+            self._contexts.enter_context(torch.autocast(self._device.type, self._compute_dtype))
+
+    def seed(self, position: int) -> None:
+        """Set the random state for the micro-batch at this position of this rank's stream."""
+        set_random_state(self._seed, self.replica, 0 if self._group is None else self._group.rank, position)
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, *, last: bool = False) -> None:
+        """Gradients of `loss`, a sum over `weight` items (None: it counts 1, so that means are averaged); a scalar tensor.
+
+        `last`: no other micro-batch of the batch follows. The values of loss and weight are not read on the host.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise MisuseError(f"the loss is a {type(loss).__name__}, not a tensor; pass it before .item()")
+        if loss.numel() != 1:
+            raise MisuseError(f"the loss has shape {list(loss.shape)}; it must be one number: sum it, and pass weight=")
+        if not loss.requires_grad:
+            raise MisuseError("the loss depends on no parameter that requires a gradient (no_grad, detach, or all frozen?)")
+        self._gradients.before_backward(last)
+        self._book.add(loss, weight)
+        scaler = self.registered.scaler
+        with torch.autocast(self._device.type, enabled=False) if self._compute_dtype is not torch.float32 else ExitStack():
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        self._gradients.after_backward()
+        if self._compute_dtype is not torch.float32:
+            torch.clear_autocast_cache()  # the next micro-batch casts parameters anew, as a loop with one context each does
+
+    def expect_backward(self, *, last: bool = False) -> None:
+        """One call of `loss.backward()` by the user follows; its gradients count 1 and its loss is not known. `last` as for
+        `backward`."""
+        self._gradients.before_backward(last, own=True)
+
+    def own_backward_done(self) -> bool:
+        """The call that was expected is over. False: it has reached no parameter, and is expected still."""
+        self._gradients.check()
+        if not self._gradients.reached:
+            return False
+        self._gradients.after_backward()
+        self._book.add(None, None)
+        if self._compute_dtype is not torch.float32:
+            torch.clear_autocast_cache()
+        return True
+
+    def check_no_backward(self) -> None:
+        """Raises MisuseError for a backward that came after `end`, by name."""
+        self._gradients.check_fault()
+
+    def end(self) -> WorkResult:
+        self._contexts.close()
+        self._gradients.end()
+        self._reshard()
+        self._unchanged.check()  # before the book goes: without it nothing of this batch can be committed
+        self._checked = True
+        self._buffers.check()
+        self._book.fill(self._present())
+        for index in reversed(range(len(self._book.tensors))):
+            self._on_bucket(index)
+        return WorkResult(self._book.mean_loss, self._book.weight)
+
+    def _present(self) -> Sequence[bool]:
+        """Which parameters this rank's backwards used. FSDP2 reduces zeros of the others, so all have a gradient then."""
+        if self._sharded is None:
+            return self._gradients.present
+        return [self._sharded.used(parameter) for parameter in self._parameters]
+
+    def _reshard(self) -> None:
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    # ---------------------------------------------------------------- updates
+
+    def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
+        self._contexts.close()
+        self._reshard()
+        if not self._checked:
+            self._unchanged.check()
+            self._buffers.check()
+        self._unchanged.check_device()
+        totals = None if reduced is None else self._book.read(reduced)
+        self._failed = True
+        with torch.no_grad():
+            if reduced is None or totals is None or not totals.weight > 0:  # nothing was summed, or nothing counts
+                record = dataclasses.replace(record, applied=False)
+                self._gradients.drop()
+                self._buffers.discard()
+            else:
+                self._gradients.install(reduced[len(self._book.tensors) :], totals.weight, totals.present)
+                self._buffers.commit(totals.changed, totals.floats, totals.integers, record.summed)
+        update = self._run_update(record, totals)
+        self._unchanged.record()
+        self._failed = self._checked = False
+        return update
+
+    def _run_update(self, record: CommitRecord, totals: Any) -> Update | None:
+        factor = self.policy.factor(len(record.summed), self.replicas) if record.applied else 1.0
+        rate = self._rate(factor)
+        with self._guard.update(factor):
+            if self._update is None:
+                norm = default_update(self.registered, self._parameters, record, self._group)
+            else:
+                norm = gradient_norm(self._parameters, self.registered.scaler, self._group)
+                self._update(record)
+        if not record.applied:
+            return None
+        return ModuleUpdate(norm, rate, totals.loss, totals.weight)
+
+    def _rate(self, factor: float) -> float | torch.Tensor:
+        """Of the first group, as the update will use it."""
+        for optimizer in self.registered.optimizers.values():
+            rate = optimizer.param_groups[0].get("lr", 0.0)
+            return rate * factor
+        return 0.0
+
+    # ---------------------------------------------------------------- state
+
+    def state(self) -> State:
+        return self._state.read()
+
+    def load(self, state: State) -> None:
+        self._contexts.close()
+        self._reshard()
+        self._state.load(state)
+        self._gradients.drop()
+        self._unchanged.record()
+        self._failed = self._checked = False
+
+    def close(self) -> None:
+        self._contexts.close()
+        self._gradients.close()
+        if self._sharded is not None:
+            self._sharded.close()
+        self._guard.close()

@@ -1,0 +1,99 @@
+"""The state of `torch.optim` optimizers by parameter name, and back into optimizers that have none yet.
+
+In: an optimizer, and its parameters' names. Out: a nested value for `state_tree`: `state/PARAMETER/…` and `group/NUMBER/…`.
+Loading builds what is missing from tensors and scalars and never steps: a step would change later trajectories of AdamW,
+Adafactor and SGD with dampening. Where a new tensor lies follows the rule of `Optimizer.load_state_dict`: on the
+parameter's device, but for the counter `step`, which is on the CPU unless the group is fused or capturable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from helixrt.errors import Fatal, MisuseError
+
+Names = Mapping[torch.Tensor, str]
+
+
+def read_optimizer(optimizer: Optimizer, names: Names, what: str) -> dict[str, Any]:
+    """The nested state; tensors are live. It is in the order of the groups: that in which parameters had their first gradients
+    is not the same in a replica that loaded its state. Raises MisuseError for state of anything but registered parameters."""
+    for parameter in optimizer.state:
+        if not isinstance(parameter, torch.Tensor) or parameter not in names:
+            raise MisuseError(f"{what} ({type(optimizer).__name__}) holds state of something that is no registered parameter")
+    state: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if entries := optimizer.state.get(parameter):
+                state[names[parameter]] = entries
+    groups = {
+        str(number): {key: value for key, value in group.items() if key != "params"}
+        | {"params": {names[parameter]: place for place, parameter in enumerate(group["params"])}}
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    return {"state": state, "group": groups}
+
+
+def check_optimizer(optimizer: Optimizer, names: Names, tree: Mapping[str, Any] | None, what: str) -> None:
+    """Raises Fatal if a nested state is not one of this optimizer: another number of groups, or other parameters in them."""
+    groups = (tree or {}).get("group") or {}
+    if sorted(groups) != sorted(str(number) for number in range(len(optimizer.param_groups))):
+        raise Fatal(f"the state to load has {len(groups)} parameter groups of {what}, not {len(optimizer.param_groups)}")
+    for number, group in enumerate(optimizer.param_groups):
+        own = {names[parameter]: place for place, parameter in enumerate(group["params"])}
+        if groups[str(number)].get("params") != own:
+            raise Fatal(f"the state to load has other parameters in group {number} of {what}")
+    mine = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
+    if unknown := sorted((tree or {}).get("state", {}).keys() - mine):
+        raise Fatal(f"the state to load has state of {unknown[0]} for {what}, which does not hold that parameter")
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: Optimizer, names: Names, tree: Mapping[str, Any]) -> None:
+    """Make the optimizer's state and groups those of the nested state; tensors are copied. `check_optimizer` comes first."""
+    for number, group in enumerate(optimizer.param_groups):
+        loaded = tree["group"][str(number)]
+        for key in [key for key in group if key != "params" and key not in loaded]:
+            del group[key]
+        for key, value in loaded.items():
+            if key != "params":
+                group[key] = _take(value, group.get(key), None)
+        for parameter in group["params"]:
+            entries = tree.get("state", {}).get(names[parameter])
+            if not entries:
+                optimizer.state.pop(parameter, None)
+                continue
+            live = optimizer.state[parameter]  # made if there is none
+            for key in [key for key in live if key not in entries]:
+                del live[key]
+            for key, value in entries.items():
+                live[key] = _take(value, live.get(key), _device(key, parameter, group), parameter)
+
+
+def _device(key: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return torch.device("cpu")
+    return parameter.device
+
+
+def _take(value: Any, live: Any, device: torch.device | None, parameter: torch.Tensor | None = None) -> Any:
+    """The value with tensors copied: into the live one where that fits, else to `device` (None: where the live one is), laid
+    out in memory as `parameter` is where the shapes are equal: sums over elements depend on their order."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(live, torch.Tensor) and live.shape == value.shape and live.dtype == value.dtype:
+            return live.copy_(value)
+        if parameter is not None and parameter.shape == value.shape and parameter.device == device:
+            return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+        where = device if device is not None else live.device if isinstance(live, torch.Tensor) else value.device
+        return value.detach().to(where, copy=True)
+    if isinstance(value, dict):
+        known = live if isinstance(live, Mapping) else {}
+        return {key: _take(item, known.get(key), device, parameter) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        others = live if isinstance(live, list | tuple) and len(live) == len(value) else [None] * len(value)
+        return type(value)(_take(item, other, device, parameter) for item, other in zip(value, others, strict=True))
+    return value

@@ -1,0 +1,309 @@
+"""The pipeline engine: one stage's chunks of a replica's model, run by a schedule, updated by `torch.optim` optimizers.
+
+In: `PipelineParts`: the chunks, the schedule, the replica's process group, what is registered, a source of batches by position.
+Out: the `BatchEngine` contract of `helixrt.replica.contracts`.
+
+At commit the mean of the sums is copied over the local gradient set, of which `p.grad` is a view, and the update runs on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helixrt.engines.buffers import Buffers
+from helixrt.engines.random_state import set_random_state
+from helixrt.engines.registered import Registered
+from helixrt.engines.replicated_state import ReplicatedState
+from helixrt.engines.unchanged import Unchanged
+from helixrt.engines.update import Policy, StepGuard, UpdateFunction
+from helixrt.errors import ConfigError, Fatal, MisuseError
+from helixrt.passes.errors import CaptureError
+from helixrt.pipeline.buckets import GradientBuckets
+from helixrt.pipeline.channels import Channel, GroupChannel
+from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
+from helixrt.pipeline.executor import Executor
+from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
+from helixrt.pipeline.stage import AutogradStage, StageChunk
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.record import FlightRecord
+from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
+from helixrt.schedule.generators.evaluation import forward_only
+from helixrt.schedule.ir import Schedule
+
+if TYPE_CHECKING:
+    from helixrt.pipeline.graph_stage import GraphStage
+
+CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+GRAPHS = ("auto", "always", "never")
+BUCKET_BYTES = 1 << 22
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, cut into micro-batches along dimension 0
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Where inputs and targets come from: `train(position)` and `validation(index)` give (inputs, targets). They must be pure
+    functions of their argument, and are called only where the first and the last chunk of the model are. `items` is how many a
+    batch has.
+    """
+
+    train: Callable[[int], Batch]
+    validation: Callable[[int], Batch]
+    items: int
+
+
+@dataclass(frozen=True)
+class PipelineParts:
+    """What the engine of one stage is made of.
+
+    `modules`: this stage's chunks of the model, by number, as `schedule` places them. `registered`: the same modules, with
+    the optimizers and schedulers of their parameters; `clip_norm` is taken over all stages. `loss(output, target)` is the
+    mean over a micro-batch; `example` is one micro-batch, of any values; `boundary`: a tensor like what travels between
+    chunks. `batches`: for `run`, which finds its batches itself; a user's loop calls `train` instead. `tied`: the name of a
+    parameter of which the first and the last chunk have a copy each; "" if there is none. `group` holds the replica's pipeline
+    ranks, ordered by stage (Gloo); None for a single stage. A schedule that moves W or has pairs runs by graphs of the chunks,
+    others by autograd; `graphs`, one of GRAPHS, may say otherwise.
+    """
+
+    modules: Mapping[int, nn.Module]
+    schedule: Schedule
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    example: Batch
+    boundary: torch.Tensor
+    registered: Registered
+    stage: int
+    group: dist.ProcessGroup | None
+    record: FlightRecord
+    batches: Batches | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    tied: str = ""
+    graphs: str = "auto"
+    policy: Policy = field(default_factory=Policy)
+    replica: int = 0
+    replicas: int = 1  # configured ones, for the policy
+    seed: int = 0  # of random numbers, see `seed`
+
+
+def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
+    """Whether `graphs`, one of GRAPHS, has the schedule run by graphs; else autograd does, backwards in one piece."""
+    return setting == "always" or (setting == "auto" and needs_graphs(schedule))
+
+
+class PipelineEngine(BatchEngine):
+    """One pipeline stage of one replica.
+
+    All ranks of a replica build it together and call it in the same order. `generation` is what messages between stages
+    are tagged with. Raises ConfigError for chunks that cannot be captured and MisuseError for what cannot be trained; `run`,
+    `apply` and `evaluate` raise Retryable when a stage of this replica is lost.
+    """
+
+    def __init__(self, parts: PipelineParts) -> None:
+        schedule, self.stage, self.stages = parts.schedule, parts.stage, parts.schedule.stages
+        assert (parts.group is None) == (self.stages == 1), "a group is needed exactly when there is more than one stage"
+        self.modules, self.placement, self.batches = parts.modules, schedule.placement, parts.batches
+        self.registered, self._policy, self._replicas = parts.registered, parts.policy, parts.replicas
+        self._seed, self._replica, self._example = parts.seed, parts.replica, parts.example
+        self.record, self.generation = parts.record, 0
+        self._passes = 0
+        self._loss = math.nan  # of the batch that was worked on last
+        self._channels: dict[int, Channel] = {}
+        if parts.group is not None:
+            peers = (peer for peer in range(self.stages) if peer != self.stage)
+            self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
+        self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
+        ends = self.placement[0], self.placement[-1]
+        split_tie = parts.tied and ends[0] != ends[1] and self.stage in ends
+        self._tied = parts.tied
+        self._tied_peer = (ends[1] if self.stage == ends[0] else ends[0]) if split_tie else None
+        self._buckets = GradientBuckets(dict(self.modules), parts.bucket_bytes, (self._tied,) if split_tie else ())
+        self._check_registered()
+        self._constants = Buffers(self.registered, "mean", 0, 1)
+        if self._constants.running:
+            raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
+        self._state = ReplicatedState(self.registered, self._constants)
+        self._unchanged = Unchanged(self.registered)
+        self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
+        self._chunks = {
+            chunk: StageChunk(module, parts.loss if chunk + 1 == schedule.chunks else None)
+            for chunk, module in self.modules.items()
+        }
+        self._autograd, self._graphs_when = AutogradStage(self._chunks), parts.graphs
+        self._graphs: GraphStage | None = None
+        self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
+        self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
+        self._program: Program
+        self.use_schedule(schedule)
+
+    def _check_registered(self) -> None:
+        self.registered.check()
+        self.registered.check_update_is_complete()
+        if self.registered.scaler is not None:
+            raise MisuseError("a pipeline trains in the type of its parameters; register no scaler")
+        mine = {parameter for _, parameter in self._buckets.named}
+        if mine != {parameter for _, parameter in self.registered.parameters()}:
+            raise MisuseError("the registered model is not that of this stage's chunks; register what session.parallelize gave")
+
+    def use_schedule(self, schedule: Schedule) -> None:
+        """From the next `run` on, work by another schedule of the same placement and as many micro-batches.
+
+        All ranks of the replica do so before the same step. Graphs that it needs are made now, once. Raises ScheduleError
+        if it cannot be run, ValueError for one that is for other chunks or micro-batches, ConfigError for chunks that
+        cannot be captured.
+        """
+        if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
+            raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
+        if schedule.placement != self.placement:
+            raise ValueError(
+                f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
+            )
+        if not runs_by_graphs(schedule, self._graphs_when):
+            self._executor.stage, self._program = self._autograd, compile_program(whole_backwards(schedule), self.stage)
+            return
+        program = compile_program(schedule, self.stage)
+        self._graphs = self._graphs or self._captured()
+        self._graphs.prepare(program)
+        self._executor.stage, self._program = self._graphs, program
+
+    def _captured(self) -> GraphStage:
+        from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
+
+        boundary = self._executor.boundary
+        inputs, targets = self._example
+        examples = {
+            number: Example(boundary if number else inputs, targets if chunk.loss is not None else None)
+            for number, chunk in self._chunks.items()
+        }
+        try:
+            return GraphStage(self._chunks, examples)
+        except CaptureError as error:
+            rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
+            raise ConfigError("schedule.graphs", self._graphs_when, rule) from error
+
+    @property
+    def buckets(self) -> Sequence[torch.Tensor]:
+        return self._buckets.flat
+
+    def begin(self, on_bucket: Callable[[int], None]) -> None:
+        self._passes += 1
+        self._buckets.begin(on_bucket)
+
+    def seed(self, position: int) -> None:
+        """Set the random state for the batch at this position of the replica's stream: equal on all stages."""
+        set_random_state(self._seed, self._replica, 0, position)
+
+    def set_update(self, update: UpdateFunction) -> None:
+        """Raises MisuseError: the update of a pipeline is the default one."""
+        raise MisuseError("an update function cannot be registered for stages: the gradient norm is over all of them")
+
+    def compute(self, position: int) -> None:
+        self.train(*self._batch(None if self.batches is None else self.batches.train, position))
+
+    def _batch(self, source: Callable[[int], Batch] | None, number: int) -> Batch:
+        assert source is not None, "an engine without batches of its own is given them"
+        return source(number) if self._embeds or self._predicts else self._example
+
+    def train(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Forward and backward of a batch, once between `begin` and `end`; its mean loss, on every stage.
+
+        Inputs are read where the first chunk is, targets where the last one is. Raises MisuseError for a batch that cannot be
+        cut into the schedule's micro-batches.
+        """
+        finish_tied = None
+        if self._tied_peer is not None:
+            tied = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == self._tied)
+            finish_tied = sum_tied(self._channels[self._tied_peer], tied, self.generation, self._passes)
+        self._loss = self._forward_pass(self._program, (inputs, targets), self._buckets, finish_tied)
+        return self._loss
+
+    def end(self) -> WorkResult:
+        self._unchanged.check()
+        self._constants.check()
+        return WorkResult(self._loss, 1 if self.batches is None else self.batches.items)
+
+    def _forward_pass(
+        self,
+        program: Program,
+        batch: Batch,
+        buckets: GradientBuckets | None,
+        finish_tied: Callable[[], None] | None = None,
+    ) -> float:
+        """One pass (with its backward, if there are buckets) over one batch; the mean loss, on every stage."""
+        shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
+        inputs: Sequence[torch.Tensor] = ()
+        targets: Sequence[torch.Tensor] = ()
+        if self._embeds or self._predicts:
+            inputs, targets = (self._cut(part, program.schedule.microbatches) for part in batch)
+        losses = self._executor.run(program, inputs, targets, buckets, generation=self.generation, step=self._passes)
+        if buckets is not None and finish_tied is not None:
+            finish_tied()
+            buckets.complete(self._tied)
+        return shared(math.fsum(loss.item() for loss in losses) / len(losses) if self._predicts else None)
+
+    def _cut(self, part: torch.Tensor, microbatches: int) -> Sequence[torch.Tensor]:
+        if part.dim() == 0 or part.shape[0] % microbatches:
+            raise MisuseError(f"a batch of shape {list(part.shape)} cannot be cut into {microbatches} equal micro-batches")
+        return part.chunk(microbatches)
+
+    def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
+        self._unchanged.check()
+        if reduced is None:
+            return None
+        self._passes += 1
+        self._buckets.install(reduced, len(record.summed))
+        norm = math.sqrt(math.fsum(self._squared_norms()))
+        if not math.isfinite(norm):
+            raise Fatal(f"the gradient of step {record.step} is not finite (norm {norm}); lower optim.lr or check the data")
+        clip = self.registered.clip_norm
+        if clip is not None and (scale := clip / (norm + CLIP_EPS)) < 1.0:
+            self._buckets.scale(scale)
+        factor = self._policy.factor(len(record.summed), self._replicas)
+        optimizers = self.registered.optimizers.values()
+        rate = next((group["lr"] * factor for optimizer in optimizers for group in optimizer.param_groups), 0.0)
+        with self._guard.update(factor):
+            for optimizer in optimizers:
+                optimizer.step()
+            for scheduler in self.registered.schedulers.values():
+                scheduler.step()
+        self._unchanged.record()
+        return Update(norm, rate)
+
+    def _squared_norms(self) -> list[float]:
+        """Each stage's squared norm of the gradient in the local set, in the order of stages; of a tied parameter's copies the
+        first counts."""
+        skipped = {slot.bucket for slot in self._buckets.slots if slot.name in self._buckets.withheld and self._predicts}
+        mine = math.fsum(
+            torch.linalg.vector_norm(bucket, dtype=torch.float64).item() ** 2
+            for index, bucket in enumerate(self._buckets.flat)
+            if index not in skipped
+        )
+        return gather(self._channels, self.stage, self.stages, self.generation, self._passes, mine)
+
+    def state(self) -> State:
+        return self._state.read()
+
+    def load(self, state: State) -> None:
+        self._state.load(state)
+        self._unchanged.record()
+
+    def evaluate(self, batches: int) -> tuple[float, int]:
+        found = self.batches
+        assert found is not None, "an engine without batches of its own is given them"
+        losses = [self.measure(*self._batch(found.validation, index)) for index in range(batches)]
+        return math.fsum(losses) / batches, batches * found.items
+
+    def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """The mean loss of a batch, on every stage, without gradients; not within a step."""
+        self._passes += 1
+        return self._forward_pass(self._evaluation, (inputs, targets), None)
+
+    def close(self) -> None:
+        self._guard.close()
+        for channel in self._channels.values():
+            channel.close()

@@ -1,0 +1,69 @@
+"""Finds parameters that were changed through `.data`, which counts no version: rows of a few parameters are compared.
+
+In: the registered parameters. `record` (after each update and load) copies one row of each of the next `PARAMETERS` parameters;
+`compare` (at the end of a batch) compares them by their bits. Parameters take turns, and so do the rows of each. A whole tensor
+that is changed in every step is found within (number of parameters / `PARAMETERS`) steps; a change of few elements may not be.
+A row has at most `ELEMENTS` elements, so a step costs the copies and comparisons of `PARAMETERS` short rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+PARAMETERS, ELEMENTS = 4, 1024
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> what its bits are read as
+
+
+class Samples:
+    """One thread at a time. A sharded parameter (DTensor) is sampled in this rank's shard."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._named = [(name, parameter) for name, parameter in named if not parameter.is_complex()]
+        self._turn = 0  # of all rows sampled so far
+        self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, live row, its copy
+        self._marks: torch.Tensor | None = None  # which rows differ, on a device that computes later
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """The parameters are as they should be. Samples the next ones."""
+        self._kept, self._marks = [], None
+        for _ in range(min(PARAMETERS, len(self._named))):
+            name, parameter = self._named[self._turn % len(self._named)]
+            row = _row(parameter, self._turn // len(self._named))
+            self._turn += 1
+            if row.numel() and not row.is_meta:  # a tensor without values cannot be compared
+                self._kept.append((name, row, row.clone()))
+
+    @torch.no_grad()
+    def compare(self) -> str | None:
+        """The name of a parameter that has changed since `record`, or None. Rows on a device are compared there and read by
+        `result`, since reading waits for the device."""
+        late = [torch.ne(row, copy).any() for _, row, copy in self._kept if row.device.type != "cpu"]
+        self._marks = torch.stack([mark.to(late[0].device) for mark in late]) if late else None
+        return next((name for name, row, copy in self._kept if row.device.type == "cpu" and not torch.equal(row, copy)), None)
+
+    def result(self) -> str | None:
+        """What `compare` found on a device; waits for it."""
+        if self._marks is None:
+            return None
+        names = [name for name, row, _ in self._kept if row.device.type != "cpu"]
+        marks, self._marks = self._marks.tolist(), None
+        return next((name for name, mark in zip(names, marks, strict=True) if mark), None)
+
+
+def _row(parameter: torch.Tensor, turn: int) -> torch.Tensor:
+    """One row of the parameter's bits, a live view; which one follows `turn`."""
+    part = parameter.detach()
+    if hasattr(part, "to_local"):
+        part = part.to_local()
+    if part.numel() == 0:
+        return part.reshape(-1)
+    while part.dim() > 1:
+        turn, index = divmod(turn, part.shape[0])
+        part = part[index]
+    part = part.reshape(-1) if part.dim() == 0 else part
+    first = turn * ELEMENTS % part.shape[0]
+    return part[first : first + ELEMENTS].view(_BITS[part.element_size()])

@@ -1,0 +1,231 @@
+"""Models whose parameters FSDP2 has sharded over the ranks of a replica: applying it, and what an engine must know of them.
+
+In: a module, the replica's inner group. Out: the module with `fully_shard` applied, whose parameters are DTensors; for the
+engine their local parts, descriptions of their placement, and which of them the rank's own backward used.
+
+A parameter's local part may be empty: dimension 0 is cut as `torch.chunk` cuts it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.registered import Registered
+from helixrt.errors import Fatal, MisuseError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Module = TypeVar("Module", bound=nn.Module)
+
+# ---------------------------------------------------------------- tensors
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor. Importing their module takes long; where nobody has, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, live; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # else it is a differentiable copy of the handle
+        return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Grows when the tensor is changed in place. A DTensor counts operations on itself, its local part those on that part."""
+    return tensor._version + local(tensor)._version if is_sharded(tensor) else tensor._version
+
+
+def over(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor with the shape and placement of the DTensor `like` whose local part is `part`."""
+    return _assemble(part, like.device_mesh, like.placements, tuple(like.shape), tuple(like.stride()))
+
+
+def _assemble(
+    part: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def placement_of(tensor: Any, what: str) -> str:
+    """Full shape, stride, placements and ranks of a DTensor as JSON. Raises MisuseError for a placement that is neither a shard
+    of one dimension nor a replica."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    placements: list[int | None] = []  # a dimension, or None for a replica
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise MisuseError(f"{what} is a DTensor with the placement {placement}; the state may hold shards and replicas")
+        placements.append(placement.dim if isinstance(placement, Shard) else None)
+    return json.dumps([list(tensor.shape), list(tensor.stride()), placements, tensor.device_mesh.size()])
+
+
+def placed_by(text: object, part: torch.Tensor, mesh: DeviceMesh | None, what: str) -> torch.Tensor:
+    """The DTensor that `placement_of` described, over a local part. Raises Fatal for a description that does not fit."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    try:
+        shape, stride, dims, ranks = json.loads(str(text))
+        placements = [Replicate() if dim is None else Shard(int(dim)) for dim in dims]
+        if mesh is None or mesh.size() != ranks:
+            here = 1 if mesh is None else mesh.size()
+            raise Fatal(f"the state to load has {what} cut for {ranks} ranks, and this replica has {here}")
+        return _assemble(part, mesh, placements, tuple(shape), tuple(stride))
+    except (ValueError, TypeError) as error:
+        raise Fatal(f"the state to load describes the placement of {what} as {str(text)[:80]!r}") from error
+
+
+# ---------------------------------------------------------------- applying fully_shard
+
+
+def shard_model(model: Module, group: InnerGroup, compute_dtype: torch.dtype) -> Module:
+    """Apply `fully_shard` over the group: to each block of the model, then to the rest. Modules to which the user has applied
+    it are left as they are, with all that is in them. With a compute type other than float32, parameters are gathered and
+    used in it, gradients are reduced in float32, and the model's output is float32.
+
+    Raises MisuseError for a model whose parameters have no values yet.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise MisuseError(f"{empty[0]} is on the meta device; build the model with values before session.parallelize")
+    inner = outer = MixedPrecisionPolicy()
+    if compute_dtype is not torch.float32:
+        inner = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    if isinstance(model, FSDPModule):
+        return model
+    for block in blocks(model):
+        if not isinstance(block, FSDPModule):
+            fully_shard(block, mesh=group.mesh, mp_policy=inner)
+    fully_shard(model, mesh=group.mesh, mp_policy=outer)
+    return model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules to gather one at a time: of the classes that `_no_split_modules` names (as Hugging Face models have it),
+    else the elements of the outermost `ModuleList`s, and `ModuleDict`s with numbers as keys, whose elements are all of one
+    class. None inside another, or inside a module that is sharded already."""
+    from torch.distributed.fsdp import FSDPModule
+
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            if _class(child).__name__ in named:
+                found.append(child)
+            elif not named and _is_stack(child):
+                found.extend(child.children())
+            elif not isinstance(child, FSDPModule):
+                look(child)
+
+    look(model)
+    distinct = {id(block): block for block in found}
+    return [block for block in distinct.values() if next(block.parameters(), None) is not None]
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether its children are layers of one class, one after the other."""
+    numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
+    return (isinstance(module, nn.ModuleList) or numbered) and len({_class(child) for child in module.children()}) == 1
+
+
+def _class(module: nn.Module) -> type:
+    """The module's class before `fully_shard` gave it a derived one."""
+    from torch.distributed.fsdp import FSDPModule
+
+    bases = type(module).__bases__
+    return next(base for base in bases if base is not FSDPModule) if FSDPModule in bases else type(module)
+
+
+# ---------------------------------------------------------------- what the engine knows
+
+
+class ShardedModels:
+    """The registered models of one engine. `close` takes the hooks away.
+
+    Sums without division are set for all `FSDPModule`s, and zeros for parameters that a rank did not use, so that all ranks
+    reduce the same tensors. Raises MisuseError for a parameter that is not sharded over the group.
+    """
+
+    def __init__(self, registered: Registered, group: InnerGroup) -> None:
+        _check(registered, group)
+        self._used: set[int] = set()
+        self._modules = list(_fsdp_modules(registered.models))
+        self._ends = []
+        from helixrt.engines.fsdp_private import watch_used
+
+        for _, module in self._modules:
+            if not hasattr(module, "set_reduce_scatter_unused_params"):
+                raise MisuseError("Mesh(dp_shard=...) needs torch 2.13 or newer: FSDP2's set_reduce_scatter_unused_params")
+            module.set_force_sum_reduction_for_comms(True)  # else Gloo refuses the factor
+            module.set_gradient_divide_factor(1.0)
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+            self._ends.append(watch_used(module, lambda parameter: self._used.add(id(parameter))))
+
+    def begin(self) -> None:
+        """A batch begins: no parameter was used. Raises MisuseError if gradients would not be reduced."""
+        from helixrt.engines.fsdp_private import reduces
+
+        self._used.clear()
+        for name, module in self._modules:
+            if not reduces(module):
+                raise MisuseError(
+                    f"set_requires_gradient_sync(False) was called on {name}; gradients are reduced inside the replica in each "
+                    "micro-batch, so leave it at True"
+                )
+
+    def used(self, parameter: torch.Tensor) -> bool:
+        """Whether a backward of this rank gave the parameter a gradient since `begin`."""
+        return id(parameter) in self._used
+
+    def reshard(self) -> None:
+        """Free gathered parameters (an evaluation leaves some): they would keep their values over an update."""
+        for _, module in self._modules:
+            module.reshard()
+
+    def close(self) -> None:
+        for end in self._ends:
+            end()
+        self._ends.clear()
+
+
+def _fsdp_modules(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
+    from torch.distributed.fsdp import FSDPModule
+
+    seen: set[int] = set()
+    for model in models.values():
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule) and id(module) not in seen:
+                seen.add(id(module))
+                yield name or type(module).__name__, module
+
+
+def _check(registered: Registered, group: InnerGroup) -> None:
+    if registered.scaler is not None:
+        raise MisuseError("a gradient scaler is not supported with Mesh(dp_shard=...); train in bfloat16, which needs none")
+    for key, optimizer in registered.optimizers.items():
+        if isinstance(optimizer, torch.optim.Adafactor):
+            raise MisuseError(f"optimizer {key}: PyTorch's Adafactor does not work on sharded parameters; take AdamW or SGD")
+    for name, parameter in registered.parameters():
+        placements = getattr(parameter, "placements", ())
+        if not is_sharded(parameter) or parameter.device_mesh != group.mesh or not all(p.is_shard() for p in placements):  # type: ignore[attr-defined]
+            raise MisuseError(
+                f"{name} is not sharded over the {group.size} ranks of this replica; call session.parallelize(model), or "
+                "fully_shard(model, mesh=session.device_mesh), before the optimizer is made"
+            )

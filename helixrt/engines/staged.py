@@ -1,0 +1,155 @@
+"""A model that is cut into pipeline stages, as a user gives it, and this rank's part of it.
+
+In: `Stages`: the parts, how they are run, what travels between them. Out: `StagedModel`, a module with the parts of this rank,
+whose parameters an optimizer takes; `Session.register` makes a `PipelineEngine` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, Batch, Batches, PipelineEngine, PipelineParts
+from helixrt.engines.registered import Registered
+from helixrt.engines.update import Policy
+from helixrt.errors import ConfigError, MisuseError
+from helixrt.record import FlightRecord
+from helixrt.schedule.generators.classic import build
+from helixrt.schedule.ir import Schedule
+
+MakeParts = Callable[[Sequence[int]], Mapping[int, nn.Module]]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model in parts that follow each other, trained by `step.train(model, x, target=y)`.
+
+    `modules`: all parts in order, or those of this rank by their number, or a function that makes them: it is given the numbers
+    of this rank's parts. The schedule says which stage has which part: with
+    "1f1b" and "gpipe" stage s has part s; others have two parts on each stage. `loss(output, target)` is the mean over a
+    micro-batch. `example`: input and target of one micro-batch, of any values; `boundary`: a tensor like what travels between
+    parts. Each batch is cut into `microbatches` along dimension 0. `schedule`: a name that `helixrt schedule` knows, or a
+    `Schedule`. `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether
+    captured graphs run the parts instead of autograd (auto, always, never). `bucket_bytes`: size of a gradient bucket.
+    """
+
+    modules: Sequence[nn.Module] | Mapping[int, nn.Module] | MakeParts
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    example: Batch
+    boundary: torch.Tensor
+    microbatches: int
+    schedule: str | Schedule = "1f1b"
+    tied: str = ""
+    graphs: str = "auto"
+    bucket_bytes: int = BUCKET_BYTES
+
+    def scheduled(self, stages: int) -> Schedule:
+        """The schedule over so many stages. Raises ConfigError for settings that do not fit each other."""
+        if self.graphs not in GRAPHS:
+            raise ConfigError("stages.graphs", self.graphs, f"must be one of {', '.join(GRAPHS)}")
+        if self.microbatches < 1:
+            raise ConfigError("stages.microbatches", self.microbatches, "must be at least 1")
+        if self.schedule == "1f1b" and self.microbatches < stages:
+            raise ConfigError("stages.microbatches", self.microbatches, f"1f1b needs one per stage: mesh.pp={stages}")
+        schedule = build(self.schedule, stages, self.microbatches) if isinstance(self.schedule, str) else self.schedule
+        if (schedule.stages, schedule.microbatches) != (stages, self.microbatches):
+            given = f"{schedule.stages} stages and {schedule.microbatches} micro-batches"
+            rule = f"is for {given}, not {stages} and {self.microbatches}"
+            raise ConfigError("stages.schedule", schedule.name, rule)
+        return schedule
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Which stage of how many this rank is, and how it reaches the others (None for a single stage)."""
+
+    stage: int
+    stages: int
+    group: dist.ProcessGroup | None
+    record: FlightRecord
+
+
+class StagedModel(nn.Module):
+    """The parts of a model that are on this rank. Made by `session.parallelize(Stages(...))`."""
+
+    def __init__(self, stages: Stages, place: StagePlace) -> None:
+        super().__init__()
+        self.stages, self.place, self.schedule = stages, place, stages.scheduled(place.stages)
+        self._engine: PipelineEngine | None = None
+        mine = [number for number, home in enumerate(self.schedule.placement) if home == place.stage]
+        found = self._found(mine)
+        if missing := [number for number in mine if number not in found]:
+            rule = f"lacks part {missing[0]}, which {self.schedule.name} has on stage {place.stage}"
+            raise ConfigError("stages.modules", sorted(found), rule)
+        self.chunks = {number: found[number] for number in mine}
+        for number, module in self.chunks.items():
+            self.add_module(f"chunk{number}", module)
+
+    def _found(self, mine: Sequence[int]) -> Mapping[int, nn.Module]:
+        modules, parts = self.stages.modules, len(self.schedule.placement)
+        if isinstance(modules, Mapping):
+            return modules
+        if not isinstance(modules, Sequence | nn.ModuleList):
+            return modules(mine)
+        if len(modules) != parts:
+            rule = f"must be {parts}: {self.schedule.name} over mesh.pp={self.place.stages} stages has so many parts"
+            raise ConfigError("stages.modules", len(modules), rule)
+        return dict(enumerate(modules))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise MisuseError(
+            "a model in stages is not called: in a step use step.train(model, x, target=y), in an evaluation "
+            "model.evaluate(x, target=y)"
+        )
+
+    def engine(
+        self,
+        registered: Registered,
+        *,
+        policy: Policy | None = None,
+        replica: int = 0,
+        replicas: int = 1,
+        seed: int = 0,
+        batches: Batches | None = None,
+    ) -> PipelineEngine:
+        """What trains this rank's parts; see `PipelineParts`. Called by all ranks of the replica together, once."""
+        stages, place = self.stages, self.place
+        self._engine = PipelineEngine(
+            PipelineParts(
+                modules=self.chunks,
+                schedule=self.schedule,
+                loss=stages.loss,
+                example=stages.example,
+                boundary=stages.boundary,
+                registered=registered,
+                stage=place.stage,
+                group=place.group,
+                record=place.record,
+                bucket_bytes=stages.bucket_bytes,
+                tied=stages.tied,
+                graphs=stages.graphs,
+                batches=batches,
+                policy=policy or Policy(),
+                replica=replica,
+                replicas=replicas,
+                seed=seed,
+            )
+        )
+        return self._engine
+
+    @property
+    def engine_in_use(self) -> PipelineEngine | None:
+        """The one that `engine` made."""
+        return self._engine
+
+    def evaluate(self, inputs: torch.Tensor, *, target: torch.Tensor) -> float:
+        """The mean loss of a batch, on every stage: for the function that `session.evaluate` was given, which runs on all ranks
+        of a replica together. Inputs are read on the first stage, targets on the last one."""
+        if self._engine is None:
+            raise MisuseError("register the model before it is evaluated")
+        return self._engine.measure(inputs, target)

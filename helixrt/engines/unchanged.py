@@ -1,0 +1,149 @@
+"""Finds registered state that was changed outside the update: version counters, identities, and scalars by value.
+
+In: parameters with their owners, optimizers, other objects with state. `record` is called after each update and load,
+`check` before the next. A change through `parameter.data` counts no version: it is looked for in samples (`samples`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from helixrt.engines.registered import Registered, qualified
+from helixrt.engines.samples import Samples
+from helixrt.engines.sharded import local, version
+from helixrt.engines.state_tree import flatten
+from helixrt.errors import MisuseError
+from helixrt.replica.contracts import Scalar
+
+_RULE = "replicated state may change in the update alone (or in a function registered as the session's update)"
+
+
+@dataclass(frozen=True)
+class _Place:
+    name: str
+    owner: nn.Module
+    key: str
+    parameter: nn.Parameter
+    requires_grad: bool
+    address: int
+
+
+class Unchanged:
+    def __init__(self, registered: Registered) -> None:
+        self._registered = registered
+        self._places = list(_places(registered))
+        self._groups = _groups(registered.optimizers)
+        self._versions: list[int] = []
+        self._tensors: list[torch.Tensor] = []  # of optimizers and other state
+        self._tensor_versions: list[int] = []
+        self._scalars: dict[str, Scalar] = {}
+        self._samples = Samples(list(registered.parameters()))
+        self.record()
+
+    def record(self) -> None:
+        """The state is as it should be."""
+        self._versions = [version(place.parameter) for place in self._places]
+        self._tensors = []
+        for optimizer in self._registered.optimizers.values():
+            for entries in (*optimizer.state.values(), *optimizer.param_groups):
+                self._tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
+        for key, thing in self._registered.extra.items():
+            others: dict[str, torch.Tensor] = {}
+            flatten(key, thing.state_dict(), others, {})
+            self._tensors += others.values()
+        self._tensor_versions = [version(tensor) for tensor in self._tensors]
+        self._scalars = self._read_scalars()
+        self._samples.record()
+
+    def check_versions(self) -> None:
+        """As `check`, of what has version counters alone; costs next to nothing."""
+        versions = [version(place.parameter) for place in self._places]
+        if versions != self._versions or [version(tensor) for tensor in self._tensors] != self._tensor_versions:
+            self.check()
+
+    def check(self) -> None:
+        """Raises MisuseError for the first thing that has changed since `record`, by name."""
+        for place, then in zip(self._places, self._versions, strict=True):
+            parameter = place.parameter
+            if getattr(place.owner, place.key, None) is not parameter or local(parameter).data_ptr() != place.address:
+                raise MisuseError(f"parameter {place.name} was replaced after it was registered; {_RULE}")
+            if parameter.requires_grad != place.requires_grad:
+                done = "frozen" if place.requires_grad else "unfrozen"
+                raise MisuseError(
+                    f"parameter {place.name} was {done} after it was registered; freeze parameters before register(), or set "
+                    "its gradient to None in a function registered as the session's update"
+                )
+            if version(parameter) != then:
+                raise MisuseError(f"parameter {place.name} was changed in place; {_RULE}")
+        for tensor, then in zip(self._tensors, self._tensor_versions, strict=True):
+            if version(tensor) != then:
+                raise MisuseError(f"{self._name(tensor)} was changed; {_RULE}")
+        if _groups(self._registered.optimizers) != self._groups:
+            raise MisuseError("a parameter group was added or changed after its optimizer was registered")
+        if (scalars := self._read_scalars()) != self._scalars:
+            names = [n for n in (*scalars, *self._scalars) if repr(scalars.get(n, _RULE)) != repr(self._scalars.get(n, _RULE))]
+            if names:  # none where a number is not equal to itself
+                raise MisuseError(f"{names[0]} was changed (scheduler.step() in the loop, or a rate set by hand); {_RULE}")
+        self._check_sample(self._samples.compare())
+
+    def check_device(self) -> None:
+        """As `check`, of what it compared on a device, which it did not wait for."""
+        self._check_sample(self._samples.result())
+
+    def _check_sample(self, changed: str | None) -> None:
+        if changed is not None:
+            raise MisuseError(f"parameter {changed} was changed in place, through its `data`; {_RULE}")
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        """Of a tensor of optimizers or other state."""
+        for key, optimizer in self._registered.optimizers.items():
+            for parameter, entries in optimizer.state.items():
+                for field, value in entries.items():
+                    if value is tensor:
+                        owner = next((place.name for place in self._places if place.parameter is parameter), "a parameter")
+                        return f"state {field!r} of {owner} in optimizer {key}"
+            for number, group in enumerate(optimizer.param_groups):
+                for field, value in group.items():
+                    if value is tensor:
+                        return f"{field!r} of group {number} of optimizer {key}"
+        for key, thing in self._registered.extra.items():
+            others: dict[str, torch.Tensor] = {}
+            flatten(key, thing.state_dict(), others, {})
+            for name, value in others.items():
+                if local(value).data_ptr() == local(tensor).data_ptr() and value.shape == tensor.shape:
+                    return name
+        return "registered state"
+
+    def _read_scalars(self) -> dict[str, Scalar]:
+        scalars: dict[str, Scalar] = {}
+        for key, optimizer in self._registered.optimizers.items():
+            for number, group in enumerate(optimizer.param_groups):
+                for field, value in group.items():
+                    if value is None or isinstance(value, bool | int | float | str):
+                        scalars[f"{field!r} of group {number} of optimizer {key}"] = value
+        for key, scheduler in self._registered.schedulers.items():
+            flatten(f"scheduler {key}", scheduler.state_dict(), {}, scalars)
+        return scalars
+
+
+def _groups(optimizers: Mapping[str, Optimizer]) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for optimizer in optimizers.values() for group in optimizer.param_groups]
+
+
+def _places(registered: Registered) -> Iterable[_Place]:
+    """Every place in a module where a parameter stands: a tied one has several."""
+    seen: set[tuple[int, str]] = set()
+    for model, module in registered.models.items():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            above, _, key = name.rpartition(".")
+            owner: Any = module.get_submodule(above)
+            if (id(owner), key) not in seen:
+                seen.add((id(owner), key))
+                address = local(parameter).data_ptr()
+                yield _Place(qualified(model, name), owner, key, parameter, parameter.requires_grad, address)

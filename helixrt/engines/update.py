@@ -1,0 +1,177 @@
+"""The update: a function of replicated state, reduced gradients and the commit record, and of nothing else.
+
+The default clips to a norm, steps all optimizers, then all schedulers; a user may register another. `StepGuard` lets
+registered optimizers step inside the update only, and scales their learning rates by the policy for that one step
+(FT-HSDP section 5 recommends the square root of the share of replicas that contribute).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.registered import Registered
+from helixrt.engines.sharded import local
+from helixrt.errors import MisuseError
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.replica.contracts import Update
+
+UpdateFunction = Callable[[CommitRecord], object]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How learning rates follow the number of contributors c of n configured replicas: not at all ("none"), by c/n
+    ("linear") or by the square root of c/n ("sqrt")."""
+
+    lr: Literal["none", "linear", "sqrt"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.lr not in ("none", "linear", "sqrt"):
+            raise MisuseError(f"Policy(lr={self.lr!r}): must be 'none', 'linear' or 'sqrt'")
+
+    def factor(self, contributors: int, replicas: int) -> float:
+        share = contributors / replicas
+        return {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[self.lr]
+
+
+@dataclass(frozen=True)
+class ModuleUpdate(Update):
+    """`loss` is the mean over all items of all contributors, a float64 scalar tensor; `weight` how many items there were."""
+
+    loss: torch.Tensor | float = math.nan
+    weight: float = 0.0
+
+
+class StepGuard:
+    """Hooks around the optimizers' `step`; `close` takes them away."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], parameters: Sequence[nn.Parameter]) -> None:
+        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers.values()}
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._factor: float | None = None  # of the running update
+        self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rate is scaled now, and the rate to put back
+        self._handles = [_before_any_step(self)]
+        self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers.values()]
+
+    @contextmanager
+    def update(self, factor: float) -> Iterator[None]:
+        """Within this, registered optimizers may step, at `factor` times their rates."""
+        self._factor = factor
+        try:
+            yield
+        finally:
+            self._factor = None
+            self._put_back()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        known = id(optimizer) in self._optimizers
+        if not known and not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            return  # it trains something else
+        kind = type(optimizer).__name__
+        if not known:
+            raise MisuseError(f"{kind}.step() was called, and this optimizer is not registered: register(optimizers=[...])")
+        if self._factor is None:
+            raise MisuseError(
+                f"{kind}.step() was called in the loop; step.commit() runs the update on all replicas alike. Take the call "
+                "out, or put it into a function registered as the session's update"
+            )
+        if self._factor != 1.0:
+            for group in optimizer.param_groups:
+                rate = group["lr"]
+                if isinstance(rate, torch.Tensor):
+                    self._rates.append((group, rate.clone()))
+                    rate.mul_(self._factor)
+                else:
+                    self._rates.append((group, rate))
+                    group["lr"] = rate * self._factor
+
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for group, rate in self._rates:
+            if isinstance(rate, torch.Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+        self._rates.clear()
+
+
+def _before_any_step(guard: StepGuard) -> RemovableHandle:
+    """A hook on every optimizer of the process, registered or not, that does not keep the guard alive. It is taken away by
+    `close` alone: a finalizer could run while torch goes through its hooks."""
+    reference = weakref.ref(guard)
+
+    def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.before(optimizer, args, kwargs)
+
+    return register_optimizer_step_pre_hook(before)
+
+
+def gradient_norm(
+    parameters: Sequence[nn.Parameter], scaler: Any, group: InnerGroup | None = None
+) -> torch.Tensor | float:
+    """Euclidean norm of all gradients, on the device, over all ranks of the replica with the same bits on each; a registered
+    function sees gradients that are still scaled."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return 0.0
+    norm = get_total_norm(gradients)
+    if group is not None:
+        norm = group.sum(norm.double().square()).sqrt().to(norm.dtype)
+    return norm if scaler is None else norm / scaler.get_scale()
+
+
+def default_update(
+    registered: Registered, parameters: Sequence[nn.Parameter], record: CommitRecord, group: InnerGroup | None = None
+) -> torch.Tensor | float:
+    """Clip, step all optimizers, then all schedulers; the norm before clipping. Without an applied record nothing changes, but
+    the scale of a scaler is lowered, as after an overflow."""
+    scaler, optimizers = registered.scaler, list(registered.optimizers.values())
+    if not record.applied:
+        if scaler is not None:
+            lower_scale(scaler)
+        return 0.0
+    if scaler is not None:
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+    norm = gradient_norm(parameters, None, group)
+    if registered.clip_norm is not None and isinstance(norm, torch.Tensor):
+        clip_grads_with_norm_(parameters, registered.clip_norm, norm)
+    for optimizer in optimizers:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
+    for scheduler in registered.schedulers.values():
+        scheduler.step()
+    return norm
+
+
+def lower_scale(scaler: Any) -> None:
+    """As the scaler itself does where a gradient overflowed."""
+    state = dict(scaler.state_dict())
+    if state:  # none while it is switched off
+        scaler.load_state_dict(state | {"scale": state["scale"] * scaler.get_backoff_factor(), "_growth_tracker": 0})

@@ -1,0 +1,279 @@
+"""Writing checkpoints: by one replica, in the background, each complete or ignored.
+
+In: the state of a step's boundary and its commit record. Out: a folder as `helixrt.job.checkpoint` describes it.
+Each stage of the writing replica writes its part from a snapshot and says so through the run's store; when
+all have, stage 0 writes the manifest. A part is written under a name of its own, synced and renamed into place, and
+the first one in place stays: equal records have equal states, so two replicas may write one checkpoint at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helixrt.errors import Fatal, Retryable
+from helixrt.job.checkpoint import MANIFEST, alone_on_purpose, file_sums, folder_name, is_complete, is_due, prune
+from helixrt.job.lineage_files import sync_folder, write_durably
+from helixrt.job.storage_trouble import StorageTrouble
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.record import FlightRecord, Kind
+from helixrt.replica.contracts import RunStore
+
+_WRITTEN, _BUSY, _FAILED = "written", "busy", "failed: "
+_LOOK_S = 1.0  # between two looks whether the checkpointer was closed
+_PAUSE_S = 0.2  # before an unanswered store is asked again
+
+
+def kept_key(record: CommitRecord) -> str:
+    """Put by stage 0 of whoever wrote the run's last checkpoint, when it is complete and synced."""
+    return f"checkpoint/{record.hash}/complete"
+
+
+@dataclass(frozen=True)
+class _Job:
+    record: CommitRecord
+    state: dict[str, torch.Tensor] | None  # None: this stage was still busy, the checkpoint is given up
+    flush_lineage: Callable[[], object]
+    after_failover: bool
+    attempt: int  # number of the attempts at this record before; equal on all stages, which see the same orders
+
+
+class Checkpointer:
+    """One stage's side of writing checkpoints. `folder` is the run's `checkpoints` folder, `life` names this
+    incarnation of the replica, `last_step` is the run's last.
+
+    `maybe_save` never waits for the disk: at most one checkpoint is being written and the next one
+    is given up by all stages if one of them is not done with it, but for the run's last, which waits its turn. What
+    goes wrong while writing never stops training: on stage 0, which knows of it, `trouble` has it until one succeeds.
+    A stage that has not written its part after `write_s` counts as failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stage: int,
+        stages: int,
+        store: RunStore,
+        record: FlightRecord,
+        every: int,
+        keep: int,
+        last_step: int,
+        write_s: float = 3600.0,
+        life: str = "",
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.trouble = StorageTrouble("checkpoint", record, say)
+        self._folder, self._stage, self._stages, self._life = folder, stage, stages, life
+        self._store, self._record = store, record
+        self._every, self._keep, self._last_step, self._write_s = every, keep, last_step, write_s
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._changed = threading.Condition()  # guards the three below
+        self._unfinished = 0
+        self._newest = ("", 0)  # the record that was begun last, and how often
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def maybe_save(
+        self,
+        commit_record: CommitRecord,
+        read_state: Callable[[], Mapping[str, torch.Tensor]],
+        me_writes: bool,
+        flush_lineage: Callable[[], object],
+    ) -> bool:
+        """Begin a checkpoint of the state, if this step is due and this replica writes it (`writer_of`).
+
+        `read_state` is called in that case only, and the state is cloned before this returns. `flush_lineage` must make
+        the lineage durable up to the record; stage 0 calls it, on the background thread. Returns whether one was begun.
+        """
+        due = is_due(commit_record.step, self._every, self._last_step) and me_writes
+        return due and self.save(commit_record, read_state(), flush_lineage, after_failover=False)
+
+    def save(
+        self,
+        commit_record: CommitRecord,
+        state: Mapping[str, torch.Tensor],
+        flush_lineage: Callable[[], object],
+        after_failover: bool,
+    ) -> bool:
+        """As `maybe_save`, out of turn. All stages of the replica that writes must be told to, in the same order."""
+        if self._closed.is_set():
+            return False
+        with self._changed:
+            busy = self._unfinished > 0 and not self._ends(commit_record)
+            self._unfinished += 1
+            attempt = self._newest[1] if self._newest[0] == commit_record.hash else 0
+            self._newest = (commit_record.hash, attempt + 1)
+        snapshot = None if busy else {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
+            self._thread.start()
+        self._jobs.put(_Job(commit_record, snapshot, flush_lineage, after_failover, attempt))
+        return not busy
+
+    @property
+    def busy(self) -> bool:
+        """One is being written."""
+        return self._unfinished > 0
+
+    def attempts(self, commit_record: CommitRecord) -> int:
+        """How many attempts at this record's checkpoint were begun, if none of another was begun since."""
+        newest, number = self._newest
+        return number if newest == commit_record.hash else 0
+
+    def wait(self, timeout_s: float = 300.0) -> None:
+        """Return once nothing is being written. Raises Retryable when it takes longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._unfinished:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and self._unfinished:
+                    raise Retryable(f"a checkpoint was not written after {timeout_s} s")
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Finish what is being written, for at most `timeout_s`, and end the thread; idempotent.
+
+        A run does not depend on it: its replicas are not done before its last checkpoint is complete.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(timeout=timeout_s)
+        self._closed.set()
+
+    # ---------------------------------------------------------------- the background thread
+
+    def _run(self) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException  # no Exception: DCP raises it for what failed
+
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._save(job)
+            except (Exception, CheckpointException) as error:
+                if self._stage == 0 and not is_complete(self._folder / folder_name(job.record)):
+                    self.trouble.failed(job.record.step, _first_cause(error))
+            finally:
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
+
+    def _save(self, job: _Job) -> None:
+        target = self._folder / folder_name(job.record)
+        verdict = _BUSY
+        try:
+            if job.state is not None:
+                verdict = f"{_FAILED}killed"
+                self._write_part(target / f"stage_{self._stage}", job.record, job.state)
+                verdict = _WRITTEN
+        except BaseException as error:
+            verdict = f"{_FAILED}{_first_cause(error)}"
+            raise
+        finally:
+            if self._stage != 0:
+                self._tell(self._key(job, self._stage), verdict)
+        if self._stage == 0 and verdict == _WRITTEN:
+            self._complete(target, job)
+
+    def _write_part(self, part: Path, record: CommitRecord, state: dict[str, torch.Tensor]) -> None:
+        from torch.distributed import checkpoint as dcp
+
+        flight = self._record
+
+        class Writer(dcp.FileSystemWriter):
+            """Notes the begin when the tensors' bytes are in the file and the metadata is not."""
+
+            def finish(self, metadata: dcp.Metadata, results: list[list[Any]]) -> None:
+                flight.write(Kind.CHECKPOINT_BEGIN, step=record.step, lineage=record.hash)
+                super().finish(metadata, results)
+
+        if part.is_dir():
+            return  # whole, by an earlier attempt or by another replica
+        alone_on_purpose()
+        unfinished = part.with_name(f"{part.name}.part-{secrets.token_hex(4)}")
+        try:
+            unfinished.mkdir(parents=True)
+            dcp.save(dict(state), storage_writer=Writer(unfinished), no_dist=True)
+            sync_folder(unfinished)
+            try:
+                os.rename(unfinished, part)
+            except OSError:
+                if not part.is_dir():  # else another replica was first
+                    raise
+            sync_folder(part.parent)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _complete(self, target: Path, job: _Job) -> None:
+        """Stage 0: wait for the other stages, then write the manifest."""
+        deadline = time.monotonic() + self._write_s
+        for stage in range(1, self._stages):
+            said = self._await(self._key(job, stage), deadline, stage)
+            self._store.delete(self._key(job, stage))
+            if said == _BUSY:
+                return  # with the one before, which is complete soon
+            if said != _WRITTEN:
+                raise Fatal(f"stage {stage} could not write its part: {said.removeprefix(_FAILED)}")
+        job.flush_lineage()
+        manifest = {
+            "record": job.record.to_json(),
+            "stages": self._stages,
+            "files": {f"stage_{s}": file_sums(target / f"stage_{s}") for s in range(self._stages)},
+        }
+        write_durably(target / MANIFEST, json.dumps(manifest, indent=1))
+        sync_folder(self._folder)
+        sync_folder(self._folder.parent)
+        if self._ends(job.record):
+            self._tell(kept_key(job.record), "yes")
+        self._record.write(
+            Kind.CHECKPOINT_END,
+            step=job.record.step,
+            lineage=job.record.hash,
+            path=str(target),
+            after_failover=job.after_failover,
+        )
+        self.trouble.worked(job.record.step)
+        for left in target.glob("stage_*.part-*"):  # by a life of a replica that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        prune(self._folder, self._keep)
+
+    def _await(self, key: str, deadline: float, stage: int) -> str:
+        """What another stage says. Raises Retryable when it says nothing until the deadline, or the end."""
+        while True:
+            try:
+                return self._store.wait(key, min(_LOOK_S, max(0.01, deadline - time.monotonic())))
+            except Retryable as error:
+                if time.monotonic() >= deadline or self._closed.wait(0.01):
+                    raise Retryable(f"stage {stage} did not write its part in {self._write_s:g} s: {error}") from error
+
+    def _tell(self, key: str, value: str) -> None:
+        """Put a key, again and again while the store does not answer, for at most `write_s`."""
+        deadline = time.monotonic() + self._write_s
+        while True:
+            try:
+                self._store.put_if_absent(key, value)
+                return
+            except Retryable:
+                if time.monotonic() >= deadline or self._closed.wait(_PAUSE_S):
+                    raise
+
+    def _ends(self, record: CommitRecord) -> bool:
+        return record.step >= self._last_step or record.last != ""
+
+    def _key(self, job: _Job, stage: int) -> str:
+        return f"checkpoint/{self._life}/{job.record.hash}/{job.attempt}/{stage}"
+
+
+def _first_cause(error: BaseException) -> str:
+    """The text of an error; of DCP's, that of the first failure it wraps."""
+    for inner, _ in getattr(error, "failures", {}).values():
+        return _first_cause(inner)
+    return str(error) or type(error).__name__

@@ -1,0 +1,126 @@
+"""How a rank reaches others: the ranks of its replica, equal ranks of other replicas, and who decides on membership.
+
+In: a rank's context. Out: the implementations of the contracts that its settings name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from helixrt.collectives.endpoints import open_endpoint
+from helixrt.collectives.exchange import Exchange
+from helixrt.collectives.ftar import FtarExchange
+from helixrt.collectives.gloo import GlooExchange
+from helixrt.engines.inner_group import InnerGroup
+from helixrt.errors import MisuseError, Retryable
+from helixrt.job.rank_context import RankContext
+from helixrt.job.reach import reach
+from helixrt.replica.contracts import Membership, StateTransport
+from helixrt.replica.membership import SoloMembership, TorchftMembership
+from helixrt.replica.rank_monitor import monitors
+from helixrt.replica.run_keys import ended_key
+from helixrt.replica.store import split_address
+from helixrt.replica.store_membership import StoreMembership
+from helixrt.transport.tcp.interfaces import interface_of
+
+_PATIENCE_S = 3600.0  # of a collective: a rank that has gone breaks it at once, and the controller ends one that hangs, which
+# knows what may take longer (`session.busy`)
+
+
+def inner_group(context: RankContext, device: torch.device) -> InnerGroup:
+    """Connect the dp_shard ranks of this replica: Gloo for tensors on the CPU, NCCL for those on CUDA devices.
+
+    It is made once in the life of a replica, and a replica leaves whole. FSDP2 and DTensors need the process's default group to
+    be initialized, so this initializes it. Raises MisuseError if the user has done so before, Retryable if a rank does not
+    come.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dist.is_initialized():
+        raise MisuseError(
+            "torch.distributed was initialized before session.parallelize, which must do it for Mesh(dp_shard=...); leave "
+            "init_process_group out, and take session.device_mesh for collectives inside the replica"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        connect_ranks(context, backend, timedelta(seconds=_PATIENCE_S))
+        mesh = init_device_mesh(device.type, (context.config.mesh.dp_shard,), mesh_dim_names=("dp_shard",))
+    except RuntimeError as error:
+        raise Retryable(f"the ranks of this replica did not connect: {error}") from error
+    return InnerGroup(mesh)
+
+
+def connect_ranks(context: RankContext, backend: str = "gloo", timeout: timedelta | None = None) -> None:
+    """Make the default process group that of this replica's ranks, over the interface that leads to the run's store. `timeout`
+    of a collective; by default that of a step."""
+    host, port = split_address(context.spec.store)
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=context.timeouts.start_s)
+    )
+    interface = interface_of(context.interface)
+    if ipaddress.ip_address(context.interface).is_loopback:
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+    if interface:  # else Gloo goes by the machine's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"pipeline/{context.life}", store),
+        rank=context.group_rank,
+        world_size=context.group_world_size,
+        timeout=timeout or timedelta(seconds=context.timeouts.step_s),
+    )
+
+
+def state_transport(context: RankContext) -> StateTransport:
+    """What serves this rank's state to equal ranks of other replicas, and fetches theirs."""
+    catchup = context.config.catchup
+    if context.spec.transport == "ray":
+        from helixrt.ray_cluster.state_transport import RayTransport
+
+        return RayTransport(serve_cpu=catchup.serve_cpu, serve_mb_s=catchup.serve_mb_s)
+    from helixrt.replica.http_transport import HttpTransport
+
+    return HttpTransport(context.spec.secret, context.interface, catchup.serve_cpu, catchup.serve_mb_s)
+
+
+def gradient_exchange(context: RankContext) -> Exchange:
+    """What sums gradients with equal ranks of other replicas."""
+    if context.config.exchange == "gloo":
+        return GlooExchange(context.timeouts.exchange_s)
+    towards = reach(context.config.transport, context.replica, context.timeouts)
+    endpoint = open_endpoint(context.spec.secret.encode(), context.interface, towards, context.record)
+    name = f"exchange-{context.group_rank}"
+    return FtarExchange(endpoint, context.timeouts.exchange_s, name=name, huge_pages=True)  # the buckets are our own
+
+
+def membership(context: RankContext) -> Membership:
+    """What says who takes part; for the leader of a replica."""
+    spec, store = context.spec, context.store
+    if context.config.mesh.replicas == 1:
+        return SoloMembership(spec.run_epoch_s)
+    joined: TorchftMembership | StoreMembership
+    if not spec.lighthouse:  # the driver has chosen
+        joined = StoreMembership(
+            context.replica, spec.incarnation, store, context.timeouts, spec.run_epoch_s, context.interface
+        )
+    else:
+        joined = TorchftMembership(
+            context.replica,
+            spec.incarnation,
+            spec.lighthouse,
+            context.timeouts,
+            spec.run_epoch_s,
+            lambda replica, incarnation: store.get(ended_key(replica, incarnation)) is not None,
+            context.interface,
+        )
+    others = monitors(store, context.life, context.group_world_size, context.timeouts.start_s)
+    joined.depend_on(others, spec.secret.encode())
+    return joined

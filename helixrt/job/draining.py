@@ -1,0 +1,99 @@
+"""`helixrt drain REPLICA`: a replica leaves at a step boundary and stays away until `helixrt drain REPLICA --back`.
+
+In: the user's request, as files in the run's folder that the driver takes; the state of the restart policy (`policies`). Out:
+the new state, and what the controller is to do. `asked` is pure. The files need no torch: the command must work on a busy
+machine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from helixrt.errors import ConfigError
+from helixrt.job.policies import ACTIVE, Phase, RunState
+
+_FILE = "drain.{}"  # in the run's folder, by replica; from the command to the driver
+_DRAIN, _BACK = "drain", "back"
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    """The user wants the replica to leave at a step boundary and to stay away; `back`: wants it to be started again."""
+
+    replica: int
+    back: bool = False
+
+
+@dataclass(frozen=True)
+class AskToLeave:
+    """This incarnation is to leave at its next step boundary."""
+
+    replica: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The request cannot be carried out."""
+
+    replica: int
+    reason: str
+
+
+def asked(state: RunState, event: DrainAsked, now: float) -> tuple[RunState, AskToLeave | Refuse | None]:
+    """The new state and what to do. The last replica that runs is not drained: the run would stand still."""
+    index, replica = event.replica, state.replicas[event.replica]
+    if event.back:
+        if not replica.drained:
+            return state, Refuse(index, f"replica {index} is not drained")
+        if replica.phase is Phase.DRAINED:
+            replica = replace(replica, phase=Phase.LOST, since_s=now)  # from where it is started again
+        return _with(state, index, replace(replica, drained=False)), None
+    if replica.drained:
+        return state, Refuse(index, f"replica {index} is drained already")
+    if replica.phase in (Phase.FINISHED, Phase.GIVEN_UP):
+        return state, Refuse(index, f"replica {index} takes no part any more: it is {replica.phase.value.replace('_', ' ')}")
+    others = [r for i, r in enumerate(state.replicas) if i != index and r.phase is Phase.RUNNING and not r.drained]
+    if not others:
+        return state, Refuse(index, f"no other replica than replica {index} runs; stop the run instead")
+    leave = AskToLeave(index, replica.incarnation, "drained by the user") if replica.phase in ACTIVE else None
+    return _with(state, index, replace(replica, drained=True)), leave
+
+
+def _with(state: RunState, index: int, replica: object) -> RunState:
+    return replace(state, replicas=tuple(replica if i == index else r for i, r in enumerate(state.replicas)))  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------- from the command to the driver
+
+
+def request(folder: Path, replica: int, back: bool) -> Path:
+    """Leave the user's request in the run's folder; returns the file, which the driver takes away. Raises ConfigError if there
+    is no run, or no such replica."""
+    if not (folder / "run.json").is_file():
+        raise ConfigError("run", folder, "is not the folder of a run: it has no run.json")
+    replicas = json.loads((folder / "config.json").read_text(encoding="utf-8"))["mesh"]["replicas"]
+    if not 0 <= replica < replicas:
+        raise ConfigError("REPLICA", replica, f"the run has replicas 0 to {replicas - 1}")
+    file = folder / _FILE.format(replica)
+    part = file.with_suffix(".part")
+    part.write_text(_BACK if back else _DRAIN, encoding="utf-8")
+    part.rename(file)
+    return file
+
+
+def take_requests(folder: Path, replicas: int) -> list[DrainAsked]:
+    """What the user has asked for since the last call."""
+    found = []
+    for replica in range(replicas):
+        file = folder / _FILE.format(replica)
+        try:
+            text = file.read_text(encoding="utf-8")
+            file.unlink()
+        except FileNotFoundError:
+            continue
+        found.append(DrainAsked(replica, back=text == _BACK))
+    return found

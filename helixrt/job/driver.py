@@ -1,0 +1,290 @@
+"""The driver: one process that owns a run, from the checked settings to the report.
+
+In: a `JobConfig` and what its ranks run (`JobProgram`). Out: an exit code and the run's folder. It hosts the run's store and
+the membership service, starts the ranks through a launcher (local processes, or Ray actors when it is the
+entrypoint of a Ray job), prints what the leaders report, and writes the report at the end. It takes
+no part in training: steps go on while it is slow, and what must survive it is written by the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from helixrt.errors import ConfigError
+from helixrt.job import checkpoint as checkpoints
+from helixrt.job.chaos import driver_is_due
+from helixrt.job.config import MEMBERSHIPS, ChaosConfig, JobConfig
+from helixrt.job.controller import Controller, LifeEvent
+from helixrt.job.draining import take_requests
+from helixrt.job.leader_reports import Finished, metrics_key
+from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
+from helixrt.job.loss_acceptance import take_acceptance
+from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
+from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
+from helixrt.job.places import coordinates, group_world_size
+from helixrt.job.policies import Options, StopRun
+from helixrt.job.report import Description, RunFacts, write_report
+from helixrt.job.resume import keep_stream, restore_stream
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
+from helixrt.replica.contracts import Launcher, RankSpec, RunStore
+from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import TcpRunStore, host_store
+from helixrt.timeouts import derive
+
+
+@dataclass(frozen=True)
+class JobProgram:
+    """What the ranks of a job run, and how its report describes it.
+
+    `module` is started with `python -m` as a rank's process, which reads its spec from standard input; Ray actors call its
+    `run_rank(spec)`. `steps`: number of the last update, 0 if only the ranks know it. `describe()` is called when the
+    report is written. `figures(line)`: what the console and the report show for what the loop logged.
+    """
+
+    module: str
+    steps: int = 0
+    describe: Callable[[], Description] = Description
+    figures: Callable[[Logged], MetricsLine] = lambda line: line
+    exit_grace_s: float = 20.0  # a rank that has not left so long after the run's end is killed
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder and identity; `entries` is its log so far (the genesis alone for a new run)."""
+
+    folder: Path
+    name: str
+    epoch_s: float
+    entries: tuple[CommitRecord, ...]
+    life: int = 0  # how often it was resumed
+
+
+def new_run(config: JobConfig) -> Run:
+    """Make the run's folder, with its settings and identity in it."""
+    folder = new_run_folder(Path(config.output.root))
+    name = f"{config.name}-{secrets.token_hex(4)}"
+    run = Run(folder, name, time.time(), (genesis(name, config.mesh.replicas),))
+    write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
+    _write_identity(run)
+    return run
+
+
+def _write_identity(run: Run) -> None:
+    write_durably(run.folder / "run.json", json.dumps({"run": run.name, "epoch_s": run.epoch_s, "life": run.life}))
+
+
+def resumed_run(config: JobConfig) -> Run:
+    """The newest run with a whole checkpoint on its lineage; goes on in the same folder."""
+    return reopened_run(*checkpoints.find_resume(Path(config.output.root)))
+
+
+def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint) -> Run:
+    """A new life of the run in this folder, from one of its checkpoints."""
+    identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    entries = tuple(read_lineage(folder / "lineage"))
+    if checkpoint.record.hash not in {e.hash for e in entries}:
+        rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
+        raise ConfigError("resume", "true", rule)
+    drop_from(folder / "lineage", len(entries))
+    # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
+    epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
+    life = 1 + max(identity["life"], *(entry.life for entry in entries))
+    run = Run(folder, identity["run"], epoch_s, entries, life)
+    _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
+    return run
+
+
+def membership_kind(config: JobConfig) -> str:
+    """What says who takes part: torchft or store. Raises ConfigError, MissingExtra for torchft that is asked for."""
+    if config.membership not in MEMBERSHIPS:
+        raise ConfigError("membership", config.membership, f"must be one of {', '.join(MEMBERSHIPS)}")
+    if config.membership != "auto":
+        return config.membership
+    return "torchft" if find_spec("torchft") is not None else "store"
+
+
+def uses_ray(config: JobConfig) -> bool:
+    """Whether ranks are Ray actors: asked for, or `auto` inside a submitted Ray job."""
+    inside_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    return config.launcher == "ray" or (config.launcher == "auto" and inside_a_job)
+
+
+class Driver:
+    """Owns the services of one run and everything started for it."""
+
+    def __init__(self, config: JobConfig, run: Run, program: JobProgram, secret: str = "") -> None:
+        if config.resume:
+            config = replace(config, chaos=ChaosConfig())  # kills belong to a run's first life
+        self.config, self.run_, self.program = config, run, program
+        self.timeouts = derive(config.step_timeout_s, config.heartbeat_s)
+        self.secret = secret or secrets.token_hex(32)
+        self.server, self.address = host_store(config.host, config.port)
+        self.store: RunStore = TcpRunStore(self.address)
+        self.log = RunLog(self.store)
+        for index, entry in enumerate(run.entries):
+            self.log.append(index, entry)
+        self.seen = Log(run.entries)
+        self.lighthouse, self.lighthouse_address = self._serve_membership()
+        self.output = RunOutput(run.folder, config.mesh.replicas, program.steps)
+        self._stream_kept = config.resume and restore_stream(self.store, run.folder)
+        self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
+        self.started_s = time.monotonic()
+
+    def _serve_membership(self) -> tuple[object, str]:
+        """The service and its address; "" where the replicas need none."""
+        if self.config.mesh.replicas == 1 or membership_kind(self.config) == "store":
+            return None, ""
+        os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
+        from helixrt.replica.membership import serve_lighthouse
+
+        return serve_lighthouse(self.timeouts, self.config.host)
+
+    def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
+        """What the ranks of one life of a replica are told."""
+        self._next.setdefault((replica, incarnation), 0)
+        return [
+            RankSpec(
+                run=self.run_.name,
+                coordinate=coordinate,
+                incarnation=incarnation,
+                store=self.address,
+                lighthouse=self.lighthouse_address,
+                output=str(self.run_.folder),
+                secret=self.secret,
+                run_epoch_s=self.run_.epoch_s,
+                config=self.config.to_plain(),
+                transport="ray" if uses_ray(self.config) else "http",
+                life=self.run_.life,
+            )
+            for coordinate in coordinates(self.config.mesh, replica)
+        ]
+
+    def launcher(self) -> Launcher:
+        logs = self.run_.folder / "logs"
+        # A wait in the store that ends without an answer is no news; torch would print a warning for each.
+        environment = {"OMP_NUM_THREADS": str(self.config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if uses_ray(self.config):
+            from helixrt.ray_cluster.launcher import RayLauncher
+
+            return RayLauncher(logs, f"{self.program.module}:run_rank", environment)
+        from helixrt.job.local_launcher import LocalLauncher, rank_argv
+
+        return LocalLauncher(rank_argv(self.program.module), logs, environment)
+
+    # ---------------------------------------------------------------- the run
+
+    def run(self) -> int:
+        """Train to the end; 0 when the replicas ended equal and every batch entered once."""
+        options = Options(
+            replicas=self.config.mesh.replicas,
+            ranks_per_replica=group_world_size(self.config.mesh),
+            max_restarts=self.config.restarts,
+            restart_window_s=self.config.restart_window_s,
+            on_poison=self.config.on_poison,
+            start_timeout_s=self.timeouts.start_s,
+        )
+        grace_s = self.program.exit_grace_s
+        self.controller = Controller(
+            self.launcher(), self.store, self.specs, options, self._lived, grace_s, timeouts=self.timeouts
+        )
+        try:
+            stopped = self.controller.run(tick=self._tick)
+            self._tick()
+            return self._end(stopped)
+        finally:
+            self.output.close()
+            if self.lighthouse is not None:
+                self.lighthouse.shutdown()  # type: ignore[attr-defined]
+
+    def _lived(self, event: LifeEvent) -> None:
+        self.output.life(event)
+
+    def _tick(self) -> None:
+        """Print what the leaders have reported since the last time; die if chaos says so."""
+        for (replica, incarnation), number in list(self._next.items()):
+            while (line := self.store.get(metrics_key(replica, incarnation, number))) is not None:
+                self.store.delete(metrics_key(replica, incarnation, number))
+                number += 1
+                self._show(read_metrics_line(line))
+            self._next[(replica, incarnation)] = number
+        self._stream_kept = self._stream_kept or keep_stream(self.store, self.run_.folder)
+        for asked in take_requests(self.run_.folder, self.config.mesh.replicas):
+            self.controller.drain(asked)
+        if take_acceptance(self.run_.folder):
+            self.store.put_if_absent(accepted_key(self.seen.head.hash), "yes")
+            step = self.seen.head.step
+            self.output.say(f"the loss of step {step}, and of those before it that only missing replicas hold, is accepted")
+        for entry in self.log.read_from(len(self.seen)):
+            self.seen.append(entry)
+            if driver_is_due(self.config.chaos, entry.step):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _show(self, line: MetricsLine) -> None:
+        if isinstance(line, Logged):
+            line = self.program.figures(line)
+        if isinstance(line, StepMetrics):
+            self.output.step(line)
+        elif isinstance(line, Logged):
+            self.output.logged(line)
+        elif isinstance(line, Notice):
+            self.output.say(f"{line.rank}  {line.text}")
+        else:
+            self.output.validation(line)
+
+    def _finished(self) -> list[Finished]:
+        """What the replicas that are done have said."""
+        said = [self.store.get(done_key(replica)) for replica in range(self.config.mesh.replicas)]
+        return [Finished.from_json(text) for text in said if text is not None]
+
+    def _advance(self) -> int:
+        """Batches of a stream that a step takes."""
+        plan = self.store.get(PLAN_KEY)
+        return 1 if plan is None else int(json.loads(plan)["accumulate"])
+
+    def _end(self, stopped: StopRun) -> int:
+        finished, advance = self._finished(), self._advance()
+        found = audit(self.seen.chain(), advance)
+        equal = len({(f.lineage, f.parameters_sha256, f.state_sha256) for f in finished}) == 1
+        at_head = all(f.lineage == self.seen.head.hash for f in finished)
+        self._report(finished, advance)
+        if not stopped.ok:
+            print(f"the run failed: {stopped.reason}", file=sys.stderr)
+            return 1
+        if finished and all(f.unsaved for f in finished):
+            lost = f"the weights of step {finished[0].step} are lost: their checkpoint could not be written"
+            print(f"{lost} ({finished[0].unsaved})", file=sys.stderr)
+            return 1
+        if not (equal and at_head and found.clean):
+            print(f"the replicas did not end alike: {finished}, audit {found}", file=sys.stderr)
+            return 1
+        return 0
+
+    def _report(self, finished: Sequence[Finished], advance: int) -> None:
+        """Write the report and say what it holds. A run is as good without it: what goes wrong costs a message."""
+        try:
+            write_report(
+                self.run_.folder,
+                RunFacts(
+                    config=self.config,
+                    description=self.program.describe(),
+                    entries=tuple(self.seen.entries),
+                    finished=tuple(finished),
+                    history=tuple(self.controller.history),
+                    seconds=time.monotonic() - self.started_s,
+                    advance=advance,
+                ),
+            )
+            point_latest_to(self.run_.folder)
+            self.output.summary()
+        except Exception as error:  # a full disk, a read-only folder, an error in a chart
+            self.output.problem("the report", error)

@@ -1,0 +1,243 @@
+"""The rank that leads its replica: the step machine and its leader, orders to all ranks, the end of the run, the lineage.
+
+In: the reports of the replica's ranks. Out: commands to them; lines for the driver; entries in the run's lineage files.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from helixrt.errors import Fatal, Retryable
+from helixrt.job import checkpoint as checkpoints
+from helixrt.job.checkpoint_orders import CheckpointOrders
+from helixrt.job.checkpoint_writer import Checkpointer
+from helixrt.job.connections import membership
+from helixrt.job.durable_state import DurableState
+from helixrt.job.failover import FailoverNews
+from helixrt.job.finish import EndOfRun, ObservedMembership
+from helixrt.job.genesis import GenesisDigest
+from helixrt.job.leader_reports import MetricsSender
+from helixrt.job.leaving import Departure
+from helixrt.job.lineage_files import LineageWriter
+from helixrt.job.loss_acceptance import WAITING_LINE_S, note_waiting
+from helixrt.job.rank_context import RankContext, RankJob
+from helixrt.job.step_rules import (
+    agreed_memory,
+    exclusion_text,
+    skipped_positions,
+    step_rules,
+    waiting_text,
+)
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord, Log
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.quorum import Member
+from helixrt.replica.commands import Channel, Evaluate, RankCommand, RankReport
+from helixrt.replica.contracts import Formed
+from helixrt.replica.evidence import Holders
+from helixrt.replica.leader import Leader, LeaderHooks
+from helixrt.replica.progress import LEADER
+from helixrt.replica.rank import RankWorker
+from helixrt.replica.run_keys import running_key
+from helixrt.replica.runlog import RunLog
+
+
+@dataclass(frozen=True)
+class LeaderParts:
+    """What the leading rank has that others have not (`metrics`, `lineage`), and what it shares with its worker."""
+
+    worker: RankWorker
+    checkpointer: Checkpointer
+    durable: DurableState
+    failovers: FailoverNews | None
+    metrics: MetricsSender
+    lineage: LineageWriter
+    genesis: GenesisDigest
+
+
+class Leading:
+    """From its making, which reads the run's log and waits for the other ranks of the replica, to `close`."""
+
+    def __init__(self, context: RankContext, job: RankJob, parts: LeaderParts) -> None:
+        self._context, self._job, self._parts = context, job, parts
+        store, patience_s = context.store, context.timeouts.step_s
+        self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
+        self._orders = Channel(store, f"orders/{context.life}", patience_s)
+        self._reports = [
+            Channel(store, f"reports/{context.life}/{rank}", patience_s) for rank in range(1, context.group_world_size)
+        ]
+        holders = Holders(store, context.replica, context.spec.incarnation)
+        holders.end_predecessors()
+        machine, addresses = self._machine(), self._addresses()
+        self._membership = ObservedMembership(membership(context))
+        self._checkpoint_orders = CheckpointOrders(
+            context.replica,
+            context.output / "checkpoints",
+            context.config.checkpoint.every,
+            context.config.checkpoint.retry_s,
+            job.steps,
+            store,
+            parts.checkpointer,
+            parts.failovers,
+            self.tell,
+        )
+        departure = Departure(
+            context.replica,
+            context.spec.incarnation,
+            store,
+            self._membership,
+            context.config.checkpoint.every > 0,
+            self.tell,
+        )
+        hooks = LeaderHooks(
+            parts.lineage.append,
+            self._ordered,
+            lambda m: self._end_of_run.resting(m),
+            parts.worker.fail,
+            self._waiting,
+            departure.due,
+            departure.carry_out,
+            self._agree,
+            self._newest_durable,
+            partial(context.progress.doing, thread=LEADER),
+        )
+        self._leader = Leader(
+            machine, self._membership, RunLog(store), holders, addresses, self.tell, context.record, context.timeouts, hooks
+        )
+        self._leader.initial = parts.genesis.mine if machine.held else ""
+        self._end_of_run = EndOfRun(
+            context.replica,
+            context.group_world_size,
+            store,
+            self._membership,
+            self._checkpoint_orders,
+            self._leader.digests,
+            self.tell,
+            job.eval_batches,
+            context.timeouts.evaluate_s,
+        )
+
+    def _machine(self) -> StepMachine:
+        context = self._context
+        entries = RunLog(context.store).read_from(0)
+        for index, entry in enumerate(entries):
+            self._parts.lineage.append(index, entry)
+        memory = agreed_memory(context.store, context.life, context.group_world_size, context.timeouts.start_s)
+        return StepMachine(
+            context.replica,
+            context.spec.incarnation,
+            context.group_world_size,
+            Log(entries),
+            entries[0].hash if len(entries) == 1 and self._parts.genesis.holds() else "",
+            self._job.steps,
+            step_rules(context.config, memory, self._job.advance),
+            context.spec.life,
+            skipped_positions(context.store, context.replica, entries[-1]),
+        )
+
+    def _addresses(self) -> tuple[str, ...]:
+        """Where the ranks of this replica offer their state."""
+        context = self._context
+        ranks = range(context.group_world_size)
+        return tuple(context.store.wait(address_key(context.life, rank), context.timeouts.start_s) for rank in ranks)
+
+    def begin(self) -> None:
+        """Begin the first step, with all replicas if they come in time."""
+        for rank, reports in enumerate(self._reports, start=1):
+            reports.follow(partial(self._leader.report, rank), lambda why: self._parts.worker.fail(Fatal(why)))
+        if self._context.spec.incarnation == 0:
+            self._membership.announce()  # before the others join: they wait for whom they know to live
+            self._await_the_others()
+        self._leader.start()
+
+    def _await_the_others(self) -> None:
+        """The first quorum should have everyone: wait for the other replicas' first start, within limits. Where others start
+        the replicas, one may come much later: this one must be in a quorum before its own start timeout."""
+        store = self._context.store
+        store.put_if_absent(f"ready/{self._context.replica}", "yes")
+        share = 0.5 if self._context.config.launcher == "environment" else 1.0
+        deadline = time.monotonic() + share * self._context.timeouts.start_s
+        for replica in range(self._context.config.mesh.replicas):
+            try:
+                store.wait(f"ready/{replica}", max(0.1, deadline - time.monotonic()))
+            except Retryable:
+                return
+
+    # ---------------------------------------------------------------- commands and reports
+
+    def tell(self, command: RankCommand) -> None:
+        """Send a command to all ranks of the replica, in order."""
+        if self._context.group_world_size > 1:
+            self._orders.put(command)
+        self._parts.worker.dispatch(command)
+
+    def report(self, report: RankReport) -> None:
+        """The leading rank's own report; from any thread."""
+        self._leader.report(self._context.group_rank, report)
+
+    # ---------------------------------------------------------------- what the leader calls, one call at a time
+
+    def _ordered(self, command: RankCommand) -> None:
+        if isinstance(command, p.Exchange):
+            self._say_running()
+        if isinstance(command, p.Apply) and checkpoints.writer_of(command.record) == self._context.replica:
+            self._after_update(command.record)
+
+    def _agree(self, formed: Formed, me: Member) -> p.Event | None:
+        """Which initial state the run begins with, before its first commit."""
+        genesis = self._leader.machine.log.entries[0].hash
+        instead = self._parts.genesis.agree(formed.members, me, genesis, self._parts.metrics.say)
+        if isinstance(instead, p.Reloaded):
+            self._leader.initial = ""  # what this replica holds from now on was fetched
+        return instead
+
+    def _newest_durable(self, newer_than: int) -> str | None:
+        found, genesis = self._parts.durable.newest(newer_than), self._parts.genesis
+        if found == self._leader.machine.log.entries[0].hash and not genesis.holds():
+            raise Fatal(
+                "no replica that runs holds the initial values that this run began with, and this one's are others; seed what "
+                "builds the model, so that every start gives the same values"
+            )
+        return found
+
+    def _after_update(self, record: CommitRecord) -> None:
+        """What one replica of those that update does for all."""
+        if (text := exclusion_text(record)) is not None:
+            self._parts.metrics.say(text)
+        if (save := self._checkpoint_orders.out_of_turn(record)) is not None:
+            self.tell(save)
+        every, last = self._job.eval_every, self._job.steps
+        ends = record.step >= last or record.last != ""  # that one is evaluated when all rest
+        if every and record.step % every == 0 and not ends:
+            self.tell(Evaluate(record.step, self._job.eval_batches))
+
+    def _say_running(self) -> None:
+        if not self._said_running:
+            with suppress(Retryable):  # the next quorum says it
+                self._context.store.put_if_absent(running_key(self._context.replica, self._context.spec.incarnation), "yes")
+                self._said_running = True
+
+    def _waiting(self, action: p.Wait) -> None:
+        """A replica that waits has joined: no start timeout and no restart budget apply."""
+        self._say_running()
+        text = waiting_text(action, self._context.config.supersede_after_s, self._context.output)
+        if text is not None and time.monotonic() - self._said_waiting_s > WAITING_LINE_S:
+            self._said_waiting_s = time.monotonic()
+            self._parts.metrics.say(text)
+            note_waiting(self._context.output, text)
+
+    def close(self) -> None:
+        """End the leader's threads and the membership; idempotent."""
+        for reports in self._reports:
+            reports.close()
+        self._leader.close()
+        self._membership.close()
+
+
+def address_key(life: str, rank: int) -> str:
+    """Where a rank of a replica's incarnation says how others fetch from it."""
+    return f"address/{life}/{rank}"

@@ -1,0 +1,116 @@
+"""How a rank's process learns that its replica is to leave, and how the replica leaves: at a step boundary, with its ranks'
+work in the run and no exchange broken.
+
+In: SIGTERM of the process (`TermSignal`), or the user's `helixrt drain` by way of the driver; both are the replica's
+`leave_key` in the run's store. Out: commands to the ranks (`Departure`). The key is read before each quorum. Whoever leaves
+says in the store that its incarnation has ended, so that the others do not wait for it; from then on it holds nothing that
+they may wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+from helixrt.errors import Departed, Retryable
+from helixrt.job.finish import ObservedMembership
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.replica.commands import Exit, RankCommand, Save
+from helixrt.replica.contracts import RunStore
+from helixrt.replica.run_keys import ended_key, leave_key
+
+_PAUSE_S = 0.2  # before an unanswered store is asked again
+
+
+class TermSignal:
+    """SIGTERM of this process puts the replica's `leave_key`. A context manager, to be entered in the main thread; elsewhere
+    (a Ray actor) it does nothing. The second SIGTERM ends the process.
+
+    While `at_once` is set, no loop runs that could leave: the process ends with Departed, raised in the main thread.
+    """
+
+    def __init__(self, store: RunStore, replica: int, incarnation: int, rank: str) -> None:
+        self._store, self._key, self._rank = store, leave_key(replica, incarnation), rank
+        self.at_once = True
+        self._ended = threading.Event()
+        self._wake, self._pid = -1, -1  # the writing end of a pipe: a handler may take no lock; whose handler it is
+        self._thread: threading.Thread | None = None
+        self._before: object = None
+
+    def __enter__(self) -> TermSignal:
+        if threading.current_thread() is threading.main_thread():
+            reading, self._wake = os.pipe()
+            self._pid = os.getpid()
+            self._thread = threading.Thread(target=self._ask, args=(reading,), name="helixrt-sigterm", daemon=True)
+            self._thread.start()
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)  # type: ignore[arg-type]
+            self._ended.set()
+            os.close(self._wake)
+            self._thread.join(timeout=2.0)
+            self._thread = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != self._pid:  # a process that was forked from this one, such as a worker of a loader
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if self.at_once:
+            raise Departed(f"SIGTERM to {self._rank}")
+        os.write(self._wake, b"t")
+
+    def _ask(self, reading: int) -> None:
+        """In a thread of its own: the store's client may be in use in the main thread."""
+        asked = os.read(reading, 1)
+        os.close(reading)
+        while asked and not self._ended.is_set():
+            try:
+                self._store.put_if_absent(self._key, f"SIGTERM to {self._rank}")
+                return
+            except Retryable:
+                self._ended.wait(_PAUSE_S)
+
+
+class Departure:
+    """Of one replica's leader. `saves`: checkpoints are written in this run."""
+
+    def __init__(
+        self,
+        replica: int,
+        incarnation: int,
+        store: RunStore,
+        membership: ObservedMembership,
+        saves: bool,
+        tell: Callable[[RankCommand], None],
+    ) -> None:
+        self._me, self._store, self._membership = (replica, incarnation), store, membership
+        self._saves, self._tell = saves, tell
+
+    def due(self) -> str:
+        """Why the replica is to leave before its next quorum; "" if it stays. Raises Retryable without the store."""
+        return self._store.get(leave_key(*self._me)) or ""
+
+    def carry_out(self, machine: StepMachine, why: str) -> None:
+        """Leave: in the leader's event thread, between two quorums. The state is saved if nobody stays who holds it."""
+        record = machine.log.get(machine.held)
+        if self._saves and record is not None and record.step > 0 and not machine.following.fetching:
+            with suppress(Retryable):
+                if not self._someone_stays():
+                    self._tell(Save(record))
+        with suppress(Retryable):  # then the others wait for its heartbeats to pass
+            self._store.put_if_absent(ended_key(*self._me), "yes")
+        self._membership.close()
+        self._tell(Exit(f"{why}; the replica left after step {machine.held_step}"))
+
+    def _someone_stays(self) -> bool:
+        """Whether another member of the newest quorum that had a state is not to leave."""
+        others = [(m.replica, m.incarnation) for m in self._membership.members if m.replica != self._me[0] and m.lineage]
+        return any(self._store.get(leave_key(*who)) is None and self._store.get(ended_key(*who)) is None for who in others)

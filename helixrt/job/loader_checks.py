@@ -1,0 +1,101 @@
+"""Which loaders give the same batches in the same order each time they are iterated, and which do not.
+
+In: any iterable that gives batches. Out: ConfigError (key `loader`) for one whose order cannot be reproduced, and the
+objects inside it that take an epoch or draw random numbers. A rank that starts again must read the batches that were read
+before, so an order that depends on unseeded numbers or on timing is refused at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from helixrt.errors import ConfigError
+
+_DRAWN_SEED = 1 << 32  # torchdata's RandomSampler draws a seed of 63 bits where it is given no generator
+
+
+def check_reproducible(loader: Any) -> None:
+    """Raise ConfigError unless `loader` can be iterated again, and its order does not depend on chance."""
+    name = type(loader).__name__
+    if not hasattr(loader, "__iter__"):
+        raise ConfigError("loader", name, "is not iterable")
+    if hasattr(loader, "__next__"):
+        rule = "can be iterated once only; give an object that begins anew each time: a DataLoader, a list"
+        raise ConfigError("loader", name, rule)
+    for sampler in _parts(loader):
+        if _unseeded(loader, sampler):
+            rule = "has an unseeded order; use sampler=session.sampler(dataset, shuffle=True), or give it generator="
+            raise ConfigError("loader", f"{name} with {type(sampler).__name__}", rule)
+    workers = getattr(loader, "num_workers", 0)
+    if workers and getattr(loader, "in_order", True) is False:
+        rule = "gives batches in the order of their arrival; use in_order=True"
+        raise ConfigError("loader", f"{name} with in_order=False", rule)
+    if workers and getattr(loader, "persistent_workers", False) and hasattr(getattr(loader, "dataset", None), "set_epoch"):
+        rule = "its workers keep a copy of the data set, which set_epoch does not reach; use persistent_workers=False"
+        raise ConfigError("loader", f"{name} with persistent_workers=True", rule)
+
+
+def _unseeded(loader: Any, sampler: Any) -> bool:
+    if not hasattr(sampler, "generator") or sampler is loader:
+        return False
+    if sampler.generator is None:
+        return True
+    made_here = getattr(loader, "generator", None) is None and type(sampler).__module__.startswith("torchdata.")
+    return made_here and sampler.generator.initial_seed() >= _DRAWN_SEED
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to the loader, its samplers and its data set, as far as they have `set_epoch`."""
+    for part in [loader, *_parts(loader), getattr(loader, "dataset", None)]:
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """The random generators of the loader and its samplers, each once."""
+    found = [getattr(part, "generator", None) for part in [loader, *_parts(loader)]]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def stateful(loader: Any) -> bool:
+    """Whether its position can be saved and restored (StatefulDataLoader, or the same two methods).
+
+    Not for an IterableDataset without `state_dict`: torchdata 0.11 restores it by reading from the start, and counts what it
+    skipped twice in the next state.
+    """
+    data = getattr(loader, "dataset", None)
+    return _has_state(loader) and (_has_state(data) or not isinstance(data, IterableDataset))
+
+
+def keeps_position(loader: Any) -> bool:
+    """Whether the data set has a position of its own, so that iterating it again need not begin anew."""
+    return _has_state(getattr(loader, "dataset", None))
+
+
+def reads_all_items(loader: Any) -> bool:
+    """Whether it is a DataLoader that reads the whole of a data set with a length, by a sampler that torch chose."""
+    dataset = getattr(loader, "dataset", None)
+    sampler = getattr(loader, "sampler", None)
+    chosen = type(sampler).__name__ in ("SequentialSampler", "RandomSampler") and type(sampler).__module__.split(".")[0] in (
+        "torch",
+        "torchdata",
+    )
+    return isinstance(loader, DataLoader) and chosen and not isinstance(dataset, IterableDataset)
+
+
+def _has_state(part: Any) -> bool:
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
+def _parts(loader: Any) -> Iterator[Any]:
+    """The samplers of a DataLoader: sampler, batch sampler, and the sampler of the batch sampler."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    seen: set[int] = set()
+    for part in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if part is not None and id(part) not in seen:
+            seen.add(id(part))
+            yield part

@@ -1,0 +1,158 @@
+"""Ranks as child processes of the driver, on this machine.
+
+Each rank runs in a session of its own, so Ctrl-C in a terminal reaches the driver alone and a
+rank's own children are killed with it; it dies with the driver (`orphan`). Its spec comes as JSON
+on standard input, its output goes to the log that `replica.rank_log` names.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from helixrt.errors import Cause
+from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
+from helixrt.replica.orphan import PARENT_VARIABLE
+from helixrt.replica.rank_log import describe_code, last_error, log_name
+
+_NO_RESOURCES = (errno.EAGAIN, errno.ENOMEM)  # of a fork: too many processes, or too little memory
+
+
+def rank_argv(module: str) -> tuple[str, ...]:
+    """The command of a rank that runs `module`, and ends with the driver."""
+    return (sys.executable, "-m", "helixrt.replica.orphan", module)
+
+
+@dataclass(frozen=True)
+class _Child:
+    coordinate: Coordinate
+    incarnation: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+class LocalLauncher(Launcher):
+    """Starts `argv` for each rank, with `environment` added to this process's own.
+
+    Call `start` from a thread that lives as long as the ranks shall (see `orphan`); all calls from
+    one thread.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], log_folder: Path = Path("logs"), environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._argv, self._log_folder = list(argv), log_folder
+        self._environment = {**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())}
+        self._children: dict[tuple[Coordinate, int], _Child] = {}  # those not reported as ended
+        self._started: set[tuple[Coordinate, int]] = set()
+        self._waiting: dict[tuple[Coordinate, int], RankSpec] = {}  # the system gave no process yet
+        self._closed = False
+        log_folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self, spec: RankSpec) -> None:
+        key = (spec.coordinate, spec.incarnation)
+        if key in self._started or self._closed:
+            return
+        self._started.add(key)
+        self._waiting[key] = spec
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Start what waits, as far as the system has processes and memory for it."""
+        for key, spec in list(self._waiting.items()):
+            try:
+                self._launch(key, spec)
+            except OSError as error:
+                if error.errno not in _NO_RESOURCES:
+                    raise
+                return
+            del self._waiting[key]
+
+    def _launch(self, key: tuple[Coordinate, int], spec: RankSpec) -> None:
+        path = self._log_folder / log_name(*key)
+        with open(path, "ab") as log:
+            process = subprocess.Popen(
+                self._argv,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        self._children[key] = _Child(*key, process, path)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(spec.to_plain()).encode())
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already; poll says how
+
+    def waiting(self, replica: int) -> bool:
+        return any(coordinate.replica == replica for coordinate, _ in self._waiting)
+
+    def poll(self) -> list[RankExit]:
+        self._start_waiting()
+        ended = [(key, child) for key, child in self._children.items() if _has_ended(child.process)]
+        for key, _ in ended:
+            del self._children[key]
+        return [_exit_of(child) for _, child in ended]
+
+    def pids(self, replica: int) -> list[int]:
+        """The process ids of a replica's ranks that have not been reported as ended."""
+        return [c.process.pid for c in self._children.values() if c.coordinate.replica == replica]
+
+    def kill(self, replica: int) -> None:
+        self._waiting = {key: spec for key, spec in self._waiting.items() if key[0].replica != replica}
+        for child in self._children.values():
+            if child.coordinate.replica == replica:
+                _kill(child.process)
+
+    def close(self) -> None:
+        self._closed = True
+        self._waiting.clear()
+        for child in self._children.values():
+            _kill(child.process)
+        deadline = time.monotonic() + 30
+        for child in self._children.values():
+            # SIGKILL cannot be refused; only a process stuck inside the kernel takes longer.
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        self._children.clear()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL the rank's whole session group: its loader's workers as well.
+
+    Not after it has been waited for: the number may be someone else's by then.
+    """
+    if process.returncode is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether the rank has ended; if so, its remaining children are killed before its number is free."""
+    if process.returncode is None and hasattr(os, "waitid"):
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        _kill(process)
+    return process.poll() is not None
+
+
+def _exit_of(child: _Child) -> RankExit:
+    code = child.process.returncode
+    what = describe_code(code)
+    if code > 0:
+        said = last_error(child.log)
+        what = f"{said} ({what})" if said else what
+    cause = Cause(what, f"{child.coordinate} incarnation {child.incarnation}", str(child.log))
+    return RankExit(child.coordinate, child.incarnation, code, str(cause))

@@ -1,0 +1,32 @@
+"""The mesh inside a replica, as `helixrt.run(mesh=)` takes it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from helixrt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks of one replica: pipeline stages, shards of parameters, of the sequence, and of tensors. All default to 1."""
+
+    pp: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of one replica."""
+        return self.pp * self.dp_shard * self.cp * self.tp
+
+    def check_supported(self) -> None:
+        """Raises ConfigError (mesh.AXIS) for what a session cannot train yet."""
+        for axis, size in asdict(self).items():
+            if size < 1:
+                raise ConfigError(f"mesh.{axis}", size, "must be at least 1")
+            if size > 1 and axis not in ("pp", "dp_shard"):
+                raise ConfigError(f"mesh.{axis}", size, "a session's replica has pp or dp_shard ranks alone so far")
+        if self.pp > 1 and self.dp_shard > 1:
+            raise ConfigError("mesh.pp", self.pp, f"with dp_shard={self.dp_shard}: a replica has one of the two so far")

@@ -1,0 +1,122 @@
+"""The figures of a step that a rank tells the driver, as one line of JSON each way.
+
+In and out: `StepMetrics` (one per replica and step) and `ValidationMetrics`; ranks send them as text
+through the run's store, the driver hands them to `RunOutput`, and `metrics.jsonl` keeps them. A `Notice`
+travels the same way, and is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+BITS_PER_NAT = 1 / math.log(2)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One update as one replica saw it. `loss_nats` is None where it caught up and contributed nothing."""
+
+    replica: int
+    rank: str  # the label of the rank that reports
+    step: int
+    loss_nats: float | None  # per byte, mean over the replica's batch
+    tokens: int
+    seconds: float  # since the replica's update before
+    participants: int  # replicas whose gradients are in the update
+    stall_s: float  # the rank had nothing to compute
+    grad_norm: float
+    learning_rate: float
+    generation: int
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return None if self.loss_nats is None else self.loss_nats * BITS_PER_NAT
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> str:
+        return _line("step", self)
+
+
+@dataclass(frozen=True)
+class ValidationMetrics:
+    """Mean validation loss per byte of the state that a replica had after `step` updates."""
+
+    replica: int
+    step: int
+    loss_nats: float
+    tokens: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss_nats * BITS_PER_NAT
+
+    def to_json(self) -> str:
+        return _line("validation", self)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a user's loop or evaluation logged for the state after `step` updates; `what` is STEP or VALIDATION."""
+
+    what: str
+    replica: int
+    rank: str
+    step: int
+    values: dict[str, float]
+    seconds: float  # between the replica's newest two updates
+    participants: int  # replicas whose gradients are in the update
+    stall_s: float  # the rank had nothing to compute
+    generation: int = 0  # of the record; 0 for a validation
+
+    STEP: ClassVar[str] = "step"
+    VALIDATION: ClassVar[str] = "validation"
+
+    def to_json(self) -> str:
+        return _line("logged", self)
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something for the console that is no figure: what could not be written, and that it was written later."""
+
+    rank: str
+    text: str
+
+    def to_json(self) -> str:
+        return _line("notice", self)
+
+
+def _line(kind: str, of: object) -> str:
+    """The fields of a dataclass; none of them is a dataclass itself."""
+    return json.dumps({"kind": kind, **vars(of)}, separators=(",", ":"))
+
+
+MetricsLine = StepMetrics | ValidationMetrics | Logged | Notice
+_KINDS: dict[str, Callable[..., MetricsLine]] = {
+    "step": StepMetrics,
+    "validation": ValidationMetrics,
+    "logged": Logged,
+    "notice": Notice,
+}
+
+
+def read_metrics_line(line: str) -> MetricsLine:
+    """Inverse of `to_json`."""
+    raw = json.loads(line)
+    return _KINDS[raw.pop("kind")](**raw)
+
+
+def read_metrics(path: Path) -> Iterator[StepMetrics | ValidationMetrics]:
+    """The figures of the built-in job in a `metrics.jsonl`; a last line cut short is left out."""
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n") and not isinstance(figures := read_metrics_line(line), Notice | Logged):
+                yield figures

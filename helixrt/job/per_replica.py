@@ -1,0 +1,91 @@
+"""State of one replica alone: what the user registers with `per_replica=`, such as a buffer that carries over from batch to
+batch.
+
+In: named objects with `state_dict` and `load_state_dict`; before each step, the position of its first batch. Out: the objects
+with the state that belongs to that position. It is never fetched from another replica (DESIGN.md, "State has three kinds"):
+
+- a step whose work was dropped begins again with the state that it began with;
+- states are published with the loader's states (`loader_states`), and with each checkpoint;
+- a replica that starts again takes the newest one at or before its position, and says which. Batches between are not repeated
+for
+  it: what must be exact is a function of the data, and belongs into the data set.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from helixrt.engines.registered import Stateful
+from helixrt.errors import MisuseError
+from helixrt.job.loader_states import LoaderStates, packed
+
+_KEPT = 4  # states in memory, of the newest steps: a record is superseded by few
+
+
+class PerReplicaState:
+    """Used from the loop's thread. `every`: batches between two published states; `due(step)`: whether the state after update
+    `step` is in a checkpoint."""
+
+    def __init__(
+        self,
+        things: Mapping[str, Stateful],
+        states: LoaderStates,
+        every: int,
+        due: Callable[[int], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._things, self._states, self._every, self._due, self._say = dict(things), states, every, due, say
+        self._kept: dict[int, dict[str, Any]] = {}  # by position
+        self._published = -1  # position of the newest published state
+        for name, thing in self._things.items():
+            if not isinstance(thing, Stateful):
+                raise MisuseError(f"per_replica {name!r} is a {type(thing).__name__} without state_dict and load_state_dict")
+            if packed({name: thing.state_dict()}) is None:
+                raise MisuseError(
+                    f"per_replica {name!r} has a state that torch.load(weights_only=True) refuses; its state_dict may hold "
+                    "tensors, numbers, text, and lists and dictionaries of them"
+                )
+
+    def begin(self, position: int, step: int) -> None:
+        """The step that makes update `step` begins, at this position of the stream. Raises Retryable without the store, where a
+        published state must be read."""
+        if not self._things:
+            return
+        if position in self._kept:
+            self._restore(self._kept[position])
+        elif position > 0 and not any(p < position for p in self._kept):
+            self._find(position)
+        self._kept = {p: state for p, state in self._kept.items() if p < position}  # later ones are of batches given up
+        self._kept[position] = self._read()
+        for old in sorted(self._kept)[:-_KEPT]:
+            del self._kept[old]
+        if self._published < 0 or position // self._every != self._published // self._every or self._due(step - 1):
+            self._publish(position)
+
+    def end(self, position: int) -> None:
+        """The loop has ended before the batch at this position."""
+        if self._things and position not in self._kept:
+            self._kept = {position: self._read()}
+            self._publish(position)
+
+    def _find(self, position: int) -> None:
+        found = self._states.newest((0, position))
+        if found is None:
+            self._say(f"per-replica state: there is none at or before batch {position}, so it begins anew")
+            return
+        self._restore(found[1])
+        self._say(f"per-replica state: that of batch {found[0]} is taken, for batch {position}")
+
+    def _publish(self, position: int) -> None:
+        self._states.put((0, position), self._kept[position])
+        self._published = position
+
+    def _read(self) -> dict[str, Any]:
+        return {name: copy.deepcopy(thing.state_dict()) for name, thing in self._things.items()}
+
+    def _restore(self, states: Mapping[str, Any]) -> None:
+        for name, thing in self._things.items():
+            if name in states:
+                thing.load_state_dict(copy.deepcopy(states[name]))

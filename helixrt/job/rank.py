@@ -1,0 +1,255 @@
+"""A rank's runtime: gives an engine the parts of `replica/`, the run's store, checkpoints, metrics and faults.
+
+In: a `RankSpec`, the settings, and what the job adds (`RankJob`). Out: a `RankWorker` whose orders the caller's thread
+carries out: by `worker.run()` for an engine that finds its batches itself, else by the user's loop. Which models and
+which data is the job's own matter. The first rank of a replica leads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from helixrt.errors import ConfigError, Departed, Retryable, StartAgain
+from helixrt.job import checkpoint as checkpoints
+from helixrt.job.chaos import ChaosSink
+from helixrt.job.chaos_actions import ReplicaKiller
+from helixrt.job.checkpoint_writer import Checkpointer
+from helixrt.job.config import JobConfig
+from helixrt.job.connections import gradient_exchange, state_transport
+from helixrt.job.durable_state import DurableState
+from helixrt.job.failover import FailoverNews
+from helixrt.job.following import Following
+from helixrt.job.genesis import GenesisDigest
+from helixrt.job.heap import keep_freed_memory
+from helixrt.job.leader_reports import MetricsSender
+from helixrt.job.leading import LeaderParts, Leading, address_key
+from helixrt.job.leaving import TermSignal
+from helixrt.job.lineage_files import LineageWriter
+from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
+from helixrt.job.rank_context import RankContext, RankJob, open_context
+from helixrt.job.step_rules import publish_memory
+from helixrt.job.storage_trouble import StorageTrouble
+from helixrt.protocol.catchup_memory import GB
+from helixrt.protocol.step.lineage import CommitRecord, Log
+from helixrt.record import Kind
+from helixrt.replica.commands import Broken, RankReport, Save
+from helixrt.replica.contracts import RankSpec
+from helixrt.replica.layout_book import LayoutBook
+from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.state_shards import shards_of
+
+RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
+
+
+class RankRuntime:
+    """Of one rank, in its process's main thread. A context manager: `open` is called inside, once.
+
+    On the way out without an error the checkpoints that were begun are completed. SIGTERM of the process has the replica leave
+    at a step boundary.
+    """
+
+    def __init__(self, spec: RankSpec, config: JobConfig) -> None:
+        self.context: RankContext = open_context(spec, config)
+        context, chaos = self.context, config.chaos
+        killed = any(kill.replica == context.replica for kill in chaos.kill)
+        ranks = context.group_world_size
+        self._killer = ReplicaKiller(context.store, context.life, context.group_rank, ranks, obeys=killed and ranks > 1)
+        context.record.attach(
+            ChaosSink(
+                chaos, context.replica, spec.incarnation, self._killer.kill, context.record, self._claims, context.group_rank
+            )
+        )
+        self._failovers: FailoverNews | None = None
+        if config.checkpoint.after_failover and config.checkpoint.every:
+            self._failovers = FailoverNews(context.store, f"{context.label}.inc{spec.incarnation}")
+            context.record.attach(self._failovers)
+        self.metrics: MetricsSender | None = None  # to the driver; of the leading rank
+        self._lineage: LineageWriter | None = None
+        if context.leads:
+            self.metrics = MetricsSender(context.store, context.replica, spec.incarnation, context.label)
+            trouble = StorageTrouble("lineage", context.record, self.say)
+            read = RunLog(context.store).read_from
+            self._lineage = LineageWriter(context.output / "lineage", 0.5 * context.replica, trouble, read)
+        self._term = TermSignal(context.store, context.replica, spec.incarnation, context.label)
+        self._side: Leading | Following | None = None
+        self._checkpointer: Checkpointer | None = None
+
+    def __enter__(self) -> RankRuntime:
+        torch.set_num_threads(self.context.config.threads)
+        keep_freed_memory()
+        self._term.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if (kind is None or issubclass(kind, Departed)) and self._checkpointer is not None:
+                self._checkpointer.close()
+        finally:
+            self._term.__exit__()
+            self._close()
+
+    # ---------------------------------------------------------------- parts
+
+    def open(self, job: RankJob) -> RankWorker:
+        """Connect to the others and begin; the worker's orders come from now on. Raises ConfigError, or what makes this rank
+        unable to go on."""
+        context = self.context
+        publish_memory(context.config, job.engine, context.store, context.life, context.group_rank)
+        transport = state_transport(context)
+
+        def read_log() -> Log:
+            return Log(RunLog(context.store).read_from(0))
+
+        durable = DurableState(
+            context.output / "checkpoints", context.group_rank, context.group_world_size, job.engine, read_log
+        )
+        checkpointer = self._make_checkpointer(job.steps)
+        genesis = GenesisDigest(
+            context.store,
+            context.life,
+            context.group_rank,
+            context.group_world_size,
+            job.initial,
+            context.timeouts.start_s,
+        )
+        worker = RankWorker(
+            RankParts(
+                context.replica,
+                context.group_rank,
+                job.engine,
+                gradient_exchange(context),
+                transport,
+                context.record,
+                context.timeouts,
+                f"{context.spec.store}/exchange/{context.group_rank}",
+                self.report,
+                Hooks(
+                    updated=lambda done: self._updated(job, checkpointer, done),
+                    evaluate=job.evaluate,
+                    save=lambda command: self._save(job, checkpointer, command),
+                    stuck=self._stuck,
+                    load=lambda lineage, initial: durable.load(lineage, initial) and (not initial or genesis.holds()),
+                ),
+                context.config.catchup.max_wait_s,
+                context.progress,
+                LayoutBook(context.store, context.group_rank, int(context.config.catchup.memory_gb * GB)),
+            )
+        )
+        context.store.put_if_absent(address_key(context.life, context.group_rank), transport.address)
+        if context.leads:
+            assert self.metrics is not None and self._lineage is not None
+            parts = LeaderParts(worker, checkpointer, durable, self._failovers, self.metrics, self._lineage, genesis)
+            leading = Leading(context, job, parts)
+            self._side = leading
+            leading.begin()
+        else:
+            following = Following(context)
+            self._side = following
+            following.begin(worker)
+        self._term.at_once = False
+        return worker
+
+    def _make_checkpointer(self, steps: int) -> Checkpointer:
+        context, settings = self.context, self.context.config.checkpoint
+        self._checkpointer = Checkpointer(
+            context.output / "checkpoints",
+            context.group_rank,
+            context.group_world_size,
+            context.store,
+            context.record,
+            settings.every,
+            settings.keep,
+            steps,
+            settings.write_s,
+            context.life,
+            self.say,
+        )
+        return self._checkpointer
+
+    def say(self, text: str) -> None:
+        """Have the driver print a line, if this rank has a way to tell it."""
+        print(f"{self.context.label}: {text}", flush=True)
+        if self.metrics is not None:
+            self.metrics.say(text)
+
+    def report(self, report: RankReport) -> None:
+        """Tell the leader of this replica; from any thread."""
+        assert self._side is not None
+        self._side.report(report)
+
+    # ---------------------------------------------------------------- what the job adds to a step, in the main thread
+
+    def _updated(self, job: RankJob, checkpointer: Checkpointer, done: Done) -> None:
+        writes = self._writes(done.record)
+        checkpointer.maybe_save(done.record, lambda: shards_of(job.engine.state()), writes, self._flush)
+        job.updated(done)
+
+    def _save(self, job: RankJob, checkpointer: Checkpointer, command: Save) -> None:
+        checkpointer.save(command.record, shards_of(job.engine.state()), self._flush, command.after_failover)
+
+    def _writes(self, record: CommitRecord) -> bool:
+        return self.context.replica == checkpoints.writer_of(record)
+
+    def _flush(self) -> None:
+        """Make the lineage durable, before a checkpoint that refers to it."""
+        if self._lineage is not None:
+            self._lineage.flush()
+
+    # ---------------------------------------------------------------- ends
+
+    def _stuck(self, why: str) -> None:
+        """The main thread hangs, and so would every orderly way out."""
+        print(f"{self.context.spec.coordinate}: {why}; compute hangs, so this process ends", file=sys.stderr, flush=True)
+        os._exit(RETRY_CODE)
+
+    def _claims(self, name: str) -> bool:
+        """Chaos: whether this is the rank's to carry out; the first to come to its moment gets it."""
+        me = f"{self.context.life}/{self.context.group_rank}"
+        return self.context.store.put_if_absent(f"chaos/{name}", me) == me
+
+    def broken(self, error: BaseException) -> None:
+        """Tell the leader why this rank ends, if it follows one."""
+        if isinstance(self._side, Following):
+            try:
+                self._side.report(Broken(f"{type(error).__name__}: {error}"))
+            except Retryable:
+                pass  # the store is gone too; the exit code tells
+
+    def _close(self) -> None:
+        if self._side is not None:
+            self._side.close()
+        # what the lineage cannot write, the metrics tell
+        for part in (self._failovers, self._lineage, self.metrics, self._killer, self.context.progress):
+            if part is not None:
+                part.close()
+        self.context.record.write(Kind.RANK_END, code=0)
+
+
+def exit_code(spec: RankSpec, error: BaseException) -> int:
+    """Print why a rank ends, and give the process's exit code for it."""
+    if isinstance(error, Departed):
+        print(f"{spec.coordinate}: {error}", file=sys.stderr, flush=True)
+        return LEFT_EXIT
+    if isinstance(error, ConfigError):
+        print(error, file=sys.stderr, flush=True)
+        return CONFIG_EXIT
+    traceback.print_exception(error)
+    print(f"{spec.coordinate}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, StartAgain):
+        return RELOAD_EXIT
+    return RETRY_CODE if isinstance(error, Retryable) else FATAL_EXIT
+
+
+def run_as_process(run_rank: Callable[[RankSpec], int]) -> None:
+    """The whole life of a rank's process: reads its spec as JSON from standard input, runs, exits."""
+    code = run_rank(RankSpec.from_plain(json.loads(sys.stdin.read())))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of torch and of servers must not keep a finished rank

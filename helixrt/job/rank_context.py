@@ -1,0 +1,114 @@
+"""What every part of a rank's runtime needs: its place, the settings, the run's store, its flight record and its report of
+progress; and what the job adds to a rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from helixrt.collectives.endpoints import interface_towards
+from helixrt.job.config import JobConfig
+from helixrt.job.places import group_rank, group_world_size
+from helixrt.record import BoundedSink, FlightRecord, Kind
+from helixrt.replica.commands import Evaluate
+from helixrt.replica.contracts import Engine, RankSpec, RunStore
+from helixrt.replica.progress import Progress
+from helixrt.replica.rank import Done
+from helixrt.replica.rank_log import rank_label
+from helixrt.replica.store import TcpRunStore
+from helixrt.timeouts import Timeouts, derive
+
+WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
+    "helixrt.pipeline.channels",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.fsdp._fully_shard",
+)
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What a job adds to a rank: the engine, how many updates, and what to do at them.
+
+    `steps`: number of the run's last update. `evaluate(command)` evaluates the engine's state, in the main thread, every
+    `eval_every` steps (0: never) and after the last one, with `command.batches` = `eval_batches`. `updated(done)` is
+    called in the main thread after each update. A step takes `advance` batches of the replica's stream. `initial` is
+    the digest of this rank's state at the start, which replicas compare ("": they begin alike by construction).
+    """
+
+    engine: Engine
+    steps: int
+    evaluate: Callable[[Evaluate], None] = lambda command: None
+    eval_every: int = 0
+    eval_batches: int = 0
+    updated: Callable[[Done], None] = lambda done: None
+    advance: int = 1
+    initial: str = ""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Of one rank, from its start to its end."""
+
+    spec: RankSpec
+    config: JobConfig
+    timeouts: Timeouts
+    store: RunStore
+    record: FlightRecord
+    progress: Progress
+
+    @property
+    def replica(self) -> int:
+        return self.spec.coordinate.replica
+
+    @property
+    def group_rank(self) -> int:
+        """This rank's index inside its replica."""
+        return group_rank(self.config.mesh, self.spec.coordinate)
+
+    @property
+    def group_world_size(self) -> int:
+        """How many ranks a replica has."""
+        return group_world_size(self.config.mesh)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that leads its replica."""
+        return self.group_rank == 0
+
+    @property
+    def life(self) -> str:
+        """Names this incarnation of the replica in keys of the run's store."""
+        return f"{self.replica}/{self.spec.incarnation}"
+
+    @property
+    def label(self) -> str:
+        """Names the rank in logs and records."""
+        return rank_label(self.spec.coordinate)
+
+    @property
+    def output(self) -> Path:
+        """The run's folder."""
+        return Path(self.spec.output)
+
+    @cached_property
+    def interface(self) -> str:
+        """The address of this machine that leads to the run's store."""
+        return interface_towards(self.spec.store)
+
+
+def open_context(spec: RankSpec, config: JobConfig) -> RankContext:
+    """Connect to the run's store, and begin the flight record and the progress report."""
+    timeouts = derive(config.step_timeout_s, config.heartbeat_s)
+    store = TcpRunStore(spec.store)
+    progress = Progress(store, str(spec.coordinate), spec.incarnation, timeouts.progress_period_s, WAITS_FOR_PEERS)
+    record = FlightRecord(rank_label(spec.coordinate))
+    context = RankContext(spec, config, timeouts, store, record, progress)
+    flight = context.output / "flight" / f"{context.label}.inc{spec.incarnation}.jsonl"
+    record.attach(BoundedSink(flight, config.output.detail_mb << 20))
+    record.attach(progress)
+    record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
+    return context

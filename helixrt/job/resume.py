@@ -1,0 +1,66 @@
+"""Resuming a run of a user's script: which run it is, whether the script still fits it, and what its data streams agreed on.
+
+In: `helixrt.run(resume=)`, the settings, the folders of earlier runs. Out: a new life of the run (`driver.Run`) that goes on
+from its newest checkpoint on the lineage: the record has the positions of all streams, the checkpoint parameters, optimizers,
+schedulers and what else is registered, the folder `streams` states of loaders and of what is registered per replica.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from helixrt.errors import ConfigError
+from helixrt.job import checkpoint as checkpoints
+from helixrt.job.lineage_files import write_durably
+from helixrt.job.session_config import SessionConfig
+from helixrt.job.stream import LENGTH_KEY
+from helixrt.replica.contracts import RunStore
+
+LATEST = "latest"  # the newest run with the same name
+_STREAM = "stream.json"  # in the run's folder: what all streams agreed on
+
+
+def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
+    """The folder of the run that `which` names (a run's folder, or "latest") and the checkpoint to go on from.
+
+    Raises ConfigError (resume) if there is none, or if data would not be dealt as before: another number of replicas, or
+    another seed.
+    """
+    if str(which) == LATEST:
+        folder, found = checkpoints.find_resume(Path(config.output.root), config.name)
+    else:
+        folder = Path(which).resolve()
+        if not (folder / "run.json").is_file():
+            raise ConfigError("resume", which, "is not the folder of a run: it has no run.json")
+        checkpoint = checkpoints.checkpoint_of(folder)
+        if checkpoint is None:
+            raise ConfigError("resume", which, "has no complete checkpoint")
+        found = checkpoint
+    before = SessionConfig.from_plain(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    if before.mesh != config.mesh:
+        rule = f"{folder} was begun with {before.mesh}; a run is resumed with the same mesh, since its data was dealt for that"
+        raise ConfigError("resume", str(config.mesh), rule)
+    if before.seed != config.seed:
+        rule = f"{folder} was begun with seed={before.seed}, which the order of its data follows"
+        raise ConfigError("seed", config.seed, rule)
+    return folder, found
+
+
+def keep_stream(store: RunStore, folder: Path) -> bool:
+    """Write what the streams agreed on into the run's folder; whether that is done."""
+    text = store.get(LENGTH_KEY)
+    if text is None:
+        return False
+    write_durably(folder / _STREAM, text)
+    return True
+
+
+def restore_stream(store: RunStore, folder: Path) -> bool:
+    """Put it into the new store, so that another length of an epoch, or another accumulation, is refused."""
+    try:
+        agreed = json.loads((folder / _STREAM).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    store.put_if_absent(LENGTH_KEY, json.dumps(agreed | {"stream": "of the run that is resumed"}))
+    return True

@@ -1,0 +1,393 @@
+"""The session: how a user's own loop trains fault-tolerantly (DESIGN.md, "The public API").
+
+    def train(session):
+        model = session.parallelize(build())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        session.register(model=model, optimizers=[optimizer], clip_norm=1.0)
+        loader = DataLoader(data, batch_size=8, sampler=session.sampler(data, shuffle=True))
+        for step in session.steps(loader, until=1000, accumulate=4):
+            for x, y in step:
+                step.backward(loss_sum(model(x), y), weight=y.numel())
+            done = step.commit()
+            session.log({"loss": done.loss})
+
+In: what the rank's process was told, and a `Host` that opens the rank's parts (`session_host`). Out: the loop. `steps`
+is the command loop of the rank's worker as a generator: state is fetched, loaded, replayed, saved and evaluated inside it,
+in the user's thread, and it yields only what this replica has to compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.module import ModuleEngine
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.registered import Registered
+from helixrt.engines.sharded import shard_model
+from helixrt.engines.staged import StagedModel, Stages
+from helixrt.engines.update import Policy, UpdateFunction
+from helixrt.errors import ConfigError, MisuseError
+from helixrt.job.checkpoint import is_due
+from helixrt.job.loader_states import LoaderStates
+from helixrt.job.per_replica import PerReplicaState
+from helixrt.job.prepared import prepare
+from helixrt.job.sampler import StreamSampler, stream_sampler
+from helixrt.job.scalars import scalars
+from helixrt.job.session_host import Host, Plan, SessionSettings
+from helixrt.job.step import Committed, SessionEngine, Step
+from helixrt.job.stream import Stream, StreamSettings
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Module = TypeVar("Module", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Session:
+    """A user's access to the job, one per rank; given to the train function. Used from one thread."""
+
+    def __init__(self, settings: SessionSettings, host: Host) -> None:
+        self.settings, self._host = settings, host
+        self.device = _device(settings)
+        if settings.dtype not in _DTYPES:
+            raise ConfigError("dtype", settings.dtype, f"must be one of {', '.join(_DTYPES)}")
+        self._inner: InnerGroup | None = None  # of a replica of several ranks
+        self._engine: SessionEngine | None = None
+        self._per_replica: Mapping[str, Any] = {}
+        self._evaluation: tuple[Callable[[], Any], int] | None = None
+        self._step: Step | None = None  # the newest
+        self._last: Committed | None = None  # of the step before it
+        self._began = self._ended = False
+
+    @property
+    def replica(self) -> int:
+        """The number of this replica, from 0."""
+        return self.settings.replica
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas are configured; fewer may be running."""
+        return self.settings.replicas
+
+    @property
+    def shard(self) -> int:
+        """The number of this rank among the dp_shard ranks of its replica, from 0."""
+        return self.settings.shard
+
+    @property
+    def stream(self) -> int:
+        """Which data stream this rank reads: what an IterableDataset divides itself by, with `streams`."""
+        return self.replica * self.settings.mesh.dp_shard + self.shard
+
+    @property
+    def streams(self) -> int:
+        """How many data streams there are: one for each dp_shard rank of each configured replica."""
+        return self.replicas * self.settings.mesh.dp_shard
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks of this replica as a device mesh with the one dimension "dp_shard", for `fully_shard` and collectives of
+        your own. Its first use connects the ranks, and initializes torch.distributed in this process; all ranks make it."""
+        return self._group().mesh
+
+    @property
+    def step(self) -> Step | None:
+        """The step that the loop is in, or was in last."""
+        return self._step
+
+    @property
+    def began(self) -> bool:
+        """The loop was begun."""
+        return self._began
+
+    @property
+    def left_early(self) -> bool:
+        """The loop was left before its last step."""
+        return self._began and not self._ended
+
+    # ---------------------------------------------------------------- before the loop
+
+    @overload
+    def parallelize(self, model: Module) -> Module: ...
+
+    @overload
+    def parallelize(self, model: Stages) -> StagedModel: ...
+
+    def parallelize(self, model: nn.Module | Stages) -> nn.Module:
+        """Place the model for training, before its optimizer is made: on this rank's device. Parameters keep their type; with
+        dtype="bfloat16" forward and loss of each micro-batch run under autocast.
+
+        With `Mesh(dp_shard=n)` its parameters are sharded over the replica's n ranks by FSDP2 (`fully_shard`): for each block
+        of the model, then for the rest. A block is a module of a class that `_no_split_modules` names, else an element of a
+        `ModuleList` (or numbered `ModuleDict`) of modules of one class. Modules to which you have applied
+        `fully_shard(..., mesh=session.device_mesh)` stay as they are. dtype="bfloat16" is FSDP2's mixed precision then. Every
+        rank builds the whole model with the same values, and calls this; it initializes torch.distributed in this process.
+
+        A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size; it trains on the CPU, in the
+        type of its parameters, by `step.train`.
+
+        Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
+        stages on another device or in another type; MisuseError for a model on the meta device, and if torch.distributed is
+        initialized already.
+        """
+        mesh = self.settings.mesh
+        mesh.check_supported()
+        if isinstance(model, Stages):
+            if mesh.dp_shard > 1:
+                raise ConfigError("mesh.dp_shard", mesh.dp_shard, "must be 1 for a model in stages so far")
+            return self._staged(model)
+        if mesh.pp > 1:
+            raise ConfigError("mesh.pp", mesh.pp, "needs session.parallelize(helixrt.Stages(...))")
+        if mesh.dp_shard > 1:
+            model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
+        return model.to(self.device)
+
+    def _staged(self, stages: Stages) -> StagedModel:
+        settings = self.settings
+        if self.device.type != "cpu":
+            raise ConfigError("device", settings.device, "a model in stages trains on the CPU so far (device='cpu')")
+        if settings.dtype != "float32":
+            raise ConfigError("dtype", settings.dtype, "a model in stages trains in the type of its parameters (float32)")
+        stages.scheduled(settings.mesh.pp)  # what is wrong is found before the ranks connect
+        return StagedModel(stages, self._host.connect_stages())
+
+    def register(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] = (),
+        schedulers: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        clip_norm: float | None = None,
+        scaler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        running_buffers: Sequence[str] = (),
+        per_replica: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Say what is trained: everything that the update changes. It is equal on all replicas, bit for bit.
+
+        `model`: one module, or several by name. `optimizers`, `schedulers`: in the order in which the update steps them.
+        `clip_norm`: gradients are scaled down to this norm, taken over all parameters. `scaler`: a `torch.amp.GradScaler`;
+        losses are scaled with it. `extra`: other objects with `state_dict` and `load_state_dict` that the update changes, such
+        as an average of the weights. `running_buffers`: names of large or non-persistent buffers that a forward changes.
+        `per_replica`: objects with the same two methods that the loop changes, and not the update: each replica has its own. A
+        step whose work was dropped begins again with the state that it had; a replica that starts again takes the newest
+        published state at or before its position. Call it once, after the models are on their device. Raises MisuseError for
+        what cannot be trained, by name.
+        """
+        if self._engine is not None:
+            raise MisuseError("session.register was called twice; register everything in one call")
+        self.settings.mesh.check_supported()
+        registered = Registered.of(
+            model,
+            optimizers,
+            schedulers,
+            clip_norm=clip_norm,
+            scaler=scaler,
+            extra=dict(extra or {}),
+            running_buffers=tuple(running_buffers),
+        )
+        settings = self.settings
+        self._per_replica = dict(per_replica or {})
+        if isinstance(model, StagedModel):
+            policy = Policy(settings.lr_policy)  # type: ignore[arg-type]
+            self._engine = model.engine(
+                registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.seed
+            )
+            return
+        if settings.mesh.pp > 1:
+            raise MisuseError("with Mesh(pp=...) register the model that session.parallelize(helixrt.Stages(...)) gave")
+        self._engine = ModuleEngine(
+            registered,
+            replica=settings.replica,
+            replicas=settings.replicas,
+            seed=settings.seed,
+            policy=Policy(settings.lr_policy),  # type: ignore[arg-type]
+            buffers=settings.buffers,  # type: ignore[arg-type]
+            compute_dtype=_DTYPES[settings.dtype],
+            group=self._group() if settings.mesh.ranks > 1 else None,
+        )
+
+    def update(self, function: UpdateFunction) -> UpdateFunction:
+        """Decorator: run `function(record)` as the update, in place of clipping and stepping.
+
+        Gradients are in `p.grad`, divided by the total weight; where no contributor had one, or `record.applied` is False, it
+        is None. The function changes registered state alone, as a function of that state, the gradients and the record
+        (`record.step`, `record.summed`): it also runs when a replica that was behind repeats an update. It may not draw random
+        numbers or read anything else.
+        """
+        self._registered().set_update(function)
+        return function
+
+    def sampler(self, data: Sized, shuffle: bool = False) -> StreamSampler:
+        """The ids of this rank's stream over a data set with a length: each epoch an order of its own (with `shuffle`), dealt
+        over all streams. Raises ConfigError for a data set without a length, or with fewer items than streams."""
+        return stream_sampler(data, self.streams, self.stream, shuffle=shuffle, seed=self.settings.seed)
+
+    def evaluate(self, function: Callable[[], Any], *, every: int) -> None:
+        """Run `function()` after every `every` updates and after the last one, on all ranks of one replica, between two steps,
+        without gradients. What it returns, a number or a mapping of names to numbers, is averaged over these ranks and logged
+        as validation. It must leave registered state as it is. Call this before the loop."""
+        if self._began:
+            raise MisuseError("session.evaluate was called after session.steps had begun")
+        if every < 1:
+            raise ConfigError("every", every, "must be at least 1")
+        self._evaluation = (function, every)
+
+    # ---------------------------------------------------------------- the loop
+
+    def steps(self, loader: Any, *, until: int, accumulate: int = 1) -> Iterator[Step]:
+        """The steps that this replica has to compute, up to update number `until` of the run; `accumulate` micro-batches each.
+
+        `loader`: any iterable of micro-batches that begins anew each time, in a reproducible order; it is begun again at its
+        end, with `set_epoch`. While this replica is behind, state is fetched in here. After the last step all replicas compare
+        their states, and the loop ends.
+
+        Raises MisuseError for a wrong order of calls, ConfigError for a loader that cannot be used, Retryable or Fatal if this
+        replica cannot go on.
+        """
+        engine = self._registered()
+        if self._began:
+            raise MisuseError("session.steps was called twice; a run has one loop")
+        if until < 1:
+            raise ConfigError("until", until, "must be at least 1")
+        if accumulate != 1 and isinstance(engine, PipelineEngine):
+            rule = "must be 1 for a model in stages, which cuts each batch: Stages(microbatches=)"
+            raise ConfigError("accumulate", accumulate, rule)
+        self._began = True
+        settings = StreamSettings(self.replica, accumulate, self.settings.seed, self.settings.loader_every, self.shard)
+        stream = Stream(loader, settings, self._host.store, self._say, self._host.folder)
+        own = self._own_state(settings, until)
+        every = self._evaluation[1] if self._evaluation is not None else 0
+        worker = self._host.open(engine, Plan(until, accumulate, every, self._evaluate))
+        try:
+            while (order := worker.next_work()) is not None:
+                own.begin(order.position, order.step)
+                engine.begin(order.on_bucket)
+                self._step = Step(engine, worker, order, stream.take(order.position), accumulate)
+                yield self._step
+                self._step.check_committed()
+                self._last = self._step.done
+            if self._step is not None and self._step.done is not None and self._step.done.committed:
+                own.end(self._step.position + accumulate)
+            self._ended = True
+        finally:
+            stream.close()
+
+    def prepare(self, *things: Any, until: int, accumulate: int = 1, clip_norm: float | None = None) -> tuple[Any, ...]:
+        """For a loop that stays as it is: registers the models, optimizers and schedulers among `things`, and gives them back
+        in the same order, with stand-ins for the optimizers, the schedulers and the one loader:
+
+            for x, y in loader:                        # over all epochs, up to update number `until`
+                loss_fn(model(x), y).backward()
+                optimizer.step(); scheduler.step(); optimizer.zero_grad()
+
+        The loader waits while this replica is behind, and gives the same batches again after a step that was not committed
+        (`committed` is False then). `optimizer.step()` after every `accumulate`-th backward is the exchange, the agreement and
+        the update of all optimizers, which clips to `clip_norm` and steps the schedulers; before it, `step()` and `zero_grad()`
+        do nothing. `scheduler.step()` only checks that it is called once for each `optimizer.step()`. Each backward counts 1:
+        mean losses are averaged over micro-batches and replicas, so do not divide them by `accumulate`.
+
+        Models are moved to this rank's device and keep their parameters. Raises ConfigError for a mesh with more than one rank
+        in a replica; MisuseError for what is none of the four kinds, or has no or several loaders, and in the loop for each
+        wrong order of calls.
+        """
+        return prepare(self, things, until=until, accumulate=accumulate, clip_norm=clip_norm)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record figures of the step that was committed last: numbers, or tensors with one element, which are read here. Of a
+        step that was not committed nothing is recorded."""
+        done = self._committed("session.log")
+        if done.committed:
+            assert self._step is not None and self._step.timing is not None
+            self._host.log(done.step, scalars(values), self._step.timing)
+
+    def stop(self, reason: str) -> None:
+        """End the run early: after one of the next steps, the same on all replicas, whoever called it. The state is saved and
+        evaluated as after the last step, code behind the loop runs, and `helixrt.run` returns; the report has the reason. Call
+        it within the loop, on one replica or on several. The loop goes on until the agreed step.
+
+        Raises MisuseError outside the loop, and for a reason that is no text of 1 to 200 characters.
+        """
+        if not self._began or self._ended:
+            raise MisuseError("session.stop was called outside the loop over session.steps")
+        if not isinstance(reason, str) or not 1 <= len(reason) <= 200:
+            raise MisuseError(f"session.stop takes a reason of 1 to 200 characters, not {reason!r}")
+        self._host.stop(reason)
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step that was committed last is in the run."""
+        done = (self._step.done if self._step is not None else None) or self._last
+        return (done or self._committed("session.committed")).committed
+
+    def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
+        """A context for work of the user that takes longer than a step may (compiling, writing files): within it this rank is
+        not taken for stuck until `limit_s` seconds have passed. The other replicas go on without this one."""
+        if not limit_s > 0:
+            raise ConfigError("limit_s", limit_s, "must be above 0")
+        return self._host.busy(doing, limit_s)
+
+    # ---------------------------------------------------------------- inside
+
+    def _evaluate(self, step: int) -> None:
+        if self._evaluation is None:
+            return
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            found = self._evaluation[0]()
+        values = scalars(found if isinstance(found, Mapping) else {"value": found})
+        if self._inner is not None:
+            values = dict(zip(values, self._inner.mean(list(values.values())), strict=True))
+        self._host.validation(step, values)
+
+    def _group(self) -> InnerGroup:
+        """The ranks of this replica, connected."""
+        if self._inner is None:
+            self._inner = self._host.connect(self.device)
+        return self._inner
+
+    def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:
+        every, checkpoints = self.settings.loader_every, self.settings.checkpoint_every
+        name, effect = f"{stream.name}/per_replica", "a replica that starts again begins it anew"
+        states = LoaderStates(self._host.store, name, self._say, self._host.folder, "what is registered per replica", effect)
+        return PerReplicaState(self._per_replica, states, every, lambda step: is_due(step, checkpoints, until), self._say)
+
+    def _registered(self) -> SessionEngine:
+        if self._engine is None:
+            raise MisuseError("session.register(model=..., optimizers=[...]) must come first")
+        return self._engine
+
+    def _committed(self, what: str) -> Committed:
+        if self._step is None or self._step.done is None:
+            raise MisuseError(f"{what} comes after step.commit(), or the optimizer.step() that ends a prepared step")
+        return self._step.done
+
+    def _say(self, text: str) -> None:
+        log.info(text)
+        self._host.say(text)
+
+
+def _device(settings: SessionSettings) -> torch.device:
+    """Ranks of one replica need a CUDA device each; those of this host are dealt in turn."""
+    name, ranks = settings.device, settings.mesh.ranks
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError("device", name, "must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "no CUDA device is available")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if ranks == 1:
+        return torch.device("cuda")
+    if (devices := torch.cuda.device_count()) < ranks:
+        rule = f"a replica of {ranks} ranks needs a CUDA device for each, and this host has {devices}; device='cpu' needs none"
+        raise ConfigError("device", name, rule)
+    return torch.device("cuda", (settings.replica * ranks + settings.shard) % devices)

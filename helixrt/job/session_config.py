@@ -1,0 +1,76 @@
+"""The settings of a run that `helixrt.run` starts: the job's runtime, the train function, and how its session trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from helixrt.errors import ConfigError
+from helixrt.job.config import MEMBERSHIPS, JobConfig, job_parts
+from helixrt.job.mesh import Mesh
+from helixrt.job.session_host import SessionSettings
+from helixrt.job.train_function import TrainFunction
+
+DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class SessionConfig(JobConfig):
+    """`train` is the function that every rank calls; the rest as in `SessionSettings`."""
+
+    train: TrainFunction = field(default_factory=lambda: TrainFunction("", "", "", ""))
+    device: str = "auto"
+    dtype: str = "float32"
+    lr_policy: str = "none"
+    buffers: str = "mean"
+    loader_every: int = 100
+
+    @staticmethod
+    def from_plain(raw: dict[str, Any]) -> SessionConfig:
+        """Inverse of `to_plain`."""
+        return SessionConfig(**{**raw, **job_parts(raw), "train": TrainFunction.from_plain(raw["train"])})
+
+    def session(self, replica: int, shard: int = 0) -> SessionSettings:
+        """Of one rank."""
+        mesh = Mesh(self.mesh.pp, self.mesh.dp_shard, self.mesh.cp, self.mesh.tp)
+        return SessionSettings(
+            replica,
+            mesh,
+            self.mesh.replicas,
+            self.seed,
+            self.device,
+            self.dtype,
+            self.lr_policy,
+            self.buffers,
+            self.loader_every,
+            self.checkpoint.every,
+            shard,
+        )
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot work, before anything is started."""
+        choices: dict[str, tuple[str, tuple[str, ...]]] = {
+            "device": (self.device, DEVICES),
+            "dtype": (self.dtype, DTYPES),
+            "lr": (self.lr_policy, ("none", "linear", "sqrt")),
+            "buffers": (self.buffers, ("mean", "first")),
+            "membership": (self.membership, MEMBERSHIPS),
+            "exchange": (self.exchange, ("ftar", "gloo")),
+            "on_poison": (self.on_poison, ("stop", "skip")),
+        }
+        for key, (value, allowed) in choices.items():
+            if value not in allowed:
+                raise ConfigError(key, value, f"must be one of {', '.join(allowed)}")
+        lowest = {
+            "replicas": (self.mesh.replicas, 1),
+            "threads": (self.threads, 1),
+            "restarts": (self.restarts, 0),
+            "loader_every": (self.loader_every, 1),
+            "checkpoint.every": (self.checkpoint.every, 0),
+            "checkpoint.keep": (self.checkpoint.keep, 1),
+        }
+        for key, (number, least) in lowest.items():
+            if number < least:
+                raise ConfigError(key, number, f"must be at least {least}")
+        if self.name == "" or "/" in self.name:
+            raise ConfigError("name", repr(self.name), "must be a name without slashes")

@@ -1,0 +1,217 @@
+"""One rank of a run that `helixrt.run` started: calls the user's train function with a session on this rank's runtime.
+
+In: a `RankSpec` whose config is a `SessionConfig`. Out: an exit code. `python -m helixrt.job.session_rank` reads the spec as
+JSON from standard input. What the user's code raises is printed first, with its own traceback, then the rank, step and batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from helixrt.engines.inner_group import InnerGroup, lost_rank
+from helixrt.engines.staged import StagePlace
+from helixrt.errors import Departed, HelixError, MisuseError, Retryable
+from helixrt.job.agreements import LayoutAgreement, agree_on_plan
+from helixrt.job.connections import connect_ranks, inner_group
+from helixrt.job.logs import configure_logging
+from helixrt.job.metrics import Logged
+from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT
+from helixrt.job.rank import RankRuntime, exit_code, run_as_process
+from helixrt.job.rank_context import RankJob
+from helixrt.job.session import Session
+from helixrt.job.session_config import SessionConfig
+from helixrt.job.session_host import Plan
+from helixrt.job.step import SessionEngine, Worker
+from helixrt.job.train_function import RANK_VARIABLE
+from helixrt.replica.commands import Evaluate, StopAsked
+from helixrt.replica.contracts import RankSpec, RunStore
+from helixrt.replica.rank import Done
+from helixrt.replica.state_shards import digest
+
+
+class RankHost:
+    """What stands behind a session: this rank's runtime. A context manager, around the user's code."""
+
+    def __init__(self, runtime: RankRuntime) -> None:
+        self._runtime, self._context = runtime, runtime.context
+        self._open = ExitStack()
+        self._updated_s = time.monotonic()
+        self._seconds = 0.0  # between the newest two updates
+        self._layouts: LayoutAgreement | None = None
+
+    def __enter__(self) -> RankHost:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    @property
+    def store(self) -> RunStore:
+        return self._context.store
+
+    @property
+    def folder(self) -> Path | None:
+        return self._context.output
+
+    def connect(self, device: torch.device) -> InnerGroup:
+        """Raises MisuseError if torch.distributed is initialized, Retryable if a rank of the replica does not come."""
+        return inner_group(self._context, device)
+
+    def connect_stages(self) -> StagePlace:
+        context = self._context
+        if context.group_world_size == 1:
+            return StagePlace(0, 1, None, context.record)
+        connect_ranks(context)
+        return StagePlace(context.group_rank, context.group_world_size, dist.group.WORLD, context.record)
+
+    def open(self, engine: SessionEngine, plan: Plan) -> Worker:
+        """Raises MisuseError if the replicas' scripts differ in what they train or how far."""
+        agree_on_plan(self.store, plan.until, plan.accumulate)
+        self._layouts = LayoutAgreement(self.store, self._context.group_rank, engine)
+        self._layouts.initial()
+        job = RankJob(
+            engine,
+            plan.until,
+            evaluate=lambda command: self._evaluate(plan, command),
+            eval_every=plan.evaluate_every,
+            updated=self._updated,
+            advance=plan.accumulate,
+            initial=self._digest_of_replica(digest(engine.state()).state),
+        )
+        worker = self._runtime.open(job)
+        self._open.enter_context(worker)
+        return worker
+
+    def say(self, text: str) -> None:
+        self._runtime.say(text)
+
+    def log(self, step: int, values: Mapping[str, float], done: Done) -> None:
+        self._send(Logged.STEP, step, values, len(done.record.summed), done.stall_s, done.record.generation)
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        self._send(Logged.VALIDATION, step, values, 0, 0.0)
+
+    def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
+        return self._context.progress.busy(doing, limit_s)
+
+    def stop(self, reason: str) -> None:
+        self._runtime.report(StopAsked(reason))
+
+    def _send(
+        self, what: str, step: int, values: Mapping[str, float], participants: int, stall_s: float, generation: int = 0
+    ) -> None:
+        if self._runtime.metrics is not None:
+            label, replica = self._context.label, self._context.replica
+            line = Logged(what, replica, label, step, dict(values), self._seconds, participants, stall_s, generation)
+            self._runtime.metrics.send(line.to_json())
+
+    def _updated(self, done: Done) -> None:
+        assert self._layouts is not None
+        self._layouts.updated(done.record)
+        now = time.monotonic()
+        self._seconds, self._updated_s = now - self._updated_s, now
+
+    def _evaluate(self, plan: Plan, command: Evaluate) -> None:
+        plan.evaluate(command.step)
+
+    def _digest_of_replica(self, mine: str) -> str:
+        """Of the initial state of all its ranks. Raises Retryable if a rank does not come."""
+        context = self._context
+        if context.group_world_size == 1:
+            return mine
+        self.store.put_if_absent(f"initial/digest/{context.life}/{context.group_rank}", mine)
+        keys = [f"initial/digest/{context.life}/{rank}" for rank in range(context.group_world_size)]
+        parts = [self.store.wait(key, context.timeouts.start_s) for key in keys]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+def run_rank(spec: RankSpec) -> int:
+    """Run one rank to its end; returns the process's exit code and prints the error, if any."""
+    configure_logging(_label(spec))
+    runtime: RankRuntime | None = None
+    session: Session | None = None
+    try:
+        config = SessionConfig.from_plain(spec.config)
+        os.environ[RANK_VARIABLE] = _label(spec)
+        with RankRuntime(spec, config) as runtime, RankHost(runtime) as host:
+            session = Session(config.session(spec.coordinate.replica, spec.coordinate.dp_shard), host)
+            seed_all(config.seed)
+            config.train.load()(session)
+            check_loop_ended(session)
+        return 0
+    except MisuseError as error:
+        return _print(spec, session, error, MISUSE_EXIT)
+    except Departed as asked:
+        return exit_code(spec, asked)
+    except HelixError as error:
+        if runtime is not None:
+            runtime.broken(error)
+        return exit_code(spec, error)
+    except BaseException as error:
+        if runtime is not None and runtime.context.group_world_size > 1 and (why := lost_rank(error)):
+            return _follow(spec, runtime, Retryable(f"a rank of this replica is lost: {why}"), error)
+        if runtime is not None:
+            runtime.broken(error)
+        return _print(spec, session, error, FATAL_EXIT)
+
+
+def _follow(spec: RankSpec, runtime: RankRuntime, lost: Retryable, error: BaseException) -> int:
+    """End because another rank of the replica has: a replica leaves whole. Not a fault of the user's code."""
+    lost.__cause__ = error
+    runtime.broken(lost)
+    return exit_code(spec, lost)
+
+
+def _label(spec: RankSpec) -> str:
+    """r0, or r0.1 for dp_shard rank 1."""
+    at = spec.coordinate
+    return f"r{at.replica}" + (f".{at.dp_shard}" if at.dp_shard else "")
+
+
+def _print(spec: RankSpec, session: Session | None, error: BaseException, code: int) -> int:
+    """The user's own traceback first, without the frame of this module; then where it happened."""
+    below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    traceback.print_exception(type(error), error, below if below is not None else error.__traceback__)
+    print(f"{type(error).__name__} in {place_in(spec, session)}: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def place_in(spec: RankSpec, session: Session | None) -> str:
+    """Which rank, and which step and batch it is in."""
+    where = f"{_label(spec)} (incarnation {spec.incarnation})"
+    step = session.step if session is not None else None
+    return where if step is None else f"{where}, step {step.number}, batch {step.batch} of its stream"
+
+
+def check_loop_ended(session: Session) -> None:
+    """Raises MisuseError unless the program has gone through its loop."""
+    if session.left_early:
+        raise MisuseError("the loop over session.steps (or the prepared loader) was left before its end")
+    if not session.began:
+        raise MisuseError("the program did not iterate over session.steps (or the prepared loader)")
+
+
+def seed_all(seed: int) -> None:
+    """Models that are built alike begin alike on all replicas."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def main(run: Callable[[RankSpec], int] = run_rank) -> None:
+    run_as_process(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""One step of a user's loop: its micro-batches, their backwards, and the commit.
+
+In: an order of the rank's worker, the engine, and the batches of the stream. Out: micro-batches; then `Committed`. The
+order of calls is checked, and each wrong one raises a `MisuseError` that says what to call instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from helixrt.engines.module import ModuleEngine
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.staged import StagedModel
+from helixrt.engines.update import ModuleUpdate
+from helixrt.errors import MisuseError
+from helixrt.replica.contracts import Number, WorkResult
+from helixrt.replica.rank import Done, WorkOrder
+
+SessionEngine = ModuleEngine | PipelineEngine
+
+
+class Worker(Protocol):
+    """The three calls of `helixrt.replica.rank.RankWorker` that the loop makes."""
+
+    def next_work(self) -> WorkOrder | None: ...
+
+    def finish(self, order: WorkOrder, result: WorkResult) -> None: ...
+
+    def outcome(self, order: WorkOrder) -> Done | None: ...
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What became of a step.
+
+    `committed`: this replica's gradient is in the commit record of update number `step`. If it is False the work was dropped
+    because the replicas agreed on another base; the same batches come again, and the fields below are empty.
+    `applied`: parameters were changed; False if no gradient was finite, or the total weight was 0.
+    `contributors`: the replicas whose gradients were summed. `loss`: the mean over all items of all contributors (sum of
+    losses / sum of weights), `grad_norm`: before clipping; both are numbers or tensors with one element, on the host or on
+    the device, and are not read unless they are logged. They are NaN if nothing was applied. With a model in stages `loss` is
+    that of this replica's own batch.
+    """
+
+    committed: bool
+    step: int
+    applied: bool = False
+    grad_norm: Number = math.nan
+    contributors: tuple[int, ...] = ()
+    loss: Number = math.nan
+
+
+class Step:
+    """Iterate over it for the micro-batches, call `backward` once in each, then `commit`. Made by `Session.steps`."""
+
+    def __init__(
+        self, engine: SessionEngine, worker: Worker, order: WorkOrder, batches: Iterator[Any], accumulate: int
+    ) -> None:
+        self._engine, self._worker, self._order = engine, worker, order
+        self._batches, self._accumulate = batches, accumulate
+        self._yielded = self._backwards = 0
+        self._committed: Committed | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the update that this step is for; the first is 1."""
+        return self._order.step
+
+    @property
+    def position(self) -> int:
+        """Of its first micro-batch in this replica's stream."""
+        return self._order.position
+
+    @property
+    def batch(self) -> int:
+        """The position of the micro-batch that was given last."""
+        return self.position + max(0, self._yielded - 1)
+
+    @property
+    def done(self) -> Committed | None:
+        """What `commit` returned, if it was called."""
+        return self._committed
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._yielded:
+            raise MisuseError(f"the micro-batches of step {self.number} were iterated over before; do it once in each step")
+        return self._micro_batches()
+
+    def _micro_batches(self) -> Iterator[Any]:
+        for offset in range(self._accumulate):
+            self._not_after_commit("its micro-batches were iterated over")
+            batch = next(self._batches)
+            self._yielded += 1
+            self._engine.seed(self.position + offset)
+            yield batch
+            if self._backwards != self._yielded:
+                raise MisuseError(
+                    f"micro-batch {self._yielded} of step {self.number} had {self._backwards - self._yielded + 1} calls of "
+                    "step.backward(loss); it must have one"
+                )
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Gradients of this micro-batch. `loss` is a scalar tensor: a sum over `weight` items; without `weight` it counts 1, so
+        mean losses are averaged. The update uses (sum of gradients) / (sum of weights) over all micro-batches and
+        contributors. Neither is read on the host. In the last micro-batch of the step the exchange runs meanwhile.
+
+        Raises MisuseError for a loss without gradient or with more than one element, a second call in a micro-batch, or one
+        outside the step.
+        """
+        if isinstance(self._engine, PipelineEngine):
+            raise MisuseError("step.backward was called for a model in stages; use step.train(model, x, target=y)")
+        self._check_turn("step.backward", "add the losses, and call it once")
+        self._engine.backward(loss, weight, last=self._yielded == self._accumulate)
+        self._backwards += 1
+
+    def expect_backward(self) -> None:
+        """The loop calls `loss.backward()` itself in the micro-batch that was given last, and `own_backward_done` after it."""
+        self._module_engine().expect_backward(last=self._yielded == self._accumulate)
+
+    def own_backward_done(self) -> None:
+        """Raises MisuseError if no parameter has had a gradient since `expect_backward`."""
+        if not self._module_engine().own_backward_done():
+            raise MisuseError(
+                f"micro-batch {self._yielded} of step {self.number} had no backward that reached a parameter; call "
+                "loss.backward() once in each, before optimizer.step()"
+            )
+        self._backwards += 1
+
+    def train(self, model: torch.nn.Module, inputs: torch.Tensor, *, target: torch.Tensor) -> float:
+        """Forward and backward of this batch through all stages of the model, which `session.parallelize(Stages(...))` gave and
+        `session.register` got; the exchange of its gradients runs meanwhile. All stages of the replica call it with the same
+        batch: inputs are read on the first stage, targets on the last one. Returns the mean loss of the batch, on every stage.
+
+        Raises MisuseError for a model without stages, a batch that cannot be cut into the micro-batches of `Stages`, a second
+        call for a batch, or one outside the step; Retryable when a stage of this replica is lost.
+        """
+        if not isinstance(self._engine, PipelineEngine):
+            raise MisuseError("step.train is for a model in stages; use step.backward(loss) with the loss of model(x)")
+        if not isinstance(model, StagedModel) or model.engine_in_use is not self._engine:
+            raise MisuseError("step.train was called with another model than the registered one")
+        self._check_turn("step.train", "call it once for each batch")
+        loss = self._engine.train(inputs, target)
+        self._backwards += 1
+        return loss
+
+    def _module_engine(self) -> ModuleEngine:
+        assert isinstance(self._engine, ModuleEngine)  # `prepare` takes no model in stages
+        return self._engine
+
+    def _check_turn(self, what: str, instead: str) -> None:
+        self._not_after_commit(f"{what} was called")
+        if self._backwards >= self._yielded:
+            if self._yielded == 0:
+                raise MisuseError(f"{what} was called before a micro-batch was taken: `for batch in step:` comes first")
+            raise MisuseError(f"{what} was called twice in micro-batch {self._yielded} of step {self.number}; {instead}")
+
+    def commit(self) -> Committed:
+        """End the step: exchange, agreement, update. Blocks until the update is done, or the work was dropped.
+
+        Raises MisuseError if micro-batches are left or the step was committed before; Retryable or Fatal if this replica
+        cannot go on (the job starts it again).
+        """
+        self._not_after_commit("step.commit was called a second time")
+        if self._backwards != self._accumulate:
+            raise MisuseError(
+                f"step {self.number} was committed after {self._backwards} of {self._accumulate} backwards; iterate over all "
+                "its micro-batches and call step.backward(loss) in each"
+            )
+        result = self._engine.end()
+        self._worker.finish(self._order, result)
+        done = self._worker.outcome(self._order)
+        if done is None:
+            self._committed = Committed(False, self.number)
+        elif done.update is not None:
+            update, record = done.update, done.record
+            loss = update.loss if isinstance(update, ModuleUpdate) else result.loss
+            self._committed = Committed(True, record.step, True, update.grad_norm, record.summed, loss)
+        else:
+            self._committed = Committed(True, done.record.step)
+        self.timing = done
+        return self._committed
+
+    timing: Done | None = None
+
+    def check_no_backward(self) -> None:
+        """Raises MisuseError if a backward of the loop's own came after the commit."""
+        self._module_engine().check_no_backward()
+
+    def check_committed(self) -> None:
+        """Raises MisuseError if the loop went on without a commit."""
+        if self._committed is None:
+            raise MisuseError(f"step {self.number} was not committed; call step.commit() at the end of each step")
+
+    def _not_after_commit(self, what: str) -> None:
+        if self._committed is not None:
+            raise MisuseError(f"{what} after the commit of step {self.number}; the next step comes from session.steps")

@@ -1,0 +1,95 @@
+"""The step protocol's rules and messages of a job.
+
+In: the settings, the run's store and folder. Out: `StepRules`, the batches that are left out, and the line that says who
+is waited for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import torch
+
+from helixrt.job.config import JobConfig
+from helixrt.protocol.catchup_memory import GB, CatchupMemory, catchup_memory
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.protocol.step.quorum import StepRules
+from helixrt.replica.contracts import Engine, RunStore
+from helixrt.replica.run_keys import poison_key
+from helixrt.replica.state_shards import shards_of
+
+SHOWN_EXCLUSIONS = 20  # in the console's summary and on the report's page; report.json has all
+_NEAR = 8  # positions around that of the head for which a batch may be left out
+
+
+def publish_memory(config: JobConfig, engine: Engine, store: RunStore, life: str, rank: int) -> None:
+    """Say how many reduced sets and snapshots fit into this rank's memory for catch-up. Raises ConfigError if too few do."""
+    reduced_bytes = sum(_nbytes(bucket) for bucket in engine.buckets)
+    state_bytes = sum(_nbytes(shard) for shard in shards_of(engine.state()).values())
+    limit_bytes = int(config.catchup.memory_gb * GB)
+    replay = config.catchup.replay if engine.can_replay else 0
+    fits = catchup_memory(limit_bytes, reduced_bytes, state_bytes, config.mesh.replicas, replay)
+    store.put_if_absent(_memory_key(life, rank), json.dumps([fits.replay, fits.snapshots]))
+
+
+def agreed_memory(store: RunStore, life: str, ranks: int, timeout_s: float) -> CatchupMemory:
+    """What fits on every rank of the replica. Equal ranks of all replicas say the same, so all replicas agree."""
+    said = [json.loads(store.wait(_memory_key(life, rank), timeout_s)) for rank in range(ranks)]
+    return CatchupMemory(min(replay for replay, _ in said), min(snapshots for _, snapshots in said))
+
+
+def _memory_key(life: str, rank: int) -> str:
+    return f"memory/{life}/{rank}"
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1) -> StepRules:
+    """The rules of a step, the same on every replica. It takes `advance` batches of each stream."""
+    return StepRules(
+        replay=memory.replay,
+        snapshots=memory.snapshots,
+        hold_s=config.catchup.hold_s,
+        supersede_after_s=config.supersede_after_s,
+        nonfinite_limit=config.nonfinite_limit,
+        advance=advance,
+    )
+
+
+def skipped_positions(store: RunStore, replica: int, head: CommitRecord) -> frozenset[int]:
+    """The positions of the replica's stream, near that of the head, whose batches are left out (`on_poison=skip`)."""
+    position = head.positions.get(replica, 0)
+    near = range(max(0, position - _NEAR), position + _NEAR)
+    return frozenset(at for at in near if store.get(poison_key(replica, at)) is not None)
+
+
+def waiting_text(action: p.Wait, limit_s: float, folder: Path) -> str | None:
+    """For whom a quorum waits and until when, in one line; None if it has not found out yet."""
+    if not action.missing:
+        return None
+    missing = ", ".join(f"replica {replica} (incarnation {incarnation})" for replica, incarnation in action.missing)
+    left_s = max(0.0, limit_s - action.waited_s)
+    until = datetime.datetime.now() + datetime.timedelta(seconds=left_s)
+    return (
+        f"waits for {missing}, which may hold step {action.head.step} and has not ended, until about {until:%H:%M:%S}; "
+        f"`helixrt accept-loss {folder}` goes on without"
+    )
+
+
+def exclusion_text(record: CommitRecord) -> str | None:
+    """What is not in the update of this record and why, in one line; None if everything is."""
+    parts = []
+    for replica, e in sorted(record.excluded.items()):
+        why = "its batch is left out by order" if e.rank < 0 else f"the gradient of its rank {e.rank} is not finite"
+        parts.append(f"replica {replica} is excluded: {why}")
+    if not record.applied and record.contributors:
+        parts.append("the sum of finite gradients is not finite")
+    if not parts:
+        return None
+    nothing = "" if record.applied else "; nothing is updated"
+    return f"step {record.step}: {'; '.join(parts)}{nothing}"

@@ -1,0 +1,274 @@
+"""A stream: the batches of one replica, by position, over any loader of the user.
+
+In: a loader (an iterable that begins anew each time: DataLoader, StatefulDataLoader, a list, with or without `__len__`). Out:
+the `accumulate` batches from a position on. A position counts what the stream yields; the commit record carries it (DESIGN.md,
+"Data"). With `usable` the batches of an epoch, rounded down to groups of `accumulate`:
+
+    epoch = position // usable        batch of that epoch = position % usable
+
+The same position gives the same batch in each incarnation of the replica: orders that depend on chance are refused
+(`loader_checks`), generators and random numbers are set from (seed, stream, epoch or position), and batches that are not
+committed stay in memory and are yielded again. A replica that starts again begins at the newest loader state at or
+before its position (`loader_states`) and skips forward from there. Follows FT-HSDP section 4.4.
+
+Limit: random numbers that a *worker process* of the loader draws depend on what that worker read before, so after a restored
+state they may differ. Transformations that must be reproducible derive their numbers from the item's index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from helixrt.errors import ConfigError, Fatal, StartAgain
+from helixrt.job.data_random import seed_generators
+from helixrt.job.loader_checks import check_reproducible, generators, keeps_position, set_epoch, stateful
+from helixrt.job.loader_states import LoaderStates
+from helixrt.job.permutation import seed_of
+from helixrt.replica.contracts import RunStore
+
+LENGTH_KEY = "loader/length"  # what all streams of the run must agree on
+_EPOCH, _BATCH, _GENERATOR = 1, 2, 3  # what a seed is for
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """Whose stream it is, and how it is read. `accumulate`: micro-batches per step; `every`: batches between two published
+    loader states."""
+
+    replica: int
+    accumulate: int = 1
+    seed: int = 0
+    every: int = 100
+    shard: int = 0  # dp_shard rank; streams of one replica share the position
+
+    @property
+    def name(self) -> str:
+        return f"{self.replica}/{self.shard}"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    batch: Any
+    versions: tuple[int, ...]  # of its tensors when it was yielded first
+
+
+class _Ended(Exception):
+    """The first epoch of a loader without a length has ended: now the length is known."""
+
+
+class Stream:
+    """One thread at a time. Raises ConfigError (loader, accumulate) at the start for a loader that cannot be used.
+
+    `store` is the run's; `say` gets the messages for the user, each once. States of the loader are kept in the run's `folder`
+    as well, for a run that is resumed.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        settings: StreamSettings,
+        store: RunStore,
+        say: Callable[[str], None] = lambda text: None,
+        folder: Path | None = None,
+    ) -> None:
+        if settings.accumulate < 1:
+            raise ConfigError("accumulate", settings.accumulate, "must be at least 1")
+        check_reproducible(loader)
+        self._loader, self._settings, self._store, self._say = loader, settings, store, say
+        self._states = LoaderStates(store, settings.name, say, folder)
+        self._generators = [(g, g.get_state()) for g in generators(loader)]
+        self._stateful = stateful(loader)
+        self._kept: dict[int, _Kept] = {}  # by position, those that may be yielded again
+        self._iterator: Iterator[Any] | None = None
+        self._begun = False  # the loader was iterated in this process
+        self._next = -1  # position of the batch that the iterator gives next
+        self._length: int | None = None  # batches of an epoch
+        known = _len(loader)
+        if known is not None:
+            self._agree(known)
+
+    @property
+    def usable(self) -> int | None:
+        """Batches of an epoch that are used: a multiple of `accumulate`. None while the length is not known."""
+        if self._length is None:
+            return None
+        return self._length - self._length % self._settings.accumulate
+
+    def epoch_of(self, position: int) -> int:
+        """The epoch of the batch at this position, from 0."""
+        return 0 if self.usable is None else position // self.usable
+
+    def take(self, position: int) -> Iterator[Any]:
+        """The `accumulate` batches from `position` on. Batches before it are given up.
+
+        Batches are read one by one as they are asked for, but for a loader of unknown length, where the whole group is read
+        at once: it may turn out to be the incomplete last one.
+        """
+        for old in [p for p in self._kept if p < position]:
+            del self._kept[old]
+        group = range(position, position + self._settings.accumulate)
+        if self._length is None:
+            try:
+                for at in group:
+                    self._batch(at)
+            except _Ended:
+                self._kept.clear()  # of the incomplete group: its positions are those of the next epoch's first batches
+        return (self._batch(at) for at in group)
+
+    def close(self) -> None:
+        """Give up the iterator, and with it the loader's workers. Idempotent."""
+        self._iterator = None
+        self._kept.clear()
+
+    # ---------------------------------------------------------------- one batch
+
+    def _batch(self, position: int) -> Any:
+        kept = self._kept.get(position)
+        if kept is not None and kept.versions == _versions(kept.batch):
+            return kept.batch
+        if position != self._next or self._iterator is None:  # a batch that was changed in place is read again, too
+            self._seek(position)
+        batch = self._read(position)
+        self._kept[position] = _Kept(batch, _versions(batch))
+        return batch
+
+    def _read(self, position: int) -> Any:
+        """The next batch of the iterator, which is the one at `position`. Raises _Ended when the first epoch of a loader
+        without a length has ended."""
+        try:
+            batch = self._advance(position)
+        except StopIteration:
+            self._iterator = None
+            if self._length is not None:
+                self._other_length(str(position % self._known_usable()))
+            self._agree(position)
+            self._next = self._known_usable()
+            raise _Ended from None
+        self._next = position + 1
+        if self._length is not None and self._next % self._known_usable() == 0:
+            self._end_epoch()
+        elif self._next % self._settings.every == 0:
+            self._publish()
+        return batch
+
+    def _advance(self, position: int) -> Any:
+        assert self._iterator is not None
+        self._seed(_BATCH, position)
+        return next(self._iterator)
+
+    def _end_epoch(self) -> None:
+        """Exhaust the iterator: a data set with a position of its own begins again only after its end."""
+        assert self._iterator is not None and self._length is not None
+        rest = self._length - self._known_usable()
+        self._seed(_BATCH, self._next)
+        for _ in range(rest + 1):
+            if next(self._iterator, self) is self:
+                break
+        else:
+            self._other_length("more")
+        self._iterator = None
+
+    # ---------------------------------------------------------------- lengths
+
+    def _agree(self, length: int) -> None:
+        """All streams of the run have the same length and the same `accumulate`; the first to say it decides."""
+        mine = {"batches": length, "accumulate": self._settings.accumulate, "stream": self._settings.name}
+        first = json.loads(self._store.put_if_absent(LENGTH_KEY, json.dumps(mine)))
+        if first["accumulate"] != self._settings.accumulate:
+            rule = f"stream {first['stream']} has {first['accumulate']}; must be equal on all replicas"
+            raise ConfigError("accumulate", self._settings.accumulate, rule)
+        if first["batches"] != length:
+            rule = (
+                f"stream {first['stream']} has {first['batches']}, and streams must have the same length; "
+                "use sampler=session.sampler(dataset), or drop_last=True"
+            )
+            raise ConfigError("loader", f"{length} batches per epoch in stream {self._settings.name}", rule)
+        if length < self._settings.accumulate:
+            rule = f"an epoch of the loader has {length} batches, fewer than one step takes"
+            raise ConfigError("accumulate", self._settings.accumulate, rule)
+        self._length = length
+        if (rest := length % self._settings.accumulate) != 0:
+            dropped = f"the last {rest} of {length} batches of each epoch are not used"
+            self._say(f"{dropped}: a step takes accumulate={self._settings.accumulate}")
+
+    def _other_length(self, found: str) -> NoReturn:
+        """An epoch did not have as many batches as it should."""
+        if _len(self._loader) is not None:
+            raise Fatal(f"the loader has a length of {self._length} batches, and an epoch had {found}")
+        rule = f"others have {self._length}, and streams must have the same length in each epoch"
+        raise ConfigError("loader", f"{found} batches per epoch in stream {self._settings.name}", rule)
+
+    def _known_usable(self) -> int:
+        assert self.usable is not None
+        return self.usable
+
+    # ---------------------------------------------------------------- finding a position
+
+    def _seek(self, position: int) -> None:
+        """Place the iterator before the batch at `position`."""
+        self._learn_length()
+        epoch = self.epoch_of(position)
+        first = epoch * (self.usable or 0)
+        self._iterator = None  # ends the workers of the iteration before
+        found = self._states.newest((epoch, position - first)) if self._stateful else None
+        if found is None and self._begun and self._next != first and keeps_position(self._loader):
+            raise StartAgain(f"the data set keeps a position, and has no state at or before batch {position} to go back to")
+        self._begin(epoch, found[1] if found is not None else None)
+        self._next = first + found[0] if found is not None else first
+        if self._next == first and found is None and self._stateful:
+            self._publish()
+        if (skipped := position - self._next) > 0:
+            self._say(f"skips {skipped} batches to batch {position} (epoch {epoch})")
+        while self._next < position:
+            try:
+                self._advance(self._next)
+            except StopIteration:
+                text = f"the loader ended at batch {self._next}, before batch {position}, which this run has used"
+                raise Fatal(text) from None
+            self._next += 1
+
+    def _learn_length(self) -> None:
+        if self._length is None and (text := self._store.get(LENGTH_KEY)) is not None:
+            self._agree(json.loads(text)["batches"])
+
+    def _begin(self, epoch: int, state: dict[str, Any] | None) -> None:
+        set_epoch(self._loader, epoch)
+        for index, (generator, initial) in enumerate(self._generators):
+            generator.set_state(initial)
+            if epoch > 0:  # its state after the epochs before is not known in a new process
+                generator.manual_seed(seed_of(generator.initial_seed(), _GENERATOR, index, epoch))
+        if state is not None:
+            self._loader.load_state_dict(state)
+        self._seed(_EPOCH, epoch)
+        self._iterator = iter(self._loader)
+        self._begun = True
+
+    def _seed(self, what: int, number: int) -> None:
+        seed_generators(self._settings.seed, self._settings.replica, self._settings.shard, what, number)
+
+    def _publish(self) -> None:
+        if self._stateful:
+            epoch = self.epoch_of(self._next)
+            self._states.put((epoch, self._next - epoch * (self.usable or 0)), self._loader.state_dict())
+
+
+def _len(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _versions(batch: Any) -> tuple[int, ...]:
+    """The version counters of a batch's tensors, in a fixed order: they grow when a tensor is changed in place."""
+    if isinstance(batch, torch.Tensor):
+        return () if batch.is_inference() else (batch._version,)
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    return tuple(v for part in batch for v in _versions(part)) if isinstance(batch, list | tuple) else ()

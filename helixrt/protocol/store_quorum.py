@@ -1,0 +1,311 @@
+"""Quorums over a key-value store alone: who takes part in a step where no membership service runs.
+
+In: one member's identity, and the answers to its store operations, each with the time. Out: the operations (`Get`, `Set`,
+`PutIfAbsent`, `Delete`, `Pause`, `Stamp`), and in the end the quorum that formed. Pure: `announce` and `join` are generators
+that yield an operation and are sent a `Reply`; the same code runs on a real store and in a simulated one.
+
+    known/I     list of the incarnations that have announced themselves: entry I is put once
+    beat/ID     a counter that the member ID raises; whoever looks counts for how long it stood still
+    ask/ID      the round that the member asks for, and its account of itself
+    formed/N    the quorum of round N: put once, so there is one quorum for each round, whoever proposes it
+    newest      about which round is the newest
+
+A formed round that is `KEPT` rounds old is emptied, so that a member that was stopped meanwhile cannot form it again, and
+deleted when it is `REMEMBERED` rounds old.
+
+A member that asks for round N proposes its quorum (all living members that ask) as soon as every living member of the last
+quorum asks (in the first round, or when none of them lives, every living member that announced itself); or after `join_s`
+with those who ask. A member that
+has ended by the driver's word, whose counter has stood still for `silent_s` of observed time, or that has a successor is not
+living. A joiner asks, and is in the next quorum that forms. What the rules give up against a service: each join costs one
+read for each replica, so they fit tens of replicas.
+
+Generations grow with the rounds: the proposer's time stamp, or one more than the highest that the last quorum had or any
+member has seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT, REMEMBERED = 64, 1 << 15  # rounds
+_EMPTY = "-"
+_NO_ROUND = -1
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.02  # between two looks at the others
+_LOOK_S = 0.05  # between two looks at their signs of life
+
+Id = tuple[int, int]  # replica, incarnation
+
+
+@dataclass(frozen=True)
+class Get:
+    key: str
+
+
+@dataclass(frozen=True)
+class Set:
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class PutIfAbsent:
+    """Answered with what the key has now."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Delete:
+    key: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Answered with the time as whole microseconds of the run, as text."""
+
+
+Operation = Get | Set | PutIfAbsent | Delete | Pause | Stamp
+
+
+@dataclass(frozen=True)
+class Reply:
+    """`value` of the operation, None where there is none; `now_s` by a clock that only goes forward."""
+
+    value: str | None
+    now_s: float
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """`accounts` of the members, by replica."""
+
+    generation: int
+    accounts: tuple[Mapping[str, Any], ...]
+
+
+class Over(Exception):
+    """This incarnation takes part no more; the text says why."""
+
+
+@dataclass(frozen=True)
+class QuorumRules:
+    """In seconds. `silent_s`: a member whose counter stands still for longer is not living; `join_s`: how long living members
+    that do not ask are waited for."""
+
+    silent_s: float
+    join_s: float
+
+
+@dataclass
+class _Peer:
+    beat: str | None = None
+    looked_s: float | None = None  # when the counter was read last
+    still_s: float = 0.0  # observed
+    ended: bool = False
+    round: int = _NO_ROUND  # that it asks for
+    account: Mapping[str, Any] = field(default_factory=dict)
+
+
+def may_form(
+    me: Id, last: Iterable[Id] | None, living: Iterable[Id], asking: Iterable[Id], waited_s: float, join_s: float
+) -> bool:
+    """Whether the members that ask are a quorum now. `last`: members of the last one, None before the first."""
+    alive = {*living, me}
+    expected = set(last or ()) & alive or alive
+    return waited_s >= join_s or expected <= {*asking, me}
+
+
+class StoreQuorum:
+    """One member's view. `ended_key` gives the key under which the driver says that an incarnation has ended."""
+
+    def __init__(self, me: Id, rules: QuorumRules, ended_key: Callable[[int, int], str], prefix: str = "quorum/") -> None:
+        self._me, self._rules, self._ended_key, self._prefix = me, rules, ended_key, prefix
+        self._beats = 0
+        self._peers: dict[Id, _Peer] = {}
+        self._over = ""  # why this incarnation takes part no more
+        self._entries = 0  # of the list of known incarnations, as far as it was read
+        self._round = 0  # the next one, as far as is known
+        self._last: tuple[Id, ...] | None = None  # members of the quorum before it
+        self._generation = 0  # of that one
+
+    def beat(self) -> Set:
+        """A sign of life, to be sent again and again."""
+        self._beats += 1
+        return Set(self._key("beat", self._me), str(self._beats))
+
+    def withdraw(self) -> Set:
+        """This member asks for no round any more."""
+        return Set(self._key("ask", self._me), json.dumps({"round": _NO_ROUND}))
+
+    def announce(self) -> Generator[Operation, Reply, None]:
+        """Say that this member is there; from then on the others wait for it in the first round."""
+        yield self.beat()
+        mine = _text(self._me)
+        index = 0
+        while (yield PutIfAbsent(f"{self._prefix}known/{index}", mine)).value != mine:
+            index += 1
+
+    def join(self, account: Mapping[str, Any]) -> Generator[Operation, Reply, Quorum]:
+        """Take part in the next round. `account`: what the member says of itself, JSON; `seen` in it is the highest generation
+        that it has seen. Raises Over for an incarnation that has ended, or has a successor."""
+        account = json.loads(json.dumps(account))
+        now = yield from self._catch_up()
+        asked_s, pause_s, looked_s = now, _FIRST_PAUSE_S, None
+        yield self._asking(account)
+        while True:
+            reply = yield Get(self._formed_key(self._round))
+            if reply.value is None:
+                yield from self._read_known()
+                yield from self._read_asks()
+                if looked_s is None or reply.now_s - looked_s >= _LOOK_S:
+                    looked_s = reply.now_s
+                    yield from self._look()
+                    newest = (yield Get(f"{self._prefix}newest")).value
+                    if newest is not None and int(newest) >= self._round:
+                        if (yield Get(self._formed_key(self._round))).value is None:  # it was deleted
+                            yield from self._catch_up()
+                            yield self._asking(account)
+                        continue
+                if not self._complete(reply.now_s - asked_s):
+                    yield Pause(pause_s)
+                    pause_s = min(_LAST_PAUSE_S, 1.5 * pause_s)
+                    continue
+                yield from self._look()  # nobody is counted in who is known to be gone
+                reply = yield from self._propose(account)
+            assert reply.value is not None
+            accounts: dict[Id, Mapping[str, Any]] = {}
+            formed = self._round
+            if reply.value != _EMPTY:
+                accounts = self._take(reply.value)
+            now = yield from self._catch_up()
+            if self._round == formed + 1 and accounts.get(self._me) == account:
+                return Quorum(self._generation, tuple(accounts[member] for member in sorted(accounts)))
+            asked_s, pause_s = now, _FIRST_PAUSE_S
+            yield self._asking(account)
+
+    # ---------------------------------------------------------------- rounds
+
+    def _catch_up(self) -> Generator[Operation, Reply, float]:
+        """Go on to the newest round that is known to have formed; returns the time."""
+        reply = yield Get(f"{self._prefix}newest")
+        newest = _NO_ROUND if reply.value is None else int(reply.value)
+        if newest >= self._round:
+            text = (yield Get(self._formed_key(newest))).value
+            if text is not None and text != _EMPTY:
+                self._round = newest
+                self._take(text)
+        while (reply := (yield Get(self._formed_key(self._round)))).value is not None:
+            if reply.value == _EMPTY:
+                self._round += 1
+            else:
+                self._take(reply.value)
+        return reply.now_s
+
+    def _take(self, text: str) -> dict[Id, Mapping[str, Any]]:
+        """Note the quorum of the present round, and go to the next; its members' accounts."""
+        raw = json.loads(text)
+        accounts = {_id(member): told for member, told in raw["members"].items()}
+        self._last, self._generation = tuple(sorted(accounts)), raw["generation"]
+        self._round += 1
+        return accounts
+
+    def _propose(self, account: Mapping[str, Any]) -> Generator[Operation, Reply, Reply]:
+        members = {self._me: account} | {m: self._peers[m].account for m in self._askers()}
+        stamp = int((yield Stamp()).value or 0)
+        seen = max(int(told.get("seen", 0)) for told in members.values())
+        generation = max(stamp, 1 + self._generation, 1 + seen)
+        mine = json.dumps({"generation": generation, "members": {_text(m): members[m] for m in sorted(members)}})
+        stands = yield PutIfAbsent(self._formed_key(self._round), mine)
+        if stands.value == mine:
+            newest = (yield Get(f"{self._prefix}newest")).value
+            if newest is None or int(newest) < self._round:
+                yield Set(f"{self._prefix}newest", str(self._round))
+            if self._round >= KEPT:
+                yield Set(self._formed_key(self._round - KEPT), _EMPTY)
+            if self._round >= REMEMBERED:
+                yield Delete(self._formed_key(self._round - REMEMBERED))
+        return stands
+
+    def _complete(self, waited_s: float) -> bool:
+        living = [member for member in self._peers if self._lives(member)]
+        return may_form(self._me, self._last, living, self._askers(), waited_s, self._rules.join_s)
+
+    def _askers(self) -> list[Id]:
+        return [m for m, peer in self._peers.items() if peer.round == self._round and self._lives(m)]
+
+    def _lives(self, member: Id) -> bool:
+        peer = self._peers[member]
+        return not peer.ended and peer.still_s <= self._rules.silent_s
+
+    # ---------------------------------------------------------------- the others
+
+    def _read_known(self) -> Generator[Operation, Reply, None]:
+        while (text := (yield Get(f"{self._prefix}known/{self._entries}")).value) is not None:
+            self._entries += 1
+            replica, incarnation = member = _id(text)
+            if replica == self._me[0]:
+                if incarnation > self._me[1]:
+                    self._over = f"replica {replica} was started again; incarnation {self._me[1]} is over"
+                continue
+            known = max((i for r, i in self._peers if r == replica), default=-1)
+            if incarnation > known:
+                self._peers.pop((replica, known), None)
+                self._peers[member] = _Peer()
+        if self._over:
+            raise Over(self._over)
+
+    def _read_asks(self) -> Generator[Operation, Reply, None]:
+        for member, peer in self._peers.items():
+            if peer.round != self._round and self._lives(member):
+                yield from self._read_ask(member)
+
+    def _read_ask(self, member: Id) -> Generator[Operation, Reply, None]:
+        text = (yield Get(self._key("ask", member))).value
+        if text is not None:
+            told = json.loads(text)
+            self._peers[member].round, self._peers[member].account = told["round"], told.get("account", {})
+
+    def _look(self) -> Generator[Operation, Reply, None]:
+        """Read signs of life. Time that nobody observed counts for little: the store may have been away."""
+        if (yield Get(self._ended_key(*self._me))).value is not None:
+            raise Over(f"the driver saw incarnation {self._me[1]} of replica {self._me[0]} end; it is over")
+        for member, peer in self._peers.items():
+            if not peer.ended:
+                peer.ended = (yield Get(self._ended_key(*member))).value is not None
+                reply = yield Get(self._key("beat", member))
+                if reply.value != peer.beat or peer.looked_s is None:
+                    peer.still_s = 0.0
+                else:
+                    peer.still_s += min(reply.now_s - peer.looked_s, self._rules.silent_s / 4)
+                peer.beat, peer.looked_s = reply.value, reply.now_s
+                yield from self._read_ask(member)  # it may have asked anew
+
+    # ---------------------------------------------------------------- keys
+
+    def _asking(self, account: Mapping[str, Any]) -> Set:
+        return Set(self._key("ask", self._me), json.dumps({"round": self._round, "account": account}))
+
+    def _key(self, what: str, member: Id) -> str:
+        return f"{self._prefix}{what}/{_text(member)}"
+
+    def _formed_key(self, number: int) -> str:
+        return f"{self._prefix}formed/{number}"
+
+
+def _text(member: Id) -> str:
+    return f"{member[0]}:{member[1]}"
+
+
+def _id(text: str) -> Id:
+    replica, _, incarnation = text.partition(":")
+    return int(replica), int(incarnation)

@@ -1,0 +1,160 @@
+"""The thread that sums gradients over the replicas, bucket by bucket, while backward still runs.
+
+In: exchanges to make, and word of every bucket that is final. Out: one report for each exchange, and the sums. A bucket is
+exchanged when the newest work has handed it out.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from helixrt.errors import Retryable
+from helixrt.protocol.step import messages as p
+from helixrt.record import Kind
+from helixrt.replica.commands import RankReport
+from helixrt.replica.fetching import Fetching
+from helixrt.replica.finite import all_finite
+from helixrt.replica.progress import EXCHANGE
+from helixrt.replica.rank_parts import RankParts, WorkOrder
+from helixrt.replica.reduced_sets import ReducedSets
+
+_JOIN_S = 5.0
+
+
+class ExchangeThread:
+    """`order_work`, `order` and `abort` come from the thread that dispatches; buckets are handed out by any thread.
+    `fail(error)` ends the rank."""
+
+    def __init__(
+        self, parts: RankParts, reduced: ReducedSets, fetching: Fetching, fail: Callable[[BaseException], None]
+    ) -> None:
+        self._parts, self._reduced, self._fetching, self._fail = parts, reduced, fetching, fail
+        self._orders: queue.SimpleQueue[p.Exchange | p.Examine | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="helixrt-exchange", daemon=True)
+        self._changed = threading.Condition()  # guards everything below
+        self._work_serial = 0  # of the newest work
+        self._ready: set[int] = set()  # buckets that it has handed out
+        self._aborted = -1  # newest generation that was told to abort
+
+    def start(self) -> None:
+        """Begin with the first order."""
+        self._thread.start()
+
+    # ---------------------------------------------------------------- orders
+
+    def order_work(self, step: int, position: int) -> WorkOrder:
+        """From now on this work's buckets are exchanged, and no other's."""
+        with self._changed:
+            self._work_serial += 1
+            self._ready.clear()
+            return WorkOrder(self._work_serial, step, position, partial(self._on_bucket, self._work_serial))
+
+    def order(self, command: p.Exchange | p.Examine) -> None:
+        """Carry this out after what was ordered before."""
+        self._orders.put(command)
+
+    def abort(self, generation: int) -> None:
+        """End the exchanges of this and older generations, at once; each is reported as failed."""
+        with self._changed:
+            self._aborted = max(self._aborted, generation)
+            self._changed.notify_all()
+        self._parts.exchange.abort()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._orders.put(None)
+        self._parts.exchange.abort()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_JOIN_S)
+
+    def _on_bucket(self, serial: int, index: int) -> None:
+        with self._changed:
+            if serial == self._work_serial:
+                self._ready.add(index)
+                self._changed.notify_all()
+
+    # ---------------------------------------------------------------- its own thread
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)  # thread-local
+        while (command := self._orders.get()) is not None:
+            try:
+                self._parts.report(self._carry_out(command))  # one answer each, also when the report itself fails
+            except BaseException as error:
+                self._fail(error)
+                return
+
+    def _carry_out(self, command: p.Exchange | p.Examine) -> RankReport:
+        parts = self._parts
+        try:
+            with parts.progress.doing("exchange", EXCHANGE, parts.max_wait_s + parts.timeouts.exchange_s):
+                if isinstance(command, p.Examine):
+                    finite = all(all_finite(bucket) for bucket in parts.engine.buckets)
+                    return p.Examined(command.generation, parts.group_rank, finite)
+                return p.RankDone(command.generation, parts.group_rank, finite=self._exchange(command))
+        except Retryable as error:
+            suspects = error.cause.peers
+            parts.record.write(Kind.EXCHANGE_FAILED, generation=command.generation, reason=str(error), suspects=list(suspects))
+            return p.RankFailed(command.generation, parts.group_rank, str(error), suspects)
+
+    def _exchange(self, command: p.Exchange) -> bool:
+        """Sum all buckets; whether every sum is finite."""
+        parts, write = self._parts, self._parts.record.write
+        deadline = time.monotonic() + parts.timeouts.exchange_s + parts.timeouts.step_s
+        self._check_abort(command.generation)
+        if not command.contribute and parts.max_wait_s > 0:
+            self._fetching.wait(parts.max_wait_s)
+            self._check_abort(command.generation)  # connecting anew would forget it
+        begin_s = parts.record.clock()
+        if command.fresh:
+            prefix = f"{parts.rendezvous}/{command.generation}"
+            parts.exchange.configure(command.generation, command.members, parts.replica, prefix)
+        write(Kind.EXCHANGE_BEGIN, begin_s=begin_s, generation=command.generation, contribute=command.contribute)
+        buckets = parts.engine.buckets
+        sums, finite = self._reduced.borrow(buckets, command.contribute), True
+        for count, index in enumerate(reversed(range(len(buckets)))):
+            if command.contribute:
+                self._await_bucket(index, command.generation, deadline)
+                parts.engine.ready(index)
+                source = buckets[index]
+            else:
+                source = torch.zeros_like(sums[index])
+            begin_s = parts.record.clock()
+            parts.exchange.all_reduce(source, sums[index])
+            write(
+                Kind.EXCHANGE_BUCKET,
+                begin_s=begin_s,
+                generation=command.generation,
+                bucket=count,
+                buckets=len(buckets),
+                bytes=source.numel() * source.element_size(),
+            )
+            self._check_abort(command.generation)
+            finite = finite and all_finite(sums[index])
+        self._reduced.exchanged(command.generation, sums)
+        write(Kind.EXCHANGE_END, generation=command.generation, finite=finite)
+        return finite
+
+    def _await_bucket(self, index: int, generation: int, deadline: float) -> None:
+        with self._changed:
+            while index not in self._ready:
+                if self._aborted >= generation:
+                    raise Retryable("aborted")
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    if (left_s := self._parts.progress.time_left_s()) > 0:
+                        deadline = time.monotonic() + left_s
+                        continue
+                    why = f"gradient bucket {index} was not ready in time"
+                    self._parts.hooks.stuck(why)
+                    raise Retryable(why)
+
+    def _check_abort(self, generation: int) -> None:
+        with self._changed:
+            if self._aborted >= generation:
+                raise Retryable("aborted")

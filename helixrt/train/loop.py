@@ -1,0 +1,75 @@
+"""The training loop of the built-in job: a user of the session like any other.
+
+In: a session, the job's settings. Out: a trained model, and figures of each step and validation. Everything here could stand in
+a user's script; an import contract keeps it so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from helixrt import Session
+from helixrt.train.config import TrainConfig
+from helixrt.train.data import BatchAt, EpochLoader, ReplicaStream, load_corpus
+from helixrt.train.engine import inputs_and_targets, model_stages
+from helixrt.train.optimizer import adamw, cosine_with_warmup
+
+
+@dataclass(frozen=True)
+class LoopHooks:
+    """What a benchmark or a test puts into the loop. `batches(stream)`: where batches come from, by position. `ready(model)`:
+    the model is registered. `updated(step, loss)`: after each update that this replica contributed to."""
+
+    batches: Callable[[ReplicaStream], BatchAt] = lambda stream: stream.batch_at
+    ready: Callable[[torch.nn.Module], None] = lambda model: None
+    updated: Callable[[int, float], None] = lambda step, loss: None
+
+
+def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks()) -> None:  # noqa: B008 frozen
+    """Train to the last step. Raises ConfigError for data or a model that cannot be used, and what a session raises."""
+    data, optim = config.data, config.optim
+    corpus = load_corpus(data)
+    stream = ReplicaStream(corpus, session.replica, session.replicas, data.batch, data.seq_len, config.seed)
+    stages = model_stages(
+        config.model,
+        config.schedule,
+        batch=data.batch,
+        seq_len=data.seq_len,
+        stages=config.mesh.pp,
+        seed=config.seed,
+        bucket_bytes=optim.bucket_bytes,
+    )
+    model = session.parallelize(stages)
+    optimizer = adamw(model.parameters(), optim)
+    scheduler = cosine_with_warmup(optimizer, config.steps, optim)
+    session.register(model=model, optimizers=[optimizer], schedulers=[scheduler], clip_norm=optim.clip or None)
+    hooks.ready(model)
+
+    def validate() -> dict[str, float]:
+        losses = []
+        for index in range(config.eval.batches):
+            inputs, targets = inputs_and_targets(stream.validation_batch(index))
+            losses.append(model.evaluate(inputs, target=targets))
+        return {"loss_nats": math.fsum(losses) / len(losses), "tokens": len(losses) * data.batch * data.seq_len}
+
+    session.evaluate(validate, every=config.eval.every or config.steps)
+    loader = EpochLoader(hooks.batches(stream), stream.batches_per_epoch)
+    for step in session.steps(loader, until=config.steps):
+        for tokens in step:
+            inputs, targets = inputs_and_targets(tokens)
+            loss = step.train(model, inputs, target=targets)
+        rate = optimizer.param_groups[0]["lr"]
+        done = step.commit()
+        if done.applied:
+            figures = {
+                "loss_nats": loss,
+                "tokens": data.batch * data.seq_len,
+                "grad_norm": done.grad_norm,
+                "learning_rate": rate,
+            }
+            session.log(figures)
+            hooks.updated(done.step, loss)

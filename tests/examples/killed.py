@@ -1,0 +1,70 @@
+"""Runs the train function of another script; a rank of replica 1 ends by SIGKILL after step 3, and the replica joins again.
+
+`python killed.py STEPS FOLDER SCRIPT [CASE [REPLICAS [DP_SHARD [MEMBERSHIP]]]]`: SCRIPT reads STEPS from its first argument,
+and CASE if it has any. A replica has DP_SHARD ranks; the last one ends. Replica 0 waits in step 6 until the new incarnation has
+begun, and goes on slowly until that takes part again, so that the rejoined replica contributes to many steps on any machine.
+The ids that each stream's sampler deals in the first epoch are left in FOLDER/ids.STREAM.json.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import helixrt
+from helixrt.replica.run_keys import running_key
+
+FOLDER, SCRIPT = Path(sys.argv[2]), Path(sys.argv[3])
+REPLICAS = int(sys.argv[5]) if len(sys.argv) > 5 else 2
+DP_SHARD = int(sys.argv[6]) if len(sys.argv) > 6 else 1
+KILLED, AGAIN = FOLDER / "killed", FOLDER / "again"
+
+spec = importlib.util.spec_from_file_location("script", SCRIPT)
+assert spec is not None and spec.loader is not None
+script = importlib.util.module_from_spec(spec)
+sys.modules["script"] = script
+spec.loader.exec_module(script)
+
+
+def train(session: helixrt.Session) -> None:
+    log, steps, sampler = session.log, session.steps, session.sampler
+
+    def logged(values: Mapping[str, Any]) -> None:
+        log(values)
+        assert session.step is not None and session.step.done is not None
+        step = session.step.done.step
+        if session.replica == 1 and session.shard == DP_SHARD - 1 and step == 3 and not KILLED.exists():
+            KILLED.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if session.replica == 0 and step >= 6:
+            with session.busy("waiting for the other replica", 400.0):
+                while not AGAIN.exists():
+                    time.sleep(0.02)
+                if session._host.store.get(running_key(1, 1)) is None:
+                    time.sleep(0.5)
+
+    def begun(*args: Any, **options: Any) -> Iterator[helixrt.Step]:
+        if session.replica == 1 and KILLED.exists():
+            AGAIN.touch()
+        return steps(*args, **options)
+
+    def dealt(*args: Any, **options: Any) -> Any:
+        ids = sampler(*args, **options)
+        (FOLDER / f"ids.{session.stream}.json").write_text(json.dumps(ids.order().tolist()))
+        return ids
+
+    session.log, session.steps, session.sampler = logged, begun, dealt  # type: ignore[method-assign]
+    script.train(session)
+
+
+if __name__ == "__main__":
+    membership = sys.argv[7] if len(sys.argv) > 7 else "auto"
+    options = helixrt.RunOptions(step_timeout_s=240.0, membership=membership)  # a busy machine may take minutes to start ranks
+    helixrt.run(train, replicas=REPLICAS, mesh=helixrt.Mesh(dp_shard=DP_SHARD), storage=FOLDER, seed=1, options=options)

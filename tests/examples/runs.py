@@ -1,0 +1,48 @@
+"""Runs of example scripts in which a replica is killed, and what every such run must have left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from helixrt.protocol.step.lineage import CommitRecord, audit
+from helixrt.record import Kind, read_events
+from tests.job.lineage_oracle import chain
+
+ROOT = Path(__file__).parents[2]
+KILLED = Path(__file__).with_name("killed.py")
+
+
+def run(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=460)
+
+
+def folder_of(root: Path) -> Path:
+    return (root / "latest").resolve()
+
+
+def check_killed_run(
+    done: subprocess.CompletedProcess[str], folder: Path, steps: int, accumulate: int = 1, replicas: int = 2
+) -> list[CommitRecord]:
+    """Replica 1 was killed after its third step. Exit code 0; no gap and no repeat; the rejoined replica contributed to at
+    least 5 steps; the others contributed to all and began no batch twice. Returns the lineage."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = chain(folder)
+    assert [record.step for record in records] == list(range(steps + 1))
+    found = audit(records, accumulate)
+    assert (found.gaps, found.repeats, found.excluded) == (0, 0, 0)
+    contributions = Counter(contributor for record in records for contributor in record.contributors)
+    assert contributions[(1, 0)] >= 3 and contributions[(1, 1)] >= 5, contributions
+    for survivor in {*range(replicas)} - {1}:
+        assert contributions[(survivor, 0)] == steps, contributions
+        events = read_events(folder / "flight" / f"r{survivor}.pp0.inc0.jsonl")
+        worked = [event.detail["position"] for event in events if event.kind is Kind.WORK_BEGIN]
+        assert worked == list(range(0, steps * accumulate, accumulate))
+    fetched = read_events(folder / "flight" / "r1.pp0.inc1.jsonl")
+    assert any(event.kind is Kind.FETCH_END for event in fetched)
+    return records

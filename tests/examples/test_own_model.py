@@ -1,0 +1,79 @@
+"""examples/own_model.py: a replica is killed and rejoins; nothing is lost, nothing comes twice, and the result is exact."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helixrt.engines.random_state import set_random_state
+from helixrt.job.sampler import StreamSampler
+from tests.examples.runs import KILLED, ROOT, check_killed_run, folder_of, run
+from tests.job.lineage_oracle import chain, follow, parameters_sha256, reported
+
+EXAMPLE = ROOT / "examples" / "own_model.py"
+STEPS, SEED = 50, 1
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_model", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    arguments, sys.argv = sys.argv, ["own_model.py"]  # it reads them
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.argv = arguments
+    return module
+
+
+def one_process(folder: Path) -> nn.Module:
+    """The example's model after the steps of the lineage, in plain PyTorch."""
+    module = example()
+    torch.manual_seed(SEED)
+    model = module.GPT2LMHeadModel(module.GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    windows = module.text().tensors[0]
+    samplers = [StreamSampler(len(windows), 2, replica, shuffle=True, seed=SEED) for replica in range(2)]
+    batches = -(-len(samplers[0]) // 4)
+
+    def batch_at(replica: int, position: int) -> torch.Tensor:
+        samplers[replica].set_epoch(position // batches)
+        first = 4 * (position % batches)
+        return windows[samplers[replica].order()[first : first + 4]]
+
+    def loss(model: nn.Module, tokens: Any) -> tuple[torch.Tensor, float]:
+        return model(tokens, labels=tokens).loss * tokens.numel(), tokens.numel()
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    follow(chain(folder), model, batch_at, lambda r, p: set_random_state(SEED, r, 0, p), loss, update)
+    return model
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
+
+
+@pytest.mark.slow  # two processes that import torch and transformers, one of them twice
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("membership", ["auto", "store"])
+def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membership: str, tmp_path: Path) -> None:
+    done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, membership)
+    folder = folder_of(tmp_path)
+    check_killed_run(done, folder, STEPS)
+    expected = parameters_sha256(one_process(folder))
+    assert reported(folder) == [expected, expected]
+
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in logged if line["replica"] == 0} == set(range(1, STEPS + 1))
+    assert all(0 < line["values"]["loss"] < 6 for line in logged)

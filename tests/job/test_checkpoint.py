@@ -1,0 +1,496 @@
+"""A checkpoint is found again bit for bit when it is whole, and never used when it is not."""
+
+import json
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from helixrt.errors import ConfigError, Retryable
+from helixrt.job import checkpoint as checkpoints
+from helixrt.job.checkpoint import find_resume, is_due, load, newest_complete, pause_steps, verify, writer_of, writer_of_last
+from helixrt.job.checkpoint_writer import Checkpointer, kept_key
+from helixrt.job.lineage_files import LineageWriter, drop_from, read_lineage
+from helixrt.job.storage_trouble import StorageTrouble
+from helixrt.protocol.step.lineage import CommitRecord, genesis
+from helixrt.record import FlightRecord, Kind
+from helixrt.replica.contracts import RunStore
+
+
+class MemoryStore(RunStore):
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        with self._changed:
+            self._changed.notify_all()
+            return self._values.setdefault(key, value)
+
+    def set(self, key: str, value: str) -> None:
+        raise NotImplementedError
+
+    def get(self, key: str) -> str | None:
+        return self._values.get(key)
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise Retryable(f"no {key} after {timeout_s} s")
+            return self._values[key]
+
+    def delete(self, key: str) -> None:
+        self._values.pop(key, None)
+
+
+def record_of(step: int, generation: int = 1) -> CommitRecord:
+    return CommitRecord(step, generation, "parent", ((0, 0), (1, 0)), {0: step, 1: step}, "run")
+
+
+def state_of(stage: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * stage + step)
+    return {
+        "weight": torch.randn(7, 5, generator=generator),
+        "moment": torch.randn(35, generator=generator, dtype=torch.float64),
+        "step": torch.tensor(step),
+    }
+
+
+class Replica:
+    """The checkpointers of a replica's stages, all in this process."""
+
+    def __init__(
+        self, folder: Path, stages: int = 2, every: int = 2, keep: int = 3, write_s: float = 20.0, last_step: int = 1000
+    ) -> None:
+        self.records = [FlightRecord(f"r0.pp{s}") for s in range(stages)]
+        self.store, self.said = MemoryStore(), list[str]()
+        self.savers = [
+            Checkpointer(
+                folder, s, stages, self.store, self.records[s], every, keep, last_step, write_s, "0/0", self.said.append
+            )
+            for s in range(stages)
+        ]
+        self.flushed: list[int] = []
+
+    def save(self, record: CommitRecord, me_writes: bool = True) -> list[bool]:
+        begun = []
+        for stage, saver in enumerate(self.savers):
+            state = state_of(stage, record.step)
+            begun.append(
+                saver.maybe_save(record, lambda state=state: state, me_writes, lambda: self.flushed.append(record.step))
+            )
+            state["weight"].zero_()  # the engine trains on
+        return begun
+
+    def save_and_wait(self, record: CommitRecord) -> None:
+        self.save(record)
+        for saver in self.savers:
+            saver.wait(20)
+
+    def kinds(self, stage: int) -> list[Kind]:
+        return [e.kind for e in self.records[stage].events()]
+
+    def close(self) -> None:
+        for saver in self.savers:
+            saver.close()
+
+
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.save_and_wait(record_of(2))
+    found = newest_complete(tmp_path)
+    assert found is not None and (found.record, found.stages) == (record_of(2), 2)
+    for stage in range(2):
+        expected = state_of(stage, 2)
+        got = load(found, stage, like={k: torch.zeros_like(v) for k, v in expected.items()})
+        assert list(got) == list(expected)
+        assert all(torch.equal(got[k], expected[k]) and got[k].dtype == expected[k].dtype for k in expected)
+    assert replica.kinds(0) == [Kind.CHECKPOINT_BEGIN, Kind.CHECKPOINT_END] and replica.kinds(1) == [Kind.CHECKPOINT_BEGIN]
+    assert replica.flushed == [2], "the lineage was made durable first"
+    replica.close()
+    assert not [t for t in threading.enumerate() if t.name == "checkpointer"]
+
+
+def test_only_due_steps_and_only_the_writer(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    assert replica.save(record_of(3)) == [False, False]
+    assert replica.save(record_of(4), me_writes=False) == [False, False]
+    assert Replica(tmp_path, every=0).save(record_of(4)) == [False, False]
+    assert newest_complete(tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert writer_of(CommitRecord(4, 1, "p", ((2, 0), (1, 0)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "due"), [(310, 50, [50, 100, 150, 200, 250, 300, 310]), (62, 25, [25, 50, 62]), (50, 25, [25, 50]),
+                                (7, 100, [7]), (7, 0, [])]
+)  # fmt: skip
+def test_the_last_step_is_always_due(steps: int, every: int, due: list[int]) -> None:
+    assert [step for step in range(steps + 1) if is_due(step, every, steps)] == due
+
+
+def test_the_last_state_has_one_writer_among_those_who_hold_it() -> None:
+    record = CommitRecord(4, 1, "p", ((1, 0), (2, 0)), {0: 3, 1: 4, 2: 4}, "run")
+    assert writer_of_last(record, {0, 1, 2}) == writer_of(record) == 1, "replica 0 caught up after the last step"
+    assert writer_of_last(record, {0, 2}) == 0 and writer_of_last(record, {2}) == 2
+
+
+def test_one_out_of_turn_is_as_good_as_any_and_says_why(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    assert not checkpoints.saved_since(tmp_path, 0)
+    for stage, saver in enumerate(replica.savers):
+        assert not saver.busy and saver.save(record_of(3), state_of(stage, 3), lambda: None, after_failover=True)
+    for saver in replica.savers:
+        saver.wait(20)
+    replica.save_and_wait(record_of(4))
+    ends = [e for e in replica.records[0].events() if e.kind is Kind.CHECKPOINT_END]
+    assert [(e.step, e.detail["after_failover"]) for e in ends] == [(3, True), (4, False)]
+    assert torch.equal(load(verify(Path(ends[0].detail["path"])), 1, state_of(1, 3))["weight"], state_of(1, 3)["weight"])
+    (tmp_path / checkpoints.folder_name(record_of(6)) / "stage_0").mkdir(parents=True)  # half written
+    assert [checkpoints.saved_since(tmp_path, step) for step in (3, 4, 5, 6)] == [True, True, False, False]
+    replica.close()
+    assert not replica.savers[0].save(record_of(5), state_of(0, 5), lambda: None, after_failover=True), "it has ended"
+
+
+def test_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
+    replica = Replica(tmp_path, keep=2)
+    (tmp_path / checkpoints.folder_name(record_of(1)) / "stage_0").mkdir(parents=True)  # half written long ago
+    for step in (2, 4, 6, 8):
+        replica.save_and_wait(record_of(step))
+    replica.close()
+    assert [f.name[:13] for f in checkpoints.step_folders(tmp_path)] == ["step_00000008", "step_00000006"]
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 8
+
+
+def test_pruned_while_it_is_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that starts again reads while the others train, save and prune."""
+    replica = Replica(tmp_path, keep=1)
+    replica.save_and_wait(record_of(2))
+    read = checkpoints.verify
+
+    def overtaken(folder: Path) -> checkpoints.Checkpoint:
+        if folder.name.startswith("step_00000002"):
+            replica.save_and_wait(record_of(4))
+        return read(folder)
+
+    monkeypatch.setattr(checkpoints, "verify", overtaken)
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 4
+    replica.close()
+
+
+def test_stage_that_never_writes_leaves_no_checkpoint_and_training_goes_on(tmp_path: Path) -> None:
+    replica = Replica(tmp_path, write_s=0.3)
+    replica.savers[0].maybe_save(record_of(2), lambda: state_of(0, 2), True, lambda: None)
+    replica.savers[0].wait(20)
+    assert newest_complete(tmp_path) is None
+    assert replica.kinds(0) == [Kind.CHECKPOINT_BEGIN, Kind.STORAGE_FAILED]
+    assert "stage 1 did not write its part in 0.3 s" in replica.said[0]
+    replica.save_and_wait(record_of(4))
+    assert replica.said[1:] == ["checkpoint of step 4 was written, after 1 failed attempts"]
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 4
+    replica.close()
+
+
+def test_the_last_checkpoint_of_a_run_waits_for_one_that_is_being_written(tmp_path: Path) -> None:
+    replica = Replica(tmp_path, last_step=4)
+    go = threading.Event()
+    replica.savers[1]._write_part = lambda *a, write=replica.savers[1]._write_part: (go.wait(20), write(*a))  # type: ignore[assignment,misc]
+    assert replica.save(record_of(2)) == [True, True]
+    assert replica.save(record_of(4)) == [True, True]
+    go.set()
+    replica.close()
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 4
+    assert torch.equal(load(found, 1, state_of(1, 4))["weight"], state_of(1, 4)["weight"]), "as it was when it was asked for"
+
+
+def test_stage_that_is_still_busy_gives_the_next_one_up_for_all(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    go = threading.Event()
+    replica.savers[1]._write_part = lambda *a, write=replica.savers[1]._write_part: (go.wait(20), write(*a))  # type: ignore[assignment,misc]
+    assert replica.save(record_of(2)) == [True, True]
+    time.sleep(0.01)
+    begun = replica.save(record_of(4))
+    assert begun[1] is False, "the caller does not wait"
+    go.set()
+    for saver in replica.savers:
+        saver.wait(20)
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 2
+    replica.save_and_wait(record_of(6))
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 6
+    replica.close()
+
+
+def test_killed_while_writing_leaves_a_half_written_one_that_is_not_used(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.save_and_wait(record_of(2))
+
+    class Killed(BaseException):
+        pass
+
+    seen: list[list[str]] = []
+
+    def kill(event: object) -> None:
+        (part,) = (tmp_path / checkpoints.folder_name(record_of(4))).glob("stage_1.part-*")
+        seen.append([p.name for p in part.iterdir() if p.stat().st_size])
+        raise Killed
+
+    replica.records[1].attach(kill)
+    hook, threading.excepthook = threading.excepthook, lambda args: None
+    try:
+        replica.save(record_of(4))
+        assert replica.savers[1]._thread is not None
+        replica.savers[1]._thread.join(20)
+    finally:
+        threading.excepthook = hook
+    assert len(seen) == 1 and len(seen[0]) == 1, "some bytes were there, the metadata was not"
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 2
+
+
+def test_a_write_that_fails_is_told_and_the_next_ones_succeed(tmp_path: Path) -> None:
+    """A file of a stage that grows beyond what the system allows: DCP then raises what is no Exception."""
+    folder = tmp_path / "checkpoints"
+    replica = Replica(folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        replica.save_and_wait(record_of(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert newest_complete(folder) is None
+    assert list((folder / checkpoints.folder_name(record_of(2))).iterdir()) == [], "what was written of it is gone"
+    outage = replica.savers[0].trouble.outage
+    assert outage is not None and (outage.failures, outage.step) == (1, 2) and "File too large" in outage.reason
+    replica.save_and_wait(record_of(4))
+    assert newest_complete(folder).record.step == 4  # type: ignore[union-attr]
+    assert replica.savers[0].trouble.outage is None
+    assert [e.kind for e in replica.records[0].events() if "storage" in e.kind] == [Kind.STORAGE_FAILED, Kind.STORAGE_BACK]
+    assert len(replica.said) == 2 and "step 2 could not be written" in replica.said[0] and "step 4" in replica.said[1]
+    replica.close()
+
+
+def test_a_stage_that_fails_is_tried_again_and_the_other_is_not_written_twice(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    write = replica.savers[1]._write_part
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    replica.savers[1]._write_part = full  # type: ignore[method-assign]
+    replica.save_and_wait(record_of(2))
+    assert "stage 1 could not write its part: [Errno 28]" in replica.said[0]
+    part = tmp_path / checkpoints.folder_name(record_of(2)) / "stage_0"
+    before = part.stat().st_ino
+    replica.savers[1]._write_part = write  # type: ignore[method-assign]
+    replica.save_and_wait(record_of(2))
+    assert newest_complete(tmp_path) is not None and part.stat().st_ino == before
+    replica.close()
+
+
+def test_two_replicas_may_write_the_same_checkpoint_at_a_time(tmp_path: Path) -> None:
+    """Whatever the order in which their stages get on, each sees one that is whole."""
+    replicas = [Replica(tmp_path, last_step=4) for _ in range(2)]
+    for _ in range(3):
+        for replica in replicas:
+            replica.save(record_of(4))
+    for replica in replicas:
+        replica.close()
+        assert replica.said == [] and replica.store.get(kept_key(record_of(4))) == "yes"
+    found = newest_complete(tmp_path)
+    assert found is not None and found.record.step == 4
+    assert {p.name for p in found.folder.iterdir()} == {"stage_0", "stage_1", checkpoints.MANIFEST}
+
+
+@pytest.mark.parametrize("failures", range(1, 12))
+def test_a_failed_checkpoint_is_tried_again_within_few_steps(failures: int) -> None:
+    assert 1 <= pause_steps(failures, 50) <= min(50, 2 ** (failures - 1))
+    assert pause_steps(failures, 1) == 1
+
+
+def test_records_of_the_same_step_stay_apart(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.save_and_wait(record_of(2, generation=1))
+    replica.save_and_wait(record_of(2, generation=9))
+    names = {f.name for f in checkpoints.step_folders(tmp_path)}
+    assert len(names) == 2
+    assert {verify(tmp_path / n).record.generation for n in names} == {1, 9}
+    replica.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "2026-01-02" / "03-04-05"
+    replica = Replica(folder / "checkpoints")
+    replica.save_and_wait(record_of(2))
+    replica.save_and_wait(record_of(4))
+    replica.close()
+    return folder
+
+
+def damage(run: Path, step: int, how: str) -> None:
+    folder = next(f for f in checkpoints.step_folders(run / "checkpoints") if f.name.startswith(f"step_{step:08d}"))
+    data = next(p for p in (folder / "stage_1").iterdir() if p.suffix == ".distcp")
+    if how == "flipped":
+        raw = bytearray(data.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+    elif how == "short":
+        data.write_bytes(data.read_bytes()[:-9])
+    elif how == "lost_stage":
+        shutil.rmtree(folder / "stage_1")
+    elif how == "garbled_manifest":
+        (folder / checkpoints.MANIFEST).write_text("{")
+    elif how == "half_written":
+        (folder / checkpoints.MANIFEST).unlink()
+
+
+@pytest.mark.parametrize("how", ["flipped", "short", "lost_stage", "garbled_manifest", "half_written"])
+def test_damaged_ones_are_passed_over_and_reported_when_none_is_left(run: Path, how: str, tmp_path: Path) -> None:
+    damage(run, 4, how)
+    found = find_resume(tmp_path)
+    assert (found[0], found[1].record.step) == (run, 2)
+    damage(run, 2, how)
+    why = "no complete" if how == "half_written" else "unreadable"
+    with pytest.raises(ConfigError, match=rf"^resume=true: .*{why}") as caught:
+        find_resume(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_resume_takes_the_newest_run_that_has_one(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "2026-01-03" / "00-00-00" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(run)
+    assert find_resume(tmp_path)[0] == run
+    with pytest.raises(ConfigError, match="no complete checkpoint in any run under"):
+        find_resume(tmp_path / "nowhere")
+
+
+def test_resume_passes_over_a_superseded_record(tmp_path: Path) -> None:
+    run = tmp_path / "2026-01-02" / "03-04-05"
+    root = genesis("run", 1)
+    log = [root]
+    for step in (1, 2):
+        log.append(CommitRecord(step, step, log[-1].hash, ((0, 0),), {0: step}, "run"))
+    log.append(CommitRecord(2, 9, log[1].hash, ((0, 0),), {0: 2}, "run"))  # supersedes the other one of step 2
+    writer, replica = LineageWriter(run / "lineage"), Replica(run / "checkpoints", every=1)
+    for index, entry in enumerate(log):
+        writer.append(index, entry)
+    writer.close()
+    for entry in log[1:3]:
+        replica.save_and_wait(entry)
+    replica.close()
+    assert find_resume(tmp_path)[1].record == log[1]
+
+
+def test_other_model_cannot_load_it(run: Path, tmp_path: Path) -> None:
+    found = find_resume(tmp_path)[1]
+    other = {**state_of(0, 4), "weight": torch.zeros(7, 6)}
+    with pytest.raises(ConfigError, match=r"'weight' is \[7, 5\] float32 there and \[7, 6\] float32 in this model"):
+        load(found, 0, other)
+    with pytest.raises(ConfigError, match=r"'bias' is absent there"):
+        load(found, 0, {**state_of(0, 4), "bias": torch.zeros(1)})
+
+
+def test_lineage_on_disk_is_what_was_appended(tmp_path: Path) -> None:
+    entries = [genesis("run", 2)]
+    for step in range(1, 6):
+        entries.append(CommitRecord(step, step, entries[-1].hash, ((0, 0), (1, 0)), {0: step, 1: step}, "run"))
+    writer = LineageWriter(tmp_path)
+    for index, entry in enumerate(entries):
+        writer.append(index, entry)
+        writer.append(index, entry)  # two ranks may both say it
+    writer.flush(20)
+    assert read_lineage(tmp_path) == entries
+    writer.close()
+    writer.close()
+    assert {p.name for p in tmp_path.iterdir()} == {f"{i:08d}.json" for i in range(6)}
+    (tmp_path / "00000003.json").write_text(json.dumps({"step": 3}))
+    with pytest.raises(ConfigError, match=r"^resume=true: cannot read .*00000003\.json"):
+        read_lineage(tmp_path)
+    (tmp_path / "00000003.json").unlink()
+    assert read_lineage(tmp_path) == entries[:3], "what follows a gap does not count"
+
+
+def chain_of(steps: int) -> list[CommitRecord]:
+    entries = [genesis("run", 1)]
+    for step in range(1, steps + 1):
+        entries.append(CommitRecord(step, step, entries[-1].hash, ((0, 0),), {0: step}, "run"))
+    return entries
+
+
+def test_lineage_that_cannot_be_written_is_written_later_in_order(tmp_path: Path) -> None:
+    """A file in the place of its folder, as an administrator's mistake or a lost mount leaves it."""
+    folder, entries, said = tmp_path / "lineage", chain_of(9), list[str]()
+    record = FlightRecord("r0.pp0")
+    writer = LineageWriter(folder, trouble=StorageTrouble("lineage", record, said.append))
+    writer.append(0, entries[0])
+    writer.flush(20)
+    folder.rename(tmp_path / "away")
+    folder.write_text("in its place")
+    for index, entry in enumerate(entries[1:], 1):
+        writer.append(index, entry)
+    for _ in range(2):  # it goes on failing, and says so to each who asks
+        with pytest.raises(NotADirectoryError):
+            writer.flush(20)
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    writer.flush(20)
+    assert read_lineage(folder) == entries
+    assert "lineage of step 1 could not be written" in said[0] and "lineage of step 1 was written, after" in said[-1]
+    assert {e.kind for e in record.events()} == {Kind.STORAGE_FAILED, Kind.STORAGE_BACK}
+    writer.close()
+
+
+def test_lineage_waits_in_little_memory_and_is_whole_all_the_same(tmp_path: Path) -> None:
+    folder, entries = tmp_path / "lineage", chain_of(40)
+    log: list[CommitRecord] = []
+    asked: list[int] = []
+
+    def again(index: int) -> list[CommitRecord]:
+        asked.append(index)
+        if len(asked) == 1:
+            raise Retryable("the store is away")
+        return log[index:]
+
+    writer = LineageWriter(folder, again=again, capacity=3)
+    folder.rmdir()
+    folder.write_text("in its place")
+    for index, entry in enumerate(entries):
+        log.append(entry)
+        writer.append(index, entry)
+        assert len(writer._pending) <= 3
+    folder.unlink()
+    folder.mkdir()
+    writer.close()
+    assert read_lineage(folder) == entries and asked
+
+
+def test_lineage_that_is_never_writable_does_not_keep_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LineageWriter, "CLOSE_S", 0.2)
+    writer = LineageWriter(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone")
+    writer.append(0, genesis("run", 1))
+    with pytest.raises(FileNotFoundError):
+        writer.flush(20)
+    writer.close()
+    assert not [t for t in threading.enumerate() if t.name == "lineage-writer"]
+
+
+def test_entries_behind_a_gap_do_not_come_back(tmp_path: Path) -> None:
+    first, second = record_of(1), record_of(2)
+    for index, entry in ((0, genesis("run", 1)), (2, first)):
+        (tmp_path / f"{index:08d}.json").write_text(entry.to_json())
+    drop_from(tmp_path, len(read_lineage(tmp_path)))
+    writer = LineageWriter(tmp_path)
+    writer.append(1, first)
+    writer.append(2, second)
+    writer.close()
+    assert read_lineage(tmp_path)[1:] == [first, second]

@@ -1,0 +1,397 @@
+"""The controller with a launcher whose processes are entries of a list: what it starts, kills and tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from helixrt.errors import Cause, Retryable
+from helixrt.job.controller import Controller, Happening, Terminated
+from helixrt.job.draining import DrainAsked
+from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, Options, StopRun
+from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
+from helixrt.replica.progress import ProgressReport, ThreadReport
+from helixrt.replica.run_keys import (
+    EXIT_KEY,
+    done_key,
+    ended_key,
+    leave_key,
+    poison_key,
+    progress_key,
+    running_key,
+    working_key,
+)
+from helixrt.timeouts import derive
+
+
+class MemoryStore(RunStore):
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.down = False
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        return self.values.setdefault(key, value)
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str | None:
+        if self.down:
+            raise Retryable("connection refused")
+        return self.values.get(key)
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        raise NotImplementedError
+
+    def delete(self, key: str) -> None:
+        self.values.pop(key, None)
+
+
+class ListedLauncher(Launcher):
+    """Ranks that live until told otherwise; keeps account of what was asked of it."""
+
+    def __init__(self) -> None:
+        self.alive: dict[Coordinate, int] = {}
+        self.starts: list[tuple[str, int]] = []
+        self.unreported: list[RankExit] = []
+        self.without_resources: set[int] = set()
+        self.closed = False
+
+    def start(self, spec: RankSpec) -> None:
+        assert spec.coordinate not in self.alive
+        self.alive[spec.coordinate] = spec.incarnation
+        self.starts.append((str(spec.coordinate), spec.incarnation))
+
+    def end(self, replica: int, pp: int, code: int, reason: str = "ended") -> None:
+        coordinate = Coordinate(replica, pp)
+        self.unreported.append(RankExit(coordinate, self.alive.pop(coordinate), code, reason))
+
+    def poll(self) -> list[RankExit]:
+        ended, self.unreported = self.unreported, []
+        return ended
+
+    def waiting(self, replica: int) -> bool:
+        return replica in self.without_resources
+
+    def kill(self, replica: int) -> None:
+        for coordinate in [c for c in self.alive if c.replica == replica]:
+            self.end(replica, coordinate.pp, -9, "killed")
+
+    def close(self) -> None:
+        for replica in {c.replica for c in self.alive}:
+            self.kill(replica)
+        self.closed = True
+
+
+TIMEOUTS = derive(5.0)
+
+
+class World:
+    """A controller over two replicas of two ranks; `script[n]` is done in round n."""
+
+    def __init__(self, **options: object) -> None:
+        self.launcher, self.store = ListedLauncher(), MemoryStore()
+        self.now = 0.0
+        self.told: list[str] = []
+        self.controller = Controller(
+            self.launcher,
+            self.store,
+            self.specs,
+            Options(2, 2, **options),  # type: ignore[arg-type]
+            on_event=lambda e: self.told.append(f"{e.kind.value} {e.replica}.{e.incarnation}"),
+            clock=lambda: self.now,
+            timeouts=TIMEOUTS,
+        )
+
+    def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
+        return [RankSpec("run", Coordinate(replica, pp), incarnation, "s", "l", "out", "x", 0.0, {}) for pp in range(2)]
+
+    def run(self, *script: object) -> StopRun:
+        steps = iter(script)
+
+        def tick() -> None:
+            self.now += 0.1
+            step = next(steps, None)
+            if callable(step):
+                step()
+            assert self.now < 1000, "the run does not end"
+
+        return self.controller.run(poll_s=0, tick=tick)
+
+    def finish(self, replica: int) -> None:
+        self.store.values[done_key(replica)] = "{}"
+
+    def running(self, replica: int, incarnation: int = 0) -> None:
+        self.store.values[running_key(replica, incarnation)] = "1"
+
+    def reports(self, rank: str, sequence: int, *threads: ThreadReport, incarnation: int = 0) -> None:
+        """What a rank says of its progress; it has been through a step."""
+        report = ProgressReport(sequence, True, threads)
+        self.store.values[progress_key(f"{rank}.dp0.cp0.tp0", incarnation)] = report.to_json()
+
+    def exit_all(self) -> None:
+        assert self.store.values.get(EXIT_KEY), "ranks may not exit yet"
+        for coordinate in list(self.launcher.alive):
+            self.launcher.end(coordinate.replica, coordinate.pp, 0)
+
+
+def test_a_run_without_trouble_lets_the_ranks_go_when_all_are_done() -> None:
+    world = World()
+    outcome = world.run(
+        lambda: world.running(0),
+        lambda: world.running(1),
+        lambda: world.finish(0),
+        lambda: world.store.values.get(EXIT_KEY) and pytest.fail("let go too early"),
+        lambda: world.finish(1),
+        None,
+        world.exit_all,
+    )
+    assert outcome == StopRun(True, "") and world.launcher.closed and not world.launcher.alive
+    assert [c for c in world.told if c.startswith(("finished", "stopped"))] == ["finished 0.0", "finished 1.0", "stopped -1.0"]
+    assert [e.at_s for e in world.controller.history] == sorted(e.at_s for e in world.controller.history)
+
+
+def test_a_killed_rank_takes_its_replica_down_and_a_new_incarnation_comes() -> None:
+    world = World()
+    world.run(
+        lambda: (world.running(0), world.running(1)),
+        lambda: world.launcher.end(1, 0, -9, "killed by SIGKILL at r1.pp0"),
+        None,
+        None,
+        lambda: (world.running(1, 1), world.finish(0)),
+        lambda: world.finish(1),
+        None,
+        world.exit_all,
+    )
+    assert world.launcher.starts[-2:] == [("r1.pp0.dp0.cp0.tp0", 1), ("r1.pp1.dp0.cp0.tp0", 1)]
+    of_replica_1 = [(e.kind, e.incarnation) for e in world.controller.history if e.replica == 1]
+    assert of_replica_1 == [
+        (Happening.STARTED, 0),
+        (Happening.RUNNING, 0),
+        (Happening.LOST, 0),
+        (Happening.RESTARTED, 1),
+        (Happening.RUNNING, 1),
+        (Happening.FINISHED, 1),
+    ]
+    lost = next(e for e in world.controller.history if e.kind is Happening.LOST)
+    assert lost.why == "killed by SIGKILL at r1.pp0"
+    said = [ended_key(*life) for life in ((0, 0), (1, 0), (1, 1)) if ended_key(*life) in world.store.values]
+    assert said == [ended_key(1, 0)]
+
+
+def test_a_done_replica_that_exits_in_the_same_round_is_finished_not_lost() -> None:
+    world = World()
+    world.run(
+        lambda: (world.finish(0), world.finish(1), world.launcher.end(0, 0, 0), world.launcher.end(0, 1, 0)),
+        None,
+        world.exit_all,
+    )
+    assert not any(e.kind is Happening.LOST for e in world.controller.history)
+
+
+def test_of_exits_seen_together_the_likeliest_root_cause_is_named() -> None:
+    world = World(max_restarts=0)
+    outcome = world.run(
+        lambda: (world.launcher.end(0, 0, 1, "peer reset"), world.launcher.end(0, 1, FATAL_EXIT, "loss is NaN at r0.pp1")),
+        lambda: world.launcher.end(1, 0, 1, "no peers"),
+    )
+    assert outcome == StopRun(False, "loss is NaN at r0.pp1")
+    assert world.launcher.closed and not world.launcher.alive and EXIT_KEY not in world.store.values
+
+
+def test_ranks_that_stay_after_success_are_ended_after_the_grace() -> None:
+    world = World()
+    assert world.run(lambda: (world.finish(0), world.finish(1))).ok
+    assert world.launcher.closed and not world.launcher.alive
+
+
+def test_the_store_may_be_away_for_a_while_but_not_for_ever() -> None:
+    world = World()
+    world.run(
+        lambda: setattr(world.store, "down", True),
+        *[None] * 50,
+        lambda: setattr(world.store, "down", False),
+        lambda: (world.finish(0), world.finish(1)),
+    )
+    assert world.launcher.starts == [(f"r{r}.pp{p}.dp0.cp0.tp0", 0) for r in (0, 1) for p in (0, 1)]
+    lost = World()
+    with pytest.raises(Retryable, match="store did not answer for 30 s: connection refused") as raised:
+        lost.run(lambda: setattr(lost.store, "down", True))
+    assert raised.value.cause == Cause("the run's store did not answer for 30 s: connection refused", "driver")
+    assert lost.launcher.closed and not lost.launcher.alive
+
+
+@pytest.mark.parametrize(("number", "raises"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_ends_every_rank_and_is_raised_again(number: signal.Signals, raises: type[BaseException]) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    world = World()
+    with pytest.raises(raises) as raised:
+        world.run(None, lambda: os.kill(os.getpid(), number))
+    assert world.launcher.closed and not world.launcher.alive
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    if isinstance(raised.value, SystemExit):
+        assert raised.value.code == 143
+
+
+def test_an_error_of_the_drivers_tick_ends_every_rank() -> None:
+    world = World()
+    with pytest.raises(ZeroDivisionError):
+        world.run(None, lambda: 1 // 0)
+    assert world.launcher.closed and not world.launcher.alive
+
+
+def test_it_runs_outside_the_main_thread_too() -> None:
+    world, outcomes = World(), []
+    thread = threading.Thread(
+        target=lambda: outcomes.append(world.run(lambda: (world.finish(0), world.finish(1)), None, world.exit_all))
+    )
+    thread.start()
+    thread.join(30)
+    assert outcomes == [StopRun(True, "")]
+
+
+RANKS = ("r0.pp0", "r0.pp1", "r1.pp0", "r1.pp1")
+
+
+def talk(world: World, sequence: int, *but: str, incarnation: int = 0) -> None:
+    """All ranks say that they live and wait for orders, but these."""
+    for rank in set(RANKS) - set(but):
+        world.reports(rank, sequence, incarnation=incarnation if rank.startswith("r1") else 0)
+
+
+def test_a_rank_that_hangs_is_named_and_its_replica_started_again() -> None:
+    """The leader goes on: its other rank hangs in work, which only its own report tells."""
+    world = World()
+    hangs = ThreadReport("main", "work", 7, where="job:loss, line 3")
+
+    def hang(sequence: int) -> None:
+        talk(world, sequence, "r1.pp1")
+        if world.controller.state.replicas[1].incarnation == 0:
+            world.reports("r1.pp1", sequence, hangs)
+
+    world.run(
+        lambda: (world.running(0), world.running(1)),
+        *[lambda n=n: hang(n) for n in range(55)],
+        lambda: (world.running(1, 1), world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    (lost,) = [e for e in world.controller.history if e.kind is Happening.LOST]
+    assert (lost.replica, lost.incarnation) == (1, 0)
+    assert "r1.pp1.dp0.cp0.tp0 incarnation 0 has made no progress for 5 s" in lost.why and "job:loss, line 3" in lost.why
+    assert world.launcher.starts[-2:] == [("r1.pp0.dp0.cp0.tp0", 1), ("r1.pp1.dp0.cp0.tp0", 1)]
+    assert ended_key(1, 0) in world.store.values
+    assert progress_key("r1.pp1.dp0.cp0.tp0", 0) not in world.store.values, "what it said is deleted"
+
+
+def test_a_rank_that_gave_up_waiting_names_the_one_that_hangs() -> None:
+    world = World()
+
+    def hang(sequence: int) -> None:
+        talk(world, sequence, "r1.pp1")
+        world.reports("r1.pp1", sequence, ThreadReport("main", "work", 7))
+
+    world.run(
+        lambda: (world.running(0), world.running(1)),
+        *[lambda n=n: hang(n) for n in range(40)],
+        lambda: world.launcher.end(1, 0, 75, "stage 1 cannot be reached"),
+        None,
+        lambda: (world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    (lost,) = [e for e in world.controller.history if e.kind is Happening.LOST]
+    assert lost.why.startswith("stage 1 cannot be reached; r1.pp1.dp0.cp0.tp0 has made no progress for ")
+
+
+def test_a_stopped_rank_falls_silent_and_a_stopped_driver_blames_nobody() -> None:
+    world = World()
+    world.run(
+        lambda: (world.running(0), world.running(1)),
+        *[lambda n=n: talk(world, n) for n in range(5)],
+        lambda: setattr(world, "now", world.now + 500.0),  # the driver's process was stopped, nobody reported meanwhile
+        *[None] * 20,
+        lambda: pytest.fail("somebody was blamed") if "lost" in str(world.told) else None,
+        *[lambda n=n: talk(world, 100 + n, "r0.pp0") for n in range(40)],
+        lambda: (world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    (lost,) = [e for e in world.controller.history if e.kind is Happening.LOST]
+    assert lost.replica == 0 and "r0.pp0.dp0.cp0.tp0 incarnation 0 has not reported for 5 s" in lost.why
+
+
+@pytest.mark.parametrize("on_poison", ["stop", "skip"])
+def test_a_batch_that_ends_a_replica_twice(on_poison: str) -> None:
+    world = World(on_poison=on_poison)
+
+    def end(incarnation: int) -> None:
+        world.running(1, incarnation)
+        world.store.values[working_key("r1.pp0.dp0.cp0.tp0", incarnation)] = "12"
+        world.launcher.end(1, 0, -11, f"killed by SIGSEGV in life {incarnation}")
+
+    def begun_again() -> None:
+        assert poison_key(1, 12) in world.store.values or ("r1.pp0.dp0.cp0.tp0", 2) not in world.launcher.starts
+
+    outcome = world.run(
+        lambda: (world.running(0), world.running(1)),
+        lambda: end(0),
+        *[None] * 20,
+        lambda: end(1),
+        *[begun_again] * 20,
+        lambda: (world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    said = [e for e in world.controller.history if e.kind is Happening.SKIPPED]
+    if on_poison == "skip":
+        assert outcome.ok and len(said) == 1 and ("r1.pp0.dp0.cp0.tp0", 2) in world.launcher.starts
+        assert world.store.values[poison_key(1, 12)] and "position 12 of replica 1's stream" in said[0].why
+    else:
+        assert not outcome.ok and not said and poison_key(1, 12) not in world.store.values
+        assert "position 12 of replica 1's stream" in outcome.reason and "life 0; then: killed" in outcome.reason
+
+
+def test_ranks_without_resources_are_waited_for() -> None:
+    world = World(max_restarts=0, start_timeout_s=2.0)
+    world.launcher.without_resources = {1}
+    outcome = world.run(
+        lambda: world.running(0),
+        *[None] * 200,
+        lambda: setattr(world.launcher, "without_resources", set()),
+        lambda: (world.running(1), world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    assert outcome == StopRun(True, "") and world.told.count("waiting 1.0") == 1
+
+
+def test_a_drained_replica_is_asked_to_leave_and_comes_back_when_the_user_says_so() -> None:
+    world = World()
+
+    def leaves() -> None:
+        assert world.store.values[leave_key(1, 0)] == "drained by the user" and ended_key(1, 0) not in world.store.values
+        world.launcher.end(1, 0, LEFT_EXIT, "left")
+        world.launcher.end(1, 1, LEFT_EXIT, "left")
+
+    outcome = world.run(
+        lambda: (world.running(0), world.running(1)),
+        None,
+        lambda: world.controller.drain(DrainAsked(1)),
+        leaves,
+        None,
+        lambda: world.controller.drain(DrainAsked(0)),
+        lambda: world.controller.drain(DrainAsked(1, back=True)),
+        None,
+        lambda: world.running(1, 1),
+        lambda: (world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    assert outcome.ok and ended_key(1, 0) in world.store.values
+    assert world.launcher.starts[4:] == [("r1.pp0.dp0.cp0.tp0", 1), ("r1.pp1.dp0.cp0.tp0", 1)]
+    expected = ["left 1.0", "drained 1.0", "refused 0.0", "restarted 1.1", "running 1.1", "finished 1.1"]
+    assert [line for line in world.told if line in expected] == expected

@@ -1,0 +1,263 @@
+"""`helixrt.run`: what is refused before a start, and whole runs of small scripts on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helixrt
+from helixrt.errors import ConfigError
+from helixrt.job.launch import chosen_launcher
+from helixrt.job.logs import configure_logging
+from helixrt.protocol.step.lineage import audit
+from helixrt.record import Kind, read_events
+from tests.job.lineage_oracle import chain, reported
+
+SCRIPT = Path(__file__).parent / "launched.py"
+
+
+def top_level(session: helixrt.Session) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"replicas": 0}, "replicas=0: must be at least 1"),
+        ({"mesh": helixrt.Mesh(tp=2)}, "mesh.tp=2: a session's replica has pp or dp_shard ranks alone so far"),
+        ({"mesh": helixrt.Mesh(dp_shard=2, pp=2)}, "mesh.pp=2: with dp_shard=2: a replica has one of the two so far"),
+        ({"mesh": helixrt.Mesh(dp_shard=0)}, "mesh.dp_shard=0: must be at least 1"),
+        ({"launcher": "environment"}, "HELIXRT_STORE=: is not set; start `helixrt serve --replicas N`"),
+        ({"launcher": "environment", "resume": "latest"}, "resume=latest: "),
+        ({"launcher": "environment", "mesh": helixrt.Mesh(dp_shard=2)}, "mesh=2 ranks: a replica of a run that"),
+        ({"launcher": "ray"}, "launcher=ray: a session does not run in Ray actors yet; launcher='local' starts"),
+        ({"launcher": "ssh"}, "launcher=ssh: must be one of auto, local, environment"),
+        ({"options": helixrt.RunOptions(membership="votes")}, "membership=votes: must be one of auto, torchft, store"),
+        ({"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),
+        ({"dtype": "float16"}, "dtype=float16: must be one of float32, bfloat16"),
+        ({"name": "a/b"}, "must be a name without slashes"),
+        ({"options": helixrt.RunOptions(buffers="last")}, "buffers=last: must be one of mean, first"),
+        ({"options": helixrt.RunOptions(threads=0)}, "threads=0: must be at least 1"),
+        ({"options": helixrt.RunOptions(loader_every=0)}, "loader_every=0: must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_made(settings: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        helixrt.run(top_level, storage=tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lambda_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a lambda; ranks import it by its name"):
+        helixrt.run(lambda session: None, storage=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "launcher"),
+    [
+        ("HELIXRT_STORE", "environment"),
+        ("TORCHELASTIC_RUN_ID", "environment"),
+        ("SLURM_STEP_ID", "environment"),
+        ("NOTHING_KNOWN", "local"),
+    ],
+)
+def test_auto_is_chosen_by_the_environment(variable: str, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("HELIXRT_STORE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, "1")
+    assert chosen_launcher("auto") == launcher and chosen_launcher("local") == "local"
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    if launcher == "local":
+        with pytest.raises(ConfigError, match="launcher=auto: a session does not run in Ray actors yet"):
+            chosen_launcher("auto")
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"])
+def test_under_torchrun_and_slurm_the_missing_variable_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HELIXRT_STORE", raising=False)
+    monkeypatch.setenv(variable, "1")
+    for call in (lambda: helixrt.run(top_level), lambda: helixrt.init()):
+        with pytest.raises(ConfigError, match="HELIXRT_STORE=: is not set"):
+            call()
+
+
+def test_logging_is_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    for name in ("helixrt", "helixrt.job", "helixrt.replica"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    configure_logging("r0", "warning,helixrt.job=debug")
+    assert logging.getLogger("helixrt.job.session").getEffectiveLevel() == logging.DEBUG
+    assert logging.getLogger("helixrt.replica").getEffectiveLevel() == logging.WARNING
+    monkeypatch.setenv("HELIXRT_LOG", "helixrt.replica=ERROR")
+    configure_logging("r0")
+    assert logging.getLogger("helixrt.replica").getEffectiveLevel() == logging.ERROR
+    for wrong in ("loud", "torch=INFO"):
+        with pytest.raises(ConfigError, match=f"HELIXRT_LOG={wrong}: must be a level"):
+            configure_logging("r0", wrong)
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def launch(case: str, folder: Path, replicas: int = 2, *resume: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), case, str(folder), str(replicas), *resume]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+
+
+def newest(folder: Path) -> Path:
+    return (folder / "latest").resolve()
+
+
+@pytest.mark.slow
+def test_a_sound_run_of_three_replicas(tmp_path: Path) -> None:
+    done = launch("sound", tmp_path, replicas=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = chain(newest(tmp_path))
+    found = audit(records, advance=2)
+    assert found.clean and found.batches == 2 * sum(len(record.summed) for record in records)
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1", "saved2"}
+    assert records[-1].step == 12 and len(set(reported(newest(tmp_path)))) == 1 and len(reported(newest(tmp_path))) == 3
+    assert f"ended at step 12 of {records[-1].hash}" in done.stdout
+    lines = [json.loads(line) for line in (newest(tmp_path) / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines if line["what"] == "step"} == set(range(1, 13))
+    validated = [line["step"] for line in lines if line["what"] == "validation"]
+    assert {5, 10, 12} <= set(validated)
+    assert json.loads((newest(tmp_path) / "report.json").read_text())["data_audit"]["gaps"] == 0
+
+
+@pytest.mark.slow
+def test_an_exception_in_one_replica_restarts_that_one(tmp_path: Path) -> None:
+    done = launch("exception", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = (newest(tmp_path) / "logs" / "r1.pp0.inc0.log").read_text()
+    first = log[log.index("Traceback") :].splitlines()
+    assert "launched.py" in first[1] and first[3] == "ValueError: the disk is full", log
+    assert "ValueError in r1 (incarnation 0), step 3, batch 5 of its stream: the disk is full" in log
+    assert "ValueError: the disk is full" in done.stdout
+    report = json.loads((newest(tmp_path) / "report.json").read_text())
+    (traceback,) = report["tracebacks"]
+    assert (traceback["replica"], traceback["incarnation"]) == (1, 0)
+    assert "launched.py" in traceback["text"] and "ValueError: the disk is full" in traceback["text"]
+    assert "ValueError: the disk is full" in (newest(tmp_path) / "report.html").read_text()
+    contributions = [record for record in chain(newest(tmp_path)) if (0, 0) in record.contributors]
+    assert len(contributions) == 12, "the other replica goes on, and contributes to every step"
+    assert audit(chain(newest(tmp_path)), advance=2).clean and len(set(reported(newest(tmp_path)))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(replicas: int, tmp_path: Path) -> None:
+    """Parameters, optimizer, scheduler, an average, state per replica, loader and positions: all go on from the checkpoint."""
+    first = launch("interrupted", tmp_path / "one", replicas)
+    assert first.returncode != 0, first.stdout + first.stderr
+    folder = newest(tmp_path / "one")
+    again, calm = launch("interrupted", tmp_path / "one", replicas, "latest"), launch("calm", tmp_path / "two", replicas)
+    assert again.returncode == calm.returncode == 0, again.stdout + again.stderr + calm.stdout
+    assert newest(tmp_path / "one") == folder, "it goes on in the same folder"
+    records, undisturbed = chain(folder), chain(newest(tmp_path / "two"))
+    assert audit(records, advance=2).clean and [record.step for record in records] == list(range(13))
+    assert {record.life for record in records[1:6]} == {0} and records[-1].life == 1
+    assert [record.replicas for record in records] == [record.replicas for record in undisturbed]
+    assert reported(folder) == reported(newest(tmp_path / "two"))
+    for replica in range(replicas):
+        names = [tmp_path / run / f"carry{replica}" for run in ("one", "two")]
+        assert names[0].read_text() == names[1].read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_its_program_stops_ends_at_one_step_on_all_replicas(tmp_path: Path) -> None:
+    done = launch("stop", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = chain(newest(tmp_path))
+    assert 5 <= records[-1].step <= 7 and records[-1].last == "the loss is low enough"
+    assert f"stopped after step {records[-1].step}: the loss is low enough" in done.stdout
+    assert f"ended at step {records[-1].step} of {records[-1].hash} the loss is low enough" in done.stdout
+    report = json.loads((newest(tmp_path) / "report.json").read_text())
+    assert report["stopped"] == "the loss is low enough" and len(set(reported(newest(tmp_path)))) == 1
+    (saved,) = newest(tmp_path).glob(f"checkpoints/step_{records[-1].step:08d}_*/complete.json")
+    assert records[-1].hash[:8] in str(saved)
+
+
+def exchanges_broken(folder: Path) -> list[str]:
+    """What broke exchanges of replica 0, by its flight record."""
+    events = read_events(folder / "flight" / "r0.pp0.inc0.jsonl")
+    return [str(event.detail["reason"]) for event in events if event.kind is Kind.EXCHANGE_FAILED]
+
+
+@pytest.mark.slow
+def test_a_replica_that_gets_sigterm_leaves_at_a_step_boundary_and_comes_back(tmp_path: Path) -> None:
+    done = launch("sigterm", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = newest(tmp_path)
+    records = chain(folder)
+    assert audit(records, advance=2).clean and len(set(reported(folder))) == 1
+    assert exchanges_broken(folder) == [], "no exchange breaks"
+    assert "r1      left (incarnation 0): " in done.stdout and "SIGTERM to r1.pp0; the replica left after step" in done.stdout
+    assert "r1      restarted (incarnation 1)" in done.stdout and "lost (incarnation" not in done.stdout
+    assert json.loads((folder / "report.json").read_text())["failures"] == []
+    last = max(record.step for record in records if (1, 0) in record.contributors)
+    assert 3 <= last <= 5, "it leaves at the next boundary, or the one after"
+
+
+@pytest.mark.slow
+def test_a_drained_replica_stays_away_until_it_is_asked_back(tmp_path: Path) -> None:
+    done = launch("drain", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = newest(tmp_path)
+    records = chain(folder)
+    assert audit(records, advance=2).clean and len(set(reported(folder))) == 1
+    assert exchanges_broken(folder) == [], "no exchange breaks"
+    assert [record.step for record in records] == list(range(13))
+    without = [record.step for record in records[1:] if 1 not in record.replicas]
+    assert set(range(6, 9)) <= set(without), "it has left within two steps, and stays away"
+    assert "r1      drained (incarnation 0)" in done.stdout and "r1      restarted (incarnation 1)" in done.stdout
+    assert any((1, 1) in record.contributors for record in records[9:])
+
+
+@pytest.mark.slow
+def test_a_run_whose_replicas_all_die_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """And ends as one that was not disturbed."""
+    done, calm = launch("all die", tmp_path / "one", 1), launch("calm", tmp_path / "two", 1)
+    assert done.returncode == calm.returncode == 0, done.stdout + done.stderr
+    records = chain(newest(tmp_path / "one"))
+    assert audit(records, advance=2).clean
+    assert [r.contributors for r in records[1:6]] == [((0, 0),)] * 5 and records[6].contributors == ((0, 1),)
+    assert [r.step for r in records] == list(range(13))
+    assert reported(newest(tmp_path / "one")) == reported(newest(tmp_path / "two"))
+
+
+@pytest.mark.slow
+def test_other_initial_weights_are_fetched(tmp_path: Path) -> None:
+    done = launch("other weights", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "begins with other initial values than the run, and fetches those" in done.stdout
+    assert len(set(reported(newest(tmp_path)))) == 1 and chain(newest(tmp_path))[-1].step == 12
+
+
+WRONG = {
+    "no commit": (1, "step 1 was not committed; call step.commit() at the end of each step"),
+    "left": (1, "the loop over session.steps (or the prepared loader) was left before its end"),
+    "no guard": (1, "which imports the script; put the call under `if __name__ == "),
+    "other layout": (2, "what is registered here differs from the replica that began first: parameter/0.weight is float32["),
+    "longer loader": (2, "and streams must have the same length"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_script_fails_the_run_with_its_reason(case: str, tmp_path: Path) -> None:
+    replicas, reason = WRONG[case]
+    done = launch(case, tmp_path, replicas)
+    assert done.returncode == 1
+    failed = [line for line in done.stderr.splitlines() if line.startswith("the run failed: ")]
+    assert len(failed) == 1 and reason in failed[0], done.stdout + done.stderr
+    assert "restarted" not in done.stdout

@@ -1,0 +1,129 @@
+"""A replica leaves: SIGTERM becomes the key that its leader looks for, and the departure is said to those who stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from helixrt.errors import Departed, Retryable
+from helixrt.job.finish import ObservedMembership
+from helixrt.job.leaving import Departure, TermSignal
+from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.protocol.step.quorum import Member
+from helixrt.replica.commands import Exit, RankCommand, Save
+from helixrt.replica.membership import SoloMembership
+from helixrt.replica.run_keys import ended_key, leave_key
+from helixrt.replica.store import MemoryRunStore
+
+ROOT = genesis("run", 2)
+FIRST = CommitRecord(1, 1, ROOT.hash, ((0, 0), (1, 0)), {0: 1, 1: 1}, "run")
+
+
+@pytest.fixture
+def before() -> Iterator[object]:
+    """The handler of SIGTERM, which must be back afterwards."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield handler
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.usefixtures("before")
+def test_sigterm_asks_to_leave_and_the_second_one_is_not_caught() -> None:
+    store = MemoryRunStore()
+    with TermSignal(store, 1, 2, "r1.pp0") as term:
+        term.at_once = False
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert store.wait(leave_key(1, 2), 10.0) == "SIGTERM to r1.pp0"
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("before")
+def test_before_the_loop_sigterm_ends_the_program_at_once() -> None:
+    store = MemoryRunStore()
+    with pytest.raises(Departed, match="SIGTERM to r0.pp0"), TermSignal(store, 0, 0, "r0.pp0"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert store.get(leave_key(0, 0)) is None
+
+
+@pytest.mark.usefixtures("before")
+def test_a_process_forked_from_the_rank_dies_of_its_own_sigterm() -> None:
+    """Such as a worker of a loader: the rank does not leave."""
+    store = MemoryRunStore()
+    with TermSignal(store, 0, 0, "r0.pp0") as term:
+        term.at_once = False
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert store.get(leave_key(0, 0)) is None
+
+
+@pytest.mark.usefixtures("before")
+def test_a_store_that_is_away_is_asked_again() -> None:
+    class Away(MemoryRunStore):
+        tries = 0
+
+        def put_if_absent(self, key: str, value: str) -> str:
+            self.tries += 1
+            if self.tries < 3:
+                raise Retryable("connection refused")
+            return super().put_if_absent(key, value)
+
+    store = Away()
+    with TermSignal(store, 0, 0, "r0.pp0") as term:
+        term.at_once = False
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert store.wait(leave_key(0, 0), 10.0)
+    assert store.tries == 3
+
+
+# ---------------------------------------------------------------- the departure
+
+
+def leaving(members: tuple[Member, ...], store: MemoryRunStore, saves: bool = True) -> list[RankCommand]:
+    """What replica 1 tells its ranks when it leaves after the first step, with these members of the newest quorum."""
+    told: list[RankCommand] = []
+    membership = ObservedMembership(SoloMembership(0.0))
+    membership.members = members
+    departure = Departure(1, 0, store, membership, saves, told.append)
+    assert departure.due() == ""
+    store.put_if_absent(leave_key(1, 0), "drained by the user")
+    assert departure.due() == "drained by the user"
+    departure.carry_out(StepMachine(1, 0, 1, Log([ROOT, FIRST]), FIRST.hash, 10), departure.due())
+    assert store.get(ended_key(1, 0)) is not None, "the others do not wait for it"
+    with pytest.raises(Retryable):
+        membership.join(members[0], 0.1)
+    return told
+
+
+def account(replica: int, lineage: str = ROOT.hash) -> Member:
+    return Member(replica, 0, 0, lineage)
+
+
+GONE = Exit("drained by the user; the replica left after step 1")
+
+
+def test_while_another_one_stays_nothing_is_saved() -> None:
+    assert leaving((account(0), account(1)), MemoryRunStore()) == [GONE]
+
+
+@pytest.mark.parametrize("why", ["alone", "the other leaves too", "the other has ended", "the other holds nothing"])
+def test_if_nobody_stays_the_state_is_saved_first(why: str) -> None:
+    store = MemoryRunStore()
+    members = (
+        (account(1),) if why == "alone" else (account(0, "" if why == "the other holds nothing" else ROOT.hash), account(1))
+    )
+    if why == "the other leaves too":
+        store.put_if_absent(leave_key(0, 0), "SIGTERM")
+    if why == "the other has ended":
+        store.put_if_absent(ended_key(0, 0), "yes")
+    assert leaving(members, store) == [Save(FIRST), GONE]
+
+
+def test_without_checkpoints_nothing_is_saved() -> None:
+    assert leaving((account(1),), MemoryRunStore(), saves=False) == [GONE]

@@ -1,0 +1,153 @@
+"""A run's folder, lines and files."""
+
+import dataclasses
+import errno
+import io
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from helixrt.job import driver as drivers
+from helixrt.job.config import JobConfig, MeshConfig, OutputConfig
+from helixrt.job.controller import Happening, LifeEvent
+from helixrt.job.driver import Driver, JobProgram, Run
+from helixrt.job.leader_reports import Finished
+from helixrt.job.metrics import StepMetrics, ValidationMetrics, read_metrics, read_metrics_line
+from helixrt.job.output import RunOutput, line_of, new_run_folder
+from helixrt.job.policies import StopRun
+from helixrt.protocol.step.lineage import CommitRecord, genesis
+from helixrt.replica.run_keys import done_key
+
+ONE = StepMetrics(
+    replica=1, rank="r1.pp1", step=20, loss_nats=2 * math.log(2), tokens=2048, seconds=0.25, participants=2, stall_s=0.0125,
+    grad_norm=0.5, learning_rate=1e-3, generation=7,
+)  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_folders_are_dated_and_latest_points_to_the_newest(tmp_path: Path) -> None:
+    now = datetime(2026, 3, 4, 5, 6, 7)
+    first, second = new_run_folder(tmp_path, now), new_run_folder(tmp_path, now)
+    assert first == tmp_path / "2026-03-04" / "05-06-07"
+    assert second.parent == first.parent and second.name > first.name
+    assert (tmp_path / "latest").resolve() == second
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2026-03-04", "latest"]
+
+
+def test_line_says_all_figures_of_a_step() -> None:
+    line = line_of(ONE, 200, 2)
+    for part in ("r1.pp1", "step  20/200", "2.0000 bits/byte", "8,192 tokens/s", "participants 2/2", "stall 0.013 s"):
+        assert part in line
+    assert "catching up" in line_of(dataclasses.replace(ONE, loss_nats=None), 200, 2)
+
+
+def test_metrics_survive_the_way_to_the_file_and_back(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    output = RunOutput(tmp_path, 2, 200, stream)
+    behind = dataclasses.replace(ONE, loss_nats=None, step=21)
+    output.step(ONE)
+    output.step(behind)
+    output.validation(ValidationMetrics(1, 21, 2.5, 100))
+    output.close()
+    output.close()
+    assert read_metrics_line(ONE.to_json()) == ONE
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind":"step","repl')  # cut short by a kill
+    RunOutput(tmp_path, 2, 200, stream).close()  # resumed
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [ONE, behind, ValidationMetrics(1, 21, 2.5, 100)]
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3 and "\r" not in stream.getvalue(), "no progress bar into a file"
+    assert lines[2].startswith("r1 ") and lines[2].endswith("3.6067 bits/byte")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(s.step, s.value) for s in board.Scalars("loss/bits_per_byte/r1")] == [(20, pytest.approx(2.0))]
+
+
+def test_terminal_gets_a_bar(tmp_path: Path) -> None:
+    stream = Terminal()
+    output = RunOutput(tmp_path, 2, 200, stream)
+    output.step(ONE)
+    output.close()
+    assert "\r" in stream.getvalue() and "/200" in stream.getvalue() and "r1.pp1" in stream.getvalue()
+
+
+def test_what_happens_to_a_replica_is_said_with_its_cause(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    output = RunOutput(tmp_path, 2, 200, stream)
+    for kind in (Happening.LOST, Happening.WAITING, Happening.SKIPPED, Happening.STOPPED):
+        output.life(LifeEvent(kind, 1, 2, 0.0, f"why it is {kind.value}"))
+    output.close()
+    assert stream.getvalue().splitlines() == [
+        f"r1      {kind} (incarnation 2): why it is {kind}" for kind in ("lost", "waiting", "skipped")
+    ]
+
+
+def test_figures_that_cannot_be_written_cost_a_message_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = RunOutput(tmp_path, 2, 200, io.StringIO())
+    output._metrics.close()
+    output._metrics = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    for step in (20, 21, 22):
+        output.step(dataclasses.replace(ONE, step=step))
+    output.close()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "metrics.jsonl could not be written: OSError: [Errno 28] No space left on device"
+    assert len(said) <= 2, "once, and when the file is closed"
+
+
+@pytest.fixture
+def ended_run(tmp_path: Path) -> Iterator[Driver]:
+    """A driver whose one replica has done its one step and said so."""
+    folder = tmp_path / "out" / "2026-03-04" / "05-06-07"
+    folder.mkdir(parents=True)
+    config = JobConfig(output=OutputConfig(str(tmp_path / "out")), mesh=MeshConfig(replicas=1, pp=1))
+    first = genesis("run", 1)
+    run = Run(folder, "run", 0.0, (first, CommitRecord(1, 5, first.hash, ((0, 0),), {0: 1}, "run")))
+    driver = Driver(config, run, JobProgram("no.module", 1))
+    driver.store.put_if_absent(done_key(0), Finished(0, 1, driver.seen.head.hash, "ab", "cd").to_json())
+    driver.controller = SimpleNamespace(history=[])  # type: ignore[assignment]
+    yield driver
+    driver.output.close()
+
+
+def test_a_finished_run_has_its_report(ended_run: Driver) -> None:
+    assert ended_run._end(StopRun(True, "")) == 0
+    assert (ended_run.run_.folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("problem", ["the disk is full", "an error in a chart", "no folder"])
+def test_a_report_that_cannot_be_written_does_not_fail_a_finished_run(
+    problem: str, ended_run: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device") if "disk" in problem else ZeroDivisionError("a chart")
+
+    if problem == "no folder":
+        shutil.rmtree(ended_run.run_.folder)
+    else:
+        monkeypatch.setattr(drivers, "write_report", fail)
+    assert ended_run._end(StopRun(True, "")) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("the report could not be written: ") and said.count("\n") == 1
+    assert ended_run._end(StopRun(False, "no replica is left")) == 1, "a failed run stays failed"
+
+
+def test_a_clock_that_steps_back_does_not_shorten_the_run(ended_run: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 7200.0)
+    assert ended_run._end(StopRun(True, "")) == 0
+    assert json.loads((ended_run.run_.folder / "report.json").read_text())["seconds"] >= 0

@@ -1,0 +1,311 @@
+"""The report of a made-up run that loses a replica: figures that must come out, and a page that stands alone."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helixrt.job.config import JobConfig, OutputConfig
+from helixrt.job.controller import Happening, LifeEvent
+from helixrt.job.leader_reports import Finished
+from helixrt.job.metrics import StepMetrics, ValidationMetrics
+from helixrt.job.output import summary_of
+from helixrt.job.report import Corpus, Description, RunFacts, write_report
+from helixrt.job.report_charts import ticks
+from helixrt.job.storage_trouble import StorageTrouble
+from helixrt.protocol.step.lineage import CommitRecord, genesis
+from helixrt.record import FlightRecord, JsonLinesSink, Kind
+
+STEPS, LOST_IN, BACK_IN, STEP_S = 120, 20, 38, 0.5
+BEGIN_S = 1_800_000_000.0
+TOKENS = 16 * 128  # of a replica's batch
+CORPUS = Corpus("some/text", 45 * 500, 1, "ef" * 32, 1000, 4.25)
+LEFT: dict[str, Any] = dict(peer=1, rail=0, failure="path", reason="the peer's end was closed", usable=0)
+
+
+class Clock:
+    now = BEGIN_S
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeRun:
+    """Writes what the ranks and the driver of a run of 2 replicas x 2 stages would have written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.clock, self.rng = folder, Clock(), random.Random(3)
+        self.entries = [genesis("run", 2)]
+        self.history: list[LifeEvent] = []
+        self.metrics: list[str] = []
+        self.records = {(r, s): self.rank(r, s, 0) for r in (0, 1) for s in (0, 1)}
+        for _ in range(2):  # told again by a second life
+            self.records[0, 1].write(Kind.REACHED, peers=[1], transport="tcp", why="on another host")
+
+    def rank(self, replica: int, stage: int, incarnation: int) -> FlightRecord:
+        record = FlightRecord(f"r{replica}.pp{stage}", clock=self.clock)
+        record.attach(JsonLinesSink(self.folder / "flight" / f"{record.rank}.inc{incarnation}.jsonl"))
+        record.write(Kind.RANK_START, pid=1, incarnation=incarnation)
+        return record
+
+    def at(self, seconds: float) -> None:
+        self.clock.now = seconds
+
+    def compute(self, replica: int, stage: int, begin_s: float, microbatches: int = 4) -> None:
+        """1F1B of two stages: forward 20 ms, backward 40 ms."""
+        record = self.records[replica, stage]
+        order = "FFBFBFBB" if stage == 0 else "FBFBFBFB"
+        now, count = begin_s + 0.03 * stage, {"F": 0, "B": 0}
+        for op in order:
+            took = (0.02 if op == "F" else 0.04) * self.rng.uniform(0.9, 1.2)
+            self.at(now + took)
+            record.write(Kind.OPERATION, begin_s=now, op=op, chunk=stage, microbatch=count[op])
+            count[op] += 1
+            tag = f"g0.s{record.step}.c1.m{count[op] - 1}.{op}"
+            self.at(now + took + 0.006)
+            if stage == 0:
+                record.write(Kind.SEND, begin_s=now + took, tag=tag, bytes=65536)
+            now += took + self.rng.uniform(0.002, 0.012)
+            if stage == 1:
+                record.write(Kind.RECV, begin_s=now - 0.008, tag=tag, bytes=65536, needed_s=now - 0.004)
+
+    def step(self, step: int, begin_s: float, replicas: tuple[int, ...], members: tuple[int, ...], end_s: float) -> None:
+        before = self.entries[-1]
+        positions = {r: before.positions[r] + (r in replicas) for r in (0, 1)}
+        record = CommitRecord(step, step, before.hash, tuple((r, 0) for r in replicas), positions, "run")
+        self.entries.append(record)
+        for replica in replicas:
+            for stage in (0, 1):
+                flight = self.records[replica, stage]
+                flight.step = step
+                self.at(begin_s + 0.002)
+                if stage == 0:
+                    flight.write(Kind.QUORUM_JOIN, begin_s=begin_s, lineage=before.hash)
+                    flight.write(Kind.QUORUM, generation=step, members=members, contributors=replicas, behind=[])
+                self.compute(replica, stage, begin_s + 0.004)
+                for bucket in range(2):
+                    self.at(end_s - 0.05 + 0.02 * bucket)
+                    flight.write(
+                        Kind.EXCHANGE_BUCKET, begin_s=end_s - 0.068 + 0.02 * bucket, generation=step, bucket=bucket, buckets=2,
+                        bytes=1 << 20,
+                    )  # fmt: skip
+                self.at(end_s - 0.01)
+                if stage == 0:
+                    flight.write(Kind.COMMIT, generation=step, record=record.hash, contributors=replicas)
+                self.at(end_s)
+                flight.write(Kind.APPLY, begin_s=end_s - 0.009, record=record.hash)
+            nats = (1.4 + 3.8 * math.exp(-step / 25) + self.rng.gauss(0, 0.05)) * math.log(2)
+            label, seconds = f"r{replica}.pp0", end_s - begin_s
+            line = StepMetrics(replica, label, step, nats, 2048, seconds, len(replicas), 0.03, 1.0, 1e-3, step)
+            self.metrics.append(line.to_json())
+        if step % 20 == 0:
+            nats = (1.45 + 3.8 * math.exp(-step / 25)) * math.log(2)
+            self.metrics.append(ValidationMetrics(0, step, nats, 8192).to_json())
+
+    def play(self) -> RunFacts:
+        now = BEGIN_S + 4
+        for step in range(1, STEPS + 1):
+            both = step < LOST_IN or step >= BACK_IN
+            end = now + STEP_S
+            if step == LOST_IN:
+                end += 1.8
+                self.lose(now)
+                self.at(end + 0.25)
+                self.records[0, 0].write(Kind.CHECKPOINT_END, lineage="", path="", after_failover=True, step=step)
+            self.step(step, now, (0, 1) if both else (0,), (0,) if step == LOST_IN else (0, 1), end)
+            now = end
+            if step == LOST_IN:
+                self.at(now + 1.5)
+                self.history.append(LifeEvent(Happening.RESTARTED, 1, 1, self.clock()))
+                self.records.update({(1, s): self.rank(1, s, 1) for s in (0, 1)})
+        (self.folder / "metrics.jsonl").write_text("\n".join(self.metrics) + "\n")
+        head = self.entries[-1]
+        return RunFacts(
+            config=JobConfig(name="made-up"),
+            description=Description("made up, 2 layers", "schedule 1f1b", TOKENS, CORPUS),
+            entries=tuple(self.entries),
+            finished=tuple(Finished(r, STEPS, head.hash, "ab" * 32, "cd" * 32) for r in (0, 1)),
+            history=tuple(self.history),
+            seconds=now - BEGIN_S,
+        )
+
+    def lose(self, begin_s: float) -> None:
+        """Replica 1 is killed 100 ms into the step; replica 0 notices 1.2 s later."""
+        for stage in (0, 1):
+            self.records[1, stage].step = LOST_IN
+            self.at(begin_s + 0.05)
+            self.records[1, stage].write(Kind.OPERATION, begin_s=begin_s + 0.02, op="F", chunk=stage, microbatch=0)
+        self.at(begin_s + 0.1)
+        self.records[1, 0].write(Kind.FAILURE, replica=1, reason="chaos: killed at forward")
+        self.history.append(LifeEvent(Happening.LOST, 1, 0, begin_s + 0.3, "signal 9"))
+        self.at(begin_s + 1.3)
+        self.records[0, 1].write(Kind.RAIL_LEFT, step=LOST_IN, **LEFT)
+        self.records[0, 1].write(Kind.EXCHANGE_FAILED, step=LOST_IN, generation=LOST_IN, reason="peer lost")
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> RunFacts:
+    return FakeRun(tmp_path).play()
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to outside itself, and checks that its elements close."""
+
+    VOID = {"meta", "link", "img", "br", "input"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.outside += [f"{tag} {k}={v}" for k, v in attrs if k in ("src", "href", "srcset", "data")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_figures_of_the_report(tmp_path: Path, facts: RunFacts) -> None:
+    report = write_report(tmp_path, facts)
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
+    assert report["steps"] == STEPS
+    assert report["validation_bits_per_byte"] == pytest.approx(1.45 + 3.8 * math.exp(-STEPS / 25))
+    assert report["corpus_order0_bits_per_byte"] == CORPUS.order0_bits_per_byte
+    assert report["corpus"]["bytes"] == 45 * 500 and report["corpus"]["sha256"] == CORPUS.sha256
+    away = BACK_IN - LOST_IN
+    assert report["data_audit"] == {
+        "batches": 2 * STEPS - away, "gaps": 0, "repeats": 0, "superseded": 0, "excluded": 0,
+        "per_replica": {"0": STEPS, "1": STEPS - away},
+    }  # fmt: skip
+    assert [r["parameters_sha256"] for r in report["replicas"]] == ["ab" * 32] * 2
+    (failure,) = report["failures"]
+    assert (failure["replica"], failure["step"]) == (1, LOST_IN)
+    assert failure["detected_after_s"] == pytest.approx(1.2, abs=1e-3)
+    assert failure["survivors_stalled_s"] == pytest.approx(1.8, abs=1e-3)
+    assert failure["rejoined_after_s"] == pytest.approx(1.8 + STEP_S * away - 0.1, abs=0.1)
+    (left,) = report["rails_left"]
+    assert left.pop("at_s") == pytest.approx(4 + STEP_S * (LOST_IN - 1) + 1.3)
+    saved = dict(checkpoint_step=LOST_IN, checkpoint_after_s=pytest.approx(1.25))
+    assert left == dict(rank="r0.pp1", towards="", step=LOST_IN, back_after_s=None, **saved, **LEFT)
+    assert report["transports"] == [{"rank": "r0.pp1", "peer": 1, "transport": "tcp", "why": "on another host"}]
+    assert report["checkpoints"] == [{"step": LOST_IN, "after_failover": True}]
+    tokens = (2 * STEPS - away - 2) * TOKENS
+    assert report["tokens_per_s"] == pytest.approx(tokens / (STEP_S * (STEPS - 1) + 1.8), rel=1e-3)
+    assert {"python", "torch", "numpy"} <= set(report["versions"])
+
+
+def test_page_stands_alone_and_shows_everything(tmp_path: Path, facts: RunFacts) -> None:
+    write_report(tmp_path, facts)
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert page.open == [] and page.outside == [] and "@import" not in text and "url(" not in text
+    assert text.count("<svg") == 4, "loss, participants, an undisturbed step, the step of the loss"
+    assert json.loads((tmp_path / "report.json").read_text())["failures"][0]["seen"] == "signal 9"
+    for part in ("signal 9", "replica 1 lost in step 20", "1.20 s", "1.80 s", "chaos: killed at forward",
+                 "order-0 entropy of the corpus",
+                 "made-up: made up, 2 layers", "schedule 1f1b", CORPUS.sha256,
+                 "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0",
+                 "Rails that were left", "the peer&#x27;s end was closed",
+                 'class="message-F"', "waiting for a message"):  # fmt: skip
+        assert part in text, part
+    numbers = [float(n) for n in re.findall(r' (?:x|y|x1|y1|cx|cy|width|height)="([-\d.]+)"', text)]
+    assert all(-1 <= n <= 1100 for n in numbers), "everything is drawn inside"
+    assert "nan" not in re.sub(r"[a-z]nan|nan[a-z]", "", text.lower())
+
+
+def test_a_job_that_tells_nothing_of_its_data_has_a_report_without_it(tmp_path: Path, facts: RunFacts) -> None:
+    report = write_report(tmp_path, dataclasses.replace(facts, description=Description()))
+    assert report["corpus"] is None and report["corpus_order0_bits_per_byte"] is None
+    text = (tmp_path / "report.html").read_text()
+    assert Page(text).open == [] and "Corpus" not in text and "order\u20110" not in text and "None" not in text
+    assert "order-0" not in "".join(summary_of(report))
+
+
+def test_run_that_was_lost_at_once_still_has_a_report(tmp_path: Path, facts: RunFacts) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    lost = LifeEvent(Happening.LOST, 0, 0, BEGIN_S, "signal 9")
+    report = write_report(empty, RunFacts(facts.config, facts.description, facts.entries[:1], (), (lost,), 1.0))
+    assert report["validation_bits_per_byte"] is None and report["data_audit"]["batches"] == 0
+    assert report["failures"][0]["rejoined_after_s"] is None
+    assert Page((empty / "report.html").read_text()).open == []
+
+
+def test_what_could_not_be_written_and_what_was_lost_for_it_is_told(tmp_path: Path, facts: RunFacts) -> None:
+    calm = write_report(tmp_path, facts)
+    assert calm["storage"] == [] and calm["unsaved"] == "" and "Storage" not in (tmp_path / "report.html").read_text()
+    clock = Clock()
+    clock.now = BEGIN_S + 10
+    record = FlightRecord("r0.pp0", clock=clock)
+    trouble = StorageTrouble("checkpoint", record)
+    trouble.failed(5, OSError(28, "No <space> left"))
+    trouble.worked(6)
+    with open(tmp_path / "flight" / "r0.pp0.storage.jsonl", "w") as file:
+        file.writelines(event.to_json() + "\n" for event in record.events())
+    lost = tuple(dataclasses.replace(f, unsaved="No <space> left") for f in facts.finished)
+    report = write_report(tmp_path, dataclasses.replace(facts, finished=lost))
+    assert [(each["step"], each["written"], each["failures"]) for each in report["storage"]] == [(5, False, 1), (6, True, 1)]
+    text = (tmp_path / "report.html").read_text()
+    assert report["unsaved"] == "No <space> left" and "LOST" in text and "No <space>" not in text
+    assert Page(text).open == [] and "written after 1 failed attempts" in text
+
+
+def test_names_from_outside_are_escaped(tmp_path: Path, facts: RunFacts) -> None:
+    config = JobConfig(name="<script>alert(1)</script>", output=OutputConfig(root="a&b<c>"))
+    write_report(tmp_path, RunFacts(config, facts.description, facts.entries, facts.finished, facts.history, 1.0))
+    assert "<script>alert" not in (tmp_path / "report.html").read_text()
+
+
+def test_cut_and_merged_flight_lines_are_left_out(tmp_path: Path, facts: RunFacts) -> None:
+    path = tmp_path / "flight" / "r1.pp0.inc0.jsonl"
+    before = write_report(tmp_path, facts)
+    path.write_text(path.read_text() + '{"kind":"operat{"kind":"step_end"}\n{"kind"')
+    assert write_report(tmp_path, facts) == before
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 200), (1.37, 5.2), (0, 0.003), (0, 61.234), (5, 5)])
+def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert len(found) <= 8 and all(low - 1e-9 <= t <= high + 1e-9 for t in found)
+    assert low == high or len(found) >= 3
+
+
+def test_replica_that_is_given_up_was_lost_once_per_life(tmp_path: Path, facts: RunFacts) -> None:
+    lost, given_up = Happening.LOST, Happening.GIVEN_UP
+    told = [(lost, 0), (Happening.RESTARTED, 1), (lost, 1), (given_up, 1), (given_up, 2)]
+    history = tuple(LifeEvent(kind, 1, life, BEGIN_S + i, "signal 9") for i, (kind, life) in enumerate(told))
+    facts = RunFacts(facts.config, facts.description, facts.entries, facts.finished, history, 1.0)
+    assert len(write_report(tmp_path, facts)["failures"]) == 3
+
+
+def test_a_skipped_batch_is_named(tmp_path: Path, facts: RunFacts) -> None:
+    skipped = LifeEvent(Happening.SKIPPED, 1, 1, BEGIN_S + 9, "the batch at position 12 ended <it> twice")
+    facts = dataclasses.replace(facts, history=(*facts.history, skipped))
+    report = write_report(tmp_path, facts)
+    assert report["skipped_batches"] == [{"replica": 1, "at_s": 9.0, "reason": skipped.why}]
+    page = (tmp_path / "report.html").read_text()
+    assert "position 12 ended &lt;it&gt; twice" in page and Page(page).open == []
+
+
+def test_a_clock_that_steps_back_in_a_run_leaves_a_report(tmp_path: Path) -> None:
+    class SteppedBack(FakeRun):
+        def at(self, seconds: float) -> None:
+            super().at(seconds - (3600.0 if seconds > BEGIN_S + 30 else 0.0))
+
+    report = write_report(tmp_path, SteppedBack(tmp_path).play())
+    assert report["steps"] == STEPS and report["data_audit"]["gaps"] == 0
+    assert Page((tmp_path / "report.html").read_text()).open == []

@@ -1,0 +1,98 @@
+"""Which run `helixrt.run(resume=)` goes on with, what is refused, and what the streams of a resumed run must agree with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helixrt.errors import ConfigError
+from helixrt.job import checkpoint as checkpoints
+from helixrt.job.config import MeshConfig, OutputConfig
+from helixrt.job.loader_states import LoaderStates
+from helixrt.job.resume import keep_stream, restore_stream, run_to_resume
+from helixrt.job.session_config import SessionConfig
+from helixrt.job.stream import Stream, StreamSettings
+from helixrt.protocol.step.lineage import genesis
+from helixrt.replica.store import MemoryRunStore
+
+
+def config_of(root: Path, name: str = "run", replicas: int = 2, seed: int = 3) -> SessionConfig:
+    return SessionConfig(name=name, seed=seed, mesh=MeshConfig(replicas, 1), output=OutputConfig(root=str(root)))
+
+
+def past_run(root: Path, time: str, config: SessionConfig) -> Path:
+    folder = root / "2026-01-02" / time
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"run": f"{config.name}-1", "epoch_s": 0.0, "life": 0}))
+    (folder / "config.json").write_text(json.dumps(config.to_plain()))
+    return folder
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the folders of runs that have a whole checkpoint."""
+    names: set[str] = set()
+
+    def found(run: Path) -> checkpoints.Checkpoint | None:
+        return checkpoints.Checkpoint(run, genesis("run", 2), 1) if run.name in names else None
+
+    monkeypatch.setattr(checkpoints, "checkpoint_of", found)
+    return names
+
+
+def test_the_newest_run_of_the_same_name_that_has_a_checkpoint(tmp_path: Path, saved: set[str]) -> None:
+    config = config_of(tmp_path)
+    for time, name in (("10-00-00", "run"), ("11-00-00", "run"), ("12-00-00", "run"), ("13-00-00", "other")):
+        past_run(tmp_path, time, replace(config, name=name))
+    saved |= {"10-00-00", "11-00-00", "13-00-00"}
+    assert run_to_resume(config, "latest")[0].name == "11-00-00"
+    assert run_to_resume(replace(config, name="other"), "latest")[0].name == "13-00-00"
+    assert run_to_resume(config, tmp_path / "2026-01-02" / "10-00-00")[0].name == "10-00-00"
+    with pytest.raises(ConfigError, match="resume=latest: no complete checkpoint in any run named third under"):
+        run_to_resume(replace(config, name="third"), "latest")
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path, saved: set[str]) -> None:
+    config = config_of(tmp_path)
+    folder = past_run(tmp_path, "10-00-00", config)
+    with pytest.raises(ConfigError, match="has no complete checkpoint"):
+        run_to_resume(config, folder)
+    saved.add("10-00-00")
+    with pytest.raises(ConfigError, match="is not the folder of a run: it has no run.json"):
+        run_to_resume(config, tmp_path)
+    with pytest.raises(ConfigError, match="a run is resumed with the same mesh"):
+        run_to_resume(config_of(tmp_path, replicas=3), folder)
+    with pytest.raises(ConfigError, match="seed=4: .* was begun with seed=3"):
+        run_to_resume(config_of(tmp_path, seed=4), folder)
+
+
+@pytest.mark.parametrize(("accumulate", "batches"), [(2, 12), (3, 12), (2, 14)])
+def test_a_resumed_run_reads_its_data_as_before(accumulate: int, batches: int, tmp_path: Path) -> None:
+    store = MemoryRunStore()
+    assert not keep_stream(store, tmp_path) and not restore_stream(store, tmp_path)
+    Stream(list(range(12)), StreamSettings(0, 2), store)
+    assert keep_stream(store, tmp_path)
+    again = MemoryRunStore()
+    assert restore_stream(again, tmp_path)
+    if (accumulate, batches) == (2, 12):
+        assert list(Stream(list(range(12)), StreamSettings(1, 2), again).take(4)) == [4, 5]
+        return
+    with pytest.raises(ConfigError, match="stream of the run that is resumed has (2|12)"):
+        Stream(list(range(batches)), StreamSettings(1, accumulate), again)
+
+
+def test_states_in_the_folder_outlive_the_store(tmp_path: Path) -> None:
+    states = LoaderStates(MemoryRunStore(), "0/0", print, tmp_path)
+    for offset in range(0, 100, 10):
+        states.put((1, offset), {"at": offset})
+    fresh = LoaderStates(MemoryRunStore(), "0/0", print, tmp_path)
+    assert fresh.newest((1, 95)) == (90, {"at": 90}) and fresh.newest((1, 75)) == (70, {"at": 70})
+    assert fresh.newest((1, 9)) == (0, {"at": 0}) and fresh.newest((0, 50)) is None and fresh.newest((2, 50)) is None
+    (newest,) = (tmp_path / "streams" / "0.0").glob("1_90")
+    newest.write_text("no base64")
+    assert fresh.newest((1, 95)) == (80, {"at": 80}), "a damaged one is passed over"
+    fresh.put((1, 72), {"at": 72})
+    assert sorted(p.name for p in (tmp_path / "streams" / "0.0").iterdir()) == ["1_0", "1_60", "1_70", "1_72"]

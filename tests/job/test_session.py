@@ -1,0 +1,202 @@
+"""A user's loop on the session: what it trains, what it may do, and the error of each wrong script."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from helixrt.engines.random_state import set_random_state
+from helixrt.errors import ConfigError
+from helixrt.job.mesh import Mesh
+from helixrt.job.session import Session
+from tests.job.session_world import DrawingLoader, LocalHost, batches, session_with, summed, tiny
+
+Parameters = list[torch.Tensor]
+
+
+def trained(host: LocalHost, until: int, accumulate: int, update: bool = False, loader: Any = None) -> Parameters:
+    session = session_with(host, seed=5)
+    model = session.parallelize(tiny())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    session.register(model=model, optimizers=[optimizer], schedulers=[scheduler], clip_norm=0.5)
+    if update:
+
+        @session.update
+        def sign(record: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.sub_(0.01 * parameter.grad.sign())
+
+    for step in session.steps(loader or batches(), until=until, accumulate=accumulate):
+        for x, y in step:
+            step.backward(summed(model, x, y), weight=y.numel())
+        done = step.commit()
+        session.log({"loss": done.loss, "norm": done.grad_norm, "replicas": len(done.contributors)})
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def plain_loop(until: int, accumulate: int) -> tuple[Parameters, list[float]]:
+    """The same in plain PyTorch."""
+    model, losses, position = tiny(), [], 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    data = batches()
+    usable = len(data) // accumulate * accumulate
+    for _ in range(until):
+        optimizer.zero_grad()
+        total, weight = 0.0, 0
+        for _ in range(accumulate):
+            set_random_state(5, 0, 0, position)
+            x, y = data[position % usable]
+            loss = summed(model, x, y)
+            loss.backward()
+            total, weight, position = total + loss.detach().double(), weight + y.numel(), position + 1
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(weight)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(total / weight))
+    return [p.detach().clone() for p in model.parameters()], losses
+
+
+def test_what_reading_draws_does_not_reach_training() -> None:
+    found, expected = trained(LocalHost(), 8, 2, loader=DrawingLoader()), trained(LocalHost(), 8, 2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))  # with dropout
+
+
+@pytest.mark.parametrize("accumulate", [1, 4, 5])
+def test_the_loop_trains_as_a_plain_one_does(accumulate: int) -> None:
+    host = LocalHost()
+    found, (expected, losses) = trained(host, 8, accumulate), plain_loop(8, accumulate)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [step for step, _ in host.logged] == list(range(1, 9))
+    assert [v["loss"] for _, v in host.logged] == losses and host.logged[0][1]["replicas"] == 1
+    assert all(v["norm"] > 0 for _, v in host.logged)
+
+
+def test_dropped_work_is_done_again_with_the_same_batches_and_numbers() -> None:
+    disturbed, calm = LocalHost(dropped={1, 4, 5, 6}), LocalHost()
+    found, expected = trained(disturbed, 6, 2), trained(calm, 6, 2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert disturbed.worker is not None and disturbed.worker.positions == [0, 0, 2, 4, 4, 4, 4, 6, 8, 10]
+    assert disturbed.logged == calm.logged  # nothing of a dropped step
+
+
+def test_a_record_that_is_not_applied_changes_nothing_and_has_no_figures() -> None:
+    host = LocalHost(applied=lambda step: step != 2)
+    session = session_with(host)
+    model = tiny()
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    seen = []
+    for step in session.steps(batches(), until=3):
+        before = [p.detach().clone() for p in model.parameters()]
+        for x, y in step:
+            step.backward(summed(model, x, y))
+        done = step.commit()
+        seen.append((done.committed, done.applied, done.contributors, math.isnan(float(done.loss))))
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) == (done.step == 2)
+    assert seen == [(True, True, (0,), False), (True, False, (), True), (True, True, (0,), False)]
+
+
+def test_a_registered_update_runs_in_place_of_the_default() -> None:
+    model = tiny()
+    after = trained(LocalHost(), 1, 1, update=True)
+    moved = [(a - b.detach()).abs() for a, b in zip(after, model.parameters(), strict=True)]
+    assert all(torch.allclose(m[m > 0], torch.full_like(m[m > 0], 0.01), atol=1e-6) for m in moved)
+
+
+def test_evaluation_runs_at_its_steps_without_gradients_and_leaves_random_numbers() -> None:
+    host = LocalHost()
+    session = session_with(host)
+    model = tiny()
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+
+    def measure() -> dict[str, Any]:
+        assert not torch.is_grad_enabled()
+        torch.rand(3)
+        return {"loss": summed(model, *batches()[0])}
+
+    session.evaluate(measure, every=2)
+    for step in session.steps(batches(), until=5):
+        for x, y in step:
+            step.backward(summed(model, x, y))
+        step.commit()
+    assert [step for step, _ in host.validated] == [2, 4] and host.validated[0][1]["loss"] > 0
+
+
+def test_epochs_follow_each_other_and_are_told_to_the_sampler() -> None:
+    host = LocalHost()
+    session = session_with(host)
+    model = tiny()
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    data = torch.utils.data.TensorDataset(torch.arange(8.0).repeat(4, 1).T.contiguous())
+    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=session.sampler(data, shuffle=True))
+    seen = []
+    for step in session.steps(loader, until=8):
+        for (x,) in step:
+            seen += x[:, 0].tolist()
+            step.backward(model(x).sum())
+        step.commit()
+    assert sorted(seen[:8]) == sorted(seen[8:]) == list(range(8)) and seen[:8] != seen[8:]
+
+
+def test_busy_is_a_context() -> None:
+    with session_with(LocalHost()).busy("writing", 10.0):
+        pass
+    with pytest.raises(ConfigError, match="limit_s=0: must be above 0"):
+        session_with(LocalHost()).busy("writing", 0)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_a_mesh_inside_a_replica_is_refused_by_name(axis: str) -> None:
+    session = session_with(LocalHost(), mesh=Mesh(**{axis: 2}))
+    with pytest.raises(ConfigError, match=f"mesh.{axis}=2: a session's replica has pp or dp_shard ranks alone so far"):
+        session.parallelize(tiny())
+    with pytest.raises(ConfigError, match=f"mesh.{axis}=2"):
+        session.register(model=tiny())
+
+
+def test_each_rank_of_each_replica_has_a_stream_of_its_own() -> None:
+    data, replicas, ranks = range(50), 3, 2
+    mesh, host = Mesh(dp_shard=ranks), LocalHost()
+    dealt: list[int] = []
+    for number in range(replicas * ranks):
+        session = session_with(host, mesh=mesh, replicas=replicas, replica=number // ranks, shard=number % ranks)
+        assert (session.stream, session.streams, session.shard) == (number, replicas * ranks, number % ranks)
+        dealt += session.sampler(data, shuffle=True).order().tolist()
+    assert len(dealt) == len(set(dealt)) == 48
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [({"device": "tpu"}, "device=tpu"), ({"dtype": "float16"}, "dtype=float16"), ({"device": "cuda"}, "cuda")],
+)
+def test_wrong_settings_are_refused(settings: dict[str, str], rule: str) -> None:
+    if settings.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    from helixrt.job.session_host import SessionSettings
+
+    with pytest.raises(ConfigError, match=rule):
+        Session(SessionSettings(**settings), LocalHost())
+
+
+def test_leaving_the_loop_early_is_seen() -> None:
+    session = session_with(LocalHost())
+    model = tiny()
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    for step in session.steps(batches(), until=5):
+        for x, y in step:
+            step.backward(summed(model, x, y))
+        step.commit()
+        break
+    assert session.left_early

@@ -1,0 +1,90 @@
+"""The train function by its name: what ranks can import, and what they cannot."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helixrt.errors import ConfigError, MisuseError
+from helixrt.job.train_function import RANK_VARIABLE, TrainFunction, check_not_in_rank, name_of
+
+SCRIPT = """
+import json, sys
+from helixrt.job.train_function import name_of
+class Holder:
+    @staticmethod
+    def train(session): return ("held", session)
+def train(session): return (__name__, session, sys.argv[1:])
+if __name__ == "__main__":
+    print(json.dumps([name_of(train).to_plain(), name_of(Holder.train).to_plain()]))
+"""
+
+
+def top_level(session: object) -> object:
+    return session
+
+
+class Trainer:
+    def train(self, session: object) -> None: ...
+
+
+def test_a_script_is_named_by_its_file_and_imported_without_its_main_part(tmp_path: Path) -> None:
+    script = tmp_path / "my script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), "--lr", "3"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path.parent)
+    load = f"""
+import json
+from helixrt.job.train_function import TrainFunction
+for raw in json.loads({said.stdout!r}):
+    print(TrainFunction.from_plain(raw).load()(7))
+"""
+    found = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=True, cwd="/")
+    assert found.stdout.splitlines() == ["('__helixrt_script__', 7, ['--lr', '3'])", "('held', 7)"]
+
+
+def test_a_function_of_a_module_is_named_by_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = name_of(functools.lru_cache)
+    assert (named.module, named.qualname, named.script) == ("functools", "lru_cache", "")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))  # `load` sets it
+    assert TrainFunction.from_plain(named.to_plain()).load() is functools.lru_cache
+
+
+@pytest.mark.parametrize(
+    ("train", "rule"),
+    [
+        (lambda session: None, "is a lambda; ranks import it by its name"),
+        (Trainer().train, "is a method"),
+        (functools.partial(top_level), "must be a function at the top level"),
+        (7, "must be a function at the top level"),
+    ],
+)
+def test_what_a_rank_cannot_import_is_refused(train: object, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        name_of(train)
+
+
+def test_a_nested_function_is_refused() -> None:
+    def train(session: object) -> None: ...
+
+    with pytest.raises(ConfigError, match="is a nested function"):
+        name_of(train)
+
+
+def test_a_name_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    script = tmp_path / "later.py"
+    script.write_text("if __name__ == '__main__':\n    def train(session): ...\n")
+    with pytest.raises(ConfigError, match="train=train: is not there when a rank imports .*later.py; define it at the top"):
+        TrainFunction("", "train", str(script), str(tmp_path)).load()
+
+
+def test_a_run_inside_a_rank_names_the_missing_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_not_in_rank()
+    monkeypatch.setenv(RANK_VARIABLE, "r1")
+    with pytest.raises(MisuseError, match="in rank r1, which imports the script; put the call under `if __name__ == "):
+        check_not_in_rank()

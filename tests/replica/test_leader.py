@@ -1,0 +1,133 @@
+"""The leader's events: brought by any thread, handled in order and one at a time, without a thread of its own."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import Log, genesis
+from helixrt.record import FlightRecord
+from helixrt.replica.evidence import Holders
+from helixrt.replica.leader import Leader, LeaderHooks
+from helixrt.replica.membership import SoloMembership
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import MemoryRunStore
+from helixrt.timeouts import derive
+
+
+class Recorder:
+    """A step machine that notes its events, and the threads that bring them."""
+
+    def __init__(self, on: Callable[[Any], list[Any]] = lambda event: []) -> None:
+        self.replica, self.group_world_size, self.held_step, self.attempt = 0, 1, 0, None
+        self.log = Log([genesis("run", 1)])
+        self.events: list[Any] = []
+        self.threads: set[int] = set()
+        self._on, self._inside = on, threading.Lock()
+
+    def on(self, event: Any) -> list[Any]:
+        assert self._inside.acquire(blocking=False), "two threads handle events at once"
+        try:
+            self.events.append(event)
+            self.threads.add(threading.get_ident())
+            return self._on(event)
+        finally:
+            self._inside.release()
+
+
+def leader_of(machine: Recorder, broken: list[BaseException], told: list[Any]) -> Leader:
+    store = MemoryRunStore()
+    hooks = LeaderHooks(lambda index, record: None, lambda command: None, lambda machine: False, broken.append)
+    return Leader(
+        machine,  # type: ignore[arg-type]
+        SoloMembership(0.0),
+        RunLog(store),
+        Holders(store, 0, 0),
+        (),
+        told.append,
+        FlightRecord("r0"),
+        derive(60.0, 0.0),
+        hooks,
+    )
+
+
+def test_reports_of_many_threads_are_each_handled_once_in_their_order_and_never_two_at_a_time(seed: int) -> None:
+    machine, broken, told = Recorder(), [], []
+    leader = leader_of(machine, broken, told)
+    leader.start()
+    begin = threading.Barrier(8)
+
+    def report(rank: int) -> None:
+        chance = random.Random(seed + rank)
+        begin.wait()
+        for number in range(300):
+            leader.report(rank, p.RankDone(number, rank, finite=chance.random() < 0.5))
+
+    threads = [threading.Thread(target=report, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    leader.close()
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for event in machine.events:
+        if isinstance(event, p.RankDone):
+            numbers[event.rank].append(event.generation)
+    assert numbers == {rank: list(range(300)) for rank in range(8)} and not broken
+    assert isinstance(machine.events[0], p.Begin)
+
+
+def test_the_thread_that_reports_also_gives_out_the_commands() -> None:
+    machine, broken, told = Recorder(lambda event: [p.Work("base", 0, 1)] if isinstance(event, p.RankDone) else []), [], []
+    leader = leader_of(machine, broken, told)
+    leader.start()
+    leader.report(0, p.RankDone(1, 0, finite=True))
+    assert told == [p.Work("base", 0, 1)] and machine.threads == {threading.get_ident()}
+    leader.close()
+
+
+def test_an_event_that_handling_brings_is_handled_after_it() -> None:
+    machine, broken, told = Recorder(), [], []
+    leader = leader_of(machine, broken, told)
+
+    def on(event: Any) -> list[Any]:
+        if isinstance(event, p.RankDone) and event.generation == 1:
+            leader.report(0, p.RankDone(2, 0, finite=True))
+            assert machine.events[-1] is event  # the new one waits
+        return []
+
+    machine._on = on
+    leader.report(0, p.RankDone(1, 0, finite=True))
+    assert [event.generation for event in machine.events] == [1, 2] and not broken
+    leader.close()
+
+
+def test_an_error_is_told_once_and_nothing_is_handled_after_it() -> None:
+    def on(event: Any) -> list[Any]:
+        raise ZeroDivisionError("in the machine")
+
+    machine, broken, told = Recorder(on), [], []
+    leader = leader_of(machine, broken, told)
+    for _ in range(3):
+        leader.report(0, p.RankDone(1, 0, finite=True))  # never raises in the thread that reports
+    assert len(machine.events) == 1 and [str(error) for error in broken] == ["in the machine"]
+    leader.close()
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_closed_leader_handles_nothing(started: bool) -> None:
+    machine, broken, told = Recorder(), [], []
+    leader = leader_of(machine, broken, told)
+    if started:
+        leader.start()
+    leader.close()
+    leader.close()
+    count = len(machine.events)
+    leader.report(0, p.RankDone(1, 0, finite=True))
+    assert len(machine.events) == count

@@ -1,0 +1,79 @@
+"""`python lab_job.py key=value …`: the main job, each replica's ranks on a host of their own of `helixrt.lab.net`.
+
+HELIXRT_TEST_HOSTS names the namespace of each replica's host, in order, separated by commas. The driver runs where it was
+started. Until there is a file `enough` in the folder `output.root`, a batch takes PACE_S longer, so that a test can change
+the network in the meantime.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from helixrt.job.driver import Driver, new_run
+from helixrt.job.local_launcher import LocalLauncher
+from helixrt.replica.contracts import Launcher, RankSpec
+from helixrt.replica.orphan import die_with_parent
+from helixrt.train import rank
+from helixrt.train.config import TrainConfig
+from helixrt.train.data import ReplicaStream
+from helixrt.train.driver import program_of
+from helixrt.train.schema import command
+
+PACE_S = 1.0
+RANK, HOSTS, ENOUGH = "rank", "HELIXRT_TEST_HOSTS", "enough"
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+
+
+class LabRank(rank.Rank):
+    def _batches(self, stream: ReplicaStream) -> Callable[[int], torch.Tensor]:
+        enough = Path(self.config.output.root, ENOUGH)
+
+        def batch_at(position: int) -> torch.Tensor:
+            if not enough.exists():
+                time.sleep(PACE_S)
+            return stream.batch_at(position)
+
+        return batch_at
+
+
+class LabDriver(Driver):
+    def launcher(self) -> Launcher:
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        argv = [sys.executable, str(Path(__file__).resolve()), RANK]
+        return LocalLauncher(argv, log_folder=self.run_.folder / "logs", environment=environment)
+
+
+def enter(namespace: str) -> None:
+    """Move this process, which has one thread and no sockets yet, to a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as there:
+        if libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+def run_rank() -> None:
+    die_with_parent()
+    spec = RankSpec.from_plain(json.loads(sys.stdin.read()))
+    enter(os.environ[HOSTS].split(",")[spec.coordinate.replica])
+    rank.Rank = LabRank  # type: ignore[misc]
+    code = rank.run_rank(spec)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def train(config: TrainConfig) -> int:
+    return LabDriver(config, new_run(config), program_of(config)).run()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == [RANK]:
+        run_rank()
+    else:
+        sys.exit(command(sys.argv[1:], train))

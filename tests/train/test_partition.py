@@ -1,0 +1,170 @@
+"""Three replicas on hosts of their own, whose network fails in part: real ranks, real links, the real membership.
+
+The driver, with the run's store and the lighthouse, is on a fourth host that everybody reaches.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helixrt.lab.net import Network
+from helixrt.protocol.step.blame import BlameRules, pause_generations
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.record import Event, Kind
+from tests.train.lab_job import ENOUGH, HOSTS
+from tests.train.test_chaos_runs import DEADLINE_S, Ended, Job, assert_consistent
+
+pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(480)]
+
+REPLICAS, DRIVER = 3, 3  # the replicas' hosts are 0 to 2
+CONTROL_RAIL, DATA_RAIL = 0, 1
+STEPS = 150
+LAB_JOB = (str(Path(__file__).with_name("lab_job.py")),)
+
+
+class LabJob(Job):
+    """A job on the hosts of a network, its driver started at once."""
+
+    def __init__(self, network: Network, folder: Path, *overrides: str) -> None:
+        settings = ("mesh.replicas=3", "mesh.pp=1", "transport.kind=tcp", "step_timeout_s=12", "checkpoint.every=0")
+        super().__init__(folder, f"host={network.address(DRIVER)}", f"steps={STEPS}", *settings, *overrides)
+        hosts = ",".join(network.namespace(host) for host in range(REPLICAS))
+        argv = [sys.executable, *LAB_JOB, *self.overrides]
+        self.console = folder / "console"
+        with open(self.console, "w") as said:
+            variables = {HOSTS: hosts, "PYTHONUNBUFFERED": "1"}
+            self.driver = network.run(DRIVER, argv, variables, stdout=said, stderr=subprocess.STDOUT)
+
+    def so_far(self) -> Ended:
+        return Ended(self.driver.poll() or 0, self.console.read_text(), "")
+
+    def until(self, what: Callable[[], bool], why: str) -> None:
+        limit = time.monotonic() + DEADLINE_S
+        while not what():
+            assert time.monotonic() < limit and self.driver.poll() is None, f"{why}\n{self.why(self.so_far())}"
+            time.sleep(0.1)
+
+    def to_the_end(self) -> Ended:
+        """Let it go on as fast as it can, to its end."""
+        (self.root / ENOUGH).touch()
+        self.driver.wait(DEADLINE_S)
+        return self.so_far()
+
+    def entries(self) -> list[CommitRecord]:
+        """The run's log on disk; empty before the first record."""
+        try:
+            return list(self.log().entries)
+        except (ValueError, IndexError, OSError):
+            return []
+
+    def committed_by(self, *replicas: int) -> int:
+        """How many of the newest records in a row have exactly these contributors."""
+        count = 0
+        for record in reversed(self.entries()):
+            if record.replicas != replicas:
+                break
+            count += 1
+        return count
+
+    def events(self, replica: int, kind: Kind) -> list[Event]:
+        """Of the first incarnation's flight record; the last line may be cut while it runs."""
+        try:
+            text = (self.folder / "flight" / f"r{replica}.pp0.inc0.jsonl").read_text()
+        except (OSError, ValueError):
+            return []
+        found = [Event.from_json(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [event for event in found if event.kind is kind]
+
+    def broken(self, replica: int) -> list[int]:
+        """The generations of the exchanges that broke for a replica."""
+        return [int(event.detail["generation"]) for event in self.events(replica, Kind.EXCHANGE_FAILED)]
+
+    def pauses(self, replica: int) -> list[int]:
+        """How many generations passed from a broken exchange to the next, where that is a pause and not another attempt."""
+        broken = self.broken(replica)
+        return [b - a for a, b in zip(broken, broken[1:], strict=False) if b - a >= pause_generations(1, BlameRules())]
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network(hosts=REPLICAS + 1, rails=2) as made:
+        yield made
+
+
+@pytest.fixture
+def job(network: Network, tmp_path: Path) -> Iterator[Callable[..., LabJob]]:
+    made: list[LabJob] = []
+
+    def make(*overrides: str) -> LabJob:
+        made.append(LabJob(network, tmp_path, *overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.driver.poll() is None:
+            one.driver.kill()
+            one.driver.wait(30)
+
+
+def both_ways(*pairs: tuple[int, int]) -> list[tuple[int, int]]:
+    return [*pairs, *((b, a) for a, b in pairs)]
+
+
+PARTITIONS: dict[str, Sequence[tuple[int, int]]] = {
+    "replicas 1 and 2 do not reach each other": both_ways((1, 2)),
+    "what replica 1 sends to replica 2 is lost": [(1, 2)],
+    "what replica 2 sends to replica 1 is lost": [(2, 1)],
+    "replica 2 reaches no other replica": both_ways((0, 2), (1, 2)),
+}
+PAUSES = 2
+
+
+@pytest.mark.parametrize("blocked", PARTITIONS.values(), ids=PARTITIONS.keys())
+def test_in_a_partial_partition_one_replica_sits_out_until_it_heals(
+    network: Network, job: Callable[..., LabJob], blocked: Sequence[tuple[int, int]]
+) -> None:
+    run = job()
+    run.until(lambda: run.committed_by(0, 1, 2) > 5, "they do not begin")
+    before = len(run.entries())
+    for source, target in blocked:
+        network.block(source, target)
+
+    run.until(lambda: run.committed_by(0, 1) > 2, "the others do not go on without replica 2")
+    run.until(lambda: len(run.pauses(2)) >= PAUSES, "replica 2 does not try again")
+    for number, pause in enumerate(run.pauses(2), start=1):
+        assert pause >= pause_generations(number, BlameRules()), (number, run.broken(2))
+    run.until(lambda: run.committed_by(0, 1) > 2, "the others do not go on after another attempt")
+    assert all(2 not in record.replicas for record in run.entries()[before + 3 :])
+
+    for source, target in blocked:
+        network.unblock(source, target)
+    run.until(lambda: run.committed_by(0, 1, 2) > 5, "replica 2 does not come back")
+    report = assert_consistent(run, run.to_the_end(), steps=STEPS, replicas=REPLICAS)
+    assert report["failures"] == [], "nobody was started again"
+    assert run.log().head.contributors == ((0, 0), (1, 0), (2, 0))
+
+
+def test_a_rank_whose_own_network_device_is_down_ends_and_says_so(network: Network, job: Callable[..., LabJob]) -> None:
+    """It reaches the run's store by another rail. The device stays down, so no new process of its replica can contribute."""
+    run = job(f"transport.rails=[{network.device(DATA_RAIL)}]")
+    run.until(lambda: run.committed_by(0, 1, 2) > 5, "they do not begin")
+    network.cut(2, DATA_RAIL)
+    run.until(lambda: run.committed_by(0, 1) > 10, "the others do not go on")
+    ended = run.to_the_end()
+    assert ended.code == 0, run.why(ended)
+    log = (run.folder / "logs" / "r2.pp0.inc0.log").read_text()
+    device = f"network interface {network.device(DATA_RAIL)} is down"
+    assert "Fatal: " in log and device in log and "this rank's own network device failed" in log, log
+    report: dict[str, Any] = run.report()
+    assert {failure["replica"] for failure in report["failures"]} == {2}, report["failures"]
+    assert device in report["failures"][0]["seen"]
+    after = [record for record in run.log().chain() if record.replicas != (0, 1, 2)]
+    assert all(record.replicas == (0, 1) for record in after[1:]) and run.log().head.replicas == (0, 1), "never again"
+    assert {0, 1} <= {f["replica"] for f in report["replicas"]}, "replica 2 may have fetched the last state, by the other rail"
