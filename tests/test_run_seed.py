@@ -44,7 +44,10 @@ def project(tmp_path: Path) -> Path:
 def run(project: Path, *arguments: str) -> tuple[str, dict[str, int]]:
     """All that pytest says, and what each test drew."""
     command = [sys.executable, "-m", "pytest", "-rP", *arguments]
-    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take longer to import than the tests to run
+    env = os.environ | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to import than the tests to run
+        "PYTHONPATH": str(Path(__file__).parents[1]),  # conftest.py imports from the package of the tests
+    }
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout, {name: int(number) for name, number in re.findall(r"^(\S+) drew (-?\d+)$", done.stdout, re.MULTILINE)}
