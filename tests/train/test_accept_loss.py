@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from helixrt.protocol.step.lineage import CommitRecord, audit
-from tests.train.test_chaos_runs import DEADLINE_S, Ended, Job
+from helixrt.protocol.step.lineage import audit
+from tests.train.jobs import DEADLINE_S, Ended, Job, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,10 +53,7 @@ class Running:
         return "".join(self.said)
 
     def until(self, what: Callable[[], bool], why: str) -> None:
-        limit = time.monotonic() + DEADLINE_S
-        while not what():
-            assert time.monotonic() < limit and self.driver.poll() is None, f"{why}\n{self.job.why(self.so_far())}"
-            time.sleep(0.05)
+        until(what, why, self.job, self.driver, self.so_far)
 
     def so_far(self) -> Ended:
         return Ended(self.driver.poll() or 0, self.console(), "")
@@ -72,42 +68,26 @@ class Running:
         (flight,) = self.job.folder.glob(f"flight/{rank}.inc0.jsonl")
         return int(re.findall(r'"pid":([0-9]+)', flight.read_text())[0])
 
-    def entries(self) -> list[CommitRecord]:
-        """The run's log on disk; empty before the first record."""
-        try:
-            return list(self.job.log().entries)
-        except (ValueError, IndexError, OSError):
-            return []
-
-    def committed_by(self, *replicas: int) -> int:
-        """How many of the newest records in a row these replicas committed, and no others."""
-        count = 0
-        for record in reversed(self.entries()):
-            if record.replicas != replicas:
-                break
-            count += 1
-        return count
-
 
 def test_a_wait_for_a_stopped_holder_ends_when_the_user_accepts_the_loss(job: Job) -> None:
     run = Running(job)
-    run.until(lambda: bool(list(job.root.glob("[0-9]*/[0-9]*"))) and run.committed_by(0, 1) > 5, "they do not begin")
+    run.until(lambda: bool(list(job.root.glob("[0-9]*/[0-9]*"))) and job.committed_by(0, 1) > 5, "they do not begin")
     holder, other = run.pid_of("r0.pp0"), run.pid_of("r1.pp0")
     os.kill(other, signal.SIGSTOP)
-    run.until(lambda: run.committed_by(0) > LOST, "replica 0 does not go on alone")
+    run.until(lambda: job.committed_by(0) > LOST, "replica 0 does not go on alone")
     os.kill(holder, signal.SIGSTOP)
-    head = run.entries()[-1]
+    head = job.entries()[-1]
     os.kill(other, signal.SIGCONT)
 
     waits = r"waits for replica 0 \(incarnation 0\), which may hold step ([0-9]+) and has not ended, until about [0-9:]+; "
     run.until(lambda: len(re.findall(waits, run.console())) >= 2, "it does not say for whom it waits, again and again")
     assert f"`helixrt accept-loss {job.folder}` goes on without" in run.console()
     assert {int(step) for step in re.findall(waits, run.console())} == {head.step}
-    assert run.entries()[-1] == head, "nothing is committed meanwhile"
+    assert job.entries()[-1] == head, "nothing is committed meanwhile"
 
     accepted = subprocess.run([*COMMAND, str(job.folder)], capture_output=True, text=True, timeout=DEADLINE_S)
     assert accepted.returncode == 0, accepted.stderr
-    run.until(lambda: run.committed_by(1) > LOST, "replica 1 does not go on")
+    run.until(lambda: job.committed_by(1) > LOST, "replica 1 does not go on")
     os.kill(holder, signal.SIGCONT)
 
     ended = run.end()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import pytest
 
 from helixrt.lab.net import Network
 from helixrt.protocol.step.blame import BlameRules, pause_generations
-from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import Event, Kind
+from tests.train.jobs import DEADLINE_S, Ended, Job, assert_consistent, until
 from tests.train.lab_job import ENOUGH, HOSTS
-from tests.train.test_chaos_runs import DEADLINE_S, Ended, Job, assert_consistent
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(480)]
 
@@ -46,32 +44,13 @@ class LabJob(Job):
         return Ended(self.driver.poll() or 0, self.console.read_text(), "")
 
     def until(self, what: Callable[[], bool], why: str) -> None:
-        limit = time.monotonic() + DEADLINE_S
-        while not what():
-            assert time.monotonic() < limit and self.driver.poll() is None, f"{why}\n{self.why(self.so_far())}"
-            time.sleep(0.1)
+        until(what, why, self, self.driver, self.so_far)
 
     def to_the_end(self) -> Ended:
         """Let it go on as fast as it can, to its end."""
         (self.root / ENOUGH).touch()
         self.driver.wait(DEADLINE_S)
         return self.so_far()
-
-    def entries(self) -> list[CommitRecord]:
-        """The run's log on disk; empty before the first record."""
-        try:
-            return list(self.log().entries)
-        except (ValueError, IndexError, OSError):
-            return []
-
-    def committed_by(self, *replicas: int) -> int:
-        """How many of the newest records in a row have exactly these contributors."""
-        count = 0
-        for record in reversed(self.entries()):
-            if record.replicas != replicas:
-                break
-            count += 1
-        return count
 
     def events(self, replica: int, kind: Kind) -> list[Event]:
         """Of the first incarnation's flight record; the last line may be cut while it runs."""

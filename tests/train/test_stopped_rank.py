@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_chaos_runs import DEADLINE_S, Job, assert_consistent, finish
+from tests.train.jobs import DEADLINE_S, Job, assert_consistent, finish
 
 pytestmark = [
     pytest.mark.slow,
