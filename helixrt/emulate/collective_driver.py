@@ -293,6 +293,8 @@ class Driver(Receiver):
         if found is None or made is None or made.closed or self.paused(found[0], self.garbage, connection, end, wire):
             return
         node, peer = found
+        if made.simulated.failed:  # while the node was paused: what came before is gone
+            return
         made.simulated.arrive(wire)
         self.drive(node, node.read, node.peers[peer], made)
         if node.generation == connection.generation:

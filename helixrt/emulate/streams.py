@@ -68,8 +68,13 @@ class SimulatedSocket:
         """Its owner waits until all that it writes is out: from now on it takes everything."""
         self._lingers = True
 
+    @property
+    def failed(self) -> bool:
+        return bool(self._error)
+
     def arrive(self, content: bytes) -> None:
-        self._unread += content
+        if not self._error:
+            self._unread += content
 
     def lost(self, count: int) -> None:
         """So many bytes of what was sent are not under way any more: read by the other end, or lost."""

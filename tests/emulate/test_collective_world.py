@@ -67,6 +67,12 @@ def test_a_seed_replays_exactly() -> None:
     assert first.trace == second.trace
 
 
+def test_what_comes_to_a_paused_rank_is_gone_when_its_connection_breaks_meanwhile() -> None:
+    """Found by a run of many seeds: the world asked a rank to notice garbage that it could not read any more."""
+    found = CollectiveWorld(4090645827, 3, 1, 2, FAULTS).run()
+    assert (found.refused, found.points) == (0, 2)
+
+
 def test_without_faults_nothing_fails_and_nothing_is_sent_twice() -> None:
     for seed in range(20):
         verdict = CollectiveWorld(seed, 4, 2, 4, faults=()).run()
