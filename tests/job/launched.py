@@ -64,18 +64,17 @@ def data(items: int = 96) -> torch.utils.data.TensorDataset:
 
 
 def drain(session: helixrt.Session, done: Committed) -> None:
-    """Replica 1 is drained in step 3 and asked back in step 8. Step 9 waits until it has begun anew; then steps are slow, since
-    it can only come in between two."""
-    if done.step == 8:
-        (FOLDER / "back").touch()
+    """Replica 1 is drained in step 3 and asked back in step 8. Step 9 waits until it asks for a quorum again; then steps are
+    slow, since it can come in only between two."""
     if done.step in (3, 8):
         back = ["--back"] if done.step == 8 else []
         command = [sys.executable, "-m", "helixrt.cli", "drain", "1", "--run", str(FOLDER / "latest"), *back]
         with session.busy("running the command", 120.0):
             subprocess.run(command, check=True)
     if done.step >= 9:
+        flight = FOLDER / "latest" / "flight" / "r1.pp0.inc1.jsonl"
         with session.busy("waiting for the other replica", 120.0):
-            while not (FOLDER / "again").exists():
+            while not (flight.exists() and '"quorum_join"' in flight.read_text()):
                 time.sleep(0.02)
             time.sleep(3.0)
 
@@ -83,8 +82,6 @@ def drain(session: helixrt.Session, done: Committed) -> None:
 def train(session: helixrt.Session) -> None:
     if CASE == "other weights" and session.replica == 1:
         torch.manual_seed(99)
-    if CASE == "drain" and session.replica == 1 and (FOLDER / "back").exists():
-        (FOLDER / "again").touch()
     model = session.parallelize(build(7 if CASE == "other layout" and session.replica == 1 else 6))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)

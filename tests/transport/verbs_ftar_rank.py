@@ -56,6 +56,12 @@ class Rank:
             self.turn()
         return out
 
+    def wait_for_a_line(self) -> None:
+        """The other rank may still need this one meanwhile, for what is sent again and for the way back to a healed NIC."""
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            self.turn()
+        sys.stdin.readline()
+
     def turn(self) -> None:
         poll = select.poll()
         for descriptor, mask in self.endpoint.descriptors().items():
@@ -110,7 +116,7 @@ def main() -> None:
         print(digest(one.all_reduce(step, gradient(rank, step, elements))), flush=True)
     told = {"failovers": link.failovers, "resent": link.resent, "duplicates": link.duplicates}
     print(json.dumps(told), flush=True)
-    sys.stdin.readline()  # the other one may still need us
+    one.wait_for_a_line()
     endpoint.close()
 
 
