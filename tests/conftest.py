@@ -61,7 +61,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="all that this run draws at random follows from this number; new by default")
-    parser.addoption("--seeds", type=int, default=5_000, help="seeds of each simulated world in the slow tests")
+    parser.addoption("--seeds", type=int, default=1_250, help="seeds of each simulated world in the slow tests")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
