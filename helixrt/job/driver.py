@@ -14,7 +14,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from helixrt.job.controller import Controller, LifeEvent
 from helixrt.job.draining import take_requests
 from helixrt.job.leader_reports import Finished, metrics_key
 from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
+from helixrt.job.logs import VARIABLE as LOG_VARIABLE
 from helixrt.job.loss_acceptance import take_acceptance
 from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
 from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
@@ -56,6 +58,7 @@ class JobProgram:
     describe: Callable[[], Description] = Description
     figures: Callable[[Logged], MetricsLine] = lambda line: line
     exit_grace_s: float = 20.0  # a rank that has not left so long after the run's end is killed
+    gpus_per_rank: float = 0.0  # that a Ray actor reserves
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,19 @@ def uses_ray(config: JobConfig) -> bool:
     return config.launcher == "ray" or (config.launcher == "auto" and inside_a_job)
 
 
+@contextmanager
+def cluster(config: JobConfig) -> Iterator[None]:
+    """Connected to the Ray cluster, where ranks are Ray actors. Raises MissingExtra without ray, ConfigError (launcher) without
+    a cluster."""
+    if not uses_ray(config):
+        yield
+        return
+    from helixrt.ray_cluster.launcher import connected
+
+    with connected():
+        yield
+
+
 class Driver:
     """Owns the services of one run and everything started for it."""
 
@@ -176,7 +192,10 @@ class Driver:
         if uses_ray(self.config):
             from helixrt.ray_cluster.launcher import RayLauncher
 
-            return RayLauncher(logs, f"{self.program.module}:run_rank", environment)
+            if LOG_VARIABLE in os.environ:  # actors inherit the cluster's environment, not this process's
+                environment[LOG_VARIABLE] = os.environ[LOG_VARIABLE]
+            entry = f"{self.program.module}:run_rank"
+            return RayLauncher(logs, entry, environment, num_gpus=self.program.gpus_per_rank)
         from helixrt.job.local_launcher import LocalLauncher, rank_argv
 
         return LocalLauncher(rank_argv(self.program.module), logs, environment)

@@ -40,7 +40,8 @@ STORE, REPLICA, SECRET, SECRET_FILE = "HELIXRT_STORE", "HELIXRT_REPLICA", "HELIX
 SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
 ADMISSION_S = 120.0  # a restart waits for half a minute at most
 _LOOK_S = 0.05
-_STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "SLURM_STEP_ID": "Slurm", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray"}
+# A Ray cluster may run inside a Slurm allocation, and torchrun inside a Ray job: the innermost first.
+_STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray", "SLURM_STEP_ID": "Slurm"}
 _WORLDS = {"torchrun": "WORLD_SIZE"}  # who says how many processes one invocation has
 
 

@@ -1,8 +1,8 @@
 """Starting a run of a user's train function: `helixrt.run`.
 
 In: the function and the settings. Out: the run's folder, when every replica has ended with the same state. This process drives
-the run: it hosts the run's store and the membership service, starts the ranks as processes on this host, restarts lost
-replicas, prints what they log, and writes the report. Each rank imports the function again by its name.
+the run: it hosts the run's store and the membership service, starts the ranks as processes on this host or as Ray actors,
+restarts lost replicas, prints what they log, and writes the report. Each rank imports the function again by its name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.config import JobConfig, MeshConfig
-from helixrt.job.driver import Driver, JobProgram, new_run, reopened_run
+from helixrt.job.driver import Driver, JobProgram, cluster, new_run, reopened_run
 from helixrt.job.environment import STORE, SessionChoices, joined, place_of, starter
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
@@ -30,7 +30,7 @@ from helixrt.timeouts import derive
 
 PROGRAM = "helixrt.job.session_rank"
 EXIT_GRACE_S = 600.0  # for the user's code behind the loop
-LAUNCHERS = ("auto", "local", "environment")
+LAUNCHERS = ("auto", "local", "ray", "environment")
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class RunOptions:
     membership: str = "auto"  # what says who takes part: torchft | store | auto (torchft where it is installed, else store)
     base: JobConfig = field(default_factory=JobConfig)
 
-    def job(self, name: str, seed: int, storage: str | Path, mesh: MeshConfig) -> JobConfig:
+    def job(self, name: str, seed: int, storage: str | Path, mesh: MeshConfig, launcher: str = "local") -> JobConfig:
         """The settings of the job's runtime."""
         return replace(
             self.base,
             name=name,
             seed=seed,
-            launcher="local",
+            launcher=launcher,
             threads=self.threads,
             step_timeout_s=self.step_timeout_s,
             restarts=self.restarts,
@@ -103,10 +103,13 @@ def run(
     `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
     number of replicas, the seed and the data must be the same; `until` may be another.
-    `launcher`: "local" starts the ranks as processes of this host. With "environment" this process is itself one replica of
+    `launcher`: "local" starts the ranks as processes of this host. "ray" starts them as actors of the Ray cluster that this
+    process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working directory
+    of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one GPU. Replicas
+    that the cluster has no resources for are waited for. With "environment" this process is itself one replica of
     the run that `helixrt serve` serves (`helixrt.job.environment`), and calls `train` here; `storage`, `name` and options of
     the runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
-    process, else "local". A session does not run in Ray actors yet: inside a Ray job "auto" is refused.
+    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
@@ -124,7 +127,7 @@ def run(
         choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas)
         return _run_here(train, choices)
     shape = MeshConfig(replicas, mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp)
-    job = replace(options.job(name, seed, storage, shape), resume=resume is not None)
+    job = replace(options.job(name, seed, storage, shape, launcher), resume=resume is not None)
     config = SessionConfig(
         **{key: getattr(job, key) for key in JobConfig.__dataclass_fields__},
         train=name_of(train),
@@ -136,25 +139,27 @@ def run(
     )
     config.check()
     derive(config.step_timeout_s, config.heartbeat_s)
-    begun = new_run(config) if resume is None else reopened_run(*run_to_resume(config, resume))
-    driver = Driver(config, begun, JobProgram(PROGRAM, exit_grace_s=EXIT_GRACE_S))
-    if driver.run() != 0:
-        raise Fatal(f"the run failed; its folder is {begun.folder}")
+    program = JobProgram(PROGRAM, exit_grace_s=EXIT_GRACE_S, gpus_per_rank=1.0 if device == "cuda" else 0.0)
+    with cluster(config):
+        begun = new_run(config) if resume is None else reopened_run(*run_to_resume(config, resume))
+        driver = Driver(config, begun, program)
+        if driver.run() != 0:
+            raise Fatal(f"the run failed; its folder is {begun.folder}")
     head = driver.seen.head
     return RunResult(begun.folder, head.step, head.hash, head.last)
 
 
 def chosen_launcher(launcher: str) -> str:
     """The launcher that `auto` means here. Raises ConfigError."""
-    who = starter()
-    if launcher == "ray" or (launcher == "auto" and who == "Ray" and STORE not in os.environ):
-        rule = "a session does not run in Ray actors yet; launcher='local' starts all replicas on this host"
-        raise ConfigError("launcher", launcher, rule)
     if launcher not in LAUNCHERS:
         raise ConfigError("launcher", launcher, f"must be one of {', '.join(LAUNCHERS)}")
     if launcher != "auto":
         return launcher
-    return "environment" if STORE in os.environ or who else "local"
+    who = starter()
+    if STORE in os.environ or who in ("torchrun", "Slurm"):
+        return "environment"
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "ray" if who == "Ray" or (address and not address.startswith("http")) else "local"
 
 
 def _run_here(train: Callable[[Session], Any], choices: SessionChoices) -> RunResult:

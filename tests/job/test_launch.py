@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import helixrt
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, MissingExtra
 from helixrt.job.launch import chosen_launcher
 from helixrt.job.logs import configure_logging
 from helixrt.protocol.step.lineage import audit
@@ -35,8 +35,7 @@ def top_level(session: helixrt.Session) -> None: ...
         ({"launcher": "environment"}, "HELIXRT_STORE=: is not set; start `helixrt serve --replicas N`"),
         ({"launcher": "environment", "resume": "latest"}, "resume=latest: "),
         ({"launcher": "environment", "mesh": helixrt.Mesh(dp_shard=2)}, "mesh=2 ranks: a replica of a run that"),
-        ({"launcher": "ray"}, "launcher=ray: a session does not run in Ray actors yet; launcher='local' starts"),
-        ({"launcher": "ssh"}, "launcher=ssh: must be one of auto, local, environment"),
+        ({"launcher": "ssh"}, "launcher=ssh: must be one of auto, local, ray, environment"),
         ({"options": helixrt.RunOptions(membership="votes")}, "membership=votes: must be one of auto, torchft, store"),
         ({"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),
         ({"dtype": "float16"}, "dtype=float16: must be one of float32, bfloat16"),
@@ -58,24 +57,52 @@ def test_a_lambda_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtra, match=r"launcher=ray needs the package 'ray'; .*pip install 'helixrt\[ray\]'"):
+        helixrt.run(top_level, storage=tmp_path / "out", launcher="ray")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_ray_cluster_it_says_how_to_start_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+
+    def unreachable(**options: Any) -> None:
+        raise ConnectionError("could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", unreachable)
+    with pytest.raises(ConfigError, match="launcher=ray: no Ray cluster is running here; start one with `ray start --head`"):
+        helixrt.run(top_level, storage=tmp_path / "out", launcher="ray")
+    assert not (tmp_path / "out").exists()
+
+
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
 @pytest.mark.parametrize(
-    ("variable", "launcher"),
+    ("variables", "launcher"),
     [
-        ("HELIXRT_STORE", "environment"),
-        ("TORCHELASTIC_RUN_ID", "environment"),
-        ("SLURM_STEP_ID", "environment"),
-        ("NOTHING_KNOWN", "local"),
+        ({"HELIXRT_STORE": "127.0.0.1:1"}, "environment"),
+        ({"HELIXRT_STORE": "127.0.0.1:1", RAY_JOB: "{}"}, "environment"),
+        ({"TORCHELASTIC_RUN_ID": "1"}, "environment"),
+        ({"TORCHELASTIC_RUN_ID": "1", RAY_JOB: "{}"}, "environment"),
+        ({"SLURM_STEP_ID": "1"}, "environment"),
+        ({"SLURM_STEP_ID": "1", RAY_JOB: "{}"}, "ray"),
+        ({RAY_JOB: "{}"}, "ray"),
+        ({"RAY_ADDRESS": "10.0.0.7:6379"}, "ray"),
+        ({"RAY_ADDRESS": "http://10.0.0.7:8265"}, "local"),
+        ({}, "local"),
     ],
 )
-def test_auto_is_chosen_by_the_environment(variable: str, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in ("HELIXRT_STORE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+def test_auto_is_chosen_by_the_environment(
+    variables: dict[str, str], launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("HELIXRT_STORE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "RAY_ADDRESS", RAY_JOB):
         monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(variable, "1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert chosen_launcher("auto") == launcher and chosen_launcher("local") == "local"
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    if launcher == "local":
-        with pytest.raises(ConfigError, match="launcher=auto: a session does not run in Ray actors yet"):
-            chosen_launcher("auto")
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"])
