@@ -27,8 +27,8 @@ RANK_VARIABLE = "HELIXRT_RANK"  # set in the process of a rank: which one it is
 
 @dataclass(frozen=True)
 class TrainFunction:
-    """`module` is its name, or "" for the script at `script`. `path` is put first into sys.path; `argv` are the arguments of
-    the program that started the run, which its ranks see as theirs."""
+    """`module` is its name, or "" for the script at `script`. `path`, if not "", is put first into sys.path. `argv` are the
+    arguments of the program that started the run, which its ranks see as theirs."""
 
     module: str
     qualname: str
@@ -47,7 +47,7 @@ class TrainFunction:
         """Import it. What the user's module raises is raised as it is; ConfigError (train) if the function is not there."""
         script, path = on_this_node(self.script), on_this_node(self.path)
         sys.argv = [script or self.module, *self.argv]
-        if path not in sys.path:
+        if path and path not in sys.path:
             sys.path.insert(0, path)
         if script and not Path(script).is_file():
             rule = "is not on this machine; submit it within the working directory of a Ray job, or put it on shared storage"
@@ -82,6 +82,8 @@ def name_of(train: Any) -> TrainFunction:
         else:
             module, script = "", str(Path(file).resolve())
     path = str(Path(script).parent) if script else _root_of(module)
+    if module.partition(".")[0] == "helixrt":  # which a rank has imported; other folders beside it are not for `import`
+        path = ""
     return TrainFunction(module, qualname, script, path, tuple(sys.argv[1:]))
 
 
