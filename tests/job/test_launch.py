@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 
 import helixrt
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.job.launch import chosen_launcher
+from helixrt.job.config import ChaosConfig, CheckpointConfig, JobConfig, KillConfig, MeshConfig, OutputConfig
+from helixrt.job.launch import checked
+from helixrt.job.launchers import chosen_launcher
 from helixrt.job.logs import configure_logging
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import Kind, read_events
@@ -43,12 +46,41 @@ def top_level(session: helixrt.Session) -> None: ...
         ({"options": helixrt.RunOptions(buffers="last")}, "buffers=last: must be one of mean, first"),
         ({"options": helixrt.RunOptions(threads=0)}, "threads=0: must be at least 1"),
         ({"options": helixrt.RunOptions(loader_every=0)}, "loader_every=0: must be at least 1"),
+        ({"options": helixrt.RunOptions(base=JobConfig(on_poison="eat"))}, "on_poison=eat: must be one of stop, skip"),
+        (
+            {"options": helixrt.RunOptions(base=JobConfig(chaos=ChaosConfig(kill=(KillConfig(replica=3),))))},
+            r"chaos.kill\[0\].replica=3: must be below mesh.replicas=1",
+        ),
+        ({"arguments": {"rate": 0.1, "data": object()}}, "arguments=.*must be JSON values, which travel to the ranks: "),
+        ({"arguments": {"rate": 0.1}}, r"arguments=\['rate'\]: do not fit train\(session, ...\): .*'rate'"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_made(settings: dict[str, Any], rule: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rule):
         helixrt.run(top_level, storage=tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
+
+
+def with_arguments(session: helixrt.Session, layers: int, *, rate: float = 0.1) -> None: ...
+
+
+def test_arguments_are_what_the_function_takes_and_json() -> None:
+    assert checked(with_arguments, {"layers": 2, "rate": 1.5}) == {"layers": 2, "rate": 1.5}
+    assert checked(with_arguments, {"layers": (2, 3)}) == {"layers": [2, 3]}, "as the ranks get them"
+    assert checked(top_level, None) == {}
+    with pytest.raises(ConfigError, match="missing a required argument: 'layers'"):
+        checked(with_arguments, {"rate": 1.5})
+
+
+def test_options_of_one_object_with_all_settings_of_the_runtime() -> None:
+    settings = JobConfig(
+        threads=3, step_timeout_s=20.0, restarts=7, membership="store", nonfinite_limit=4, checkpoint=CheckpointConfig(9, 2)
+    )
+    options = helixrt.RunOptions.of(settings, loader_every=6, exit_grace_s=1.0)
+    assert (options.loader_every, options.exit_grace_s) == (6, 1.0)
+    made = options.job("name", 5, "folder", MeshConfig(2, 1), "ray")
+    same = replace(settings, name="name", seed=5, launcher="ray", mesh=MeshConfig(2, 1), output=OutputConfig("folder"))
+    assert made == same
 
 
 def test_a_lambda_is_refused(tmp_path: Path) -> None:
