@@ -17,11 +17,11 @@ import torch
 import helixrt
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
-STEPS = 12
+STEPS = 40  # seconds enough for the new incarnation to take part, while steps are slow
 KILLED, AGAIN, BACK = FOLDER / "killed", FOLDER / "again", FOLDER / "back"
 
 
-def train(session: helixrt.Session) -> None:
+def train(session: helixrt.Session, steps: int) -> None:
     if session.replica == 1 and KILLED.exists():
         AGAIN.touch()
     model = session.parallelize(torch.nn.Linear(4, 1))
@@ -31,7 +31,7 @@ def train(session: helixrt.Session) -> None:
     x = torch.randn(96, 4, generator=generator)
     items = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     loader = torch.utils.data.DataLoader(items, batch_size=4, sampler=session.sampler(items, shuffle=True))
-    for step in session.steps(loader, until=STEPS):
+    for step in session.steps(loader, until=steps):
         for inputs, targets in step:
             step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
         if CASE == "no commit":
@@ -54,5 +54,6 @@ if __name__ == "__main__":
     replicas = 1 if CASE == "no commit" else 2
     function = (lambda session: None) if CASE == "lambda" else train
     options = helixrt.RunOptions(step_timeout_s=240.0, checkpoint_every=0)  # a busy machine may take minutes to start ranks
-    result = helixrt.run(function, replicas=replicas, storage=FOLDER, seed=1, options=options)
+    arguments = {} if CASE == "lambda" else {"steps": STEPS}
+    result = helixrt.run(function, replicas=replicas, storage=FOLDER, seed=1, arguments=arguments, options=options)
     print(f"ended at step {result.step} of {result.lineage}")
