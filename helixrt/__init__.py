@@ -8,12 +8,36 @@ protocol code start at once, also where torch is not installed.
 from __future__ import annotations
 
 from importlib import import_module, util
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for tools that check types; at run time `__getattr__` loads them
+    from helixrt.engines.staged import Stages as Stages
+    from helixrt.engines.update import Policy as Policy
+    from helixrt.errors import ConfigError as ConfigError
+    from helixrt.errors import Fatal as Fatal
+    from helixrt.errors import HelixError as HelixError
+    from helixrt.errors import MissingExtra as MissingExtra
+    from helixrt.errors import MisuseError as MisuseError
+    from helixrt.errors import Retryable as Retryable
+    from helixrt.job.description import Corpus as Corpus
+    from helixrt.job.description import Description as Description
+    from helixrt.job.description import TextFigures as TextFigures
+    from helixrt.job.init import init as init
+    from helixrt.job.launch import RunOptions as RunOptions
+    from helixrt.job.launch import RunResult as RunResult
+    from helixrt.job.launch import run as run
+    from helixrt.job.mesh import Mesh as Mesh
+    from helixrt.job.resume import SavedRun as SavedRun
+    from helixrt.job.resume import saved_run as saved_run
+    from helixrt.job.session import Session as Session
+    from helixrt.job.step import Step as Step
 
 __version__ = "0.1.0"
 
 _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "ConfigError": "helixrt.errors",
+    "Corpus": "helixrt.job.description",
+    "Description": "helixrt.job.description",
     "Fatal": "helixrt.errors",
     "HelixError": "helixrt.errors",
     "Mesh": "helixrt.job.mesh",
@@ -23,12 +47,15 @@ _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "Retryable": "helixrt.errors",
     "RunOptions": "helixrt.job.launch",
     "RunResult": "helixrt.job.launch",
+    "SavedRun": "helixrt.job.resume",
     "Session": "helixrt.job.session",
     "Stages": "helixrt.engines.staged",
     "Step": "helixrt.job.step",
+    "TextFigures": "helixrt.job.description",
     "compile": "helixrt.compile",
     "init": "helixrt.job.init",
     "run": "helixrt.job.launch",
+    "saved_run": "helixrt.job.resume",
 }
 
 __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604

@@ -12,7 +12,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,36 @@ from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.rank_log import describe_code, last_error, log_name
 
 KILL_AFTER_S = 0.5  # Ray ends a healthy process at once; one that is stopped does not hear of it
+
+
+def connect() -> bool:
+    """Connect this process to the cluster it belongs to (RAY_ADDRESS); False if it was connected. Raises MissingExtra without
+    ray, ConfigError (launcher) without a cluster."""
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra("ray", "ray", "launcher=ray") from None
+    if ray.is_initialized():
+        return False
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        rule = "no Ray cluster is running here; start one with `ray start --head`, or set RAY_ADDRESS"
+        raise ConfigError("launcher", "ray", rule) from None
+    return True
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Connected to the cluster inside; afterwards as before. Raises what `connect` raises."""
+    ours = connect()
+    try:
+        yield
+    finally:
+        if ours:
+            import ray
+
+            ray.shutdown()
 
 
 @dataclass
@@ -61,17 +92,9 @@ class RayLauncher(Launcher):
         num_cpus: float = 0.01,
         num_gpus: float = 0.0,
     ) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise MissingExtra("ray", "ray", "launcher=ray") from None
-        self._connected = not ray.is_initialized()
-        if self._connected:
-            try:
-                ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-            except ConnectionError:
-                rule = "no Ray cluster is running here; start one with `ray start --head`, or set RAY_ADDRESS"
-                raise ConfigError("launcher", "ray", rule) from None
+        self._connected = connect()
+        import ray
+
         self._ray = ray
         self._node = ray.get_runtime_context().get_node_id()
         self._entry, self._environment, self._log_folder = entry, dict(environment or {}), log_folder

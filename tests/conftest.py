@@ -204,6 +204,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(programs))
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_worker_niceness", "0")  # by default 15: ranks would starve beside the other tests
         with local_head(4) as head:
             # "auto", for only then does Ray pick up the token in a process that has imported it before.
             ray.init(address="auto", _temp_dir=str(head.folder), log_to_driver=False, logging_level="ERROR")

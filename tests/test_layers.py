@@ -37,6 +37,8 @@ def lint(checkout: Path, *command: str) -> tuple[int, str]:
         ("helixrt/errors.py", "import helixrt.protocol", "layers"),
         ("helixrt/replica/contracts.py", "import helixrt.pipeline", "engines-by-contract"),
         ("helixrt/train/config.py", "import helixrt.lab", "emulate-and-lab"),
+        ("helixrt/train/driver.py", "import helixrt.job.driver", "train-by-the-api"),
+        ("helixrt/train/models/moe.py", "import helixrt.collectives", "train-by-the-api"),
         ("helixrt/job/policies.py", "import helixrt.train.config", "layers"),
         ("helixrt/job/controller.py", "import ray", "job-without-ray"),
         ("helixrt/engines/__init__.py", "import helixrt.ray_cluster", "layers"),

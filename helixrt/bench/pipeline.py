@@ -22,12 +22,13 @@ import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from helixrt.bench._figures import Spread, write
+from helixrt.bench.job_engine import pipeline_engine
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.heap import keep_freed_memory
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
-from helixrt.train.engine import pipeline_engine, token_loss
+from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk, check_model
 from helixrt.train.optimizer import adamw, cosine_with_warmup
 from helixrt.train.schedules import job_schedule

@@ -27,6 +27,9 @@ from helixrt.bench._figures import Spread, write
 from helixrt.errors import Fatal
 from helixrt.job.config import ChaosConfig, CheckpointConfig, MeshConfig
 from helixrt.job.heap import keep_freed_memory
+from helixrt.job.rank import RankRuntime
+from helixrt.job.session_config import SessionConfig
+from helixrt.job.session_rank import opened_session
 from helixrt.protocol.step.lineage import genesis
 from helixrt.replica.contracts import Coordinate, RankSpec
 from helixrt.replica.membership import serve_lighthouse
@@ -37,9 +40,9 @@ from helixrt.timeouts import derive
 from helixrt.train.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, ScheduleConfig, TrainConfig
 from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import token_loss
+from helixrt.train.loop import LoopHooks, train
 from helixrt.train.models.build import build_chunk
 from helixrt.train.optimizer import adamw, cosine_with_warmup
-from helixrt.train.rank import Rank
 
 WORLD = 2
 SIDES = ("helixrt", "ddp")
@@ -94,18 +97,6 @@ class Stopwatch:
             self.seconds.append((time.perf_counter() - self._began) / (self._block - 1))
 
 
-class GatedRank(Rank):
-    """The job's rank with the gate in front of its data."""
-
-    def __init__(self, spec: RankSpec, gate: Gate, block: int) -> None:
-        super().__init__(spec)
-        self._gate, self._block = gate, block
-
-    def _batches(self, stream: ReplicaStream) -> Callable[[int], torch.Tensor]:
-        self.watch = Stopwatch(stream.batch_at, 0, self._gate, self._block)
-        return self.watch
-
-
 @dataclass(frozen=True)
 class Outcome:
     side: str
@@ -115,18 +106,25 @@ class Outcome:
 
 
 def run_ours(spec: RankSpec, gate: Gate, block: int, results: Any) -> None:
-    rank = GatedRank(spec, gate, block)
+    """The job's loop, with the gate in front of its data."""
+    config = TrainConfig.from_plain(spec.config)
+    settings = SessionConfig.of(config, device="cpu")
+    watches: list[Stopwatch] = []
     last: list[float] = []
+
+    def gated(stream: ReplicaStream) -> Stopwatch:
+        watches.append(Stopwatch(stream.batch_at, 0, gate, block))
+        return watches[0]
 
     def note(step: int, loss: float) -> None:
         last.append(loss)
-        if step == rank.config.steps:  # no further batch will be asked for
-            rank.watch.lap()
+        if step == config.steps:  # no further batch will be asked for
+            watches[0].lap()
             gate.pass_block(0, gate.rounds + 1)
 
-    rank._updated = note  # type: ignore[method-assign]
-    rank.run()
-    results.put(Outcome("helixrt", rank.context.replica, rank.watch.seconds, last[-1]))
+    with RankRuntime(spec, settings) as runtime, opened_session(runtime, settings) as session:
+        train(session, config, LoopHooks(batches=gated, updated=note))
+        results.put(Outcome("helixrt", session.replica, watches[0].seconds, last[-1]))
 
 
 def run_ddp(config: TrainConfig, rank: int, store: str, gate: Gate, block: int, results: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, Batch, Batches, Pipel
 from helixrt.engines.registered import Registered
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
+from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
 from helixrt.record import FlightRecord
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
@@ -48,12 +49,16 @@ class Stages:
     graphs: str = "auto"
     bucket_bytes: int = BUCKET_BYTES
 
+    GRAPHS: ClassVar = GRAPHS
+    MAX_MICROBATCHES: ClassVar = MAX_MICROBATCHES  # that messages between stages can tell apart
+    MAX_PARTS: ClassVar = MAX_CHUNKS
+
     def scheduled(self, stages: int) -> Schedule:
         """The schedule over so many stages. Raises ConfigError for settings that do not fit each other."""
         if self.graphs not in GRAPHS:
             raise ConfigError("stages.graphs", self.graphs, f"must be one of {', '.join(GRAPHS)}")
-        if self.microbatches < 1:
-            raise ConfigError("stages.microbatches", self.microbatches, "must be at least 1")
+        if not 1 <= self.microbatches <= MAX_MICROBATCHES:
+            raise ConfigError("stages.microbatches", self.microbatches, f"must be between 1 and {MAX_MICROBATCHES}")
         if self.schedule == "1f1b" and self.microbatches < stages:
             raise ConfigError("stages.microbatches", self.microbatches, f"1f1b needs one per stage: mesh.pp={stages}")
         schedule = build(self.schedule, stages, self.microbatches) if isinstance(self.schedule, str) else self.schedule
@@ -61,6 +66,8 @@ class Stages:
             given = f"{schedule.stages} stages and {schedule.microbatches} micro-batches"
             rule = f"is for {given}, not {stages} and {self.microbatches}"
             raise ConfigError("stages.schedule", schedule.name, rule)
+        if schedule.chunks > MAX_CHUNKS:
+            raise ConfigError("stages.schedule", schedule.name, f"has {schedule.chunks} parts, more than {MAX_CHUNKS}")
         return schedule
 
 

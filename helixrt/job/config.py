@@ -1,6 +1,7 @@
 """The settings of a job's runtime: frozen dataclasses, one small one per component.
 
-Nothing here knows a model, data or an optimizer; a job that has them adds them (`helixrt.train.config.TrainConfig`).
+Nothing here knows a model, data or an optimizer. `helixrt.RunOptions.of` takes a `JobConfig`, and a program may add settings of
+its own in a subclass, as `helixrt.train.config.TrainConfig` does.
 """
 
 from __future__ import annotations
@@ -136,6 +137,14 @@ class JobConfig:
     def to_plain(self) -> dict[str, Any]:
         """As plain containers, for `RankSpec.config`."""
         return asdict(self)
+
+    def check_runtime(self, steps: int = 0) -> None:
+        """Raise ConfigError, or MissingExtra, for a setting of the runtime that cannot work here; `steps` of the run, 0 if they
+        are not known yet. Looks for packages and network interfaces, and tries the port; starts nothing, writes nothing.
+        Settings that a subclass adds are not looked at."""
+        from helixrt.job.rules import check
+
+        check(self, steps)
 
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> JobConfig:

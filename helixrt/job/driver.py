@@ -14,7 +14,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,15 +25,17 @@ from helixrt.job import checkpoint as checkpoints
 from helixrt.job.chaos import driver_is_due
 from helixrt.job.config import MEMBERSHIPS, ChaosConfig, JobConfig
 from helixrt.job.controller import Controller, LifeEvent
+from helixrt.job.description import Description
 from helixrt.job.draining import take_requests
 from helixrt.job.leader_reports import Finished, metrics_key
 from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
+from helixrt.job.logs import VARIABLE as LOG_VARIABLE
 from helixrt.job.loss_acceptance import take_acceptance
 from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
 from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
-from helixrt.job.report import Description, RunFacts, write_report
+from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
@@ -44,18 +47,16 @@ from helixrt.timeouts import derive
 
 @dataclass(frozen=True)
 class JobProgram:
-    """What the ranks of a job run, and how its report describes it.
+    """What the ranks of a job run, and how console and report describe it.
 
     `module` is started with `python -m` as a rank's process, which reads its spec from standard input; Ray actors call its
-    `run_rank(spec)`. `steps`: number of the last update, 0 if only the ranks know it. `describe()` is called when the
-    report is written. `figures(line)`: what the console and the report show for what the loop logged.
+    `run_rank(spec)`.
     """
 
     module: str
-    steps: int = 0
-    describe: Callable[[], Description] = Description
-    figures: Callable[[Logged], MetricsLine] = lambda line: line
-    exit_grace_s: float = 20.0  # a rank that has not left so long after the run's end is killed
+    description: Description = Description()
+    exit_grace_s: float = 600.0  # a rank that has not left so long after the run's end is killed
+    gpus_per_rank: float = 0.0  # that a Ray actor reserves
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,6 @@ def _write_identity(run: Run) -> None:
     write_durably(run.folder / "run.json", json.dumps({"run": run.name, "epoch_s": run.epoch_s, "life": run.life}))
 
 
-def resumed_run(config: JobConfig) -> Run:
-    """The newest run with a whole checkpoint on its lineage; goes on in the same folder."""
-    return reopened_run(*checkpoints.find_resume(Path(config.output.root)))
-
-
 def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint) -> Run:
     """A new life of the run in this folder, from one of its checkpoints."""
     identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -113,10 +109,17 @@ def membership_kind(config: JobConfig) -> str:
     return "torchft" if find_spec("torchft") is not None else "store"
 
 
-def uses_ray(config: JobConfig) -> bool:
-    """Whether ranks are Ray actors: asked for, or `auto` inside a submitted Ray job."""
-    inside_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    return config.launcher == "ray" or (config.launcher == "auto" and inside_a_job)
+@contextmanager
+def cluster(config: JobConfig) -> Iterator[None]:
+    """Connected to the Ray cluster, where ranks are Ray actors. Raises MissingExtra without ray, ConfigError (launcher) without
+    a cluster."""
+    if config.launcher != "ray":
+        yield
+        return
+    from helixrt.ray_cluster.launcher import connected
+
+    with connected():
+        yield
 
 
 class Driver:
@@ -135,7 +138,8 @@ class Driver:
             self.log.append(index, entry)
         self.seen = Log(run.entries)
         self.lighthouse, self.lighthouse_address = self._serve_membership()
-        self.output = RunOutput(run.folder, config.mesh.replicas, program.steps)
+        self.output = RunOutput(run.folder, config.mesh.replicas)
+        self._plan: dict[str, int] | None = None  # how far the loops go, once a rank has said so
         self._stream_kept = config.resume and restore_stream(self.store, run.folder)
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
         self.started_s = time.monotonic()
@@ -163,7 +167,7 @@ class Driver:
                 secret=self.secret,
                 run_epoch_s=self.run_.epoch_s,
                 config=self.config.to_plain(),
-                transport="ray" if uses_ray(self.config) else "http",
+                transport="ray" if self.config.launcher == "ray" else "http",
                 life=self.run_.life,
             )
             for coordinate in coordinates(self.config.mesh, replica)
@@ -173,10 +177,13 @@ class Driver:
         logs = self.run_.folder / "logs"
         # A wait in the store that ends without an answer is no news; torch would print a warning for each.
         environment = {"OMP_NUM_THREADS": str(self.config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        if uses_ray(self.config):
+        if self.config.launcher == "ray":
             from helixrt.ray_cluster.launcher import RayLauncher
 
-            return RayLauncher(logs, f"{self.program.module}:run_rank", environment)
+            if LOG_VARIABLE in os.environ:  # actors inherit the cluster's environment, not this process's
+                environment[LOG_VARIABLE] = os.environ[LOG_VARIABLE]
+            entry = f"{self.program.module}:run_rank"
+            return RayLauncher(logs, entry, environment, num_gpus=self.program.gpus_per_rank)
         from helixrt.job.local_launcher import LocalLauncher, rank_argv
 
         return LocalLauncher(rank_argv(self.program.module), logs, environment)
@@ -211,6 +218,9 @@ class Driver:
 
     def _tick(self) -> None:
         """Print what the leaders have reported since the last time; die if chaos says so."""
+        if self._plan is None and (plan := self.store.get(PLAN_KEY)) is not None:
+            self._plan = json.loads(plan)
+            self.output.plan(self._plan["until"])
         for (replica, incarnation), number in list(self._next.items()):
             while (line := self.store.get(metrics_key(replica, incarnation, number))) is not None:
                 self.store.delete(metrics_key(replica, incarnation, number))
@@ -230,8 +240,9 @@ class Driver:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _show(self, line: MetricsLine) -> None:
-        if isinstance(line, Logged):
-            line = self.program.figures(line)
+        figures = self.program.description.figures
+        if isinstance(line, Logged) and figures is not None:
+            line = figures.of(line)
         if isinstance(line, StepMetrics):
             self.output.step(line)
         elif isinstance(line, Logged):
@@ -248,8 +259,7 @@ class Driver:
 
     def _advance(self) -> int:
         """Batches of a stream that a step takes."""
-        plan = self.store.get(PLAN_KEY)
-        return 1 if plan is None else int(json.loads(plan)["accumulate"])
+        return 1 if self._plan is None else self._plan["accumulate"]
 
     def _end(self, stopped: StopRun) -> int:
         finished, advance = self._finished(), self._advance()
@@ -276,7 +286,7 @@ class Driver:
                 self.run_.folder,
                 RunFacts(
                     config=self.config,
-                    description=self.program.describe(),
+                    description=self.program.description,
                     entries=tuple(self.seen.entries),
                     finished=tuple(finished),
                     history=tuple(self.controller.history),

@@ -26,21 +26,21 @@ import torch
 
 from helixrt.errors import ConfigError, Fatal, MisuseError, Retryable, StartAgain
 from helixrt.job.config import JobConfig
+from helixrt.job.launchers import STORE, starter
 from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE, RankRuntime
 from helixrt.job.served import fingerprint
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
-from helixrt.job.session_rank import RankHost, check_loop_ended, place_in, seed_all
+from helixrt.job.session_rank import check_loop_ended, opened_session, place_in
 from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.run_keys import CLOSED_KEY, SERVED_KEY, claim_key, exit_key, spec_key
 from helixrt.replica.store import TcpRunStore
 
-STORE, REPLICA, SECRET, SECRET_FILE = "HELIXRT_STORE", "HELIXRT_REPLICA", "HELIXRT_SECRET", "HELIXRT_SECRET_FILE"
+REPLICA, SECRET, SECRET_FILE = "HELIXRT_REPLICA", "HELIXRT_SECRET", "HELIXRT_SECRET_FILE"
 SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
 ADMISSION_S = 120.0  # a restart waits for half a minute at most
 _LOOK_S = 0.05
-_STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "SLURM_STEP_ID": "Slurm", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray"}
 _WORLDS = {"torchrun": "WORLD_SIZE"}  # who says how many processes one invocation has
 
 
@@ -68,12 +68,10 @@ class SessionChoices:
 
     def config(self, served: JobConfig) -> SessionConfig:
         """The settings of a rank: the server's, and these. Compute threads stay as they are in this process."""
-        config = SessionConfig(
-            **{
-                **{key: getattr(served, key) for key in JobConfig.__dataclass_fields__},
-                "seed": self.seed,
-                "threads": torch.get_num_threads(),
-            },
+        config = SessionConfig.of(
+            served,
+            seed=self.seed,
+            threads=torch.get_num_threads(),
             device=self.device,
             dtype=self.dtype,
             lr_policy=self.lr_policy,
@@ -82,11 +80,6 @@ class SessionChoices:
         )
         config.check()
         return config
-
-
-def starter(environ: Mapping[str, str] = os.environ) -> str:
-    """Who started this process: torchrun, Slurm or Ray; "" for nobody known."""
-    return next((who for variable, who in _STARTERS.items() if variable in environ), "")
 
 
 def place_of(environ: Mapping[str, str] = os.environ) -> Place:
@@ -148,9 +141,7 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
         spec = _admitted(store, place, incarnation)
         config = choices.config(JobConfig.from_plain(spec.config))
         _agree_on_settings(store, choices)
-        with RankRuntime(spec, config) as runtime, RankHost(runtime) as host:
-            session = Session(config.session(place.replica), host)
-            seed_all(config.seed)
+        with RankRuntime(spec, config) as runtime, opened_session(runtime, config) as session:
             yield Joined(session, spec, store)
             check_loop_ended(session)
         code = 0

@@ -26,15 +26,15 @@ from typing import Any
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal, MisuseError
 from helixrt.job.config import JobConfig, MeshConfig
-from helixrt.job.environment import STORE, Place, SessionChoices, joined, place_of, starter
+from helixrt.job.environment import Place, SessionChoices, joined, place_of
 from helixrt.job.launch import RunOptions
+from helixrt.job.launchers import STORE, starter
 from helixrt.job.logs import configure_logging
 from helixrt.job.policies import MISUSE_EXIT
 from helixrt.job.served import ServerOrder
 from helixrt.job.session import Session
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.orphan import PARENT_VARIABLE
-from helixrt.timeouts import derive
 
 REPORT_S = 120.0  # for the server's report, after the replica has ended
 START_S = 120.0  # for the server to start
@@ -83,6 +83,7 @@ def init(
                 raise MisuseError(f"helixrt.init was called in a worker process; {guard}")
             config = options.job(name, seed, storage, MeshConfig(1, 1))
             choices.config(config)  # wrong settings are refused before anything is started
+            config.check_runtime()
             place = stack.enter_context(_local_server(config))
         _session = stack.enter_context(joined(place, choices)).session
         failing.pop_all()
@@ -93,7 +94,6 @@ def init(
 @contextmanager
 def _local_server(config: JobConfig) -> Iterator[Place]:
     """A child process that serves a run of one replica, and writes its report when the replica has ended."""
-    derive(config.step_timeout_s, config.heartbeat_s)
     secret = secrets.token_hex(32)
     read, write = os.pipe()
     with os.fdopen(read, encoding="utf-8") as told:

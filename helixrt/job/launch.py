@@ -1,14 +1,15 @@
 """Starting a run of a user's train function: `helixrt.run`.
 
 In: the function and the settings. Out: the run's folder, when every replica has ended with the same state. This process drives
-the run: it hosts the run's store and the membership service, starts the ranks as processes on this host, restarts lost
-replicas, prints what they log, and writes the report. Each rank imports the function again by its name.
+the run: it hosts the run's store and the membership service, starts the ranks as processes on this host or as Ray actors,
+restarts lost replicas, prints what they log, and writes the report. Each rank imports the function again by its name.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import inspect
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,19 @@ from typing import Any
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.config import JobConfig, MeshConfig
-from helixrt.job.driver import Driver, JobProgram, new_run, reopened_run
-from helixrt.job.environment import STORE, SessionChoices, joined, place_of, starter
+from helixrt.job.description import Description
+from helixrt.job.driver import Driver, JobProgram, cluster, new_run, reopened_run
+from helixrt.job.environment import SessionChoices, joined, place_of
+from helixrt.job.launchers import chosen_launcher
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
 from helixrt.job.resume import run_to_resume
-from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.train_function import check_not_in_rank, name_of
 from helixrt.protocol.step.lineage import Log
 from helixrt.replica.runlog import RunLog
-from helixrt.timeouts import derive
 
 PROGRAM = "helixrt.job.session_rank"
-EXIT_GRACE_S = 600.0  # for the user's code behind the loop
-LAUNCHERS = ("auto", "local", "environment")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class RunResult:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of the runtime that most runs leave alone; `base` has those without a name of their own here."""
+    """Settings of the runtime that most runs leave alone; `base` has those without a name of their own here (transport, rails,
+    catch-up, chaos, the address of the servers: `helixrt.job.config.JobConfig`)."""
 
     threads: int = 1  # compute threads per rank
     step_timeout_s: float = 60.0  # no step of a healthy rank takes longer; the other timeouts follow from it
@@ -58,15 +58,30 @@ class RunOptions:
     loader_every: int = 100  # batches between two published states of the data loader
     buffers: str = "mean"  # running buffers of contributors: mean | first
     membership: str = "auto"  # what says who takes part: torchft | store | auto (torchft where it is installed, else store)
+    exit_grace_s: float = 600.0  # for the code behind the loop: a rank that has not ended so long after the run is killed
     base: JobConfig = field(default_factory=JobConfig)
 
-    def job(self, name: str, seed: int, storage: str | Path, mesh: MeshConfig) -> JobConfig:
+    @staticmethod
+    def of(settings: JobConfig, **own: Any) -> RunOptions:
+        """All settings of the runtime from one object, as a program keeps them that has a configuration of its own; `own` are
+        options that a `JobConfig` does not have."""
+        return RunOptions(
+            threads=settings.threads,
+            step_timeout_s=settings.step_timeout_s,
+            restarts=settings.restarts,
+            checkpoint_every=settings.checkpoint.every,
+            membership=settings.membership,
+            base=settings,
+            **own,
+        )
+
+    def job(self, name: str, seed: int, storage: str | Path, mesh: MeshConfig, launcher: str = "local") -> JobConfig:
         """The settings of the job's runtime."""
         return replace(
             self.base,
             name=name,
             seed=seed,
-            launcher="local",
+            launcher=launcher,
             threads=self.threads,
             step_timeout_s=self.step_timeout_s,
             restarts=self.restarts,
@@ -78,7 +93,7 @@ class RunOptions:
 
 
 def run(
-    train: Callable[[Session], Any],
+    train: Callable[..., Any],
     *,
     replicas: int = 1,
     mesh: Mesh = Mesh(),  # noqa: B008 frozen
@@ -90,23 +105,28 @@ def run(
     launcher: str = "auto",
     name: str = "run",
     resume: str | Path | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    description: Description = Description(),  # noqa: B008 frozen
     options: RunOptions = RunOptions(),  # noqa: B008 frozen
 ) -> RunResult:
     """Train on `replicas` replicas of `mesh` ranks each; returns when the run has ended well.
 
-    `train(session)` is called on every rank. It must be at the top level of a module or script, since ranks import it by name;
-    in a script the call of `run` stands under `if __name__ == "__main__":`. The run's folder is made under `storage`. `seed`:
-    of the data order and of all random numbers. `device`: auto, cpu or cuda; `dtype`: float32 or bfloat16, the compute type;
-    parameters, optimizer state and the exchange keep the parameters' type. `policy`: how learning rates follow the number of
-    replicas that contribute.
+    `train(session, **arguments)` is called on every rank; `arguments` are JSON values. It must be at the top level of a module
+    or script, since ranks import it by name; in a script the call of `run` stands under `if __name__ == "__main__":`. The run's
+    folder is made under `storage`. `seed`: of the data order and of all random numbers. `device`: auto, cpu or cuda; `dtype`:
+    float32 or bfloat16, the compute type; parameters, optimizer state and the exchange keep the parameters' type. `policy`: how
+    learning rates follow the number of replicas that contribute. `description`: what console and report say of the program.
 
     `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
     number of replicas, the seed and the data must be the same; `until` may be another.
-    `launcher`: "local" starts the ranks as processes of this host. With "environment" this process is itself one replica of
+    `launcher`: "local" starts the ranks as processes of this host. "ray" starts them as actors of the Ray cluster that this
+    process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working directory
+    of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one GPU. Replicas
+    that the cluster has no resources for are waited for. With "environment" this process is itself one replica of
     the run that `helixrt serve` serves (`helixrt.job.environment`), and calls `train` here; `storage`, `name` and options of
     the runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
-    process, else "local". A session does not run in Ray actors yet: inside a Ray job "auto" is refused.
+    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
@@ -122,12 +142,15 @@ def run(
             rule = "a replica of a run that `helixrt serve` serves has one process so far"
             raise ConfigError("mesh", f"{mesh.ranks} ranks", rule)
         choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas)
-        return _run_here(train, choices)
+        return _run_here(train, checked(train, arguments), choices)
+    if replicas < 1:
+        raise ConfigError("replicas", replicas, "must be at least 1")
     shape = MeshConfig(replicas, mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp)
-    job = replace(options.job(name, seed, storage, shape), resume=resume is not None)
-    config = SessionConfig(
-        **{key: getattr(job, key) for key in JobConfig.__dataclass_fields__},
+    job = replace(options.job(name, seed, storage, shape, launcher), resume=resume is not None)
+    config = SessionConfig.of(
+        job,
         train=name_of(train),
+        arguments=checked(train, arguments),
         device=device,
         dtype=dtype,
         lr_policy=policy.lr,
@@ -135,32 +158,39 @@ def run(
         loader_every=options.loader_every,
     )
     config.check()
-    derive(config.step_timeout_s, config.heartbeat_s)
-    begun = new_run(config) if resume is None else reopened_run(*run_to_resume(config, resume))
-    driver = Driver(config, begun, JobProgram(PROGRAM, exit_grace_s=EXIT_GRACE_S))
-    if driver.run() != 0:
-        raise Fatal(f"the run failed; its folder is {begun.folder}")
+    config.check_runtime()
+    program = JobProgram(PROGRAM, description, options.exit_grace_s, gpus_per_rank=1.0 if device == "cuda" else 0.0)
+    with cluster(config):
+        begun = new_run(config) if resume is None else reopened_run(*run_to_resume(config, resume))
+        driver = Driver(config, begun, program)
+        if driver.run() != 0:
+            raise Fatal(f"the run failed; its folder is {begun.folder}")
     head = driver.seen.head
     return RunResult(begun.folder, head.step, head.hash, head.last)
 
 
-def chosen_launcher(launcher: str) -> str:
-    """The launcher that `auto` means here. Raises ConfigError."""
-    who = starter()
-    if launcher == "ray" or (launcher == "auto" and who == "Ray" and STORE not in os.environ):
-        rule = "a session does not run in Ray actors yet; launcher='local' starts all replicas on this host"
-        raise ConfigError("launcher", launcher, rule)
-    if launcher not in LAUNCHERS:
-        raise ConfigError("launcher", launcher, f"must be one of {', '.join(LAUNCHERS)}")
-    if launcher != "auto":
-        return launcher
-    return "environment" if STORE in os.environ or who else "local"
+def checked(train: Callable[..., Any], arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments as ranks get them. Raises ConfigError (arguments) for what is no JSON, or what `train` does not take."""
+    given = dict(arguments or {})
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError("arguments", given, f"must be JSON values, which travel to the ranks: {error}") from error
+    if callable(train):
+        try:
+            inspect.signature(train).bind(None, **plain)
+        except TypeError as error:
+            rule = f"do not fit train(session, ...): {error}"
+            raise ConfigError("arguments", sorted(plain), rule) from error
+        except ValueError:
+            pass  # a callable without a signature
+    return plain
 
 
-def _run_here(train: Callable[[Session], Any], choices: SessionChoices) -> RunResult:
+def _run_here(train: Callable[..., Any], arguments: Mapping[str, Any], choices: SessionChoices) -> RunResult:
     """This process is one replica."""
     name_of(train)
     with joined(place_of(), choices) as here:
-        train(here.session)
+        train(here.session, **arguments)
         head = Log(RunLog(here.store).read_from(0)).head
     return RunResult(Path(here.spec.output), head.step, head.hash, head.last)

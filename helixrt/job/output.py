@@ -53,12 +53,11 @@ def point_latest_to(folder: Path) -> None:
 
 
 class RunOutput:
-    """The folder, the lines and the bar of one run of so many replicas and steps (0: not known). `stream` gets the lines;
-    `folder` must exist."""
+    """The folder, the lines and the bar of one run of so many replicas. `stream` gets the lines; `folder` must exist."""
 
-    def __init__(self, folder: Path, replicas: int, steps: int, stream: TextIO | None = None) -> None:
+    def __init__(self, folder: Path, replicas: int, stream: TextIO | None = None) -> None:
         self.folder = folder
-        self._replicas, self._steps = replicas, steps
+        self._replicas, self._steps = replicas, 0  # steps: not known yet
         self._stream = stream or sys.stdout
         _drop_cut_line(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
@@ -69,7 +68,14 @@ class RunOutput:
         if self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=steps or None, unit="step", file=self._stream, dynamic_ncols=True, leave=False)
+            self._bar = tqdm(total=None, unit="step", file=self._stream, dynamic_ncols=True, leave=False)
+
+    def plan(self, steps: int) -> None:
+        """The run has so many steps."""
+        self._steps = steps
+        if self._bar is not None:
+            self._bar.total = steps
+            self._bar.refresh()
 
     def step(self, metrics: StepMetrics) -> None:
         """Keep one replica's figures of one step; print them if it is the first to report the step."""
@@ -106,7 +112,8 @@ class RunOutput:
         elif line.step > self._said:
             self._said = line.step
             of = f"participants {line.participants}/{self._replicas}  stall {line.stall_s:.3f} s"
-            self.say(f"{line.rank}  step {line.step}  {figures}  {line.seconds:.3f} s  {of}")
+            step = f"{line.step}/{self._steps}" if self._steps else f"{line.step}"
+            self.say(f"{line.rank}  step {step}  {figures}  {line.seconds:.3f} s  {of}")
         for name, value in line.values.items():
             self._draw(f"{line.what}/{name}/r{line.replica}", value, line.step)
 

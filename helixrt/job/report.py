@@ -16,6 +16,7 @@ from typing import Any
 
 from helixrt.job.config import JobConfig
 from helixrt.job.controller import Happening, LifeEvent
+from helixrt.job.description import Description
 from helixrt.job.leader_reports import Finished
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.metrics import StepMetrics, ValidationMetrics, read_metrics
@@ -29,28 +30,6 @@ from helixrt.replica.rank_log import last_traceback
 
 _MOST_TRACEBACK = 8000  # characters of one in the report
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The text that a job trained on; `order0_bits_per_byte` is the entropy of its bytes, each taken alone."""
-
-    path: str
-    bytes: int
-    files: int
-    sha256: str
-    validation_bytes: int
-    order0_bits_per_byte: float
-
-
-@dataclass(frozen=True)
-class Description:
-    """A job's model, the work of a step and its data, for the report; every field is optional."""
-
-    model: str = ""
-    work: str = ""
-    tokens_per_batch: int = 0  # of one replica
-    corpus: Corpus | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ schedulers and what else is registered, the folder `streams` states of loaders a
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
@@ -19,6 +21,41 @@ from helixrt.replica.contracts import RunStore
 
 LATEST = "latest"  # the newest run with the same name
 _STREAM = "stream.json"  # in the run's folder: what all streams agreed on
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run that `helixrt.run(resume=folder)` goes on from. `step`: of its newest complete checkpoint; `ranks`: of a replica;
+    `settings`: of the runtime, as plain data; `arguments`: of its train function, whose module (or script) and name `train`
+    is."""
+
+    folder: Path
+    step: int
+    ranks: int
+    train: str
+    settings: dict[str, Any]
+    arguments: dict[str, Any]
+
+
+def saved_run(storage: str | Path, name: str = "") -> SavedRun:
+    """The newest run under `storage` that has a complete checkpoint (`name`: of the runs with this name). Raises ConfigError
+    (resume) if there is none, or if its settings cannot be read."""
+    folder, checkpoint = checkpoints.find_resume(Path(storage), name)
+    before = _settings_of(folder)
+    train, settings = before.train, before.to_plain()
+    for own in ("train", "arguments"):
+        del settings[own]
+    called = f"{train.script or train.module}:{train.qualname}"
+    return SavedRun(folder, checkpoint.record.step, checkpoint.stages, called, settings, before.arguments)
+
+
+def _settings_of(folder: Path) -> SessionConfig:
+    """Raises ConfigError (resume) for a run that `helixrt.run` has not begun."""
+    try:
+        return SessionConfig.from_plain(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = "was not begun by helixrt.run of this version: its config.json cannot be read"
+        raise ConfigError("resume", folder, rule) from error
 
 
 def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
@@ -37,7 +74,7 @@ def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, check
         if checkpoint is None:
             raise ConfigError("resume", which, "has no complete checkpoint")
         found = checkpoint
-    before = SessionConfig.from_plain(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    before = _settings_of(folder)
     if before.mesh != config.mesh:
         rule = f"{folder} was begun with {before.mesh}; a run is resumed with the same mesh, since its data was dealt for that"
         raise ConfigError("resume", str(config.mesh), rule)

@@ -23,7 +23,6 @@ from helixrt.job.external_launcher import ExternalLauncher
 from helixrt.replica.contracts import Launcher
 from helixrt.replica.run_keys import SERVED_KEY
 
-EXIT_GRACE_S = 600.0  # for the user's code behind the loop
 INTERRUPTED = 130
 
 
@@ -45,7 +44,7 @@ class ServedDriver(Driver):
     """`wait_s`: how long a replica that nobody starts (again) is waited for."""
 
     def __init__(self, config: JobConfig, run: Run, secret: str, wait_s: float) -> None:
-        super().__init__(config, run, JobProgram("", exit_grace_s=EXIT_GRACE_S), secret)
+        super().__init__(config, run, JobProgram(""), secret)
         self._wait_s = wait_s
         known = {"run": run.name, "replicas": config.mesh.replicas, "secret": fingerprint(run.name, self.secret)}
         self.store.put_if_absent(SERVED_KEY, json.dumps(known))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -78,6 +79,11 @@ class Session:
     def replicas(self) -> int:
         """How many replicas are configured; fewer may be running."""
         return self.settings.replicas
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder, for files of the program's own; None without one on this machine."""
+        return self._host.folder
 
     @property
     def shard(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helixrt.errors import ConfigError
-from helixrt.job.config import MEMBERSHIPS, JobConfig, job_parts
+from helixrt.job.config import JobConfig, job_parts
 from helixrt.job.mesh import Mesh
 from helixrt.job.session_host import SessionSettings
 from helixrt.job.train_function import TrainFunction
@@ -16,14 +16,20 @@ DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class SessionConfig(JobConfig):
-    """`train` is the function that every rank calls; the rest as in `SessionSettings`."""
+    """`train` is the function that every rank calls, with its session and `arguments`; the rest as in `SessionSettings`."""
 
     train: TrainFunction = field(default_factory=lambda: TrainFunction("", "", "", ""))
+    arguments: dict[str, Any] = field(default_factory=dict)
     device: str = "auto"
     dtype: str = "float32"
     lr_policy: str = "none"
     buffers: str = "mean"
     loader_every: int = 100
+
+    @staticmethod
+    def of(job: JobConfig, **own: Any) -> SessionConfig:
+        """The runtime's settings, and a session's own."""
+        return SessionConfig(**{**{key: getattr(job, key) for key in JobConfig.__dataclass_fields__}, **own})
 
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> SessionConfig:
@@ -48,26 +54,19 @@ class SessionConfig(JobConfig):
         )
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot work, before anything is started."""
+        """Raise ConfigError for what cannot work in a session; `check_runtime` has the runtime's rules."""
         choices: dict[str, tuple[str, tuple[str, ...]]] = {
             "device": (self.device, DEVICES),
             "dtype": (self.dtype, DTYPES),
             "lr": (self.lr_policy, ("none", "linear", "sqrt")),
             "buffers": (self.buffers, ("mean", "first")),
-            "membership": (self.membership, MEMBERSHIPS),
-            "exchange": (self.exchange, ("ftar", "gloo")),
-            "on_poison": (self.on_poison, ("stop", "skip")),
         }
         for key, (value, allowed) in choices.items():
             if value not in allowed:
                 raise ConfigError(key, value, f"must be one of {', '.join(allowed)}")
         lowest = {
             "replicas": (self.mesh.replicas, 1),
-            "threads": (self.threads, 1),
-            "restarts": (self.restarts, 0),
             "loader_every": (self.loader_every, 1),
-            "checkpoint.every": (self.checkpoint.every, 0),
-            "checkpoint.keep": (self.checkpoint.keep, 1),
         }
         for key, (number, least) in lowest.items():
             if number < least:

@@ -12,8 +12,8 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import numpy
@@ -136,6 +136,16 @@ class RankHost:
         parts = [self.store.wait(key, context.timeouts.start_s) for key in keys]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
+@contextmanager
+def opened_session(runtime: RankRuntime, config: SessionConfig) -> Iterator[Session]:
+    """A session on this rank's runtime, which has been entered; random numbers begin alike on all ranks."""
+    at = runtime.context.spec.coordinate
+    with RankHost(runtime) as host:
+        session = Session(config.session(at.replica, at.dp_shard), host)
+        seed_all(config.seed)
+        yield session
+
+
 def run_rank(spec: RankSpec) -> int:
     """Run one rank to its end; returns the process's exit code and prints the error, if any."""
     configure_logging(_label(spec))
@@ -144,10 +154,8 @@ def run_rank(spec: RankSpec) -> int:
     try:
         config = SessionConfig.from_plain(spec.config)
         os.environ[RANK_VARIABLE] = _label(spec)
-        with RankRuntime(spec, config) as runtime, RankHost(runtime) as host:
-            session = Session(config.session(spec.coordinate.replica, spec.coordinate.dp_shard), host)
-            seed_all(config.seed)
-            config.train.load()(session)
+        with RankRuntime(spec, config) as runtime, opened_session(runtime, config) as session:
+            config.train.load()(session, **config.arguments)
             check_loop_ended(session)
         return 0
     except MisuseError as error:

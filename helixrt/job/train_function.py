@@ -27,8 +27,8 @@ RANK_VARIABLE = "HELIXRT_RANK"  # set in the process of a rank: which one it is
 
 @dataclass(frozen=True)
 class TrainFunction:
-    """`module` is its name, or "" for the script at `script`. `path` is put first into sys.path; `argv` are the arguments of
-    the program that started the run, which its ranks see as theirs."""
+    """`module` is its name, or "" for the script at `script`. `path`, if not "", is put first into sys.path. `argv` are the
+    arguments of the program that started the run, which its ranks see as theirs."""
 
     module: str
     qualname: str
@@ -45,15 +45,19 @@ class TrainFunction:
 
     def load(self) -> Callable[..., Any]:
         """Import it. What the user's module raises is raised as it is; ConfigError (train) if the function is not there."""
-        sys.argv = [self.script or self.module, *self.argv]
-        if self.path not in sys.path:
-            sys.path.insert(0, self.path)
-        module = _import_script(self.script) if self.script else importlib.import_module(self.module)
+        script, path = on_this_node(self.script), on_this_node(self.path)
+        sys.argv = [script or self.module, *self.argv]
+        if path and path not in sys.path:
+            sys.path.insert(0, path)
+        if script and not Path(script).is_file():
+            rule = "is not on this machine; submit it within the working directory of a Ray job, or put it on shared storage"
+            raise ConfigError("train", script, rule)
+        module = _import_script(script) if script else importlib.import_module(self.module)
         found: Any = module
         for part in self.qualname.split("."):
             found = getattr(found, part, None)
         if not callable(found):
-            where = self.script or self.module
+            where = script or self.module
             raise ConfigError("train", self.qualname, f"is not there when a rank imports {where}; define it at the top level")
         return found
 
@@ -78,7 +82,18 @@ def name_of(train: Any) -> TrainFunction:
         else:
             module, script = "", str(Path(file).resolve())
     path = str(Path(script).parent) if script else _root_of(module)
+    if module.partition(".")[0] == "helixrt":  # which a rank has imported; other folders beside it are not for `import`
+        path = ""
     return TrainFunction(module, qualname, script, path, tuple(sys.argv[1:]))
+
+
+def on_this_node(path: str) -> str:
+    """Where a file or folder of the driver's machine is here. Ray names the copies of a job's working directory by their
+    content, alike on all nodes, and a rank begins in its node's copy."""
+    here, parts = Path.cwd(), Path(path).parts
+    if not path or Path(path).exists() or here.name not in parts:
+        return path
+    return str(here.joinpath(*parts[parts.index(here.name) + 1 :]))
 
 
 def check_not_in_rank() -> None:
@@ -94,7 +109,7 @@ def _import_script(script: str) -> ModuleType:
     """As a module of its own name, under which its functions and classes are found again."""
     if SCRIPT_MODULE in sys.modules:
         return sys.modules[SCRIPT_MODULE]
-    spec = importlib.util.spec_from_loader(SCRIPT_MODULE, SourceFileLoader(SCRIPT_MODULE, script), origin=script)
+    spec = importlib.util.spec_from_file_location(SCRIPT_MODULE, loader=SourceFileLoader(SCRIPT_MODULE, script))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[SCRIPT_MODULE] = module

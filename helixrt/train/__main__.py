@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from helixrt.job.controller import Terminated
+TERMINATED = 128 + signal.SIGTERM
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,14 +21,15 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except Terminated as asked:
+    except SystemExit as asked:
+        if asked.code != TERMINATED:
+            raise
         print("terminated", file=sys.stderr)
-        assert isinstance(asked.code, int)
-        return asked.code
+        return TERMINATED
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    raise SystemExit(TERMINATED)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,32 @@
-"""The main job from its settings to its exit code: checks them, and gives the job's driver what its ranks run."""
+"""The built-in job from its settings to its exit code: checks them, and calls `helixrt.run` as any program does."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
+import helixrt
 from helixrt.errors import Fatal
-from helixrt.job.driver import Driver, JobProgram, new_run, resumed_run
-from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
-from helixrt.job.report import Corpus, Description
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import load_corpus
+from helixrt.train.loop import run_rank
+
+EXIT_GRACE_S = 20.0  # nothing is done behind the loop
 
 
-def program_of(config: TrainConfig) -> JobProgram:
-    """What the ranks of the main job run."""
-    return JobProgram("helixrt.train.rank", config.steps, lambda: describe(config), figures_of)
-
-
-def figures_of(line: Logged) -> StepMetrics | ValidationMetrics:
-    """The job's figures of what its loop logged, for the console and the report."""
-    values = line.values
-    if line.what == Logged.VALIDATION:
-        return ValidationMetrics(line.replica, line.step, values["loss_nats"], int(values["tokens"]))
-    return StepMetrics(
-        replica=line.replica,
-        rank=line.rank,
-        step=line.step,
-        loss_nats=values["loss_nats"],
-        tokens=int(values["tokens"]),
-        seconds=line.seconds,
-        participants=line.participants,
-        stall_s=line.stall_s,
-        grad_norm=values["grad_norm"],
-        learning_rate=values["learning_rate"],
-        generation=line.generation,
-    )
-
-
-def describe(config: TrainConfig) -> Description:
-    """Model, schedule and corpus, for the report."""
+def describe(config: TrainConfig) -> helixrt.Description:
+    """Model, schedule, corpus and figures, for console and report. Raises ConfigError for a corpus that cannot be read."""
     model, data, corpus = config.model, config.data, load_corpus(config.data)
     microbatches = config.schedule.microbatches
-    return Description(
+    return helixrt.Description(
         model=f"{model.family}, {model.layers} layers x {model.dim}",
         work=(
             f"schedule {config.schedule.name} with {microbatches} micro-batch{'es' if microbatches != 1 else ''},"
             f" {data.batch} x {data.seq_len} bytes per replica and step"
         ),
         tokens_per_batch=data.batch * data.seq_len,
-        corpus=Corpus(
+        corpus=helixrt.Corpus(
             path=corpus.path,
             bytes=corpus.nbytes,
             files=corpus.files,
@@ -56,17 +34,37 @@ def describe(config: TrainConfig) -> Description:
             validation_bytes=int(corpus.validation.size),
             order0_bits_per_byte=corpus.order0_bits_per_byte,
         ),
+        figures=helixrt.TextFigures(loss="loss_nats"),
     )
 
 
-def train(config: TrainConfig) -> int:
-    """Check the settings, run the job, return its exit code. Raises ConfigError before anything is started."""
+def options_of(config: TrainConfig) -> helixrt.RunOptions:
+    """The runtime's settings."""
+    return helixrt.RunOptions.of(config, exit_grace_s=EXIT_GRACE_S)
+
+
+def train(config: TrainConfig, function: Callable[..., Any] = run_rank) -> int:
+    """Check the settings, run the job, return its exit code; `function` is what ranks call in place of `run_rank`. Raises
+    ConfigError before anything is started."""
     from helixrt.train.validate import validate
 
     validate(config)
-    run = resumed_run(config) if config.resume else new_run(config)
     try:
-        return Driver(config, run, program_of(config)).run()
+        helixrt.run(
+            function,
+            replicas=config.mesh.replicas,
+            mesh=helixrt.Mesh(pp=config.mesh.pp),
+            storage=config.output.root,
+            seed=config.seed,
+            device="cpu",
+            launcher=config.launcher,
+            name=config.name,
+            resume=helixrt.saved_run(config.output.root).folder if config.resume else None,
+            arguments={"config": config.to_plain()},
+            description=describe(config),
+            options=options_of(config),
+        )
     except Fatal as error:
         print(error, file=sys.stderr)
         return 1
+    return 0

@@ -1,25 +1,19 @@
 """The model of the built-in job: a decoder-only language model cut into pipeline stages.
 
-In: configuration. Out: the `Stages` that a session trains, and the optimizer and scheduler of their parameters; for benchmarks
-and tests also the engine itself, which then finds its batches by position.
+In: configuration. Out: the `Stages` that a session trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from helixrt.engines.pipeline import Batches, PipelineEngine
-from helixrt.engines.registered import Registered
-from helixrt.engines.staged import StagedModel, StagePlace, Stages
-from helixrt.record import FlightRecord
-from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
+from helixrt import Stages
+from helixrt.train.config import ModelConfig, ScheduleConfig
 from helixrt.train.models.build import TIED_PARAMETER, build_chunks
-from helixrt.train.optimizer import adamw, cosine_with_warmup
 from helixrt.train.schedules import job_schedule
 
 
@@ -68,54 +62,3 @@ def model_stages(
         graphs=schedule.graphs,
         bucket_bytes=bucket_bytes,
     )
-
-
-def pipeline_engine(
-    model: ModelConfig,
-    optim: OptimConfig,
-    schedule: ScheduleConfig,
-    *,
-    batch: int,
-    seq_len: int,
-    steps: int,
-    seed: int,
-    stage: int,
-    stages: int,
-    group: dist.ProcessGroup | None,
-    batch_at: Callable[[int], torch.Tensor],
-    validation: Callable[[int], torch.Tensor],
-    record: FlightRecord,
-    dtype: torch.dtype = torch.float32,
-) -> PipelineEngine:
-    """The engine of one pipeline stage, without a session; all ranks of a replica build it together.
-
-    `batch_at(position)` and `validation(i)` give int64 tokens [batch, seq_len + 1]; see `Batches`. `steps` is the run's
-    number of updates (the learning rate decays towards it).
-
-    Raises ConfigError for a model or a schedule that cannot be built (see `job_schedule`) or captured.
-    """
-
-    def split(source: Callable[[int], torch.Tensor]) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        def parts(position: int) -> tuple[torch.Tensor, torch.Tensor]:
-            found = source(position)
-            if found.shape != (batch, seq_len + 1):
-                raise ValueError(f"batch {position} is {tuple(found.shape)}, not {(batch, seq_len + 1)}")
-            return inputs_and_targets(found)
-
-        return parts
-
-    whole = model_stages(
-        model,
-        schedule,
-        batch=batch,
-        seq_len=seq_len,
-        stages=stages,
-        seed=seed,
-        bucket_bytes=optim.bucket_bytes,
-        dtype=dtype,
-    )
-    staged = StagedModel(whole, StagePlace(stage, stages, group, record))
-    optimizer = adamw(staged.parameters(), optim)
-    scheduler = cosine_with_warmup(optimizer, steps, optim)
-    registered = Registered.of(staged, [optimizer], [scheduler], clip_norm=optim.clip or None)
-    return staged.engine(registered, batches=Batches(split(batch_at), split(validation), batch * seq_len))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,11 @@ class LoopHooks:
     batches: Callable[[ReplicaStream], BatchAt] = lambda stream: stream.batch_at
     ready: Callable[[torch.nn.Module], None] = lambda model: None
     updated: Callable[[int, float], None] = lambda step, loss: None
+
+
+def run_rank(session: Session, config: dict[str, Any]) -> None:
+    """What `helixrt.run` calls on every rank; `config` is a `TrainConfig` as plain data."""
+    train(session, TrainConfig.from_plain(config))
 
 
 def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks()) -> None:  # noqa: B008 frozen

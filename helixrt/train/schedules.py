@@ -7,9 +7,8 @@ once they run.
 
 from __future__ import annotations
 
-from helixrt.engines.pipeline import GRAPHS
+from helixrt import Stages
 from helixrt.errors import ConfigError
-from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
 from helixrt.train.config import ScheduleConfig
@@ -23,12 +22,12 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
     can not tell apart.
     """
     microbatches = config.microbatches
-    if config.graphs not in GRAPHS:
-        raise ConfigError("schedule.graphs", config.graphs, f"must be one of {', '.join(GRAPHS)}")
+    if config.graphs not in Stages.GRAPHS:
+        raise ConfigError("schedule.graphs", config.graphs, f"must be one of {', '.join(Stages.GRAPHS)}")
     if stages > layers:
         raise ConfigError("mesh.pp", stages, f"more stages than layers: model.layers={layers}")
-    if not 1 <= microbatches <= MAX_MICROBATCHES:
-        raise ConfigError("schedule.microbatches", microbatches, f"must be between 1 and {MAX_MICROBATCHES}")
+    if not 1 <= microbatches <= Stages.MAX_MICROBATCHES:
+        raise ConfigError("schedule.microbatches", microbatches, f"must be between 1 and {Stages.MAX_MICROBATCHES}")
     if batch % microbatches:
         raise ConfigError("schedule.microbatches", microbatches, f"must divide data.batch={batch}")
     if config.name == "1f1b" and microbatches < stages:
@@ -37,7 +36,7 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
     if schedule.chunks > layers:
         rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than model.layers={layers}"
         raise ConfigError("mesh.pp", stages, rule)
-    if schedule.chunks > MAX_CHUNKS:
-        rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than {MAX_CHUNKS}"
+    if schedule.chunks > Stages.MAX_PARTS:
+        rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than {Stages.MAX_PARTS}"
         raise ConfigError("mesh.pp", stages, rule)
     return schedule

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from helixrt.bench.job_engine import pipeline_engine
 from helixrt.errors import Fatal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import BatchEngine, State, layout_of
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
-from helixrt.train.engine import pipeline_engine
 
 BATCH, SEQ, VOCAB = 8, 6, 16
 Make = Callable[..., BatchEngine]

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import helixrt
-from helixrt.errors import ConfigError
-from helixrt.job.launch import chosen_launcher
+from helixrt.errors import ConfigError, MissingExtra
+from helixrt.job.config import ChaosConfig, CheckpointConfig, JobConfig, KillConfig, MeshConfig, OutputConfig
+from helixrt.job.launch import checked
+from helixrt.job.launchers import chosen_launcher
 from helixrt.job.logs import configure_logging
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import Kind, read_events
@@ -35,8 +38,7 @@ def top_level(session: helixrt.Session) -> None: ...
         ({"launcher": "environment"}, "HELIXRT_STORE=: is not set; start `helixrt serve --replicas N`"),
         ({"launcher": "environment", "resume": "latest"}, "resume=latest: "),
         ({"launcher": "environment", "mesh": helixrt.Mesh(dp_shard=2)}, "mesh=2 ranks: a replica of a run that"),
-        ({"launcher": "ray"}, "launcher=ray: a session does not run in Ray actors yet; launcher='local' starts"),
-        ({"launcher": "ssh"}, "launcher=ssh: must be one of auto, local, environment"),
+        ({"launcher": "ssh"}, "launcher=ssh: must be one of auto, local, ray, environment"),
         ({"options": helixrt.RunOptions(membership="votes")}, "membership=votes: must be one of auto, torchft, store"),
         ({"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),
         ({"dtype": "float16"}, "dtype=float16: must be one of float32, bfloat16"),
@@ -44,6 +46,13 @@ def top_level(session: helixrt.Session) -> None: ...
         ({"options": helixrt.RunOptions(buffers="last")}, "buffers=last: must be one of mean, first"),
         ({"options": helixrt.RunOptions(threads=0)}, "threads=0: must be at least 1"),
         ({"options": helixrt.RunOptions(loader_every=0)}, "loader_every=0: must be at least 1"),
+        ({"options": helixrt.RunOptions(base=JobConfig(on_poison="eat"))}, "on_poison=eat: must be one of stop, skip"),
+        (
+            {"options": helixrt.RunOptions(base=JobConfig(chaos=ChaosConfig(kill=(KillConfig(replica=3),))))},
+            r"chaos.kill\[0\].replica=3: must be below mesh.replicas=1",
+        ),
+        ({"arguments": {"rate": 0.1, "data": object()}}, "arguments=.*must be JSON values, which travel to the ranks: "),
+        ({"arguments": {"rate": 0.1}}, r"arguments=\['rate'\]: do not fit train\(session, ...\): .*'rate'"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_made(settings: dict[str, Any], rule: str, tmp_path: Path) -> None:
@@ -52,30 +61,80 @@ def test_wrong_settings_are_refused_before_anything_is_made(settings: dict[str, 
     assert not (tmp_path / "out").exists()
 
 
+def with_arguments(session: helixrt.Session, layers: int, *, rate: float = 0.1) -> None: ...
+
+
+def test_arguments_are_what_the_function_takes_and_json() -> None:
+    assert checked(with_arguments, {"layers": 2, "rate": 1.5}) == {"layers": 2, "rate": 1.5}
+    assert checked(with_arguments, {"layers": (2, 3)}) == {"layers": [2, 3]}, "as the ranks get them"
+    assert checked(top_level, None) == {}
+    with pytest.raises(ConfigError, match="missing a required argument: 'layers'"):
+        checked(with_arguments, {"rate": 1.5})
+
+
+def test_options_of_one_object_with_all_settings_of_the_runtime() -> None:
+    settings = JobConfig(
+        threads=3, step_timeout_s=20.0, restarts=7, membership="store", nonfinite_limit=4, checkpoint=CheckpointConfig(9, 2)
+    )
+    options = helixrt.RunOptions.of(settings, loader_every=6, exit_grace_s=1.0)
+    assert (options.loader_every, options.exit_grace_s) == (6, 1.0)
+    made = options.job("name", 5, "folder", MeshConfig(2, 1), "ray")
+    same = replace(settings, name="name", seed=5, launcher="ray", mesh=MeshConfig(2, 1), output=OutputConfig("folder"))
+    assert made == same
+
+
 def test_a_lambda_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a lambda; ranks import it by its name"):
         helixrt.run(lambda session: None, storage=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtra, match=r"launcher=ray needs the package 'ray'; .*pip install 'helixrt\[ray\]'"):
+        helixrt.run(top_level, storage=tmp_path / "out", launcher="ray")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_ray_cluster_it_says_how_to_start_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+
+    def unreachable(**options: Any) -> None:
+        raise ConnectionError("could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", unreachable)
+    with pytest.raises(ConfigError, match="launcher=ray: no Ray cluster is running here; start one with `ray start --head`"):
+        helixrt.run(top_level, storage=tmp_path / "out", launcher="ray")
+    assert not (tmp_path / "out").exists()
+
+
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
 @pytest.mark.parametrize(
-    ("variable", "launcher"),
+    ("variables", "launcher"),
     [
-        ("HELIXRT_STORE", "environment"),
-        ("TORCHELASTIC_RUN_ID", "environment"),
-        ("SLURM_STEP_ID", "environment"),
-        ("NOTHING_KNOWN", "local"),
+        ({"HELIXRT_STORE": "127.0.0.1:1"}, "environment"),
+        ({"HELIXRT_STORE": "127.0.0.1:1", RAY_JOB: "{}"}, "environment"),
+        ({"TORCHELASTIC_RUN_ID": "1"}, "environment"),
+        ({"TORCHELASTIC_RUN_ID": "1", RAY_JOB: "{}"}, "environment"),
+        ({"SLURM_STEP_ID": "1"}, "environment"),
+        ({"SLURM_STEP_ID": "1", RAY_JOB: "{}"}, "ray"),
+        ({RAY_JOB: "{}"}, "ray"),
+        ({"RAY_ADDRESS": "10.0.0.7:6379"}, "ray"),
+        ({"RAY_ADDRESS": "http://10.0.0.7:8265"}, "local"),
+        ({}, "local"),
     ],
 )
-def test_auto_is_chosen_by_the_environment(variable: str, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in ("HELIXRT_STORE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+def test_auto_is_chosen_by_the_environment(
+    variables: dict[str, str], launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("HELIXRT_STORE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "RAY_ADDRESS", RAY_JOB):
         monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(variable, "1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert chosen_launcher("auto") == launcher and chosen_launcher("local") == "local"
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    if launcher == "local":
-        with pytest.raises(ConfigError, match="launcher=auto: a session does not run in Ray actors yet"):
-            chosen_launcher("auto")
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"])

@@ -54,7 +54,8 @@ def test_line_says_all_figures_of_a_step() -> None:
 
 def test_metrics_survive_the_way_to_the_file_and_back(tmp_path: Path) -> None:
     stream = io.StringIO()
-    output = RunOutput(tmp_path, 2, 200, stream)
+    output = RunOutput(tmp_path, 2, stream)
+    output.plan(200)
     behind = dataclasses.replace(ONE, loss_nats=None, step=21)
     output.step(ONE)
     output.step(behind)
@@ -64,7 +65,7 @@ def test_metrics_survive_the_way_to_the_file_and_back(tmp_path: Path) -> None:
     assert read_metrics_line(ONE.to_json()) == ONE
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind":"step","repl')  # cut short by a kill
-    RunOutput(tmp_path, 2, 200, stream).close()  # resumed
+    RunOutput(tmp_path, 2, stream).close()  # resumed
     assert list(read_metrics(tmp_path / "metrics.jsonl")) == [ONE, behind, ValidationMetrics(1, 21, 2.5, 100)]
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3 and "\r" not in stream.getvalue(), "no progress bar into a file"
@@ -78,7 +79,8 @@ def test_metrics_survive_the_way_to_the_file_and_back(tmp_path: Path) -> None:
 
 def test_terminal_gets_a_bar(tmp_path: Path) -> None:
     stream = Terminal()
-    output = RunOutput(tmp_path, 2, 200, stream)
+    output = RunOutput(tmp_path, 2, stream)
+    output.plan(200)
     output.step(ONE)
     output.close()
     assert "\r" in stream.getvalue() and "/200" in stream.getvalue() and "r1.pp1" in stream.getvalue()
@@ -86,7 +88,8 @@ def test_terminal_gets_a_bar(tmp_path: Path) -> None:
 
 def test_what_happens_to_a_replica_is_said_with_its_cause(tmp_path: Path) -> None:
     stream = io.StringIO()
-    output = RunOutput(tmp_path, 2, 200, stream)
+    output = RunOutput(tmp_path, 2, stream)
+    output.plan(200)
     for kind in (Happening.LOST, Happening.WAITING, Happening.SKIPPED, Happening.STOPPED):
         output.life(LifeEvent(kind, 1, 2, 0.0, f"why it is {kind.value}"))
     output.close()
@@ -98,7 +101,7 @@ def test_what_happens_to_a_replica_is_said_with_its_cause(tmp_path: Path) -> Non
 def test_figures_that_cannot_be_written_cost_a_message_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = RunOutput(tmp_path, 2, 200, io.StringIO())
+    output = RunOutput(tmp_path, 2, io.StringIO())
     output._metrics.close()
     output._metrics = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     for step in (20, 21, 22):
@@ -117,7 +120,7 @@ def ended_run(tmp_path: Path) -> Iterator[Driver]:
     config = JobConfig(output=OutputConfig(str(tmp_path / "out")), mesh=MeshConfig(replicas=1, pp=1))
     first = genesis("run", 1)
     run = Run(folder, "run", 0.0, (first, CommitRecord(1, 5, first.hash, ((0, 0),), {0: 1}, "run")))
-    driver = Driver(config, run, JobProgram("no.module", 1))
+    driver = Driver(config, run, JobProgram("no.module"))
     driver.store.put_if_absent(done_key(0), Finished(0, 1, driver.seen.head.hash, "ab", "cd").to_json())
     driver.controller = SimpleNamespace(history=[])  # type: ignore[assignment]
     yield driver

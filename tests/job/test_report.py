@@ -13,10 +13,11 @@ import pytest
 
 from helixrt.job.config import JobConfig, OutputConfig
 from helixrt.job.controller import Happening, LifeEvent
+from helixrt.job.description import Corpus, Description
 from helixrt.job.leader_reports import Finished
 from helixrt.job.metrics import StepMetrics, ValidationMetrics
 from helixrt.job.output import summary_of
-from helixrt.job.report import Corpus, Description, RunFacts, write_report
+from helixrt.job.report import RunFacts, write_report
 from helixrt.job.report_charts import ticks
 from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.protocol.step.lineage import CommitRecord, genesis

@@ -12,9 +12,10 @@ from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.config import MeshConfig, OutputConfig
 from helixrt.job.loader_states import LoaderStates
-from helixrt.job.resume import keep_stream, restore_stream, run_to_resume
+from helixrt.job.resume import keep_stream, restore_stream, run_to_resume, saved_run
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.stream import Stream, StreamSettings
+from helixrt.job.train_function import TrainFunction
 from helixrt.protocol.step.lineage import genesis
 from helixrt.replica.store import MemoryRunStore
 
@@ -53,6 +54,22 @@ def test_the_newest_run_of_the_same_name_that_has_a_checkpoint(tmp_path: Path, s
     assert run_to_resume(config, tmp_path / "2026-01-02" / "10-00-00")[0].name == "10-00-00"
     with pytest.raises(ConfigError, match="resume=latest: no complete checkpoint in any run named third under"):
         run_to_resume(replace(config, name="third"), "latest")
+
+
+def test_a_program_can_look_at_the_run_that_it_would_go_on_with(tmp_path: Path, saved: set[str]) -> None:
+    function = TrainFunction("", "train", "/programs/train.py", "/programs", ("--fast",))
+    config = replace(config_of(tmp_path), train=function, arguments={"layers": 3})
+    folder = past_run(tmp_path, "10-00-00", config)
+    with pytest.raises(ConfigError, match="resume=true: no complete checkpoint in any run under"):
+        saved_run(tmp_path)
+    saved.add("10-00-00")
+    found = saved_run(tmp_path, "run")
+    assert (found.folder, found.step, found.ranks, found.train) == (folder, 0, 1, "/programs/train.py:train")
+    assert found.arguments == {"layers": 3} and found.settings["mesh"]["replicas"] == 2 and "train" not in found.settings
+    (folder / "config.json").write_text(json.dumps({"name": "run", "seed": 3}))
+    for look in (lambda: saved_run(tmp_path), lambda: run_to_resume(config, folder)):
+        with pytest.raises(ConfigError, match="was not begun by helixrt.run of this version: its config.json cannot be read"):
+            look()
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path, saved: set[str]) -> None:

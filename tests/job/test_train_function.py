@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helixrt.errors import ConfigError, MisuseError
-from helixrt.job.train_function import RANK_VARIABLE, TrainFunction, check_not_in_rank, name_of
+from helixrt.job.train_function import RANK_VARIABLE, SCRIPT_MODULE, TrainFunction, check_not_in_rank, name_of
 
 SCRIPT = """
 import json, sys
@@ -81,6 +81,22 @@ def test_a_name_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytes
     script.write_text("if __name__ == '__main__':\n    def train(session): ...\n")
     with pytest.raises(ConfigError, match="train=train: is not there when a rank imports .*later.py; define it at the top"):
         TrainFunction("", "train", str(script), str(tmp_path)).load()
+
+
+def test_a_script_is_found_in_the_working_directory_of_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Ray job: both copies have the name that its content has."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, SCRIPT_MODULE, raising=False)
+    (copy := tmp_path / "_ray_pkg_1" / "programs").mkdir(parents=True)
+    (copy / "train.py").write_text("import beside\ndef train(session): return (__file__, beside.VALUE)\n")
+    (copy / "beside.py").write_text("VALUE = 5\n")
+    there = "/node0/_ray_pkg_1/programs"
+    function = TrainFunction("", "train", f"{there}/train.py", there)
+    with pytest.raises(ConfigError, match=f"train={there}/train.py: is not on this machine; submit it within the working dir"):
+        function.load()
+    monkeypatch.chdir(tmp_path / "_ray_pkg_1")
+    assert function.load()(None) == (str(copy / "train.py"), 5)
 
 
 def test_a_run_inside_a_rank_names_the_missing_guard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,40 +6,30 @@ the network in the meantime.
 """
 
 import ctypes
-import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from helixrt.job.driver import Driver, new_run
+import helixrt
+from helixrt.job import launch
+from helixrt.job.driver import Driver
 from helixrt.job.local_launcher import LocalLauncher
+from helixrt.job.session_rank import main, run_rank
 from helixrt.replica.contracts import Launcher, RankSpec
 from helixrt.replica.orphan import die_with_parent
-from helixrt.train import rank
+from helixrt.train import driver
 from helixrt.train.config import TrainConfig
-from helixrt.train.data import ReplicaStream
-from helixrt.train.driver import program_of
+from helixrt.train.data import BatchAt, ReplicaStream
+from helixrt.train.loop import LoopHooks, train
 from helixrt.train.schema import command
 
 PACE_S = 1.0
 RANK, HOSTS, ENOUGH = "rank", "HELIXRT_TEST_HOSTS", "enough"
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
-
-
-class LabRank(rank.Rank):
-    def _batches(self, stream: ReplicaStream) -> Callable[[int], torch.Tensor]:
-        enough = Path(self.config.output.root, ENOUGH)
-
-        def batch_at(position: int) -> torch.Tensor:
-            if not enough.exists():
-                time.sleep(PACE_S)
-            return stream.batch_at(position)
-
-        return batch_at
 
 
 class LabDriver(Driver):
@@ -57,23 +47,29 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
-def run_rank() -> None:
-    die_with_parent()
-    spec = RankSpec.from_plain(json.loads(sys.stdin.read()))
+def on_host(spec: RankSpec) -> int:
     enter(os.environ[HOSTS].split(",")[spec.coordinate.replica])
-    rank.Rank = LabRank  # type: ignore[misc]
-    code = rank.run_rank(spec)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    return run_rank(spec)
 
 
-def train(config: TrainConfig) -> int:
-    return LabDriver(config, new_run(config), program_of(config)).run()
+def paced(session: helixrt.Session, config: dict[str, Any]) -> None:
+    settings = TrainConfig.from_plain(config)
+    enough = Path(settings.output.root, ENOUGH)
+
+    def batches(stream: ReplicaStream) -> BatchAt:
+        def batch_at(position: int) -> torch.Tensor:
+            if not enough.exists():
+                time.sleep(PACE_S)
+            return stream.batch_at(position)
+
+        return batch_at
+
+    train(session, settings, LoopHooks(batches=batches))
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == [RANK]:
-        run_rank()
-    else:
-        sys.exit(command(sys.argv[1:], train))
+        die_with_parent()
+        main(on_host)
+    launch.Driver = LabDriver  # type: ignore[misc]
+    sys.exit(command(sys.argv[1:], lambda config: driver.train(config, paced)))

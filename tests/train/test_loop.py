@@ -11,11 +11,9 @@ import torch
 
 from helixrt.engines.staged import StagePlace
 from helixrt.job.config import MeshConfig
-from helixrt.job.metrics import Logged
 from helixrt.record import FlightRecord
 from helixrt.train.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, ScheduleConfig, TrainConfig
 from helixrt.train.data import EpochLoader, ReplicaStream, load_corpus
-from helixrt.train.driver import figures_of
 from helixrt.train.engine import inputs_and_targets, token_loss
 from helixrt.train.loop import LoopHooks, train
 from helixrt.train.models.build import build_chunk
@@ -101,13 +99,3 @@ def test_an_update_that_was_not_applied_is_not_logged(config: TrainConfig) -> No
     host = JobHost(applied=lambda step: step != 4)
     train(session_with(host, seed=config.seed), config)
     assert [step for step, _ in host.logged] == [1, 2, 3, 5, 6, 7, 8, 9]
-
-
-def test_figures_of_what_the_loop_logs() -> None:
-    values = {"loss_nats": 2.0, "tokens": 48.0, "grad_norm": 0.5, "learning_rate": 1e-3}
-    step = figures_of(Logged(Logged.STEP, 1, "r1.pp0", 7, values, 0.25, 2, 0.1, generation=99))
-    assert (step.replica, step.rank, step.step, step.loss_nats, step.tokens, step.seconds) == (1, "r1.pp0", 7, 2.0, 48, 0.25)
-    assert (step.participants, step.stall_s, step.grad_norm, step.learning_rate) == (2, 0.1, 0.5, 1e-3)
-    assert step.generation == 99 and step.tokens_per_s == 192
-    validation = figures_of(Logged(Logged.VALIDATION, 0, "r0.pp0", 8, {"loss_nats": 1.5, "tokens": 96.0}, 0.0, 0, 0.0))
-    assert (validation.replica, validation.step, validation.loss_nats, validation.tokens) == (0, 8, 1.5, 96)

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helixrt.bench.job_engine import pipeline_engine
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
-from helixrt.train.engine import pipeline_engine, token_loss
+from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.moe import CHOICES, MixtureOfExperts, expert_capacity, route
 from helixrt.train.models.parallel import ALONE

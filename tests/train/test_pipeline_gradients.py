@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from helixrt.bench.job_engine import pipeline_engine
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.errors import ConfigError
 from helixrt.passes.executable import TIMED
@@ -26,7 +27,7 @@ from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Pair, operations_of
 from helixrt.train import engine as engine_module
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
-from helixrt.train.engine import pipeline_engine, token_loss
+from helixrt.train.engine import token_loss
 from helixrt.train.models.build import TIED_PARAMETER, build_chunk
 
 BATCH, SEQ = 24, 8

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from helixrt.errors import ConfigError, Fatal, Retryable, StartAgain
+from helixrt.job import session_rank
 from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
+from helixrt.job.session_config import SessionConfig
+from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.contracts import Coordinate, RankSpec
-from helixrt.train import rank
 
-SPEC = RankSpec("run", Coordinate(0), 0, "s", "l", "out", "x", 0.0, {})
+SPEC = RankSpec("run", Coordinate(0), 0, "s", "l", "out", "x", 0.0, SessionConfig().to_plain())
 
 
 @pytest.mark.parametrize(
@@ -25,9 +27,10 @@ SPEC = RankSpec("run", Coordinate(0), 0, "s", "l", "out", "x", 0.0, {})
     ids=lambda value: type(value).__name__,
 )
 def test_the_exit_code_tells_the_kind_of_the_end(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(spec: RankSpec) -> None:
+    def begin(spec: RankSpec, config: SessionConfig) -> None:
         raise error
 
-    monkeypatch.setattr(rank, "Rank", begin)
-    assert rank.run_rank(SPEC) == code
+    monkeypatch.setattr(session_rank, "RankRuntime", begin)
+    monkeypatch.setenv(RANK_VARIABLE, "")  # `run_rank` sets it
+    assert session_rank.run_rank(SPEC) == code
     assert len({CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT, RETRY_CODE}) == 4

@@ -1,0 +1,35 @@
+"""Which launcher starts the ranks of a run: what a user names, or what the environment of this process says.
+
+In: `helixrt.run(launcher=)` and variables of the environment. Out: "local" (processes of this host), "ray" (actors of a Ray
+cluster) or "environment" (this process is itself one replica of a run that `helixrt serve` serves).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from helixrt.errors import ConfigError
+
+STORE = "HELIXRT_STORE"  # host:port of the store of the run that this process is to join
+LAUNCHERS = ("auto", "local", "ray", "environment")
+# A Ray cluster may run inside a Slurm allocation, and torchrun inside a Ray job: the innermost first.
+_STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray", "SLURM_STEP_ID": "Slurm"}
+
+
+def starter(environ: Mapping[str, str] = os.environ) -> str:
+    """Who started this process: torchrun, Slurm or Ray; "" for nobody known."""
+    return next((who for variable, who in _STARTERS.items() if variable in environ), "")
+
+
+def chosen_launcher(launcher: str) -> str:
+    """The launcher that `auto` means here. Raises ConfigError."""
+    if launcher not in LAUNCHERS:
+        raise ConfigError("launcher", launcher, f"must be one of {', '.join(LAUNCHERS)}")
+    if launcher != "auto":
+        return launcher
+    who = starter()
+    if STORE in os.environ or who in ("torchrun", "Slurm"):
+        return "environment"
+    address = os.environ.get("RAY_ADDRESS", "")  # http: a dashboard, where jobs are submitted
+    return "ray" if who == "Ray" or (address and not address.startswith("http")) else "local"
