@@ -17,12 +17,13 @@ from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.driver import Driver, JobProgram, new_run, reopened_run
-from helixrt.job.environment import STORE, SessionChoices, joined, place_of, starter
+from helixrt.job.environment import SessionChoices, joined
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
 from helixrt.job.resume import run_to_resume
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
+from helixrt.job.starters import STORE, place_of, starter
 from helixrt.job.train_function import check_not_in_rank, name_of
 from helixrt.protocol.step.lineage import Log
 from helixrt.replica.runlog import RunLog
@@ -103,10 +104,11 @@ def run(
     `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
     number of replicas, the seed and the data must be the same; `until` may be another.
-    `launcher`: "local" starts the ranks as processes of this host. With "environment" this process is itself one replica of
-    the run that `helixrt serve` serves (`helixrt.job.environment`), and calls `train` here; `storage`, `name` and options of
-    the runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
-    process, else "local". A session does not run in Ray actors yet: inside a Ray job "auto" is refused.
+    `launcher`: "local" starts the ranks as processes of this host. With "environment" this process is itself one rank of the
+    run that `helixrt serve` serves (`helixrt.job.starters`), and calls `train` here: the processes of one torchrun, or of one
+    srun, are a replica. `storage`, `name` and options of the runtime are the server's then. "auto" is "environment" where
+    HELIXRT_STORE is set or torchrun or Slurm started this process, else "local". A session does not run in Ray actors yet:
+    inside a Ray job "auto" is refused.
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
@@ -118,10 +120,7 @@ def run(
     if launcher == "environment":
         if resume is not None:
             raise ConfigError("resume", resume, "a run that `helixrt serve` serves cannot be resumed yet")
-        if mesh.ranks > 1:
-            rule = "a replica of a run that `helixrt serve` serves has one process so far"
-            raise ConfigError("mesh", f"{mesh.ranks} ranks", rule)
-        choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas)
+        choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas, mesh)
         return _run_here(train, choices)
     shape = MeshConfig(replicas, mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp)
     job = replace(options.job(name, seed, storage, shape), resume=resume is not None)
@@ -158,9 +157,9 @@ def chosen_launcher(launcher: str) -> str:
 
 
 def _run_here(train: Callable[[Session], Any], choices: SessionChoices) -> RunResult:
-    """This process is one replica."""
+    """This process is one replica, or a rank of one."""
     name_of(train)
-    with joined(place_of(), choices) as here:
+    with joined(place_of(mesh=choices.mesh), choices) as here:
         train(here.session)
         head = Log(RunLog(here.store).read_from(0)).head
     return RunResult(Path(here.spec.output), head.step, head.hash, head.last)

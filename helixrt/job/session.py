@@ -33,7 +33,7 @@ from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model
 from helixrt.engines.staged import StagedModel, Stages
 from helixrt.engines.update import Policy, UpdateFunction
-from helixrt.errors import ConfigError, MisuseError
+from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.checkpoint import is_due
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import PerReplicaState
@@ -68,6 +68,7 @@ class Session:
         self._step: Step | None = None  # the newest
         self._last: Committed | None = None  # of the step before it
         self._began = self._ended = False
+        self.departed: Departed | None = None  # with what the loop was ended because the replica leaves the run
 
     @property
     def replica(self) -> int:
@@ -280,6 +281,9 @@ class Session:
             if self._step is not None and self._step.done is not None and self._step.done.committed:
                 own.end(self._step.position + accumulate)
             self._ended = True
+        except Departed as left:
+            self.departed = left
+            raise
         finally:
             stream.close()
 
@@ -377,7 +381,7 @@ class Session:
 
 
 def _device(settings: SessionSettings) -> torch.device:
-    """Ranks of one replica need a CUDA device each; those of this host are dealt in turn."""
+    """Ranks of one replica need a CUDA device each: that of their number on this machine, or those of the host in turn."""
     name, ranks = settings.device, settings.mesh.ranks
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError("device", name, "must be auto, cpu or cuda")
@@ -385,9 +389,12 @@ def _device(settings: SessionSettings) -> torch.device:
         raise ConfigError("device", name, "no CUDA device is available")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    devices = torch.cuda.device_count()
+    if 0 <= settings.local_rank < devices:
+        return torch.device("cuda", settings.local_rank)
     if ranks == 1:
         return torch.device("cuda")
-    if (devices := torch.cuda.device_count()) < ranks:
+    if devices < ranks:
         rule = f"a replica of {ranks} ranks needs a CUDA device for each, and this host has {devices}; device='cpu' needs none"
         raise ConfigError("device", name, rule)
     return torch.device("cuda", (settings.replica * ranks + settings.shard) % devices)

@@ -36,6 +36,7 @@ class SessionSettings:
     loader_every: int = 100
     checkpoint_every: int = 0
     shard: int = 0  # this rank's number among the dp_shard ranks of its replica
+    local_rank: int = -1  # its number on this machine, where somebody else starts the ranks; -1: not known
 
 
 @dataclass(frozen=True)
