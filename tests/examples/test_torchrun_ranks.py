@@ -17,8 +17,8 @@ from tests.job.lineage_oracle import chain, reported
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "hsdp.py"
-STEPS, ACCUMULATE, RANKS, REPLICAS = 24, 2, 2, 2
-LIMIT_S = 400
+STEPS, ACCUMULATE, RANKS, REPLICAS = 20, 2, 2, 2
+LIMIT_S = 430
 
 
 def torchrun(replica: int, folder: Path, told: dict[str, str]) -> subprocess.Popen[str]:
@@ -26,7 +26,7 @@ def torchrun(replica: int, folder: Path, told: dict[str, str]) -> subprocess.Pop
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(replica)]
     command += [str(KILLED), str(STEPS), str(folder), str(EXAMPLE), "", str(REPLICAS), str(RANKS)]
-    mine = environment(**{**told, "HELIXRT_REPLICA": str(replica)})
+    mine = environment(**{**told, "HELIXRT_REPLICA": str(replica), "TORCH_CPP_LOG_LEVEL": "ERROR"})
     with open(folder / f"torchrun{replica}.log", "w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine)
 
@@ -59,7 +59,7 @@ def test_a_replica_whose_rank_is_killed_is_started_again_whole_by_torchrun(tmp_p
     assert contributions[(0, 0)] == STEPS and contributions[(1, 0)] >= 3 and contributions[(1, 1)] >= 5, contributions
     assert set(contributions) == {(0, 0), (1, 0), (1, 1)}, "both processes are one incarnation, before and after"
     assert len(reported(folder)) == REPLICAS and len(set(reported(folder))) == 1
-    assert "in its place" in said, "the server learns of the loss from the replica's next claim: " + said
+    assert "r1      restarted (incarnation 1)" in said and "r0      lost" not in said, said
     for rank in range(RANKS):
         suffix = f".dp{rank}" if rank else ""
         events = read_events(folder / "flight" / f"r0.pp0{suffix}.inc0.jsonl")
