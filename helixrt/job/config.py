@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from helixrt.protocol.step.deal import Deal
+
 MEMBERSHIPS = ("auto", "torchft", "store")
 
 
@@ -132,6 +134,7 @@ class JobConfig:
     transport: TransportConfig = field(default_factory=TransportConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    deal: tuple[Deal, ...] = ()  # of a run that was resumed: changes of the number of streams so far
 
     def to_plain(self) -> dict[str, Any]:
         """As plain containers, for `RankSpec.config`."""
@@ -160,4 +163,5 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         "transport": TransportConfig(**transport),
         "chaos": chaos,
         "output": OutputConfig(**raw["output"]),
+        "deal": tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),
     }

@@ -20,7 +20,7 @@ from helixrt.job.driver import Driver, JobProgram, new_run, reopened_run
 from helixrt.job.environment import SessionChoices, joined
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
-from helixrt.job.resume import run_to_resume
+from helixrt.job.resume import deals_of, run_to_resume
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.starters import STORE, place_of, starter
@@ -103,7 +103,8 @@ def run(
 
     `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
-    number of replicas, the seed and the data must be the same; `until` may be another.
+    ranks of a replica, the seed and the data must be the same; `until` may be another. With another number of replicas the
+    items that were not read yet are dealt over the new streams, which needs `session.sampler`.
     `launcher`: "local" starts the ranks as processes of this host. With "environment" this process is itself one rank of the
     run that `helixrt serve` serves (`helixrt.job.starters`), and calls `train` here: the processes of one torchrun, or of one
     srun, are a replica. `storage`, `name` and options of the runtime are the server's then. "auto" is "environment" where
@@ -135,7 +136,12 @@ def run(
     )
     config.check()
     derive(config.step_timeout_s, config.heartbeat_s)
-    begun = new_run(config) if resume is None else reopened_run(*run_to_resume(config, resume))
+    if resume is None:
+        begun = new_run(config)
+    else:
+        folder, checkpoint = run_to_resume(config, resume)
+        config = replace(config, deal=deals_of(config, folder, checkpoint.record))
+        begun = reopened_run(folder, checkpoint, dealt=config.deal != checkpoint.record.deal)
     driver = Driver(config, begun, JobProgram(PROGRAM, exit_grace_s=EXIT_GRACE_S))
     if driver.run() != 0:
         raise Fatal(f"the run failed; its folder is {begun.folder}")

@@ -202,7 +202,7 @@ class Session:
         if isinstance(model, StagedModel):
             policy = Policy(settings.lr_policy)  # type: ignore[arg-type]
             self._engine = model.engine(
-                registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.seed
+                registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.drawn_seed
             )
             return
         if settings.mesh.pp > 1:
@@ -211,7 +211,7 @@ class Session:
             registered,
             replica=settings.replica,
             replicas=settings.replicas,
-            seed=settings.seed,
+            seed=settings.drawn_seed,
             policy=Policy(settings.lr_policy),  # type: ignore[arg-type]
             buffers=settings.buffers,  # type: ignore[arg-type]
             compute_dtype=_DTYPES[settings.dtype],
@@ -232,7 +232,8 @@ class Session:
     def sampler(self, data: Sized, shuffle: bool = False) -> StreamSampler:
         """The ids of this rank's stream over a data set with a length: each epoch an order of its own (with `shuffle`), dealt
         over all streams. Raises ConfigError for a data set without a length, or with fewer items than streams."""
-        return stream_sampler(data, self.streams, self.stream, shuffle=shuffle, seed=self.settings.seed)
+        given = self.settings
+        return stream_sampler(data, self.streams, self.stream, shuffle=shuffle, seed=given.seed, deals=given.deals)
 
     def evaluate(self, function: Callable[[], Any], *, every: int) -> None:
         """Run `function()` after every `every` updates and after the last one, on all ranks of one replica, between two steps,
@@ -265,9 +266,8 @@ class Session:
             rule = "must be 1 for a model in stages, which cuts each batch: Stages(microbatches=)"
             raise ConfigError("accumulate", accumulate, rule)
         self._began = True
-        settings = StreamSettings(self.replica, accumulate, self.settings.seed, self.settings.loader_every, self.shard)
-        stream = Stream(loader, settings, self._host.store, self._say, self._host.folder)
-        own = self._own_state(settings, until)
+        stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)
+        own = self._own_state(self.settings.stream(accumulate), until)
         every = self._evaluation[1] if self._evaluation is not None else 0
         worker = self._host.open(engine, Plan(until, accumulate, every, self._evaluate))
         try:

@@ -45,6 +45,7 @@ class SessionConfig(JobConfig):
             self.loader_every,
             self.checkpoint.every,
             shard,
+            self.deal,
             local_rank,
         )
 
