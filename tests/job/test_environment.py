@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+from helixrt.commands import serve
 from helixrt.errors import ConfigError, Departed, Fatal, MisuseError, Retryable, StartAgain
 from helixrt.job import environment, init
 from helixrt.job.claims import Claim, claim
@@ -19,11 +22,14 @@ from helixrt.job.places import coordinates
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
 from helixrt.job.served import fingerprint
+from helixrt.job.session import Session
+from helixrt.job.session_host import SessionSettings
 from helixrt.job.starters import Place
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
 from helixrt.replica.run_keys import CLOSED_KEY, SERVED_KEY, claim_key, ended_key, exit_key, progress_key, seat_key, spec_key
 from helixrt.replica.store import MemoryRunStore
+from tests.job.session_world import LocalHost
 
 SECRET = "a secret of the run"
 TWO = MeshConfig(replicas=2, pp=1, dp_shard=2)
@@ -54,8 +60,6 @@ def test_one_process_is_no_replica_of_several_ranks(tmp_path: Path) -> None:
 
 
 def test_threads_stay_as_they_are() -> None:
-    import torch
-
     assert SessionChoices(seed=3).config(JobConfig(threads=77)).threads == torch.get_num_threads()
 
 
@@ -319,3 +323,35 @@ def test_settings_of_the_session_are_equal_on_all_replicas() -> None:
 )
 def test_an_end_is_told_as_a_rank_of_the_job_tells_it(error: Exception, code: int) -> None:
     assert environment._code_of(error) == code
+
+
+# ---------------------------------------------------------------- places and devices
+
+
+def test_the_server_is_told_the_ranks_of_a_replica() -> None:
+    def config(*arguments: str) -> JobConfig:
+        parser = argparse.ArgumentParser()
+        serve.add_arguments(parser)
+        return serve._config(parser.parse_args(["--replicas", "3", "--membership", "store", *arguments]))
+
+    assert config().mesh == MeshConfig(3, 1) and config("--dp-shard", "2").mesh == MeshConfig(3, 1, 2)
+    assert config("--pp", "4").mesh == MeshConfig(3, 4)
+    with pytest.raises(ConfigError, match="mesh.pp=2: with dp_shard=2: a replica has one of the two so far"):
+        config("--pp", "2", "--dp-shard", "2")
+    with pytest.raises(ConfigError, match="mesh.dp_shard=0: must be at least 1"):
+        config("--dp-shard", "0")
+
+
+def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+    def device(ranks: int, local_rank: int) -> torch.device:
+        given = SessionSettings(replica=1, mesh=Mesh(dp_shard=ranks), shard=1, local_rank=local_rank)
+        return Session(given, LocalHost()).device
+
+    assert device(2, 0) == torch.device("cuda", 0) and device(2, -1) == torch.device("cuda", 3)
+    assert device(8, 1) == torch.device("cuda", 1), "a replica over two machines"
+    assert device(1, 2) == torch.device("cuda", 2)
+    with pytest.raises(ConfigError, match="a replica of 8 ranks needs a CUDA device for each, and this host has 4"):
+        device(8, 5)
