@@ -1,7 +1,8 @@
 """`helixrt serve --replicas N`: serve a run whose replicas are started by torchrun, Slurm or by hand.
 
-In: how many replicas, where the run's folder goes, the settings of the runtime. Out: the variables that each replica's process
-needs; then the run's store, membership, metrics and report, until the run has ended. Exit code 0 if it ended well.
+In: how many replicas of how many ranks, where the run's folder goes, the settings of the runtime. Out: the variables that each
+replica's processes need; then the run's store, membership, metrics and report, until the run has ended. Exit code 0 if it ended
+well.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SHORTEST_SECRET = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--replicas", type=int, required=True, metavar="N", help="how many replicas the run has")
+    add("--pp", type=int, default=1, help="pipeline stages of a replica, as in the programs' Mesh")
+    add("--dp-shard", type=int, default=1, help="ranks over which a replica shards its parameters, as in the programs' Mesh")
     add("--storage", type=Path, default=Path("outputs"), help="the run's folder is made here; all machines must share it")
     add("--name", default="run", help="of the run")
     add("--host", default="127.0.0.1", help="the address of this machine that the servers bind to, and replicas connect to")
@@ -57,12 +60,15 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> JobConfig:
     from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, OutputConfig
     from helixrt.job.driver import membership_kind
+    from helixrt.job.mesh import Mesh
     from helixrt.timeouts import derive
 
     for key in ("replicas", "restarts", "checkpoint_every"):
         least = 1 if key == "replicas" else 0
         if getattr(args, key) < least:
             raise ConfigError(key, getattr(args, key), f"must be at least {least}")
+    mesh = Mesh(pp=args.pp, dp_shard=args.dp_shard)
+    mesh.check_supported()
     if not args.wait_s > 0:
         raise ConfigError("wait_s", args.wait_s, "must be above 0")
     derive(args.step_timeout_s, args.heartbeat_s)
@@ -75,7 +81,7 @@ def _config(args: argparse.Namespace) -> JobConfig:
         membership=args.membership,
         host=args.host,
         port=args.port,
-        mesh=MeshConfig(args.replicas, 1),
+        mesh=MeshConfig(args.replicas, mesh.pp, mesh.dp_shard),
         checkpoint=replace(CheckpointConfig(), every=args.checkpoint_every),
         output=OutputConfig(str(args.storage.resolve())),
     )
@@ -112,4 +118,6 @@ def _say(driver: ServedDriver, args: argparse.Namespace, given: str) -> None:
     else:
         print("  HELIXRT_SECRET as it is set here")
     numbers = "0" if args.replicas == 1 else f"0 ... {args.replicas - 1}"
-    print(f"  export HELIXRT_REPLICA=R  # {numbers}, another one for each replica", flush=True)
+    ranks = args.pp * args.dp_shard
+    processes = f", of {ranks} processes each (torchrun --nproc-per-node {ranks})" if ranks > 1 else ""
+    print(f"  export HELIXRT_REPLICA=R  # {numbers}, another one for each replica{processes}", flush=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from helixrt.protocol.step.deal import Deal
+
 MEMBERSHIPS = ("auto", "torchft", "store")
 
 
@@ -133,6 +135,7 @@ class JobConfig:
     transport: TransportConfig = field(default_factory=TransportConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    deal: tuple[Deal, ...] = ()  # of a run that was resumed: changes of the number of streams so far
 
     def to_plain(self) -> dict[str, Any]:
         """As plain containers, for `RankSpec.config`."""
@@ -169,4 +172,5 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         "transport": TransportConfig(**transport),
         "chaos": chaos,
         "output": OutputConfig(**raw["output"]),
+        "deal": tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),
     }

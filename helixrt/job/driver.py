@@ -68,6 +68,7 @@ class Run:
     epoch_s: float
     entries: tuple[CommitRecord, ...]
     life: int = 0  # how often it was resumed
+    agreed: int = -1  # the life whose streams agreed on what those of this one must agree on; -1: on nothing so far
 
 
 def new_run(config: JobConfig) -> Run:
@@ -84,8 +85,8 @@ def _write_identity(run: Run) -> None:
     write_durably(run.folder / "run.json", json.dumps({"run": run.name, "epoch_s": run.epoch_s, "life": run.life}))
 
 
-def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint) -> Run:
-    """A new life of the run in this folder, from one of its checkpoints."""
+def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool = False) -> Run:
+    """A new life of the run in this folder, from one of its checkpoints. `dealt`: its data is dealt over other streams."""
     identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     entries = tuple(read_lineage(folder / "lineage"))
     if checkpoint.record.hash not in {e.hash for e in entries}:
@@ -95,7 +96,7 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint) -> Run:
     # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
     epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
     life = 1 + max(identity["life"], *(entry.life for entry in entries))
-    run = Run(folder, identity["run"], epoch_s, entries, life)
+    run = Run(folder, identity["run"], epoch_s, entries, life, -1 if dealt else checkpoint.record.life)
     _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
     return run
 
@@ -140,7 +141,7 @@ class Driver:
         self.lighthouse, self.lighthouse_address = self._serve_membership()
         self.output = RunOutput(run.folder, config.mesh.replicas)
         self._plan: dict[str, int] | None = None  # how far the loops go, once a rank has said so
-        self._stream_kept = config.resume and restore_stream(self.store, run.folder)
+        self._stream_kept = run.agreed >= 0 and restore_stream(self.store, run.folder, run.agreed, run.life)
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
         self.started_s = time.monotonic()
 
@@ -227,7 +228,8 @@ class Driver:
                 number += 1
                 self._show(read_metrics_line(line))
             self._next[(replica, incarnation)] = number
-        self._stream_kept = self._stream_kept or keep_stream(self.store, self.run_.folder)
+        if not self._stream_kept:
+            self._stream_kept = keep_stream(self.store, self.run_.folder, self.config.mesh.replicas, self.run_.life)
         for asked in take_requests(self.run_.folder, self.config.mesh.replicas):
             self.controller.drain(asked)
         if take_acceptance(self.run_.folder):

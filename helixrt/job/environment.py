@@ -1,62 +1,49 @@
-"""Joins a run that `helixrt serve` serves: the launcher of processes that torchrun, Slurm or a user starts.
+"""Joins a run that `helixrt serve` serves: a rank in a process that torchrun, Slurm or a user starts.
 
-In: variables of the environment. Out: a `Session` on this process's runtime, and what became of the process in the run's store.
-Each process is one replica. It claims the next incarnation of its replica, and waits until the server gives it the spec; so a
-process that is started again is a new incarnation, whoever starts it, and the one before takes part no more.
-
-    HELIXRT_STORE         host:port of the run's store, as `helixrt serve` prints it
-    HELIXRT_REPLICA       which replica this process is, from 0
-    HELIXRT_SECRET        the run's secret, or
-    HELIXRT_SECRET_FILE   the file that holds it
+In: where the process stands (`starters.Place`), the settings of its session. Out: a `Session` on this process's runtime, and
+what became of the process in the run's store. The processes of a replica claim its next incarnation together (`claims`), and
+wait until the server gives each its spec; so processes that are started again are a new incarnation, whoever starts them, and
+the one before takes part no more.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from helixrt.errors import ConfigError, Fatal, MisuseError, Retryable, StartAgain
+from helixrt.engines.inner_group import lost_rank
+from helixrt.errors import ConfigError, Departed, MisuseError, Retryable, StartAgain
+from helixrt.job.claims import LOOK_S, Claim, check_open, claim
 from helixrt.job.config import JobConfig
-from helixrt.job.launchers import STORE, starter
-from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT, RELOAD_EXIT
+from helixrt.job.group_watch import GroupWatch
+from helixrt.job.mesh import Mesh
+from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE, RankRuntime
 from helixrt.job.served import fingerprint
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_rank import check_loop_ended, opened_session, place_in
+from helixrt.job.starters import REPLICA, SECRET, STORE, Place
 from helixrt.replica.contracts import RankSpec, RunStore
-from helixrt.replica.run_keys import CLOSED_KEY, SERVED_KEY, claim_key, exit_key, spec_key
+from helixrt.replica.run_keys import SERVED_KEY, exit_key, spec_key
 from helixrt.replica.store import TcpRunStore
 
-REPLICA, SECRET, SECRET_FILE = "HELIXRT_REPLICA", "HELIXRT_SECRET", "HELIXRT_SECRET_FILE"
 SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
 ADMISSION_S = 120.0  # a restart waits for half a minute at most
-_LOOK_S = 0.05
-_WORLDS = {"torchrun": "WORLD_SIZE"}  # who says how many processes one invocation has
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a process is told about the run that it joins."""
-
-    store: str
-    replica: int
-    secret: str
 
 
 @dataclass(frozen=True)
 class SessionChoices:
     """Settings of `helixrt.init` and `helixrt.run` that are a session's own; those of the run are the server's. `replicas`: 0
-    if the program does not say how many."""
+    if the program does not say how many. `mesh`: the ranks of a replica."""
 
     seed: int = 0
     device: str = "auto"
@@ -65,6 +52,7 @@ class SessionChoices:
     buffers: str = "mean"
     loader_every: int = 100
     replicas: int = 0
+    mesh: Mesh = field(default_factory=Mesh)
 
     def config(self, served: JobConfig) -> SessionConfig:
         """The settings of a rank: the server's, and these. Compute threads stay as they are in this process."""
@@ -82,78 +70,70 @@ class SessionChoices:
         return config
 
 
-def place_of(environ: Mapping[str, str] = os.environ) -> Place:
-    """Raises ConfigError, with the variable that is missing or wrong."""
-    who = starter(environ)
-    if (variable := _WORLDS.get(who)) and environ.get(variable, "1") != "1":
-        rule = f"a replica has one process so far: start {who} once for each replica, with one process"
-        raise ConfigError(variable, environ[variable], rule)
-    if not environ.get(STORE):
-        rule = "is not set; start `helixrt serve --replicas N`, and set the variables that it prints"
-        raise ConfigError(STORE, "", rule)
-    replica = environ.get(REPLICA, "")
-    if not replica.isdigit():
-        hint = " (in a Slurm array: HELIXRT_REPLICA=$SLURM_ARRAY_TASK_ID; for the tasks of one srun: $SLURM_PROCID)"
-        rule = f"must be the number of the replica that this process is, from 0{hint if who == 'Slurm' else ''}"
-        raise ConfigError(REPLICA, replica, rule)
-    return Place(environ[STORE], int(replica), _secret(environ))
-
-
-def _secret(environ: Mapping[str, str]) -> str:
-    if secret := environ.get(SECRET):
-        return secret
-    file = environ.get(SECRET_FILE)
-    if not file:
-        raise ConfigError(SECRET, "", f"is not set; set it, or {SECRET_FILE} to the file that `helixrt serve` names")
-    try:
-        secret = Path(file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(SECRET_FILE, file, f"cannot be read: {error.strerror}") from error
-    if not secret:
-        raise ConfigError(SECRET_FILE, file, "is empty")
-    return secret
-
-
 @dataclass(frozen=True)
 class Joined:
-    """A replica of a served run, in this process."""
+    """A rank of a served run, in this process."""
 
     session: Session
     spec: RankSpec
     store: RunStore
+    runtime: RankRuntime
+
+    @property
+    def departed(self) -> Departed | None:
+        """With what the replica left at a step boundary, if it did. The interpreter forgets it: it is a SystemExit."""
+        return self.runtime.departed or self.session.departed
 
 
 @contextmanager
 def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
-    """A session of this process's replica. On the way out the server is told how the replica ended.
+    """A session of this process's rank. On the way out the server is told how the rank ended.
 
-    Raises ConfigError for a place or settings that do not fit the run, Retryable without the store, MisuseError at the end of
-    a loop that was left early; what is raised inside gets a note that says in which step.
+    Raises ConfigError for a place or settings that do not fit the run, Retryable without the store or when another rank of the
+    replica is lost, MisuseError at the end of a loop that was left early; what is raised inside gets a note that says in which
+    step.
     """
     os.environ.setdefault("RUST_LOG", "error")  # torchft tells every connection otherwise
     store = TcpRunStore(place.store)
     _check_run(store, place, choices)
-    incarnation = _claim(store, place)
+    claimed = Claim(store, place)
     session: Session | None = None
-    code, why = FATAL_EXIT, ""
-    where = f"r{place.replica} (incarnation {incarnation})"
+    runtime: RankRuntime | None = None
+    code, why, where = FATAL_EXIT, "", f"r{place.replica}"
     try:
+        incarnation = claim(claimed, place, ADMISSION_S)
+        where = f"r{place.replica} (incarnation {incarnation})"
         spec = _admitted(store, place, incarnation)
         config = choices.config(JobConfig.from_plain(spec.config))
         _agree_on_settings(store, choices)
-        with RankRuntime(spec, config) as runtime, opened_session(runtime, config) as session:
-            yield Joined(session, spec, store)
-            check_loop_ended(session)
+        life = (place.replica, incarnation)
+        with RankRuntime(spec, config) as runtime, GroupWatch(store, life, place.rank, place.ranks, runtime.fail):
+            with opened_session(runtime, config, place.local_rank) as session:
+                yield Joined(session, spec, store, runtime)
+                check_loop_ended(session)
         code = 0
-    except BaseException as error:
+    except BaseException as raised:
+        error = _root_of(raised, place)
         code = _code_of(error)
         why = traceback.format_exception_only(error)[-1].strip()
         error.add_note(f"in {where if session is None else place_in(spec, session)}")
+        if runtime is not None and not isinstance(error, Departed):
+            runtime.broken(error)
+        if error is not raised:
+            raise error from raised
         raise
     finally:
-        with suppress(Retryable):  # the server is gone, too
-            told = json.dumps({"code": code, "why": why})
-            store.put_if_absent(exit_key(place.replica, incarnation), told)
+        if claimed.incarnation is not None:
+            with suppress(Retryable):  # the server is gone, too
+                told = json.dumps({"code": code, "why": why})
+                store.put_if_absent(exit_key(place.replica, claimed.incarnation, place.rank), told)
+
+
+def _root_of(error: BaseException, place: Place) -> BaseException:
+    """Retryable for what a collective raises when another rank of the replica has gone: no fault of the user's code."""
+    if place.ranks > 1 and (why := lost_rank(error)):
+        return Retryable(f"a rank of this replica is lost: {why}")
+    return error
 
 
 def _code_of(error: BaseException) -> int:
@@ -162,6 +142,8 @@ def _code_of(error: BaseException) -> int:
         return MISUSE_EXIT
     if isinstance(error, StartAgain):
         return RELOAD_EXIT
+    if isinstance(error, Departed):
+        return LEFT_EXIT
     return RETRY_CODE if isinstance(error, Retryable) else FATAL_EXIT
 
 
@@ -176,32 +158,22 @@ def _check_run(store: RunStore, place: Place, choices: SessionChoices) -> None:
         raise ConfigError(REPLICA, place.replica, f"the run has replicas 0 to {known['replicas'] - 1}")
     if choices.replicas not in (0, known["replicas"]):
         raise ConfigError("replicas", choices.replicas, f"`helixrt serve` serves a run of {known['replicas']}")
-
-
-def _claim(store: RunStore, place: Place) -> int:
-    """Become the next incarnation of the replica; its number."""
-    _check_open(store, place)
-    me = f"{socket.gethostname()}:{os.getpid()}:{time.time_ns()}"
-    incarnation = 0
-    while store.put_if_absent(claim_key(place.replica, incarnation), me) != me:
-        incarnation += 1
-    return incarnation
-
-
-def _check_open(store: RunStore, place: Place) -> None:
-    if store.get(CLOSED_KEY) is not None:
-        raise Fatal(f"the run at {place.store} is over")
+    served_mesh = Mesh(**known["mesh"])
+    if choices.mesh != served_mesh:
+        sizes = " ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in asdict(choices.mesh).items() if size > 1)
+        how = f"start it with {sizes}" if sizes else "start it without --pp and --dp-shard"
+        raise ConfigError("mesh", choices.mesh, f"`helixrt serve` serves replicas of {served_mesh}; {how}")
 
 
 def _admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:
-    """What the server tells a claimed incarnation, as soon as it may begin."""
+    """What the server tells this rank of a formed incarnation, as soon as it may begin."""
     deadline = time.monotonic() + ADMISSION_S
-    while (text := store.get(spec_key(place.replica, incarnation))) is None:
-        _check_open(store, place)
+    while (text := store.get(spec_key(place.replica, incarnation, place.rank))) is None:
+        check_open(store, place)
         if time.monotonic() > deadline:
             what = f"`helixrt serve` did not let replica {place.replica} begin within {ADMISSION_S:g} s"
             raise Retryable(f"{what}; its output says whether the replica was given up")
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
     spec = replace(RankSpec.from_plain(json.loads(text)), secret=place.secret)
     if not Path(spec.output).is_dir():
         rule = "the run's folder is not on this machine; give `helixrt serve` a --storage that all machines share"

@@ -1,11 +1,12 @@
 """The launcher of replicas that somebody else starts: torchrun, Slurm, a user by hand.
 
-In: the run's store, where a process claims the next incarnation of its replica and says how it ends (`environment`). Out: the
-`Launcher` contract. `start` waits for a claim and answers it with the rank's spec; `kill` says in the store that the
-incarnation has ended, at which it stops at its next quorum. An incarnation is over when it says so, when the next one is
-claimed, or when it has not reported for `silent_s`.
+In: the run's store, where the processes of a replica claim its next incarnation together (`claims`) and say how they end
+(`environment`). Out: the `Launcher` contract. `start` waits until the incarnation is formed and answers each rank with its
+spec; `kill` says in the store that the incarnation has ended, at which its ranks stop. A rank is over when it says so, when the
+next incarnation is claimed, or when it has not reported for `silent_s`. The replica is the unit of failure: once one rank is
+over, the controller kills the others.
 
-Each replica has one rank. All calls come from one thread.
+All calls come from one thread.
 """
 
 from __future__ import annotations
@@ -17,74 +18,84 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from helixrt.errors import Cause, Retryable
+from helixrt.job.claims import claimant
+from helixrt.job.config import MeshConfig
+from helixrt.job.places import group_rank, group_world_size
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.run_keys import CLOSED_KEY, claim_key, ended_key, exit_key, progress_key, spec_key
+from helixrt.replica.run_keys import CLOSED_KEY, claim_key, ended_key, exit_key, formed_key, progress_key, spec_key
 
 _LOST = -9  # exit code of a process that has told none
 
 
+@dataclass(frozen=True)
+class Patience:
+    """In seconds. `silent_s`: a rank that has not reported for so long is over. `wait_s`: a replica that nobody starts (again)
+    for so long is no longer waited for without limit. `close_s`: how long `close` waits for ranks to end."""
+
+    silent_s: float
+    wait_s: float
+    close_s: float = 10.0
+
+
 @dataclass
-class _Started:
+class _Rank:
+    """One that was started and is not over."""
+
     spec: RankSpec
+    group_rank: int
     since_s: float  # of the start, later of the newest report
-    claimed_by: str = ""  # host and process; "" while nobody has come
+    process: str = ""  # that has come as this rank; "" while the incarnation is not formed
     report: str | None = None
 
     @property
-    def key(self) -> tuple[int, int]:
+    def life(self) -> tuple[int, int]:
+        """Its replica and incarnation."""
         return self.spec.coordinate.replica, self.spec.incarnation
 
 
 class ExternalLauncher(Launcher):
-    """`wait_s`: a replica that nobody starts (again) for so long is no longer waited for without limit. `close_s`: how long
-    `close` waits for ranks to end."""
+    """`mesh`: of the run, whose replicas all have the same ranks."""
 
     awaits = "nobody has started it yet"
 
     def __init__(
-        self,
-        store: RunStore,
-        silent_s: float,
-        wait_s: float,
-        close_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: RunStore, mesh: MeshConfig, patience: Patience, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._silent_s, self._wait_s, self._close_s = store, silent_s, wait_s, close_s
-        self._clock = clock
-        self._started: dict[tuple[int, int], _Started] = {}  # not reported as ended
+        self._store, self._mesh, self._patience, self._clock = store, mesh, patience, clock
+        self._ranks: dict[tuple[int, int, int], _Rank] = {}  # by replica, incarnation, group rank; those not over
         self._cancelled: list[RankExit] = []
         self._closed = False
 
     def start(self, spec: RankSpec) -> None:
-        started = _Started(spec, self._clock())
+        started = _Rank(spec, group_rank(self._mesh, spec.coordinate), self._clock())
         if not self._closed:
-            self._started.setdefault(started.key, started)
+            self._ranks.setdefault((*started.life, started.group_rank), started)
 
     def waiting(self, replica: int) -> bool:
         now = self._clock()
         return any(
-            key[0] == replica and not started.claimed_by and now - started.since_s < self._wait_s
-            for key, started in self._started.items()
+            key[0] == replica and not rank.process and now - rank.since_s < self._patience.wait_s
+            for key, rank in self._ranks.items()
         )
 
     def poll(self) -> list[RankExit]:
         exits, self._cancelled = self._cancelled, []
         with suppress(Retryable):  # the controller notices a store that stays away
-            for started in list(self._started.values()):
-                if not started.claimed_by:
-                    self._answer(started)
-                elif (ended := self._exit_of(started)) is not None:
+            for life in sorted({rank.life for rank in self._ranks.values() if not rank.process}):
+                self._answer(life)
+            for key, rank in list(self._ranks.items()):
+                if (ended := self._exit_of(rank)) is not None:
                     exits.append(ended)
-                    del self._started[started.key]
+                    del self._ranks[key]
         return exits
 
     def kill(self, replica: int) -> None:
-        for key, started in list(self._started.items()):
+        for key, rank in list(self._ranks.items()):
             if key[0] == replica:
-                self._fence(started)
-                if not started.claimed_by:
-                    del self._started[key]
-                    self._cancelled.append(self._ended(started, _LOST, "was not started"))
+                self._fence(rank)
+                if not rank.process:
+                    del self._ranks[key]
+                    self._cancelled.append(self._ended(rank, _LOST, "was not started"))
 
     def close(self) -> None:
         if self._closed:
@@ -92,46 +103,55 @@ class ExternalLauncher(Launcher):
         self._closed = True
         with suppress(Retryable):
             self._store.put_if_absent(CLOSED_KEY, "yes")
-        self._started = {key: started for key, started in self._started.items() if started.claimed_by}
-        for started in self._started.values():
-            self._fence(started)
-        deadline = self._clock() + self._close_s
-        while self._started and self._clock() < deadline:
+        self._ranks = {key: rank for key, rank in self._ranks.items() if rank.process}
+        for rank in self._ranks.values():
+            self._fence(rank)
+        deadline = self._clock() + self._patience.close_s
+        while self._ranks and self._clock() < deadline:
             self.poll()
             time.sleep(0.05)
 
     # ---------------------------------------------------------------- one incarnation
 
-    def _answer(self, started: _Started) -> None:
-        """Give a process that has claimed the incarnation its spec."""
-        claim = self._store.get(claim_key(*started.key))
-        if claim is not None:
-            self._store.put_if_absent(spec_key(*started.key), json.dumps(replace(started.spec, secret="").to_plain()))
-            started.claimed_by, started.since_s = claim, self._clock()
+    def _answer(self, life: tuple[int, int]) -> None:
+        """Give the processes of an incarnation that is formed their specs."""
+        formed = self._store.get(formed_key(*life))
+        ranks = [rank for rank in self._ranks.values() if rank.life == life]
+        if formed is None or len(ranks) < group_world_size(self._mesh):
+            return
+        processes = json.loads(formed)
+        for rank in ranks:
+            told = json.dumps(replace(rank.spec, secret="").to_plain())
+            self._store.put_if_absent(spec_key(*life, rank.group_rank), told)
+        for rank in ranks:
+            rank.process, rank.since_s = processes[rank.group_rank], self._clock()
 
-    def _exit_of(self, started: _Started) -> RankExit | None:
-        replica, incarnation = started.key
-        said = self._store.get(exit_key(replica, incarnation))
+    def _exit_of(self, rank: _Rank) -> RankExit | None:
+        replica, incarnation = rank.life
+        said = self._store.get(exit_key(replica, incarnation, rank.group_rank))
         if said is not None:
             told = json.loads(said)
-            return self._ended(started, told["code"], told["why"])
+            return self._ended(rank, told["code"], told["why"])
         successor = self._store.get(claim_key(replica, incarnation + 1))
         if successor is not None:
-            return self._ended(started, _LOST, f"ended without a word; {successor} has begun in its place")
-        report, now = self._store.get(progress_key(str(started.spec.coordinate), incarnation)), self._clock()
-        if report != started.report:
-            started.report, started.since_s = report, now
-        elif now - started.since_s > self._silent_s:
-            self._fence(started)
-            return self._ended(started, _LOST, f"has not reported for {self._silent_s:g} s")
+            how = "ended without a word" if rank.process else "did not begin with all ranks of its replica"
+            return self._ended(rank, _LOST, f"{how}; {claimant(successor)} has begun in its place")
+        if not rank.process:
+            return None
+        report, now = self._store.get(progress_key(str(rank.spec.coordinate), incarnation)), self._clock()
+        if report != rank.report:
+            rank.report, rank.since_s = report, now
+        elif now - rank.since_s >= self._patience.silent_s:
+            self._fence(rank)
+            return self._ended(rank, _LOST, f"has not reported for {self._patience.silent_s:g} s")
         return None
 
-    def _fence(self, started: _Started) -> None:
+    def _fence(self, rank: _Rank) -> None:
         with suppress(Retryable):
-            self._store.put_if_absent(ended_key(*started.key), "yes")
+            self._store.put_if_absent(ended_key(*rank.life), "yes")
 
-    def _ended(self, started: _Started, code: int, why: str) -> RankExit:
-        spec = started.spec
+    def _ended(self, rank: _Rank, code: int, why: str) -> RankExit:
+        spec = rank.spec
         who = f"{spec.coordinate} incarnation {spec.incarnation}"
-        cause = Cause(why, f"{who} ({started.claimed_by})" if started.claimed_by else who)
+        cause = Cause(why, f"{who} ({rank.process})" if rank.process else who)
         return RankExit(spec.coordinate, spec.incarnation, code, str(cause))

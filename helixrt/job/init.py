@@ -26,13 +26,14 @@ from typing import Any
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal, MisuseError
 from helixrt.job.config import JobConfig, MeshConfig
-from helixrt.job.environment import Place, SessionChoices, joined, place_of
+from helixrt.job.environment import Joined, SessionChoices, joined
 from helixrt.job.launch import RunOptions
-from helixrt.job.launchers import STORE, starter
 from helixrt.job.logs import configure_logging
+from helixrt.job.mesh import Mesh
 from helixrt.job.policies import MISUSE_EXIT
 from helixrt.job.served import ServerOrder
 from helixrt.job.session import Session
+from helixrt.job.starters import STORE, Place, place_of, starter
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.orphan import PARENT_VARIABLE
 
@@ -43,6 +44,7 @@ _session: Session | None = None  # of this process
 
 def init(
     *,
+    mesh: Mesh = Mesh(),  # noqa: B008 frozen
     seed: int = 0,
     device: str = "auto",
     dtype: str = "float32",
@@ -52,11 +54,13 @@ def init(
     name: str = "run",
     options: RunOptions = RunOptions(),  # noqa: B008 frozen
 ) -> Session:
-    """The session of this process, which is one replica. Call it once, in the main thread, before models are built.
+    """The session of this process, which is one replica, or a rank of one of several ranks. Call it once, in the main thread,
+    before models are built.
 
-    `launcher`: "environment" joins the run that HELIXRT_STORE names, as replica HELIXRT_REPLICA (see
-    `helixrt.job.environment`); "local" is a run of this one replica; "auto" is "environment" where HELIXRT_STORE is set or
-    torchrun, Slurm or Ray started this process, else "local". The settings are those of `helixrt.run`; in a run that
+    `mesh`: the ranks of a replica, each a process of one torchrun or srun; `session.parallelize` places the model on them.
+    `launcher`: "environment" joins the run that HELIXRT_STORE names, as replica HELIXRT_REPLICA (see `helixrt.job.starters`);
+    "local" is a run of this one replica, of one rank; "auto" is "environment" where HELIXRT_STORE is set or torchrun, Slurm or
+    Ray started this process, else "local". The settings are those of `helixrt.run`; in a run that
     `helixrt serve` serves, `storage`, `name` and the options of the runtime are the server's. Compute threads stay as they are.
 
     The replica ends with the process: with an exception it is lost, and joins again when whoever started it starts it again.
@@ -66,18 +70,22 @@ def init(
     if RANK_VARIABLE in os.environ:
         raise MisuseError("helixrt.init was called in a rank that helixrt.run started; its session is the argument of train")
     if _session is not None:
-        raise MisuseError("helixrt.init was called twice; a process is one replica")
+        raise MisuseError("helixrt.init was called twice; a process is one rank of one replica")
     configure_logging()
+    mesh.check_supported()
     if launcher not in ("auto", "environment", "local"):
         raise ConfigError("launcher", launcher, "must be auto, environment or local")
-    choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every)
+    choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, mesh=mesh)
     outside = launcher == "environment" or (launcher == "auto" and (STORE in os.environ or starter() != ""))
     stack = ExitStack()
     with ExitStack() as failing:
         failing.push(stack)
         if outside:
-            place = place_of()
+            place = place_of(mesh=mesh)
         else:
+            if mesh.ranks > 1:
+                how = f"start {mesh.ranks} for each replica with torchrun, or use helixrt.run, which starts them"
+                raise ConfigError("mesh", mesh, f"this is one process; {how}")
             if multiprocessing.parent_process() is not None:
                 guard = 'put the program under `if __name__ == "__main__":`, since worker processes import the script'
                 raise MisuseError(f"helixrt.init was called in a worker process; {guard}")
@@ -85,9 +93,10 @@ def init(
             choices.config(config)  # wrong settings are refused before anything is started
             config.check_runtime()
             place = stack.enter_context(_local_server(config))
-        _session = stack.enter_context(joined(place, choices)).session
+        here = stack.enter_context(joined(place, choices))
+        _session = here.session
         failing.pop_all()
-    atexit.register(_close, stack, _session, os.getpid())
+    atexit.register(_close, stack, here, os.getpid())
     return _session
 
 
@@ -133,11 +142,12 @@ def _wait(server: subprocess.Popen[bytes]) -> int:
         return server.wait()
 
 
-def _close(stack: ExitStack, session: Session, process: int) -> None:
+def _close(stack: ExitStack, here: Joined, process: int) -> None:
     """At the end of the process: end the replica in good order, or say why it was lost."""
     if os.getpid() != process:  # a fork of it
         return
-    failed: Any = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    session = here.session
+    failed: Any = here.departed or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if not session.began or session.left_early:
         if failed is not None:  # the interpreter has printed it
             try:

@@ -19,12 +19,13 @@ from helixrt.errors import ConfigError, Fatal
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.description import Description
 from helixrt.job.driver import Driver, JobProgram, cluster, new_run, reopened_run
-from helixrt.job.environment import SessionChoices, joined, place_of
+from helixrt.job.environment import SessionChoices, joined
 from helixrt.job.launchers import chosen_launcher
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
-from helixrt.job.resume import run_to_resume
+from helixrt.job.resume import deals_of, run_to_resume
 from helixrt.job.session_config import SessionConfig
+from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
 from helixrt.protocol.step.lineage import Log
 from helixrt.replica.runlog import RunLog
@@ -119,14 +120,15 @@ def run(
 
     `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
-    number of replicas, the seed and the data must be the same; `until` may be another.
+    ranks of a replica, the seed and the data must be the same; `until` may be another. With another number of replicas the
+    items that were not read yet are dealt over the new streams, which needs `session.sampler`.
     `launcher`: "local" starts the ranks as processes of this host. "ray" starts them as actors of the Ray cluster that this
     process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working directory
     of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one GPU. Replicas
-    that the cluster has no resources for are waited for. With "environment" this process is itself one replica of
-    the run that `helixrt serve` serves (`helixrt.job.environment`), and calls `train` here; `storage`, `name` and options of
-    the runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
-    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
+    that the cluster has no resources for are waited for. With "environment" this process is itself one rank of the run that
+    `helixrt serve` serves (`helixrt.job.starters`), and calls `train` here: the processes of one torchrun, or of one srun, are
+    a replica. `storage`, `name` and options of the runtime are the server's then. "auto" is "environment" where HELIXRT_STORE
+    is set or torchrun or Slurm started this process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
@@ -138,10 +140,7 @@ def run(
     if launcher == "environment":
         if resume is not None:
             raise ConfigError("resume", resume, "a run that `helixrt serve` serves cannot be resumed yet")
-        if mesh.ranks > 1:
-            rule = "a replica of a run that `helixrt serve` serves has one process so far"
-            raise ConfigError("mesh", f"{mesh.ranks} ranks", rule)
-        choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas)
+        choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas, mesh)
         return _run_here(train, checked(train, arguments), choices)
     if replicas < 1:
         raise ConfigError("replicas", replicas, "must be at least 1")
@@ -161,7 +160,12 @@ def run(
     config.check_runtime()
     program = JobProgram(PROGRAM, description, options.exit_grace_s, gpus_per_rank=1.0 if device == "cuda" else 0.0)
     with cluster(config):
-        begun = new_run(config) if resume is None else reopened_run(*run_to_resume(config, resume))
+        if resume is None:
+            begun = new_run(config)
+        else:
+            folder, checkpoint = run_to_resume(config, resume)
+            config = replace(config, deal=deals_of(config, folder, checkpoint.record))
+            begun = reopened_run(folder, checkpoint, dealt=config.deal != checkpoint.record.deal)
         driver = Driver(config, begun, program)
         if driver.run() != 0:
             raise Fatal(f"the run failed; its folder is {begun.folder}")
@@ -188,9 +192,9 @@ def checked(train: Callable[..., Any], arguments: Mapping[str, Any] | None) -> d
 
 
 def _run_here(train: Callable[..., Any], arguments: Mapping[str, Any], choices: SessionChoices) -> RunResult:
-    """This process is one replica."""
+    """This process is one replica, or a rank of one."""
     name_of(train)
-    with joined(place_of(), choices) as here:
+    with joined(place_of(mesh=choices.mesh), choices) as here:
         train(here.session, **arguments)
         head = Log(RunLog(here.store).read_from(0)).head
     return RunResult(Path(here.spec.output), head.step, head.hash, head.last)

@@ -7,20 +7,11 @@ cluster) or "environment" (this process is itself one replica of a run that `hel
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from helixrt.errors import ConfigError
+from helixrt.job.starters import STORE, starter
 
-STORE = "HELIXRT_STORE"  # host:port of the store of the run that this process is to join
 LAUNCHERS = ("auto", "local", "ray", "environment")
-# A Ray cluster may run inside a Slurm allocation, and torchrun inside a Ray job: the innermost first.
-_STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray", "SLURM_STEP_ID": "Slurm"}
-
-
-def starter(environ: Mapping[str, str] = os.environ) -> str:
-    """Who started this process: torchrun, Slurm or Ray; "" for nobody known."""
-    return next((who for variable, who in _STARTERS.items() if variable in environ), "")
-
 
 def chosen_launcher(launcher: str) -> str:
     """The launcher that `auto` means here. Raises ConfigError."""

@@ -136,7 +136,7 @@ class Leading:
             self._job.steps,
             step_rules(context.config, memory, self._job.advance),
             context.spec.life,
-            skipped_positions(context.store, context.replica, entries[-1]),
+            skipped_positions(context.store, context.replica, entries[-1], context.config.deal),
         )
 
     def _addresses(self) -> tuple[str, ...]:

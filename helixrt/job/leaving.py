@@ -36,6 +36,7 @@ class TermSignal:
     def __init__(self, store: RunStore, replica: int, incarnation: int, rank: str) -> None:
         self._store, self._key, self._rank = store, leave_key(replica, incarnation), rank
         self.at_once = True
+        self.departed: Departed | None = None  # what was raised for a signal
         self._ended = threading.Event()
         self._wake, self._pid = -1, -1  # the writing end of a pipe: a handler may take no lock; whose handler it is
         self._thread: threading.Thread | None = None
@@ -64,7 +65,8 @@ class TermSignal:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         if self.at_once:
-            raise Departed(f"SIGTERM to {self._rank}")
+            self.departed = Departed(f"SIGTERM to {self._rank}")
+            raise self.departed
         os.write(self._wake, b"t")
 
     def _ask(self, reading: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from helixrt.errors import ConfigError
+from helixrt.job.sampler import StreamSampler
 
 _DRAWN_SEED = 1 << 32  # torchdata's RandomSampler draws a seed of 63 bits where it is given no generator
 
@@ -85,6 +86,27 @@ def reads_all_items(loader: Any) -> bool:
         "torchdata",
     )
     return isinstance(loader, DataLoader) and chosen and not isinstance(dataset, IterableDataset)
+
+
+def dealt_by(loader: Any) -> tuple[StreamSampler, int] | None:
+    """The session's sampler that says which items the loader reads, in which order, and how many make a batch. None for a
+    loader that reads others: what is left of its data cannot be dealt over another number of streams."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader if batches is None else batches, "sampler", None)
+    if not isinstance(sampler, StreamSampler) or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
+    if batches is None:
+        return sampler, 1
+    known = type(batches).__name__ == "BatchSampler" and type(batches).__module__.split(".")[0] in ("torch", "torchdata")
+    return (sampler, int(batches.batch_size)) if known else None
+
+
+def name_of(loader: Any) -> str:
+    """The loader with what chooses its items, for messages."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None) or batches or getattr(loader, "sampler", None)
+    own = type(sampler).__name__ if sampler is not None else type(getattr(loader, "dataset", None)).__name__
+    return type(loader).__name__ if own == "NoneType" else f"{type(loader).__name__} with {own}"
 
 
 def _has_state(part: Any) -> bool:

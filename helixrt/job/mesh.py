@@ -21,6 +21,9 @@ class Mesh:
         """Of one replica."""
         return self.pp * self.dp_shard * self.cp * self.tp
 
+    def __str__(self) -> str:
+        return f"Mesh({', '.join(f'{axis}={size}' for axis, size in asdict(self).items() if size != 1)})"
+
     def check_supported(self) -> None:
         """Raises ConfigError (mesh.AXIS) for what a session cannot train yet."""
         for axis, size in asdict(self).items():

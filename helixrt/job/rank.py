@@ -80,6 +80,7 @@ class RankRuntime:
         self._term = TermSignal(context.store, context.replica, spec.incarnation, context.label)
         self._side: Leading | Following | None = None
         self._checkpointer: Checkpointer | None = None
+        self._worker: RankWorker | None = None
 
     def __enter__(self) -> RankRuntime:
         torch.set_num_threads(self.context.config.threads)
@@ -142,6 +143,7 @@ class RankRuntime:
                 LayoutBook(context.store, context.group_rank, int(context.config.catchup.memory_gb * GB)),
             )
         )
+        self._worker = worker
         context.store.put_if_absent(address_key(context.life, context.group_rank), transport.address)
         if context.leads:
             assert self.metrics is not None and self._lineage is not None
@@ -213,6 +215,16 @@ class RankRuntime:
         """Chaos: whether this is the rank's to carry out; the first to come to its moment gets it."""
         me = f"{self.context.life}/{self.context.group_rank}"
         return self.context.store.put_if_absent(f"chaos/{name}", me) == me
+
+    @property
+    def departed(self) -> Departed | None:
+        """With what SIGTERM has ended this rank before its loop began, if it has."""
+        return self._term.departed
+
+    def fail(self, error: BaseException) -> None:
+        """Have the loop's thread raise this when it next waits for an order; from any thread."""
+        if self._worker is not None:
+            self._worker.fail(error)
 
     def broken(self, error: BaseException) -> None:
         """Tell the leader why this rank ends, if it follows one."""

@@ -2,13 +2,15 @@
 
 In: `helixrt.run(resume=)`, the settings, the folders of earlier runs. Out: a new life of the run (`driver.Run`) that goes on
 from its newest checkpoint on the lineage: the record has the positions of all streams, the checkpoint parameters, optimizers,
-schedulers and what else is registered, the folder `streams` states of loaders and of what is registered per replica.
+schedulers and what else is registered, the folder `streams` states of loaders and of what is registered per replica. With
+another number of replicas the data that was not read is dealt anew (`dealing`), and each change is in the records from then on.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from helixrt.job import checkpoint as checkpoints
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.stream import LENGTH_KEY
+from helixrt.protocol.step.deal import Deal
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import RunStore
 
 LATEST = "latest"  # the newest run with the same name
-_STREAM = "stream.json"  # in the run's folder: what all streams agreed on
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,7 @@ def _settings_of(folder: Path) -> SessionConfig:
 def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
     """The folder of the run that `which` names (a run's folder, or "latest") and the checkpoint to go on from.
 
-    Raises ConfigError (resume) if there is none, or if data would not be dealt as before: another number of replicas, or
-    another seed.
+    Raises ConfigError (resume) if there is none, or if it does not fit: other ranks of a replica, or another seed.
     """
     if str(which) == LATEST:
         folder, found = checkpoints.find_resume(Path(config.output.root), config.name)
@@ -75,8 +77,8 @@ def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, check
             raise ConfigError("resume", which, "has no complete checkpoint")
         found = checkpoint
     before = _settings_of(folder)
-    if before.mesh != config.mesh:
-        rule = f"{folder} was begun with {before.mesh}; a run is resumed with the same mesh, since its data was dealt for that"
+    if replace(before.mesh, replicas=config.mesh.replicas) != config.mesh:
+        rule = f"{folder} was begun with {before.mesh}; a run is resumed with the same ranks in each replica"
         raise ConfigError("resume", str(config.mesh), rule)
     if before.seed != config.seed:
         rule = f"{folder} was begun with seed={before.seed}, which the order of its data follows"
@@ -84,20 +86,67 @@ def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, check
     return folder, found
 
 
-def keep_stream(store: RunStore, folder: Path) -> bool:
-    """Write what the streams agreed on into the run's folder; whether that is done."""
+def deals_of(config: SessionConfig, folder: Path, record: CommitRecord) -> tuple[Deal, ...]:
+    """The changes of the number of streams up to a life of the run that goes on from `record` with these settings: one more
+    than the record has, if the number of replicas is another than in the record's life.
+
+    Raises ConfigError (replicas) if the rest of the data cannot be dealt over another number, with the name of the loader.
+    """
+    agreed = _agreed(folder, record.life)
+    begun = _settings_of(folder).mesh.replicas
+    before = begun if agreed is None else int(agreed.get("replicas", begun))
+    if before == config.mesh.replicas:
+        return record.deal
+    instead = f"resume {folder} with {before}"
+    if agreed is None or "items" not in agreed:
+        loader = "its loader" if agreed is None else agreed.get("loader", "its loader")
+        rule = f"{loader} has no session.sampler, whose ids can be dealt over another number of replicas; {instead}"
+        raise ConfigError("replicas", config.mesh.replicas, rule)
+    if any((folder / "streams").glob("*.per_replica")):
+        rule = f"what is registered with per_replica= belongs to the replicas of before; {instead}"
+        raise ConfigError("replicas", config.mesh.replicas, rule)
+    deal = Deal(
+        tuple(record.positions.get(replica, 0) for replica in range(before)),
+        config.mesh.dp_shard,
+        agreed["items"],
+        agreed["shuffle"],
+        agreed["batch"],
+        agreed["batches"] - agreed["batches"] % agreed["accumulate"],
+        agreed["first"],
+        agreed["accumulate"],
+    )
+    return (*record.deal, deal)
+
+
+def keep_stream(store: RunStore, folder: Path, replicas: int = 0, life: int = 0) -> bool:
+    """Write what the streams of this life agreed on into the run's folder; whether that is done."""
     text = store.get(LENGTH_KEY)
     if text is None:
         return False
-    write_durably(folder / _STREAM, text)
+    write_durably(_file(folder, life), json.dumps(json.loads(text) | {"replicas": replicas}))
     return True
 
 
-def restore_stream(store: RunStore, folder: Path) -> bool:
-    """Put it into the new store, so that another length of an epoch, or another accumulation, is refused."""
-    try:
-        agreed = json.loads((folder / _STREAM).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def restore_stream(store: RunStore, folder: Path, before: int = 0, life: int = 0) -> bool:
+    """Put what the streams of the life `before` agreed on into the new store, so that another length of an epoch, or another
+    accumulation, is refused in this life."""
+    agreed = _agreed(folder, before)
+    if agreed is None:
         return False
+    write_durably(_file(folder, life), json.dumps(agreed))
     store.put_if_absent(LENGTH_KEY, json.dumps(agreed | {"stream": "of the run that is resumed"}))
     return True
+
+
+def _agreed(folder: Path, life: int) -> dict[str, Any] | None:
+    """What the streams agreed on in this life; in that of before if they have not in this one."""
+    for number in range(life, -1, -1):
+        with suppress(FileNotFoundError):
+            found: dict[str, Any] = json.loads(_file(folder, number).read_text(encoding="utf-8"))
+            return found
+    return None
+
+
+def _file(folder: Path, life: int) -> Path:
+    """In the run's folder: what all streams of a life agreed on."""
+    return folder / ("stream.json" if life == 0 else f"stream.{life}.json")

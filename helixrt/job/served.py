@@ -12,14 +12,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from helixrt.errors import HelixError
 from helixrt.job.config import JobConfig
 from helixrt.job.controller import Terminated
 from helixrt.job.driver import Driver, JobProgram, Run, new_run
-from helixrt.job.external_launcher import ExternalLauncher
+from helixrt.job.external_launcher import ExternalLauncher, Patience
 from helixrt.replica.contracts import Launcher
 from helixrt.replica.run_keys import SERVED_KEY
 
@@ -46,11 +46,12 @@ class ServedDriver(Driver):
     def __init__(self, config: JobConfig, run: Run, secret: str, wait_s: float) -> None:
         super().__init__(config, run, JobProgram(""), secret)
         self._wait_s = wait_s
-        known = {"run": run.name, "replicas": config.mesh.replicas, "secret": fingerprint(run.name, self.secret)}
+        mesh = asdict(config.mesh)
+        known = {"run": run.name, "replicas": mesh.pop("replicas"), "mesh": mesh, "secret": fingerprint(run.name, self.secret)}
         self.store.put_if_absent(SERVED_KEY, json.dumps(known))
 
     def launcher(self) -> Launcher:
-        return ExternalLauncher(self.store, 1.5 * self.timeouts.step_s, self._wait_s)
+        return ExternalLauncher(self.store, self.config.mesh, Patience(1.5 * self.timeouts.step_s, self._wait_s))
 
     def run(self) -> int:
         """As the base's; ended by Ctrl-C or SIGTERM it still writes the report."""

@@ -34,7 +34,7 @@ from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model
 from helixrt.engines.staged import StagedModel, Stages
 from helixrt.engines.update import Policy, UpdateFunction
-from helixrt.errors import ConfigError, MisuseError
+from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.checkpoint import is_due
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import PerReplicaState
@@ -69,6 +69,7 @@ class Session:
         self._step: Step | None = None  # the newest
         self._last: Committed | None = None  # of the step before it
         self._began = self._ended = False
+        self.departed: Departed | None = None  # with what the loop was ended because the replica leaves the run
 
     @property
     def replica(self) -> int:
@@ -207,7 +208,7 @@ class Session:
         if isinstance(model, StagedModel):
             policy = Policy(settings.lr_policy)  # type: ignore[arg-type]
             self._engine = model.engine(
-                registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.seed
+                registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.drawn_seed
             )
             return
         if settings.mesh.pp > 1:
@@ -216,7 +217,7 @@ class Session:
             registered,
             replica=settings.replica,
             replicas=settings.replicas,
-            seed=settings.seed,
+            seed=settings.drawn_seed,
             policy=Policy(settings.lr_policy),  # type: ignore[arg-type]
             buffers=settings.buffers,  # type: ignore[arg-type]
             compute_dtype=_DTYPES[settings.dtype],
@@ -237,7 +238,8 @@ class Session:
     def sampler(self, data: Sized, shuffle: bool = False) -> StreamSampler:
         """The ids of this rank's stream over a data set with a length: each epoch an order of its own (with `shuffle`), dealt
         over all streams. Raises ConfigError for a data set without a length, or with fewer items than streams."""
-        return stream_sampler(data, self.streams, self.stream, shuffle=shuffle, seed=self.settings.seed)
+        given = self.settings
+        return stream_sampler(data, self.streams, self.stream, shuffle=shuffle, seed=given.seed, deals=given.deals)
 
     def evaluate(self, function: Callable[[], Any], *, every: int) -> None:
         """Run `function()` after every `every` updates and after the last one, on all ranks of one replica, between two steps,
@@ -270,9 +272,8 @@ class Session:
             rule = "must be 1 for a model in stages, which cuts each batch: Stages(microbatches=)"
             raise ConfigError("accumulate", accumulate, rule)
         self._began = True
-        settings = StreamSettings(self.replica, accumulate, self.settings.seed, self.settings.loader_every, self.shard)
-        stream = Stream(loader, settings, self._host.store, self._say, self._host.folder)
-        own = self._own_state(settings, until)
+        stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)
+        own = self._own_state(self.settings.stream(accumulate), until)
         every = self._evaluation[1] if self._evaluation is not None else 0
         worker = self._host.open(engine, Plan(until, accumulate, every, self._evaluate))
         try:
@@ -286,6 +287,9 @@ class Session:
             if self._step is not None and self._step.done is not None and self._step.done.committed:
                 own.end(self._step.position + accumulate)
             self._ended = True
+        except Departed as left:
+            self.departed = left
+            raise
         finally:
             stream.close()
 
@@ -383,7 +387,7 @@ class Session:
 
 
 def _device(settings: SessionSettings) -> torch.device:
-    """Ranks of one replica need a CUDA device each; those of this host are dealt in turn."""
+    """Ranks of one replica need a CUDA device each: that of their number on this machine, or those of the host in turn."""
     name, ranks = settings.device, settings.mesh.ranks
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError("device", name, "must be auto, cpu or cuda")
@@ -391,9 +395,12 @@ def _device(settings: SessionSettings) -> torch.device:
         raise ConfigError("device", name, "no CUDA device is available")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    devices = torch.cuda.device_count()
+    if 0 <= settings.local_rank < devices:
+        return torch.device("cuda", settings.local_rank)
     if ranks == 1:
         return torch.device("cuda")
-    if (devices := torch.cuda.device_count()) < ranks:
+    if devices < ranks:
         rule = f"a replica of {ranks} ranks needs a CUDA device for each, and this host has {devices}; device='cpu' needs none"
         raise ConfigError("device", name, rule)
     return torch.device("cuda", (settings.replica * ranks + settings.shard) % devices)

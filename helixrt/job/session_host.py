@@ -16,7 +16,10 @@ import torch
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.staged import StagePlace
 from helixrt.job.mesh import Mesh
+from helixrt.job.permutation import seed_of
 from helixrt.job.step import SessionEngine, Worker
+from helixrt.job.stream import StreamSettings
+from helixrt.protocol.step.deal import Deal
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.rank import Done
 
@@ -36,6 +39,18 @@ class SessionSettings:
     loader_every: int = 100
     checkpoint_every: int = 0
     shard: int = 0  # this rank's number among the dp_shard ranks of its replica
+    deals: tuple[Deal, ...] = ()  # changes of the number of streams before this life of the run
+    local_rank: int = -1  # its number on this machine, where somebody else starts the ranks; -1: not known
+
+    @property
+    def drawn_seed(self) -> int:
+        """Of the random numbers that are drawn at a position: other ones after each change of the number of streams, where
+        positions count anew."""
+        return seed_of(self.seed, len(self.deals)) if self.deals else self.seed
+
+    def stream(self, accumulate: int) -> StreamSettings:
+        """Of this rank's data stream; `accumulate` batches are a step."""
+        return StreamSettings(self.replica, accumulate, self.drawn_seed, self.loader_every, self.shard, self.deals)
 
 
 @dataclass(frozen=True)

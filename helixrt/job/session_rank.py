@@ -137,11 +137,12 @@ class RankHost:
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 @contextmanager
-def opened_session(runtime: RankRuntime, config: SessionConfig) -> Iterator[Session]:
-    """A session on this rank's runtime, which has been entered; random numbers begin alike on all ranks."""
+def opened_session(runtime: RankRuntime, config: SessionConfig, local_rank: int = -1) -> Iterator[Session]:
+    """A session on this rank's runtime, which has been entered; random numbers begin alike on all ranks. `local_rank`: see
+    `Place`."""
     at = runtime.context.spec.coordinate
     with RankHost(runtime) as host:
-        session = Session(config.session(at.replica, at.dp_shard), host)
+        session = Session(config.session(at.replica, at.dp_shard, local_rank), host)
         seed_all(config.seed)
         yield session
 

@@ -15,6 +15,7 @@ import torch
 from helixrt.job.config import JobConfig
 from helixrt.protocol.catchup_memory import GB, CatchupMemory, catchup_memory
 from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import StepRules
 from helixrt.replica.contracts import Engine, RunStore
@@ -58,12 +59,13 @@ def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1) -> St
         supersede_after_s=config.supersede_after_s,
         nonfinite_limit=config.nonfinite_limit,
         advance=advance,
+        deal=config.deal,
     )
 
 
-def skipped_positions(store: RunStore, replica: int, head: CommitRecord) -> frozenset[int]:
+def skipped_positions(store: RunStore, replica: int, head: CommitRecord, deal: tuple[Deal, ...] = ()) -> frozenset[int]:
     """The positions of the replica's stream, near that of the head, whose batches are left out (`on_poison=skip`)."""
-    position = head.positions.get(replica, 0)
+    position = head.positions.get(replica, 0) if head.deal == deal else 0
     near = range(max(0, position - _NEAR), position + _NEAR)
     return frozenset(at for at in near if store.get(poison_key(replica, at)) is not None)
 

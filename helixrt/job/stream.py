@@ -6,6 +6,8 @@ the `accumulate` batches from a position on. A position counts what the stream y
 
     epoch = position // usable        batch of that epoch = position % usable
 
+In a run that was resumed with another number of streams, epoch 0 may be the remainder of before (`dealing`), which is shorter.
+
 The same position gives the same batch in each incarnation of the replica: orders that depend on chance are refused
 (`loader_checks`), generators and random numbers are set from (seed, stream, epoch or position), and batches that are not
 committed stay in memory and are yielded again. A replica that starts again begins at the newest loader state at or
@@ -27,9 +29,19 @@ import torch
 
 from helixrt.errors import ConfigError, Fatal, StartAgain
 from helixrt.job.data_random import seed_generators
-from helixrt.job.loader_checks import check_reproducible, generators, keeps_position, set_epoch, stateful
+from helixrt.job.loader_checks import (
+    check_reproducible,
+    dealt_by,
+    generators,
+    keeps_position,
+    name_of,
+    set_epoch,
+    stateful,
+)
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.permutation import seed_of
+from helixrt.job.sampler import StreamSampler
+from helixrt.protocol.step.deal import Deal
 from helixrt.replica.contracts import RunStore
 
 LENGTH_KEY = "loader/length"  # what all streams of the run must agree on
@@ -46,6 +58,7 @@ class StreamSettings:
     seed: int = 0
     every: int = 100
     shard: int = 0  # dp_shard rank; streams of one replica share the position
+    deals: tuple[Deal, ...] = ()  # changes of the number of streams before this life of the run
 
     @property
     def name(self) -> str:
@@ -81,7 +94,6 @@ class Stream:
             raise ConfigError("accumulate", settings.accumulate, "must be at least 1")
         check_reproducible(loader)
         self._loader, self._settings, self._store, self._say = loader, settings, store, say
-        self._states = LoaderStates(store, settings.name, say, folder)
         self._generators = [(g, g.get_state()) for g in generators(loader)]
         self._stateful = stateful(loader)
         self._kept: dict[int, _Kept] = {}  # by position, those that may be yielded again
@@ -89,6 +101,9 @@ class Stream:
         self._begun = False  # the loader was iterated in this process
         self._next = -1  # position of the batch that the iterator gives next
         self._length: int | None = None  # batches of an epoch
+        self._remainder: int | None = None  # batches of epoch 0, if that is what was left when streams were dealt anew
+        order = f"/{self._take_up().mark}" if settings.deals else ""  # of which states of the loader are
+        self._states = LoaderStates(store, settings.name + order, say, folder)
         known = _len(loader)
         if known is not None:
             self._agree(known)
@@ -100,9 +115,27 @@ class Stream:
             return None
         return self._length - self._length % self._settings.accumulate
 
+    @property
+    def first(self) -> int:
+        """Batches of the remainder that are used; 0 without one."""
+        return 0 if self._remainder is None else self._remainder - self._remainder % self._settings.accumulate
+
     def epoch_of(self, position: int) -> int:
         """The epoch of the batch at this position, from 0."""
-        return 0 if self.usable is None else position // self.usable
+        if self.usable is None or position < self.first:
+            return 0
+        return (self._remainder is not None) + (position - self.first) // self.usable
+
+    def _begin_of(self, epoch: int) -> int:
+        """The position of an epoch's first batch."""
+        if epoch == 0 or self.usable is None:
+            return 0
+        return self.first + (epoch - (self._remainder is not None)) * self.usable
+
+    def _length_of(self, epoch: int) -> int:
+        """Batches of the epoch, those that are not used included."""
+        assert self._length is not None
+        return self._remainder if self._remainder is not None and epoch == 0 else self._length
 
     def take(self, position: int) -> Iterator[Any]:
         """The `accumulate` batches from `position` on. Batches before it are given up.
@@ -146,13 +179,13 @@ class Stream:
         except StopIteration:
             self._iterator = None
             if self._length is not None:
-                self._other_length(str(position % self._known_usable()))
+                self._other_length(str(position - self._begin_of(self.epoch_of(position))))
             self._agree(position)
             self._next = self._known_usable()
             raise _Ended from None
         self._next = position + 1
-        if self._length is not None and self._next % self._known_usable() == 0:
-            self._end_epoch()
+        if self._length is not None and self.epoch_of(self._next) != (epoch := self.epoch_of(position)):
+            self._end_epoch(epoch)
         elif self._next % self._settings.every == 0:
             self._publish()
         return batch
@@ -162,10 +195,10 @@ class Stream:
         self._seed(_BATCH, position)
         return next(self._iterator)
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, epoch: int) -> None:
         """Exhaust the iterator: a data set with a position of its own begins again only after its end."""
-        assert self._iterator is not None and self._length is not None
-        rest = self._length - self._known_usable()
+        assert self._iterator is not None
+        rest = self._length_of(epoch) - (self._next - self._begin_of(epoch))
         self._seed(_BATCH, self._next)
         for _ in range(rest + 1):
             if next(self._iterator, self) is self:
@@ -178,7 +211,7 @@ class Stream:
 
     def _agree(self, length: int) -> None:
         """All streams of the run have the same length and the same `accumulate`; the first to say it decides."""
-        mine = {"batches": length, "accumulate": self._settings.accumulate, "stream": self._settings.name}
+        mine = {"batches": length, "accumulate": self._settings.accumulate, "stream": self._settings.name, **self._described()}
         first = json.loads(self._store.put_if_absent(LENGTH_KEY, json.dumps(mine)))
         if first["accumulate"] != self._settings.accumulate:
             rule = f"stream {first['stream']} has {first['accumulate']}; must be equal on all replicas"
@@ -197,6 +230,36 @@ class Stream:
             dropped = f"the last {rest} of {length} batches of each epoch are not used"
             self._say(f"{dropped}: a step takes accumulate={self._settings.accumulate}")
 
+    def _described(self) -> dict[str, Any]:
+        """What a later life must know to deal the rest of the data over another number of streams; else the loader's name."""
+        dealt = dealt_by(self._loader)
+        if dealt is None:
+            return {"loader": name_of(self._loader)}
+        sampler, batch = dealt
+        return {"items": sampler.items, "shuffle": sampler.shuffle, "batch": batch, "first": self.first}
+
+    def _take_up(self) -> StreamSampler:
+        """The streams were dealt anew: learn how long the remainder is. Gives the loader's sampler. Raises ConfigError for a
+        loader whose order is not that of `session.sampler`, or of other data than before."""
+        dealt, newest = dealt_by(self._loader), self._settings.deals[-1]
+        if dealt is None or dealt[0].deals != self._settings.deals:
+            before = f"{newest.items} items, shuffle={newest.shuffle}"
+            rule = f"the run was resumed with another number of replicas, so its loader must read session.sampler of {before}"
+            found = name_of(self._loader) if dealt is None else f"{dealt[0].items} items, shuffle={dealt[0].shuffle}"
+            raise ConfigError("loader", found, rule)
+        if newest.accumulate != self._settings.accumulate:
+            rule = f"the run that is resumed has {newest.accumulate}, and its records count with that"
+            raise ConfigError("accumulate", self._settings.accumulate, rule)
+        sampler = dealt[0]
+        if sampler.rounds.before:
+            set_epoch(self._loader, 0)
+            self._remainder = len(self._loader)
+            left = len(sampler.rounds.remainder)
+            before = f"{left} items that the {newest.streams} streams of before had not read"
+            self._say(f"{before} come first, dealt over {sampler.streams}")
+        set_epoch(self._loader, sampler.rounds.before)
+        return sampler
+
     def _other_length(self, found: str) -> NoReturn:
         """An epoch did not have as many batches as it should."""
         if _len(self._loader) is not None:
@@ -214,7 +277,7 @@ class Stream:
         """Place the iterator before the batch at `position`."""
         self._learn_length()
         epoch = self.epoch_of(position)
-        first = epoch * (self.usable or 0)
+        first = self._begin_of(epoch)
         self._iterator = None  # ends the workers of the iteration before
         found = self._states.newest((epoch, position - first)) if self._stateful else None
         if found is None and self._begun and self._next != first and keeps_position(self._loader):
@@ -255,7 +318,7 @@ class Stream:
     def _publish(self) -> None:
         if self._stateful:
             epoch = self.epoch_of(self._next)
-            self._states.put((epoch, self._next - epoch * (self.usable or 0)), self._loader.state_dict())
+            self._states.put((epoch, self._next - self._begin_of(epoch)), self._loader.state_dict())
 
 
 def _len(loader: Any) -> int | None:

@@ -36,18 +36,30 @@ CLOSED_KEY = "served/closed"  # put by `helixrt serve`: the run is over, nobody 
 
 
 def claim_key(replica: int, incarnation: int) -> str:
-    """Put by a process that was started from outside: it is this incarnation. Incarnations are claimed in their order."""
+    """Put by group rank 0 of processes that were started from outside: they are this incarnation. Incarnations are claimed in
+    their order. The value says who it is, and of which start (`job.claims`)."""
     return f"served/claim/{replica}/{incarnation}"
 
 
-def spec_key(replica: int, incarnation: int) -> str:
-    """Put by `helixrt serve` when a claimed incarnation may begin: its `RankSpec` as JSON, without the secret."""
-    return f"served/spec/{replica}/{incarnation}"
+def seat_key(replica: int, incarnation: int, rank: int) -> str:
+    """Put by another process of the same start: it is this group rank of the incarnation. The value says who it is."""
+    return f"served/seat/{replica}/{incarnation}/{rank}"
 
 
-def exit_key(replica: int, incarnation: int) -> str:
-    """Put by a claimed incarnation when it ends in good order: its exit code and why, as JSON."""
-    return f"served/exit/{replica}/{incarnation}"
+def formed_key(replica: int, incarnation: int) -> str:
+    """Put by the process that claimed the incarnation, when all ranks have come: who they are, as JSON."""
+    return f"served/formed/{replica}/{incarnation}"
+
+
+def spec_key(replica: int, incarnation: int, rank: int) -> str:
+    """Put by `helixrt serve` when a formed incarnation may begin: the `RankSpec` of this group rank as JSON, without the
+    secret."""
+    return f"served/spec/{replica}/{incarnation}/{rank}"
+
+
+def exit_key(replica: int, incarnation: int, rank: int) -> str:
+    """Put by a rank of a claimed incarnation when it ends in good order: its exit code and why, as JSON."""
+    return f"served/exit/{replica}/{incarnation}/{rank}"
 
 
 def poison_key(replica: int, position: int) -> str:

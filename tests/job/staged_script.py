@@ -60,5 +60,6 @@ def train(session: helixrt.Session) -> None:
 if __name__ == "__main__":
     mesh = helixrt.Mesh(pp=STAGES)
     options = helixrt.RunOptions(checkpoint_every=5)
-    result = helixrt.run(train, replicas=2, mesh=mesh, storage=FOLDER, seed=4, device="cpu", launcher="local", options=options)
+    launcher = "environment" if "HELIXRT_STORE" in os.environ else "local"
+    result = helixrt.run(train, replicas=2, mesh=mesh, storage=FOLDER, seed=4, device="cpu", launcher=launcher, options=options)
     print(f"ended at step {result.step}")

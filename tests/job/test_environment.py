@@ -1,58 +1,40 @@
-"""Joining a run that others serve: the variables, the claims, and the launcher that answers them."""
+"""Joining a run that others serve: what is refused, and the launcher that answers the processes of a replica."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from helixrt.errors import ConfigError, Fatal, MisuseError, Retryable, StartAgain
+from helixrt.commands import serve
+from helixrt.errors import ConfigError, Departed, Fatal, MisuseError, Retryable, StartAgain
 from helixrt.job import environment, init
-from helixrt.job.config import JobConfig
-from helixrt.job.environment import Place, SessionChoices, place_of
-from helixrt.job.external_launcher import ExternalLauncher
-from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT, RELOAD_EXIT
+from helixrt.job.claims import Claim, claim
+from helixrt.job.config import JobConfig, MeshConfig
+from helixrt.job.environment import SessionChoices
+from helixrt.job.external_launcher import ExternalLauncher, Patience
+from helixrt.job.mesh import Mesh
+from helixrt.job.places import coordinates
+from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
 from helixrt.job.served import fingerprint
+from helixrt.job.session import Session
+from helixrt.job.session_host import SessionSettings
+from helixrt.job.starters import Place
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
-from helixrt.replica.run_keys import CLOSED_KEY, SERVED_KEY, claim_key, ended_key, exit_key, progress_key, spec_key
+from helixrt.replica.run_keys import CLOSED_KEY, SERVED_KEY, claim_key, ended_key, exit_key, progress_key, seat_key, spec_key
 from helixrt.replica.store import MemoryRunStore
+from tests.job.session_world import LocalHost
 
 SECRET = "a secret of the run"
-SOUND = {"HELIXRT_STORE": "host:1", "HELIXRT_REPLICA": "2", "HELIXRT_SECRET": SECRET}
+TWO = MeshConfig(replicas=2, pp=1, dp_shard=2)
 
-# ---------------------------------------------------------------- variables
-
-
-def test_a_place_is_read_from_variables(tmp_path: Path) -> None:
-    assert place_of(SOUND) == Place("host:1", 2, SECRET)
-    (tmp_path / "secret").write_text(SECRET + "\n")
-    by_file = {k: v for k, v in SOUND.items() if k != "HELIXRT_SECRET"} | {"HELIXRT_SECRET_FILE": str(tmp_path / "secret")}
-    assert place_of(by_file) == Place("host:1", 2, SECRET)
-    assert place_of({**SOUND, "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "1"}) == Place("host:1", 2, SECRET)
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"HELIXRT_STORE": ""}, "HELIXRT_STORE=: is not set; start `helixrt serve"),
-        ({"HELIXRT_REPLICA": ""}, "HELIXRT_REPLICA=: must be the number of the replica"),
-        ({"HELIXRT_REPLICA": "-1"}, "HELIXRT_REPLICA=-1: must be the number"),
-        ({"HELIXRT_REPLICA": "", "SLURM_STEP_ID": "0"}, r"HELIXRT_REPLICA=\$SLURM_ARRAY_TASK_ID"),
-        ({"HELIXRT_SECRET": ""}, "HELIXRT_SECRET=: is not set; set it, or HELIXRT_SECRET_FILE"),
-        ({"HELIXRT_SECRET": "", "HELIXRT_SECRET_FILE": "/nowhere"}, "HELIXRT_SECRET_FILE=/nowhere: cannot be read"),
-        (
-            {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"},
-            "WORLD_SIZE=2: a replica has one process so far: start torchrun once",
-        ),
-    ],
-)
-def test_a_missing_or_wrong_variable_is_named(change: dict[str, str], rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule):
-        place_of({**SOUND, **change})
+# ---------------------------------------------------------------- what is refused
 
 
 def test_init_is_refused_in_a_rank_and_with_an_unknown_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +51,15 @@ def test_init_refuses_wrong_settings_before_anything_is_started(tmp_path: Path) 
     assert not (tmp_path / "out").exists() and init._session is None
 
 
-def test_threads_stay_as_they_are() -> None:
-    import torch
+def test_one_process_is_no_replica_of_several_ranks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mesh=Mesh\(dp_shard=2\): this is one process; start 2 for each replica with"):
+        init.init(launcher="local", mesh=Mesh(dp_shard=2), storage=tmp_path / "out")
+    with pytest.raises(ConfigError, match="mesh.tp=2: a session's replica has"):
+        init.init(launcher="local", mesh=Mesh(tp=2), storage=tmp_path / "out")
+    assert not (tmp_path / "out").exists() and init._session is None
 
+
+def test_threads_stay_as_they_are() -> None:
     assert SessionChoices(seed=3).config(JobConfig(threads=77)).threads == torch.get_num_threads()
 
 
@@ -85,31 +73,67 @@ class Clock:
         return self.now_s
 
 
-def spec(replica: int, incarnation: int, output: str = "") -> RankSpec:
-    return RankSpec("run", Coordinate(replica), incarnation, "host:1", "", output, SECRET, 0.0, JobConfig().to_plain())
+ONE = MeshConfig(replicas=2, pp=1)
 
 
-def launcher(store: MemoryRunStore, clock: Clock) -> ExternalLauncher:
-    return ExternalLauncher(store, silent_s=90.0, wait_s=600.0, close_s=0.0, clock=clock)
+def specs(replica: int, incarnation: int, mesh: MeshConfig = ONE, output: str = "") -> list[RankSpec]:
+    plain = JobConfig(mesh=mesh).to_plain()
+    places = coordinates(mesh, replica)
+    return [RankSpec("run", at, incarnation, "host:1", "", output, SECRET, 0.0, plain) for at in places]
 
 
-def test_a_claim_is_answered_without_the_secret() -> None:
+def launcher(store: MemoryRunStore, clock: Clock, mesh: MeshConfig = ONE) -> ExternalLauncher:
+    return ExternalLauncher(store, mesh, Patience(silent_s=90.0, wait_s=600.0, close_s=0.0), clock)
+
+
+def start(served: ExternalLauncher, all_: list[RankSpec]) -> None:
+    for each in all_:
+        served.start(each)
+
+
+def process(store: MemoryRunStore, replica: int, rank: int = 0, ranks: int = 1, who: str = "host:77:1") -> Claim:
+    return Claim(store, Place("host:1", replica, SECRET, rank, ranks), who)
+
+
+def told_exit(store: MemoryRunStore, rank: int, code: int, why: str = "") -> None:
+    store.put_if_absent(exit_key(1, 0, rank), json.dumps({"code": code, "why": why}))
+
+
+def test_an_incarnation_is_answered_without_the_secret() -> None:
     store, clock = MemoryRunStore(), Clock()
     served = launcher(store, clock)
-    served.start(spec(1, 0))
+    start(served, specs(1, 0))
     assert served.poll() == [] and served.waiting(1) and not served.waiting(0)
-    store.put_if_absent(claim_key(1, 0), "host:77:1")
+    assert process(store, 1).look() == 0
     assert served.poll() == [] and not served.waiting(1)
-    told = store.get(spec_key(1, 0))
+    told = store.get(spec_key(1, 0, 0))
     assert told is not None and SECRET not in told
     assert RankSpec.from_plain(json.loads(told)).coordinate == Coordinate(1)
 
 
-def begun(store: MemoryRunStore, clock: Clock) -> ExternalLauncher:
-    served = launcher(store, clock)
-    served.start(spec(1, 0))
-    store.put_if_absent(claim_key(1, 0), "host:77:1")
+def test_a_replica_of_two_ranks_is_answered_when_both_have_come() -> None:
+    store, clock = MemoryRunStore(), Clock()
+    served = launcher(store, clock, TWO)
+    start(served, specs(1, 0, TWO))
+    second, first = process(store, 1, 1, 2, "b"), process(store, 1, 0, 2, "a")
+    assert second.look() is None and first.look() is None and second.look() is None
+    assert served.poll() == [] and served.waiting(1) and store.get(spec_key(1, 0, 0)) is None
+    assert first.look() == 0 and second.look() == 0
+    assert served.poll() == [] and not served.waiting(1)
+    for rank in range(2):
+        told = store.get(spec_key(1, 0, rank))
+        assert told is not None and RankSpec.from_plain(json.loads(told)).coordinate == Coordinate(1, dp_shard=rank)
+
+
+def begun(store: MemoryRunStore, clock: Clock, mesh: MeshConfig = ONE) -> ExternalLauncher:
+    served = launcher(store, clock, mesh)
+    start(served, specs(1, 0, mesh))
+    ranks = mesh.dp_shard
+    claims = [process(store, 1, rank, ranks, f"host:77:{rank}") for rank in range(ranks)]
+    for one in claims * 2:
+        one.look()
     served.poll()
+    assert not served.waiting(1)
     return served
 
 
@@ -122,22 +146,46 @@ def only(exits: list[RankExit]) -> RankExit:
 def test_an_incarnation_that_says_how_it_ended_has_ended_so() -> None:
     store, clock = MemoryRunStore(), Clock()
     served = begun(store, clock)
-    store.put_if_absent(exit_key(1, 0), json.dumps({"code": 64, "why": "MisuseError: no"}))
+    told_exit(store, 0, 64, "MisuseError: no")
     ended = only(served.poll())
-    assert ended.code == 64 and "MisuseError: no" in ended.reason and "host:77:1" in ended.reason
+    assert ended.code == 64 and "MisuseError: no" in ended.reason and "host:77:0" in ended.reason
     assert served.poll() == []
+
+
+def test_ranks_of_a_replica_end_one_by_one_and_all_are_fenced_at_once() -> None:
+    store, clock = MemoryRunStore(), Clock()
+    served = begun(store, clock, TWO)
+    told_exit(store, 1, 70, "ValueError: bad")
+    (ended,) = served.poll()
+    assert (ended.coordinate, ended.code) == (Coordinate(1, dp_shard=1), 70) and "ValueError: bad" in ended.reason
+    served.kill(1)  # as the controller does: the replica is the unit of failure
+    assert store.get(ended_key(1, 0)) == "yes" and served.poll() == []
+    told_exit(store, 0, RELOAD_EXIT, "rank 1 of this replica has ended")
+    assert only(served.poll()).code == RELOAD_EXIT and served.poll() == []
 
 
 def test_a_successor_ends_its_predecessor() -> None:
     store, clock = MemoryRunStore(), Clock()
-    served = begun(store, clock)
-    store.put_if_absent(claim_key(1, 1), "host:88:2")
-    ended = only(served.poll())
-    assert ended.code == -9 and "host:88:2 has begun in its place" in ended.reason
-    assert store.get(spec_key(1, 1)) is None  # until the controller starts it
-    served.start(spec(1, 1))
+    served = begun(store, clock, TWO)
+    assert process(store, 1, 0, 2, "host:88:2").look() is None
+    exits = served.poll()
+    assert [(e.coordinate.dp_shard, e.code) for e in exits] == [(0, -9), (1, -9)]
+    assert all("ended without a word; host:88:2 has begun in its place" in e.reason for e in exits)
+    assert store.get(spec_key(1, 1, 0)) is None  # until the controller starts it
+    start(served, specs(1, 1, TWO))
+    assert process(store, 1, 1, 2, "host:88:3").look() is None and process(store, 1, 0, 2, "other").look() is None
     served.poll()
-    assert store.get(spec_key(1, 1)) is not None
+    assert store.get(spec_key(1, 1, 0)) is None, "another process has claimed, and has no rank 1 yet"
+
+
+def test_an_incarnation_that_never_had_all_its_ranks_is_over_when_the_next_is_claimed() -> None:
+    store, clock = MemoryRunStore(), Clock()
+    served = launcher(store, clock, TWO)
+    start(served, specs(1, 0, TWO))
+    assert process(store, 1, 0, 2, "gone").look() is None
+    assert served.poll() == []
+    assert process(store, 1, 0, 2, "new").look() is None
+    assert ["did not begin with all ranks" in e.reason for e in served.poll()] == [True, True]
 
 
 def test_one_that_is_silent_for_too_long_has_ended_and_is_fenced() -> None:
@@ -156,7 +204,7 @@ def test_one_that_is_silent_for_too_long_has_ended_and_is_fenced() -> None:
 def test_a_replica_that_nobody_starts_is_not_waited_for_without_limit() -> None:
     store, clock = MemoryRunStore(), Clock()
     served = launcher(store, clock)
-    served.start(spec(1, 0))
+    start(served, specs(1, 0))
     clock.now_s = 599.0
     assert served.waiting(1)
     clock.now_s = 601.0
@@ -168,7 +216,7 @@ def test_a_replica_that_nobody_starts_is_not_waited_for_without_limit() -> None:
 def test_closing_fences_who_still_runs() -> None:
     store, clock = MemoryRunStore(), Clock()
     served = begun(store, clock)
-    served.start(spec(0, 0))
+    start(served, specs(0, 0))
     served.close()
     served.close()
     assert store.get(CLOSED_KEY) == "yes" and store.get(ended_key(1, 0)) == "yes" and store.get(ended_key(0, 0)) is None
@@ -177,9 +225,10 @@ def test_closing_fences_who_still_runs() -> None:
 # ---------------------------------------------------------------- the replica's side
 
 
-def served_store(replicas: int = 2) -> MemoryRunStore:
+def served_store(replicas: int = 2, dp_shard: int = 1) -> MemoryRunStore:
     store = MemoryRunStore()
-    known = {"run": "run", "replicas": replicas, "secret": fingerprint("run", SECRET)}
+    mesh = {"pp": 1, "dp_shard": dp_shard, "cp": 1, "tp": 1}
+    known = {"run": "run", "replicas": replicas, "mesh": mesh, "secret": fingerprint("run", SECRET)}
     store.put_if_absent(SERVED_KEY, json.dumps(known))
     return store
 
@@ -199,8 +248,17 @@ def test_a_place_that_does_not_fit_the_run_is_refused(place: Place, choices: Ses
         environment._check_run(MemoryRunStore(), place, choices)
 
 
+def test_a_mesh_that_is_not_the_servers_is_refused() -> None:
+    place = Place("host:1", 0, SECRET)
+    environment._check_run(served_store(dp_shard=2), place, SessionChoices(mesh=Mesh(dp_shard=2)))
+    with pytest.raises(ConfigError, match=r"mesh=Mesh\(dp_shard=2\): .* replicas of Mesh\(\); start it with --dp-shard 2"):
+        environment._check_run(served_store(), place, SessionChoices(mesh=Mesh(dp_shard=2)))
+    with pytest.raises(ConfigError, match=r"mesh=Mesh\(\): .* replicas of Mesh\(dp_shard=2\); start it without --pp and"):
+        environment._check_run(served_store(dp_shard=2), place, SessionChoices())
+
+
 def admitted(store: MemoryRunStore, place: Place) -> RankSpec:
-    return environment._admitted(store, place, environment._claim(store, place))
+    return environment._admitted(store, place, claim(Claim(store, place), place, 60.0))
 
 
 def test_incarnations_are_claimed_in_their_order(tmp_path: Path) -> None:
@@ -208,7 +266,7 @@ def test_incarnations_are_claimed_in_their_order(tmp_path: Path) -> None:
     served = launcher(store, clock)
     place, found = Place("host:1", 1, SECRET), []
     for incarnation in range(3):
-        served.start(spec(1, incarnation, str(tmp_path)))
+        start(served, specs(1, incarnation, output=str(tmp_path)))
         claimant = threading.Thread(target=lambda: found.append(admitted(store, place)))
         claimant.start()
         while claimant.is_alive():
@@ -222,13 +280,26 @@ def test_a_run_that_is_over_or_does_not_answer_is_told(monkeypatch: pytest.Monke
     store, place = served_store(), Place("host:1", 0, SECRET)
     with pytest.raises(Retryable, match="did not let replica 0 begin within 0.1 s"):
         admitted(store, place)
-    store.put_if_absent(spec_key(0, 1), json.dumps(spec(0, 1, str(tmp_path / "elsewhere")).to_plain()))
+    store.put_if_absent(spec_key(0, 1, 0), json.dumps(specs(0, 1, output=str(tmp_path / "elsewhere"))[0].to_plain()))
     with pytest.raises(ConfigError, match="the run's folder is not on this machine"):
         admitted(store, place)
     store.put_if_absent(CLOSED_KEY, "yes")
     with pytest.raises(Fatal, match="the run at host:1 is over"):
         admitted(store, place)
     assert store.get(claim_key(0, 2)) is None
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = served_store(dp_shard=3)
+    first, third = Place("host:1", 0, SECRET, 0, 3, "a"), Place("host:1", 0, SECRET, 2, 3, "a")
+    with pytest.raises(Retryable, match="rank 0 of this start of replica 0 did not come within 0 s; 3 processes are started"):
+        claim(Claim(store, third), third, 0.0)
+    waiting = Claim(store, first)
+    with pytest.raises(Retryable, match="rank 1, 2 of replica 0 did not come within 0 s"):
+        claim(waiting, first, 0.0)
+    store.put_if_absent(seat_key(0, 0, 2), "c")
+    with pytest.raises(Retryable, match="rank 1 of replica 0 did not come"):
+        claim(waiting, first, 0.0)
 
 
 def test_settings_of_the_session_are_equal_on_all_replicas() -> None:
@@ -246,8 +317,41 @@ def test_settings_of_the_session_are_equal_on_all_replicas() -> None:
         (ConfigError("key", 1, "no"), MISUSE_EXIT),
         (StartAgain("behind"), RELOAD_EXIT),
         (Retryable("lost"), RETRY_CODE),
+        (Departed("SIGTERM"), LEFT_EXIT),
         (ValueError("bad"), FATAL_EXIT),
     ],
 )
 def test_an_end_is_told_as_a_rank_of_the_job_tells_it(error: Exception, code: int) -> None:
     assert environment._code_of(error) == code
+
+
+# ---------------------------------------------------------------- places and devices
+
+
+def test_the_server_is_told_the_ranks_of_a_replica() -> None:
+    def config(*arguments: str) -> JobConfig:
+        parser = argparse.ArgumentParser()
+        serve.add_arguments(parser)
+        return serve._config(parser.parse_args(["--replicas", "3", "--membership", "store", *arguments]))
+
+    assert config().mesh == MeshConfig(3, 1) and config("--dp-shard", "2").mesh == MeshConfig(3, 1, 2)
+    assert config("--pp", "4").mesh == MeshConfig(3, 4)
+    with pytest.raises(ConfigError, match="mesh.pp=2: with dp_shard=2: a replica has one of the two so far"):
+        config("--pp", "2", "--dp-shard", "2")
+    with pytest.raises(ConfigError, match="mesh.dp_shard=0: must be at least 1"):
+        config("--dp-shard", "0")
+
+
+def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+    def device(ranks: int, local_rank: int) -> torch.device:
+        given = SessionSettings(replica=1, mesh=Mesh(dp_shard=ranks), shard=1, local_rank=local_rank)
+        return Session(given, LocalHost()).device
+
+    assert device(2, 0) == torch.device("cuda", 0) and device(2, -1) == torch.device("cuda", 3)
+    assert device(8, 1) == torch.device("cuda", 1), "a replica over two machines"
+    assert device(1, 2) == torch.device("cuda", 2)
+    with pytest.raises(ConfigError, match="a replica of 8 ranks needs a CUDA device for each, and this host has 4"):
+        device(8, 5)

@@ -37,7 +37,6 @@ def top_level(session: helixrt.Session) -> None: ...
         ({"mesh": helixrt.Mesh(dp_shard=0)}, "mesh.dp_shard=0: must be at least 1"),
         ({"launcher": "environment"}, "HELIXRT_STORE=: is not set; start `helixrt serve --replicas N`"),
         ({"launcher": "environment", "resume": "latest"}, "resume=latest: "),
-        ({"launcher": "environment", "mesh": helixrt.Mesh(dp_shard=2)}, "mesh=2 ranks: a replica of a run that"),
         ({"launcher": "ssh"}, "launcher=ssh: must be one of auto, local, ray, environment"),
         ({"options": helixrt.RunOptions(membership="votes")}, "membership=votes: must be one of auto, torchft, store"),
         ({"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),

@@ -80,8 +80,9 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, saved: set[str]) -> N
     saved.add("10-00-00")
     with pytest.raises(ConfigError, match="is not the folder of a run: it has no run.json"):
         run_to_resume(config, tmp_path)
-    with pytest.raises(ConfigError, match="a run is resumed with the same mesh"):
-        run_to_resume(config_of(tmp_path, replicas=3), folder)
+    assert run_to_resume(config_of(tmp_path, replicas=3), folder)[0] == folder
+    with pytest.raises(ConfigError, match="a run is resumed with the same ranks in each replica"):
+        run_to_resume(replace(config, mesh=MeshConfig(2, 1, dp_shard=2)), folder)
     with pytest.raises(ConfigError, match="seed=4: .* was begun with seed=3"):
         run_to_resume(config_of(tmp_path, seed=4), folder)
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import helixrt
 from helixrt.errors import ConfigError, HelixError, MisuseError
 from helixrt.job.agreements import LayoutAgreement
-from helixrt.job.environment import REPLICA, STORE, place_of
 from helixrt.job.session import Session
+from helixrt.job.starters import REPLICA, STORE, place_of
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.replica.store import MemoryRunStore
@@ -300,7 +300,7 @@ EIGHTEEN: Wrong = {
     "mesh that does not divide the world": (
         mesh_that_does_not_divide_the_world,
         ConfigError,
-        r"WORLD_SIZE=3: a replica has one process so far: start torchrun once for each replica",
+        r"WORLD_SIZE=3: Mesh\(\) has 1 rank in each replica: start torchrun once for each replica, with 1 process",
     ),
     "state entry that cannot be stored": (
         odd_state_entry,

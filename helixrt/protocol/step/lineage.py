@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from helixrt.errors import Fatal
+from helixrt.protocol.step.deal import Deal
+
 GENESIS_PARENT = ""
 
 Incarnation = tuple[int, int]  # (replica, incarnation): one life of a replica within a life of the run
@@ -43,7 +46,8 @@ class CommitRecord:
     With `applied` False nothing was updated: all were excluded, or the sum of finite gradients was not
     finite. `last`: why the run ends with this record, in this life of it ("": it does not, or at its configured last step).
     `positions[r]` is how many batches of replica r's stream the state has consumed, those of
-    excluded replicas and of records that were not applied included.
+    excluded replicas and of records that were not applied included. `deal` has an entry for each resume with another number of
+    streams; positions count from the newest one.
     """
 
     step: int
@@ -56,6 +60,7 @@ class CommitRecord:
     excluded: Mapping[int, Exclusion] = field(default_factory=dict)
     applied: bool = True
     last: str = ""
+    deal: tuple[Deal, ...] = ()
 
     def to_json(self) -> str:
         """Canonical text: equal records have equal text, whoever writes them."""
@@ -71,6 +76,7 @@ class CommitRecord:
                 "excluded": {str(r): [e.incarnation, e.rank] for r, e in sorted(self.excluded.items())},
                 "applied": self.applied,
                 **({"last": self.last} if self.last else {}),  # a record without it has the text that it had before
+                **({"deal": [deal.to_plain() for deal in self.deal]} if self.deal else {}),
             },
             separators=(",", ":"),
         )
@@ -89,6 +95,7 @@ class CommitRecord:
             excluded={int(r): Exclusion(*e) for r, e in raw["excluded"].items()},
             applied=raw["applied"],
             last=raw.get("last", ""),
+            deal=tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),
         )
 
     @cached_property
@@ -100,6 +107,15 @@ class CommitRecord:
     def replicas(self) -> tuple[int, ...]:
         """The contributing replicas, without their incarnations."""
         return tuple(replica for replica, _ in self.contributors)
+
+    def position(self, replica: int, deal: tuple[Deal, ...]) -> int:
+        """Where the replica's stream goes on after this record, in a life of the run with this `deal`. Raises Fatal if the deal
+        was made of another record."""
+        if deal == self.deal:
+            return self.positions.get(replica, 0)
+        if deal[:-1] != self.deal or not deal[-1].ends(self.positions):
+            raise Fatal(f"the run goes back to step {self.step}, and its data was dealt as of another step; resume it again")
+        return 0
 
     @property
     def committers(self) -> tuple[Incarnation, ...]:
@@ -219,13 +235,17 @@ class Audit:
 
 def audit(chain: Sequence[CommitRecord], advance: int = 1) -> Audit:
     """Follow a chain from its genesis: the stream of each replica that commits must move on by exactly `advance` batches
-    per step, and no other stream may move. Batches of excluded replicas, and of records that were not
+    per step, and no other stream may move. Where streams are dealt anew, the positions before must be those that the deal says,
+    and count from 0 after it. Batches of excluded replicas, and of records that were not
     applied, count as `excluded`."""
     gaps = repeats = batches = excluded = 0
     position: dict[int, int] = dict(chain[0].positions) if chain else {}
     for before, record in zip(chain, chain[1:], strict=False):
         if record.parent != before.hash or record.step != before.step + 1:
             gaps += 1
+        if record.deal != before.deal:
+            dealt = record.deal[:-1] == before.deal and record.deal[-1].ends(position)
+            gaps, position = gaps + (not dealt), {}
         moved = {replica for replica, _ in record.committers}
         for replica, after in record.positions.items():
             expected = position.get(replica, 0) + (advance if replica in moved else 0)

@@ -166,7 +166,7 @@ class StepMachine:
 
     def _me(self) -> Member:
         record = self.log.get(self.held)
-        if record is not None and record.positions.get(self.replica, 0) in self.skips:
+        if record is not None and record.position(self.replica, self.rules.deal) in self.skips:
             self.unusable = Unusable(self.held, -1)
         return Member(
             self.replica,
@@ -202,7 +202,7 @@ class StepMachine:
         return actions
 
     def _begin_work(self, base: CommitRecord) -> list[Action]:
-        position = base.positions.get(self.replica, 0)
+        position = base.position(self.replica, self.rules.deal)
         if self.work == (base.hash, position) or position in self.skips:
             return []  # running, or preserved from a broken exchange; or not to be computed
         self.work = (base.hash, position)
@@ -246,7 +246,7 @@ class StepMachine:
         if assessment.hold is not None:
             self.phase = Phase.HOLDING
             return [*actions, Hold(assessment.hold)]
-        candidate = successor(assessment, generation, event.members, self.life, self.rules.advance)
+        candidate = successor(assessment, generation, event.members, self.life, self.rules.advance, self.rules.deal)
         self.attempt = Attempt(generation, event.members, assessment, candidate, view.head.hash)
         if not candidate.applied:
             return actions + ([self._join()] if behind else self._commit())

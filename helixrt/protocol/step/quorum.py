@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from helixrt.protocol.step.blame import BlameRules, sitting_out
+from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Incarnation, Log, is_last
 from helixrt.protocol.step.supersede import GENERATIONS_PER_S, Evidence, Ruling, rule
 
@@ -28,7 +29,8 @@ class StepRules:
     others wait for it, once, for at most `hold_s`. With `exclusion` off a sum that is not finite commits
     `applied=False` without a search for the culprit (an optimizer with a gradient scaler). A replica
     that was excluded more than `nonfinite_limit` times in `nonfinite_window` steps is restarted. A replica's stream moves
-    on by `advance` batches in each step that it commits (micro-batches, where the stream counts these).
+    on by `advance` batches in each step that it commits (micro-batches, where the stream counts these). `deal` is that of the
+    records of this life.
     """
 
     replay: int = 16
@@ -41,6 +43,7 @@ class StepRules:
     nonfinite_window: int = 100
     blame: BlameRules = field(default_factory=BlameRules)
     advance: int = 1
+    deal: tuple[Deal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -228,14 +231,19 @@ def _held_for(behind: Sequence[Member], generation: int, rules: StepRules) -> in
 
 
 def successor(
-    assessment: Assessment, generation: int, members: Sequence[Member], life: int = 0, advance: int = 1
+    assessment: Assessment,
+    generation: int,
+    members: Sequence[Member],
+    life: int = 0,
+    advance: int = 1,
+    deal: tuple[Deal, ...] = (),
 ) -> CommitRecord:
-    """The record that this quorum will propose; equal on every member. `advance` is that of the rules."""
+    """The record that this quorum will propose; equal on every member. `advance` and `deal` are those of the rules."""
     base = assessment.base
     incarnations = {m.replica: m.incarnation for m in members}
-    positions = dict(base.positions)
+    positions = dict(base.positions) if base.deal == deal else {}
     for replica in assessment.healthy:
-        positions[replica] = positions.get(replica, 0) + advance
+        positions[replica] = base.position(replica, deal) + advance
     return CommitRecord(
         base.step + 1,
         generation,
@@ -247,6 +255,7 @@ def successor(
         assessment.excluded,
         assessment.applied,
         next((m.stop for m in sorted(members, key=lambda m: m.replica) if m.stop), ""),
+        deal,
     )
 
 

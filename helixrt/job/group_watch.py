@@ -1,0 +1,95 @@
+"""A replica is lost whole: a rank that was started from outside ends when another rank of its replica has ended, or when the
+run's server says that its incarnation has. A replica that leaves at a step boundary, and a run that has ended well, are left to
+end by themselves.
+
+In: the run's store. Out: a call with the reason, from a thread of this module. Whoever started the processes may end them, too;
+but Slurm need not, and a rank that waits for its leader's orders would wait for ever. A main thread that does not end by itself
+within the grace (it may be in a collective, or in the user's code) is ended with the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from helixrt.errors import Retryable, StartAgain
+from helixrt.job.policies import RELOAD_EXIT
+from helixrt.replica.contracts import RunStore
+from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
+
+LOOK_S = 0.5
+GRACE_S = 15.0
+LEAVE_S = 120.0  # for a replica that leaves at a step boundary, and may save its state before
+
+
+class GroupWatch:
+    """A context manager around the life of one rank: `rank` of `ranks` of the incarnation `life` (replica, incarnation).
+
+    `end(error)` makes the main thread raise the error when it comes to it. `leave(code)` ends the process.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        life: tuple[int, int],
+        rank: int,
+        ranks: int,
+        end: Callable[[BaseException], None],
+        leave: Callable[[int], None] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._life, self._rank = store, life, rank
+        self._others = [other for other in range(ranks) if other != rank]
+        self._end, self._leave, self._clock = end, leave, clock
+        self._leaves_s: float | None = None  # since when it is known that the replica leaves
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> GroupWatch:
+        if self._others:  # a replica of one rank sees at its quorums that it has ended
+            self._thread = threading.Thread(target=self._run, name="helixrt-group-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+
+    def look(self) -> str:
+        """Why this rank is to end; "" if it is not. Raises Retryable without the store."""
+        if self._store.get(EXIT_KEY) is not None or self._is_leaving():
+            return ""
+        for other in self._others:
+            if (said := self._store.get(exit_key(*self._life, other))) is not None and json.loads(said)["code"] != 0:
+                return f"rank {other} of this replica has ended: {json.loads(said)['why']}"
+        if self._store.get(ended_key(*self._life)) is not None:
+            return "this incarnation of the replica has ended"
+        return ""
+
+    def _is_leaving(self) -> bool:
+        if self._leaves_s is None and self._store.get(leave_key(*self._life)) is not None:
+            self._leaves_s = self._clock()
+        return self._leaves_s is not None and self._clock() - self._leaves_s < LEAVE_S
+
+    def _run(self) -> None:
+        why = ""
+        while not why:
+            if self._closed.wait(LOOK_S):
+                return
+            with suppress(Retryable):  # whoever needs the store notices
+                why = self.look()
+        self._end(StartAgain(why))
+        if self._closed.wait(GRACE_S):
+            return
+        print(f"helixrt: {why}; this rank did not end within {GRACE_S:g} s, so its process ends", file=sys.stderr, flush=True)
+        told = json.dumps({"code": RELOAD_EXIT, "why": why})
+        with suppress(Retryable):
+            self._store.put_if_absent(exit_key(*self._life, self._rank), told)
+        self._leave(RELOAD_EXIT)

@@ -1,0 +1,131 @@
+"""Which process of which replica this is, as torchrun, Slurm or the user says it in variables of the environment.
+
+In: the environment and the mesh of a replica. Out: a `Place`. Whoever starts the processes says which replica they are:
+
+    HELIXRT_STORE         host:port of the run's store, as `helixrt serve` prints it
+    HELIXRT_REPLICA       which replica this process belongs to, from 0
+    HELIXRT_SECRET        the run's secret, or
+    HELIXRT_SECRET_FILE   the file that holds it
+
+A replica of several ranks is one torchrun (RANK of WORLD_SIZE), or one srun (SLURM_PROCID of its tasks). One srun may have the
+tasks of several replicas too, those of a replica next to each other. Processes that nobody known started read RANK and
+WORLD_SIZE as well, if the mesh has several ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from helixrt.errors import ConfigError
+from helixrt.job.mesh import Mesh
+
+STORE, REPLICA, SECRET, SECRET_FILE = "HELIXRT_STORE", "HELIXRT_REPLICA", "HELIXRT_SECRET", "HELIXRT_SECRET_FILE"
+# A Ray cluster may run inside a Slurm allocation, and torchrun inside a Ray job: the innermost first.
+_STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray", "SLURM_STEP_ID": "Slurm"}
+# What all processes of one start have in common, and no other start has, as far as the starter tells it.
+_ATTEMPTS = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+}
+_LOCAL_RANKS = {"torchrun": "LOCAL_RANK", "Slurm": "SLURM_LOCALID"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process is told about the run that it joins.
+
+    `rank`: its group rank, of the `ranks` of its replica. `attempt` names the start that it belongs to: equal for the ranks of
+    a replica that were started together. `local_rank`: its number on this machine, and that of its CUDA device; -1 if nobody
+    says it.
+    """
+
+    store: str
+    replica: int
+    secret: str
+    rank: int = 0
+    ranks: int = 1
+    attempt: str = ""
+    local_rank: int = -1
+
+
+def starter(environ: Mapping[str, str] = os.environ) -> str:
+    """Who started this process: torchrun, Slurm or Ray; "" for nobody known."""
+    return next((who for variable, who in _STARTERS.items() if variable in environ), "")
+
+
+def place_of(environ: Mapping[str, str] = os.environ, mesh: Mesh = Mesh()) -> Place:  # noqa: B008 frozen
+    """Raises ConfigError, with the variable that is missing or wrong, or a number of processes that is not that of the mesh."""
+    who = starter(environ)
+    if not environ.get(STORE):
+        rule = "is not set; start `helixrt serve --replicas N`, and set the variables that it prints"
+        raise ConfigError(STORE, "", rule)
+    rank, before = _rank(environ, who, mesh)
+    replica = environ.get(REPLICA, "")
+    if not replica.isdigit():
+        tasks = "$SLURM_PROCID" if mesh.ranks == 1 else f"$((SLURM_PROCID / {mesh.ranks}))"
+        hint = f" (in a Slurm array: HELIXRT_REPLICA=$SLURM_ARRAY_TASK_ID; for all replicas in one srun: {tasks})"
+        rule = f"must be the number of the replica that this process belongs to, from 0{hint if who == 'Slurm' else ''}"
+        raise ConfigError(REPLICA, replica, rule)
+    if int(replica) < before:
+        rule = f"this task is behind those of {before} other replicas in its srun; set $((SLURM_PROCID / {mesh.ranks}))"
+        raise ConfigError(REPLICA, replica, rule)
+    attempt = "/".join(environ.get(variable, "") for variable in _ATTEMPTS.get(who, ()))
+    return Place(environ[STORE], int(replica), _secret(environ), rank, mesh.ranks, attempt, _local_rank(environ, who))
+
+
+def _rank(environ: Mapping[str, str], who: str, mesh: Mesh) -> tuple[int, int]:
+    """The group rank of this process, and how many replicas have tasks before it in the same srun."""
+    ranks = mesh.ranks
+    if who == "Slurm":
+        if ranks == 1:  # each task is a replica of its own
+            return 0, 0
+        variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        tasks, task = _number(environ, variable, "1"), _number(environ, "SLURM_PROCID", "0")
+        if tasks % ranks or not tasks:
+            rule = f"{mesh} has {ranks} ranks in each replica: start one srun with {ranks} tasks for each, or one for all"
+            raise ConfigError(variable, tasks, rule)
+        return task % ranks, task // ranks
+    if who != "torchrun" and ranks == 1:
+        return 0, 0
+    size, rank = _number(environ, "WORLD_SIZE", "1"), _number(environ, "RANK", "0")
+    if size != ranks:
+        processes = "process" if ranks == 1 else "processes"
+        how = f"start torchrun once for each replica, with {ranks} {processes} (--nproc-per-node {ranks})"
+        if who != "torchrun":
+            how = f"start {ranks} processes for each, with RANK 0 to {ranks - 1} and WORLD_SIZE={ranks}"
+        raise ConfigError("WORLD_SIZE", size, f"{mesh} has {ranks} rank{'s' * (ranks > 1)} in each replica: {how}")
+    if rank >= size:
+        raise ConfigError("RANK", rank, f"must be below WORLD_SIZE={size}")
+    return rank, 0
+
+
+def _local_rank(environ: Mapping[str, str], who: str) -> int:
+    if who == "Slurm" and environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0:
+        return 0  # Slurm shows each task its own device
+    local = environ.get(_LOCAL_RANKS.get(who, ""), "")
+    return int(local) if local.isdigit() else -1
+
+
+def _number(environ: Mapping[str, str], variable: str, default: str) -> int:
+    text = environ.get(variable, default)
+    if not text.isdigit():
+        raise ConfigError(variable, text, "must be a number from 0")
+    return int(text)
+
+
+def _secret(environ: Mapping[str, str]) -> str:
+    if secret := environ.get(SECRET):
+        return secret
+    file = environ.get(SECRET_FILE)
+    if not file:
+        raise ConfigError(SECRET, "", f"is not set; set it, or {SECRET_FILE} to the file that `helixrt serve` names")
+    try:
+        secret = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(SECRET_FILE, file, f"cannot be read: {error.strerror}") from error
+    if not secret:
+        raise ConfigError(SECRET_FILE, file, "is empty")
+    return secret

@@ -1,0 +1,84 @@
+"""A rank ends when another rank of its replica has, or when its incarnation has: in good order, else with its process."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from helixrt.errors import StartAgain
+from helixrt.job import group_watch
+from helixrt.job.group_watch import LEAVE_S, GroupWatch
+from helixrt.job.policies import LEFT_EXIT, RELOAD_EXIT
+from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
+from helixrt.replica.store import MemoryRunStore
+
+LIFE = (3, 5)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def watch(store: MemoryRunStore, clock: Clock, ranks: int = 3) -> GroupWatch:
+    return GroupWatch(store, LIFE, 1, ranks, end=lambda error: None, clock=clock)
+
+
+def test_another_rank_that_failed_is_named() -> None:
+    store, clock = MemoryRunStore(), Clock()
+    store.put_if_absent(exit_key(*LIFE, 0), json.dumps({"code": 0, "why": ""}))
+    store.put_if_absent(exit_key(*LIFE, 1), json.dumps({"code": 70, "why": "its own"}))
+    store.put_if_absent(exit_key(3, 4, 2), json.dumps({"code": 70, "why": "of the incarnation before"}))
+    assert watch(store, clock).look() == ""
+    store.put_if_absent(exit_key(*LIFE, 2), json.dumps({"code": 70, "why": "ValueError: bad"}))
+    assert watch(store, clock).look() == "rank 2 of this replica has ended: ValueError: bad"
+
+
+def test_an_incarnation_that_was_ended_ends_unless_it_leaves_or_the_run_is_over() -> None:
+    store, clock = MemoryRunStore(), Clock()
+    store.put_if_absent(ended_key(*LIFE), "yes")
+    assert watch(store, clock).look() == "this incarnation of the replica has ended"
+    store.put_if_absent(leave_key(*LIFE), "SIGTERM to r3.pp0")
+    store.put_if_absent(exit_key(*LIFE, 0), json.dumps({"code": LEFT_EXIT, "why": "left"}))
+    leaving = watch(store, clock)
+    assert leaving.look() == "", "it may save its state first"
+    clock.now_s = LEAVE_S
+    assert leaving.look() == "rank 0 of this replica has ended: left"
+    store.put_if_absent(EXIT_KEY, "ok")
+    assert leaving.look() == ""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_main_thread_that_does_not_end_is_ended_with_its_process(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(group_watch, "GRACE_S", 30.0 if ends else 0.05)
+    store, told, left = MemoryRunStore(), list[BaseException](), list[int]()
+    failed, gone = threading.Event(), threading.Event()
+
+    def end(error: BaseException) -> None:
+        told.append(error)
+        failed.set()
+
+    def leave(code: int) -> None:
+        left.append(code)
+        gone.set()
+
+    with GroupWatch(store, LIFE, 0, 2, end, leave):
+        store.put_if_absent(ended_key(*LIFE), "yes")
+        assert failed.wait(20.0)
+        if not ends:
+            assert gone.wait(20.0)
+    assert isinstance(told[0], StartAgain) and left == ([] if ends else [RELOAD_EXIT])
+    said = store.get(exit_key(*LIFE, 0))
+    assert said is None if ends else said is not None and json.loads(said)["code"] == RELOAD_EXIT
+
+
+def test_a_replica_of_one_rank_needs_no_watch() -> None:
+    store = MemoryRunStore()
+    store.put_if_absent(ended_key(*LIFE), "yes")
+    with GroupWatch(store, LIFE, 0, 1, end=pytest.fail):
+        assert not [thread for thread in threading.enumerate() if thread.name == "helixrt-group-watch"]
