@@ -135,7 +135,7 @@ class FlatGradients:
             if total.device != flat.device:  # kept or fetched in host memory
                 flat.copy_(total).div_(weight)
             else:
-                torch.div(total, weight, out=flat) if weight != 1.0 else flat.copy_(total)
+                torch.div(total, weight, out=flat) if weight != 1.0 else total is flat or flat.copy_(total)
         self._set(present)
 
     def drop(self) -> None:

@@ -140,6 +140,7 @@ class RankRuntime:
                 context.config.catchup.max_wait_s,
                 context.progress,
                 LayoutBook(context.store, context.group_rank, int(context.config.catchup.memory_gb * GB)),
+                alone=context.config.mesh.replicas == 1,
             )
         )
         context.store.put_if_absent(address_key(context.life, context.group_rank), transport.address)

@@ -18,6 +18,7 @@ from helixrt.record import Kind
 from helixrt.replica.commands import Digest, Evaluate, Exit, LoadDurable, LoadedDurable, RankCommand, Save
 from helixrt.replica.contracts import WorkResult
 from helixrt.replica.fetching import Fetching
+from helixrt.replica.own_sums import OwnSums
 from helixrt.replica.rank_parts import Buckets, Done, RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 from helixrt.replica.serving import Serving
@@ -50,10 +51,17 @@ class Compute:
     """Every method is called by the main thread. Each raises what makes this rank unable to go on."""
 
     def __init__(
-        self, parts: RankParts, commands: Commands, reduced: ReducedSets, serving: Serving, fetching: Fetching
+        self,
+        parts: RankParts,
+        commands: Commands,
+        reduced: ReducedSets,
+        serving: Serving,
+        fetching: Fetching,
+        own_sums: OwnSums | None = None,
     ) -> None:
         self._parts, self._commands = parts, commands
         self._reduced, self._serving, self._fetching = reduced, serving, fetching
+        self._own_sums = own_sums  # in a run of one replica
         self._held: WorkOrder | Exit | None = None  # what ended a wait for an outcome: the next call of `next_work` gets it
         self._order: WorkOrder | None = None  # the one that is being worked on
         self._working, self._begin_s = ExitStack(), 0.0  # of that order: what is reported meanwhile, and when it began
@@ -137,6 +145,11 @@ class Compute:
                     self._idle_since = time.monotonic()
                 case Digest():
                     self._parts.report(digest(self._parts.engine.state()))
+        if isinstance(command, p.Exchange | p.Examine):
+            assert self._own_sums is not None and self._order is None, "the exchange thread has it, or the work is not done"
+            with self._parts.progress.doing("exchange"):
+                report = self._own_sums.carry_out(command)
+            self._parts.report(report)  # the leader goes on in this thread, as far as the step's record
         return None
 
     def _doing(self, command: RankCommand) -> AbstractContextManager[None]:
@@ -167,7 +180,8 @@ class Compute:
         self._pristine = False
         if reduced is not None:
             parts.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
-            self._reduced.serve(record, reduced)
+            if not parts.alone:
+                self._reduced.serve(record, reduced)
         self._serving.update_done()
         work = self._result if parts.replica in record.replicas else None
         self._result = None

@@ -4,8 +4,8 @@ In: reports of the ranks, answers of the membership service and of the run's sto
 The machine (`helixrt.protocol.step.machine`) decides; this only carries out. Whoever brings an event (a rank's report, the
 answer to a call) also handles it, unless another thread is at it: then that one takes it next. So events are handled in order,
 one at a time, and a step needs no hand-over to a thread of the leader's own. One thread, `helixrt-coordination`, makes the
-calls that block (a quorum, the store), of which there is never more than one at a time. Follows DESIGN.md, "The life of a
-step".
+calls that block (a quorum, the store), of which there is never more than one at a time. In a run of one replica a quorum waits
+for nobody; there the thread that handles an event also joins and appends. Follows DESIGN.md, "The life of a step".
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class _Leave:
     """The replica leaves now, between two quorums, for this reason."""
 
     why: str
+
+
+_Call = Callable[[], p.Event | LoadDurable | _Leave | None]
 
 
 @dataclasses.dataclass
@@ -91,7 +94,8 @@ class Leader:
         self.initial = ""  # digest of the state that this replica began with; "" if nobody compares it
         self._events: deque[tuple[int, RankReport] | p.Event | LoadDurable | _Leave] = deque()  # not handled yet
         self._handling = threading.Lock()  # held by the thread that handles events
-        self._blocking: queue.SimpleQueue[Callable[[], p.Event | LoadDurable | _Leave | None] | None] = queue.SimpleQueue()
+        self._blocking: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._own: deque[_Call] = deque()  # calls that the thread that handles events makes itself
         self._fetched: dict[str, set[int]] = {}
         self._loaded: dict[int, bool] = {}  # rank -> whether it found the durable state that all are to load
         self._loads, self._newer_than = 0, -1
@@ -128,6 +132,9 @@ class Leader:
             try:
                 while self._events and not self._closed.is_set():
                     self._handle(self._events.popleft())
+                    while self._own and not self._closed.is_set():
+                        if (outcome := self._own.popleft()()) is not None:
+                            self._events.append(outcome)
             except BaseException as error:
                 self._failed = True
                 self.hooks.broken(error)
@@ -193,10 +200,10 @@ class Leader:
                 self.record.write(Kind.QUORUM_JOIN, lineage=action.me.lineage)
                 me = dataclasses.replace(action.me, addresses=self.addresses, initial=self.initial)
                 known = len(self.machine.log)
-                self._blocking.put(lambda: self._join(me, known))
+                self._call(lambda: self._join(me, known))
             case p.Append():
                 self.record.write(Kind.VOTE, generation=action.record.generation, step=action.record.step)
-                self._blocking.put(lambda: self._append(action))
+                self._call(lambda: self._append(action))
             case p.ReadLog():
                 self._blocking.put(lambda: self._read(action.index))
             case p.Persist():
@@ -264,6 +271,13 @@ class Leader:
 
     # ---------------------------------------------------------------- what blocks
 
+    def _call(self, call: _Call) -> None:
+        """Part of every step. A thread of its own pays only where the call waits for other replicas."""
+        if self.membership.alone:
+            self._own.append(call)
+        else:
+            self._blocking.put(call)
+
     def _blocking_loop(self) -> None:
         try:
             while (call := self._blocking.get()) is not None and not self._closed.is_set():
@@ -279,7 +293,9 @@ class Leader:
             if why := self.hooks.leaving():
                 return _Leave(why)
             formed = self.membership.join(me, self.timeouts.join_s)
-            entries = tuple(self.log.read_from(known))
+            # Alone, this replica has put every entry itself. One that a predecessor put, which is fenced, shows at the append.
+            read = not self.membership.alone or known <= 1
+            entries = tuple(self.log.read_from(known)) if read else ()
             if known + len(entries) == 1 and (instead := self.hooks.agree(formed, me)) is not None:
                 return instead
             return p.Formed(formed.generation, formed.members, entries)
