@@ -90,8 +90,9 @@ class Engine(ABC):
         """Carry out the update of this commit record; `record.step` is its number (first is 1).
 
         `reduced` holds the sums over the replicas in `record.summed` of what their `buckets` held, in the same layout; it is
-        not changed, but where it is `buckets` themselves, in a run of one replica. It is None when `record.applied` is False: then nobody's gradient counts, parameters stay as they are and
-        the result is None. All ranks of the replica call it together (clipping needs the norm over all of them). The
+        not changed, but where it is `buckets` themselves, in a run of one replica. It is None when `record.applied` is False:
+        then nobody's gradient counts, parameters stay as they are and the result is None. All ranks of the replica call it
+        together (clipping needs the norm over all of them). The
         new state is a function of the old one, `record` and `reduced` alone, bit for bit: it is called at commit, at
         replay and at repair.
         """

@@ -23,7 +23,6 @@ from helixrt.replica.run_keys import ended_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
-
 from tests.replica.test_rank_orders import Doubles, Nowhere
 
 ROOT = genesis("run", 1)
