@@ -25,7 +25,7 @@ from helixrt.job.chaos import driver_is_due
 from helixrt.job.config import MEMBERSHIPS, ChaosConfig, JobConfig
 from helixrt.job.controller import Controller, LifeEvent
 from helixrt.job.draining import take_requests
-from helixrt.job.leader_reports import Finished, metrics_key
+from helixrt.job.leader_reports import Finished, lines_of, metrics_key
 from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
 from helixrt.job.loss_acceptance import take_acceptance
 from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
@@ -212,10 +212,11 @@ class Driver:
     def _tick(self) -> None:
         """Print what the leaders have reported since the last time; die if chaos says so."""
         for (replica, incarnation), number in list(self._next.items()):
-            while (line := self.store.get(metrics_key(replica, incarnation, number))) is not None:
+            while (part := self.store.get(metrics_key(replica, incarnation, number))) is not None:
                 self.store.delete(metrics_key(replica, incarnation, number))
                 number += 1
-                self._show(read_metrics_line(line))
+                for line in lines_of(part):
+                    self._show(read_metrics_line(line))
             self._next[(replica, incarnation)] = number
         self._stream_kept = self._stream_kept or keep_stream(self.store, self.run_.folder)
         for asked in take_requests(self.run_.folder, self.config.mesh.replicas):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 
 from helixrt.errors import Departed, StartAgain
 from helixrt.protocol.step import messages as p
@@ -64,7 +64,8 @@ class Compute:
         self._own_sums = own_sums  # in a run of one replica
         self._held: WorkOrder | Exit | None = None  # what ended a wait for an outcome: the next call of `next_work` gets it
         self._order: WorkOrder | None = None  # the one that is being worked on
-        self._working, self._begin_s = ExitStack(), 0.0  # of that order: what is reported meanwhile, and when it began
+        self._working: AbstractContextManager[None] | None = None  # of that order: what is reported meanwhile
+        self._begin_s = 0.0  # when it began
         self._result: WorkResult | None = None  # of the finished order whose fate is not known
         self._pristine = True  # the engine has the parameters that it began with
         self._idle_since = time.monotonic()
@@ -96,7 +97,8 @@ class Compute:
         record.step = order.step
         record.write(Kind.WORK_BEGIN, position=order.position)
         self._begin_s = record.clock()
-        self._working.enter_context(self._parts.progress.doing("work", position=order.position))
+        self._working = self._parts.progress.doing("work", position=order.position)
+        self._working.__enter__()
 
     def finish(self, order: WorkOrder, result: WorkResult) -> None:
         """The batch of the order that `next_work` gave last is worked on; `result` is of the engine's `end`."""
@@ -105,7 +107,9 @@ class Compute:
         self._idle_since = time.monotonic()
         # the leader may have gone on to the next step by now: it needs the buckets, not the end of the work
         self._parts.record.write(Kind.WORK_END, begin_s=self._begin_s, step=order.step, position=order.position)
-        self._working.close()
+        if self._working is not None:
+            self._working.__exit__(None, None, None)
+            self._working = None
 
     def outcome(self, order: WorkOrder) -> Done | None:
         """Carry out commands until the fate of the finished order is known: its update, or None if its gradient is in no

@@ -57,7 +57,7 @@ class LeaderHooks:
     when this replica may leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits
     for a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable state of
     the chain with a higher step (that of the initial parameters if there is no other and `newer_than` is -1), or None; called
-    in the coordination thread. `doing(what)`: around each action, for the progress report.
+    in the coordination thread. `doing(what)`: while an event is handled, for the progress report.
     """
 
     decided: Callable[[int, CommitRecord], None]
@@ -152,8 +152,8 @@ class Leader:
             return
         event = self._hear(*item) if isinstance(item, tuple) else item
         if event is not None:
-            for action in self.machine.on(event):
-                with self.hooks.doing(type(action).__name__.lower()):
+            with self.hooks.doing(type(event).__name__.lower()):
+                for action in self.machine.on(event):
                     self._perform(action)
 
     def _hear(self, group_rank: int, report: RankReport) -> p.Event | None:

@@ -19,6 +19,8 @@ from functools import cached_property
 
 GENESIS_PARENT = ""
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
 Incarnation = tuple[int, int]  # (replica, incarnation): one life of a replica within a life of the run
 
 
@@ -59,7 +61,7 @@ class CommitRecord:
 
     def to_json(self) -> str:
         """Canonical text: equal records have equal text, whoever writes them."""
-        return json.dumps(
+        return _ENCODE(
             {
                 "step": self.step,
                 "generation": self.generation,
@@ -71,8 +73,7 @@ class CommitRecord:
                 "excluded": {str(r): [e.incarnation, e.rank] for r, e in sorted(self.excluded.items())},
                 "applied": self.applied,
                 **({"last": self.last} if self.last else {}),  # a record without it has the text that it had before
-            },
-            separators=(",", ":"),
+            }
         )
 
     @staticmethod
@@ -99,11 +100,13 @@ class CommitRecord:
     @property
     def replicas(self) -> tuple[int, ...]:
         """The contributing replicas, without their incarnations."""
-        return tuple(replica for replica, _ in self.contributors)
+        return tuple([replica for replica, _ in self.contributors])
 
     @property
     def committers(self) -> tuple[Incarnation, ...]:
         """Everyone that held the base and commits this record: contributors and excluded replicas."""
+        if not self.excluded:
+            return tuple(sorted(self.contributors))
         return tuple(sorted({*self.contributors, *((r, e.incarnation) for r, e in self.excluded.items())}))
 
     @property
