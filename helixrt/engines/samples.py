@@ -26,7 +26,6 @@ class Samples:
         self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, live row, its copy
         self._marks: torch.Tensor | None = None  # which rows differ, on a device that computes later
 
-    @torch.no_grad()
     def record(self) -> None:
         """The parameters are as they should be. Samples the next ones."""
         self._kept, self._marks = [], None
@@ -37,19 +36,23 @@ class Samples:
             if row.numel() and not row.is_meta:  # a tensor without values cannot be compared
                 self._kept.append((name, row, row.clone()))
 
-    @torch.no_grad()
     def compare(self) -> str | None:
         """The name of a parameter that has changed since `record`, or None. Rows on a device are compared there and read by
         `result`, since reading waits for the device."""
-        late = [torch.ne(row, copy).any() for _, row, copy in self._kept if row.device.type != "cpu"]
+        late: list[torch.Tensor] = []
+        for name, row, copy in self._kept:
+            if not row.is_cpu:
+                late.append(torch.ne(row, copy).any())
+            elif not torch.equal(row, copy):
+                return name
         self._marks = torch.stack([mark.to(late[0].device) for mark in late]) if late else None
-        return next((name for name, row, copy in self._kept if row.device.type == "cpu" and not torch.equal(row, copy)), None)
+        return None
 
     def result(self) -> str | None:
         """What `compare` found on a device; waits for it."""
         if self._marks is None:
             return None
-        names = [name for name, row, _ in self._kept if row.device.type != "cpu"]
+        names = [name for name, row, _ in self._kept if not row.is_cpu]
         marks, self._marks = self._marks.tolist(), None
         return next((name for name, mark in zip(names, marks, strict=True) if mark), None)
 
