@@ -75,8 +75,9 @@ def sync_folder(folder: Path) -> None:
 class LineageWriter:
     """Writes records in the background, in order. `append` may be called from any thread, again for the same index too.
 
-    A record is left alone for `lag_s`, to be written with those that follow. Several replicas write the same folder: one with a
-    longer lag finds its records written by another, unless that one is gone. `flush` does not wait for the lag.
+    Records are written `gather_s` after the first of them came. Several replicas write the same folder: one with a `lag_s` leaves
+    a record alone for so long as well, and then finds it written by another, unless that one is gone. `flush` waits for
+    neither.
 
     What cannot be written is tried again, with pauses of `PAUSES_S`, and records behind it wait for it. With
     `again` at most `capacity` records wait in memory: `again(i)` gives the log's entries from i on (it may raise
@@ -89,12 +90,14 @@ class LineageWriter:
     def __init__(
         self,
         folder: Path,
-        lag_s: float = GATHER_S,
+        lag_s: float = 0.0,
         trouble: StorageTrouble | None = None,
         again: Callable[[int], Sequence[CommitRecord]] | None = None,
         capacity: int = 4096,
+        gather_s: float = GATHER_S,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._gather_s = gather_s
         self._folder, self._lag_s, self._trouble, self._again, self._capacity = folder, lag_s, trouble, again, capacity
         self._changed = threading.Condition()  # guards everything below
         self._pending: dict[int, tuple[float, CommitRecord]] = {}  # by index: since when, and what
@@ -185,12 +188,12 @@ class LineageWriter:
                 self._changed.notify_all()
 
     def _await_record(self) -> bool:
-        """Wait for something to write, and until its lag is over; False at the end."""
+        """Wait for something to write, and until others have been gathered with it; False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._left_out is not None or self._close_by is not None)
             if not self._pending:
                 return self._left_out is not None
-            left_s = self._pending[min(self._pending)][0] + self._lag_s - time.monotonic()
+            left_s = self._pending[min(self._pending)][0] + self._lag_s + self._gather_s - time.monotonic()
             self._changed.wait_for(lambda: self._hurry or self._close_by is not None, max(0.0, left_s))
             return True
 

@@ -30,7 +30,7 @@ from helixrt.job.heap import keep_freed_memory
 from helixrt.job.leader_reports import MetricsSender
 from helixrt.job.leading import LeaderParts, Leading, address_key
 from helixrt.job.leaving import TermSignal
-from helixrt.job.lineage_files import GATHER_S, LineageWriter
+from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
 from helixrt.job.rank_context import RankContext, RankJob, open_context
 from helixrt.job.step_rules import publish_memory
@@ -76,7 +76,7 @@ class RankRuntime:
             self.metrics = MetricsSender(context.store, context.replica, spec.incarnation, context.label)
             trouble = StorageTrouble("lineage", context.record, self.say)
             read = RunLog(context.store).read_from
-            self._lineage = LineageWriter(context.output / "lineage", GATHER_S + 0.5 * context.replica, trouble, read)
+            self._lineage = LineageWriter(context.output / "lineage", 0.5 * context.replica, trouble, read)
         self._term = TermSignal(context.store, context.replica, spec.incarnation, context.label)
         self._side: Leading | Following | None = None
         self._checkpointer: Checkpointer | None = None

@@ -35,7 +35,7 @@ def syncs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_records_that_come_fast_share_a_file_and_its_two_syncs(tmp_path: Path, syncs: list[int]) -> None:
     entries = chain_of(500)
-    writer = LineageWriter(tmp_path, lag_s=3600.0)
+    writer = LineageWriter(tmp_path, gather_s=3600.0)
     for index, entry in enumerate(entries):
         writer.append(index, entry)
     assert not list(tmp_path.iterdir()), "they wait for more"
@@ -47,9 +47,19 @@ def test_records_that_come_fast_share_a_file_and_its_two_syncs(tmp_path: Path, s
     assert len(read_lineage(tmp_path)) == 502 and len(syncs) == 4
 
 
+def test_records_that_go_on_coming_are_gathered(tmp_path: Path) -> None:
+    entries = chain_of(150)
+    writer = LineageWriter(tmp_path, gather_s=0.05)
+    for index, entry in enumerate(entries):
+        writer.append(index, entry)
+        time.sleep(0.001)
+    writer.close()
+    assert read_lineage(tmp_path) == entries and len(list(tmp_path.iterdir())) <= len(entries) / 5
+
+
 def test_a_record_is_written_when_its_time_is_over_though_nobody_asks(tmp_path: Path) -> None:
     entries = chain_of(3)
-    writer = LineageWriter(tmp_path, lag_s=0.01)
+    writer = LineageWriter(tmp_path, gather_s=0.01)
     for index, entry in enumerate(entries):
         writer.append(index, entry)
         deadline = time.monotonic() + 20
@@ -71,7 +81,7 @@ def test_writers_of_several_replicas_leave_one_whole_log(
 
         monkeypatch.setattr(lineage_files.os, "link", refuse)
     chance, entries = random.Random(seed), chain_of(60)
-    writers = [LineageWriter(tmp_path, lag_s=chance.choice([0.0, 0.001, 0.004])) for _ in range(3)]
+    writers = [LineageWriter(tmp_path, lag_s=chance.choice([0.0, 0.001, 0.004]), gather_s=0.002 * chance.random()) for _ in range(3)]
 
     def write(writer: LineageWriter, own: random.Random) -> None:
         for index, entry in enumerate(entries):
