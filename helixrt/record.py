@@ -68,7 +68,7 @@ DETAIL = frozenset({Kind.OPERATION, Kind.SEND, Kind.RECV, Kind.EXCHANGE_BUCKET, 
 """What every step writes by the dozen: the bars of a timeline, which nobody asks for long afterwards."""
 
 
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+_ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _TEXTS = lru_cache(maxsize=64)(_ENCODE)  # of the names of ranks
 
 

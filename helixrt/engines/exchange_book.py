@@ -81,11 +81,12 @@ class ExchangeBook:
         return self._weight if self._more_weight is None else self._more_weight + self._weight
 
     @property
-    def mean_loss(self) -> torch.Tensor:
+    def mean_loss(self) -> torch.Tensor | float:
         assert self._loss is not None
-        if isinstance(self._loss, torch.Tensor):
-            return self._loss / self.weight
-        return torch.tensor(self._loss, dtype=torch.float64) / self.weight
+        weight = self.weight
+        if isinstance(self._loss, torch.Tensor) or isinstance(weight, torch.Tensor):
+            return self._loss / weight
+        return self._loss / weight if weight else math.nan
 
     def fill(self, present: Sequence[bool]) -> None:
         """Write the batch's entries. From then on `weight` and `mean_loss` are those of the whole replica. Raises Retryable if
@@ -99,9 +100,11 @@ class ExchangeBook:
     def _fill_head(self, marks: tuple[bool, ...]) -> None:
         book, loss = self.tensors[0], self._loss
         assert loss is not None
-        if self._mask is None or marks != self._mask[0]:
+        same = self._mask is not None and marks == self._mask[0]
+        if self._mask is None or not same:
             self._mask = marks, torch.tensor(marks, dtype=torch.float64, device=self._device)
-        book[_HEAD : _HEAD + self._parameters] = self._mask[1]
+        if not same or self._group is not None:  # whose sum stands in the place of it
+            book[_HEAD : _HEAD + self._parameters] = self._mask[1]
         if self._host is not None:
             assert not isinstance(loss, torch.Tensor)
             finite = math.isfinite(loss)

@@ -180,7 +180,8 @@ class FlatGradients:
                 self._found(self._changed(index))
             else:
                 if gradient is not mine:  # one copy costs less than zeroing and adding, and keeps the sign of zeros
-                    view.copy_(local(gradient.detach() if gradient.requires_grad else gradient))
+                    given = gradient.detach() if gradient.requires_grad else gradient
+                    view.copy_(given if plain else local(given))
                     parameter.grad = mine
                 self.present[index], self._versions[index] = True, mine._version if plain else version(mine)
                 self._reached.add(index)

@@ -136,7 +136,9 @@ def gradient_norm(
 ) -> torch.Tensor | float:
     """Euclidean norm of all gradients, on the device, over all ranks of the replica with the same bits on each; a registered
     function sees gradients that are still scaled."""
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if group is not None:
+        gradients = [local(gradient) for gradient in gradients]
     if not gradients:
         return 0.0
     norm = get_total_norm(gradients)

@@ -75,9 +75,9 @@ def sync_folder(folder: Path) -> None:
 class LineageWriter:
     """Writes records in the background, in order. `append` may be called from any thread, again for the same index too.
 
-    Records are written `gather_s` after the first of them came. Several replicas write the same folder: one with a `lag_s` leaves
-    a record alone for so long as well, and then finds it written by another, unless that one is gone. `flush` waits for
-    neither.
+    Records are written `gather_s` after the first of them came. Several replicas write the same folder: one with a `lag_s`
+    leaves a record alone for so long as well, and then finds it written by another, unless that one is gone. `flush` waits
+    for neither.
 
     What cannot be written is tried again, with pauses of `PAUSES_S`, and records behind it wait for it. With
     `again` at most `capacity` records wait in memory: `again(i)` gives the log's entries from i on (it may raise

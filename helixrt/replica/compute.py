@@ -129,6 +129,9 @@ class Compute:
 
     def _carry_out(self, command: RankCommand) -> Done | None:
         """The update that it was, if it was one."""
+        if isinstance(command, (p.Exchange, p.Examine)):
+            self._exchange(command)
+            return None
         with self._doing(command):
             match command:
                 case p.Apply() | p.Replay():
@@ -149,12 +152,14 @@ class Compute:
                     self._idle_since = time.monotonic()
                 case Digest():
                     self._parts.report(digest(self._parts.engine.state()))
-        if isinstance(command, p.Exchange | p.Examine):
-            assert self._own_sums is not None and self._order is None, "the exchange thread has it, or the work is not done"
-            with self._parts.progress.doing("exchange"):
-                report = self._own_sums.carry_out(command)
-            self._parts.report(report)  # the leader goes on in this thread, as far as the step's record
         return None
+
+    def _exchange(self, command: p.Exchange | p.Examine) -> None:
+        """In a run of one replica."""
+        assert self._own_sums is not None and self._order is None, "the exchange thread has it, or the work is not done"
+        with self._parts.progress.doing("exchange"):
+            report = self._own_sums.carry_out(command)
+        self._parts.report(report)  # the leader goes on in this thread: it appends, and joins for the next step
 
     def _doing(self, command: RankCommand) -> AbstractContextManager[None]:
         """What the main thread reports while it carries out the command."""

@@ -198,8 +198,9 @@ class Leader:
             case p.Join():
                 self.record.step = self.machine.held_step + 1
                 self.record.write(Kind.QUORUM_JOIN, lineage=action.me.lineage)
-                me = dataclasses.replace(action.me, addresses=self.addresses, initial=self.initial)
-                known = len(self.machine.log)
+                known, me = len(self.machine.log), action.me
+                if not self.membership.alone or known == 1:  # else nobody fetches from it or compares its initial state
+                    me = dataclasses.replace(me, addresses=self.addresses, initial=self.initial)
                 self._call(lambda: self._join(me, known))
             case p.Append():
                 self.record.write(Kind.VOTE, generation=action.record.generation, step=action.record.step)

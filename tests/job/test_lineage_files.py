@@ -81,7 +81,8 @@ def test_writers_of_several_replicas_leave_one_whole_log(
 
         monkeypatch.setattr(lineage_files.os, "link", refuse)
     chance, entries = random.Random(seed), chain_of(60)
-    writers = [LineageWriter(tmp_path, lag_s=chance.choice([0.0, 0.001, 0.004]), gather_s=0.002 * chance.random()) for _ in range(3)]
+    lags = [chance.choice([0.0, 0.001, 0.004]) for _ in range(3)]
+    writers = [LineageWriter(tmp_path, lag_s=lag_s, gather_s=0.002 * chance.random()) for lag_s in lags]
 
     def write(writer: LineageWriter, own: random.Random) -> None:
         for index, entry in enumerate(entries):

@@ -133,6 +133,7 @@ class Log:
 
     def __init__(self, entries: Sequence[CommitRecord] = ()) -> None:
         self.entries: list[CommitRecord] = []
+        self.head: CommitRecord  # the newest entry; there is none before the genesis
         self._by_hash: dict[str, CommitRecord] = {}
         self._chain: dict[int, str] = {}  # step -> hash, of the head's chain
         for entry in entries:
@@ -141,16 +142,13 @@ class Log:
     def __len__(self) -> int:
         return len(self.entries)
 
-    @property
-    def head(self) -> CommitRecord:
-        return self.entries[-1]
-
     def append(self, entry: CommitRecord) -> None:
         """Take the next entry of the store; its parent must be in the log already."""
         if self.entries and entry.parent not in self._by_hash:
             raise ValueError(f"record of step {entry.step} has the unknown parent {entry.parent[:8]}")
         newest = self.entries[-1].step if self.entries else -1
         self.entries.append(entry)
+        self.head = entry
         self._by_hash[entry.hash] = entry
         for step in range(entry.step, newest + 1):
             self._chain.pop(step, None)
