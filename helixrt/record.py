@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import json.encoder
 import os
 import threading
 import time
@@ -68,7 +69,18 @@ DETAIL = frozenset({Kind.OPERATION, Kind.SEND, Kind.RECV, Kind.EXCHANGE_BUCKET, 
 """What every step writes by the dozen: the bars of a timeline, which nobody asks for long afterwards."""
 
 
-_ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+def _encoder() -> Callable[[Any], str]:
+    """As `JSONEncoder.encode`, which makes an encoder for each value."""
+    plain = json.JSONEncoder(separators=(",", ":"))
+    if json.encoder.c_make_encoder is None:
+        return plain.encode
+    parts = json.encoder.c_make_encoder(
+        None, plain.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True
+    )
+    return lambda value: "".join(parts(value, 0))
+
+
+_ENCODE = _encoder()
 _TEXTS = lru_cache(maxsize=64)(_ENCODE)  # of the names of ranks
 
 
