@@ -24,6 +24,8 @@ from helixrt.engines.stream_marks import HostMarks, StreamMarks
 from helixrt.errors import MisuseError
 from helixrt.pipeline.buckets import Slot, lay_out
 
+FIRST_BYTES = 1 << 20  # of the bucket that backward finishes last: nothing is left to hide its exchange behind
+
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -220,7 +222,7 @@ def _lay_out(
         kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
     found: list[tuple[int, int, torch.dtype, torch.device, list[tuple[int, Slot]]]] = []  # first parameter, …
     for (dtype, device), members in kinds.items():
-        slots, sizes = lay_out([named[index] for index in members], bucket_bytes)
+        slots, sizes = lay_out([named[index] for index in members], bucket_bytes, first_bytes=min(FIRST_BYTES, bucket_bytes))
         for bucket, size in enumerate(sizes):
             inside = [(index, slot) for index, slot in zip(members, slots, strict=True) if slot.bucket == bucket]
             found.append((inside[0][0], size, dtype, device, inside))

@@ -3,9 +3,10 @@
 In: reports of the ranks, answers of the membership service and of the run's store. Out: commands.
 The machine (`helixrt.protocol.step.machine`) decides; this only carries out. Whoever brings an event (a rank's report, the
 answer to a call) also handles it, unless another thread is at it: then that one takes it next. So events are handled in order,
-one at a time, and a step needs no hand-over to a thread of the leader's own. One thread, `helixrt-coordination`, makes the
-calls that block (a quorum, the store), of which there is never more than one at a time. In a run of one replica a quorum waits
-for nobody; there the thread that handles an event also joins and appends. Follows DESIGN.md, "The life of a step".
+one at a time, and a step needs no hand-over to a thread of the leader's own. That thread also appends the step's record:
+everybody waits for it. One thread, `helixrt-coordination`, makes the other calls that block (a quorum, the store), of which
+there is never more than one at a time. In a run of one replica a quorum waits for nobody, and the thread that handles an event
+joins as well. Follows DESIGN.md, "The life of a step".
 """
 
 from __future__ import annotations
@@ -201,10 +202,13 @@ class Leader:
                 known, me = len(self.machine.log), action.me
                 if not self.membership.alone or known == 1:  # else nobody fetches from it or compares its initial state
                     me = dataclasses.replace(me, addresses=self.addresses, initial=self.initial)
-                self._call(lambda: self._join(me, known))
+                if self.membership.alone:
+                    self._own.append(lambda: self._join(me, known))
+                else:
+                    self._blocking.put(lambda: self._join(me, known))
             case p.Append():
                 self.record.write(Kind.VOTE, generation=action.record.generation, step=action.record.step)
-                self._call(lambda: self._append(action))
+                self._own.append(lambda: self._append(action))
             case p.ReadLog():
                 self._blocking.put(lambda: self._read(action.index))
             case p.Persist():
@@ -271,13 +275,6 @@ class Leader:
         self.hooks.decided(action.index, action.record)
 
     # ---------------------------------------------------------------- what blocks
-
-    def _call(self, call: _Call) -> None:
-        """Part of every step. A thread of its own pays only where the call waits for other replicas."""
-        if self.membership.alone:
-            self._own.append(call)
-        else:
-            self._blocking.put(call)
 
     def _blocking_loop(self) -> None:
         try:
