@@ -72,11 +72,10 @@ DETAIL = frozenset({Kind.OPERATION, Kind.SEND, Kind.RECV, Kind.EXCHANGE_BUCKET, 
 def _encoder() -> Callable[[Any], str]:
     """As `JSONEncoder.encode`, which makes an encoder for each value."""
     plain = json.JSONEncoder(separators=(",", ":"))
-    if json.encoder.c_make_encoder is None:
+    make = getattr(json.encoder, "c_make_encoder", None)  # None in an interpreter without it
+    if make is None:
         return plain.encode
-    parts = json.encoder.c_make_encoder(
-        None, plain.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True
-    )
+    parts = make(None, plain.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True)
     return lambda value: "".join(parts(value, 0))
 
 

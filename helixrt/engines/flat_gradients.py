@@ -137,8 +137,10 @@ class FlatGradients:
         for flat, total in zip(self.flat, sums, strict=True):
             if total.device != flat.device:  # kept or fetched in host memory
                 flat.copy_(total).div_(weight)
-            else:
-                torch.div(total, weight, out=flat) if weight != 1.0 else total is flat or flat.copy_(total)
+            elif weight != 1.0:
+                torch.div(total, weight, out=flat)
+            elif total is not flat:
+                flat.copy_(total)
         self._set(present)
 
     def drop(self) -> None:

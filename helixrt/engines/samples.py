@@ -73,7 +73,7 @@ def _bits_of(part: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor, a live view in the order of its memory; of one with gaps in it, those of its first row without."""
     part = part.detach()
     if part.numel():
-        by_stride = sorted(range(part.dim()), key=lambda dim: -part.stride(dim))
+        by_stride = sorted(range(part.dim()), key=part.stride, reverse=True)
         part = part.permute(by_stride)
         while not part.is_contiguous():
             part = part[0]

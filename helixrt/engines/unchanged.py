@@ -50,7 +50,7 @@ class Unchanged:
     def record(self) -> None:
         """The state is as it should be."""
         self._versions = versions(self._parameters)
-        self._tensors = tensors = []
+        tensors: list[torch.Tensor] = []
         for optimizer in self._registered.optimizers.values():
             for entries in (*optimizer.state.values(), *optimizer.param_groups):
                 for value in entries.values():
@@ -59,8 +59,8 @@ class Unchanged:
         for key, thing in self._registered.extra.items():
             others: dict[str, torch.Tensor] = {}
             flatten(key, thing.state_dict(), others, {})
-            self._tensors += others.values()
-        self._tensor_versions = versions(tensors)
+            tensors += others.values()
+        self._tensors, self._tensor_versions = tensors, versions(tensors)
         self._scalars = self._read_scalars()
         self._samples.record()
 

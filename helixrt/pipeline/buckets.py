@@ -105,7 +105,10 @@ class GradientBuckets:
     def install(self, sums: Sequence[torch.Tensor], count: int) -> None:
         """Copy `sums / count`, laid out as `flat`, over the gradients of the step; every parameter has one."""
         for local, total in zip(self.flat, sums, strict=True):
-            torch.div(total, count, out=local) if count != 1 else local.copy_(total)
+            if count != 1:
+                torch.div(total, count, out=local)
+            elif total is not local:
+                local.copy_(total)
         for parameter, grad in zip(self._parameters, self.grads, strict=True):
             parameter.grad = grad
 
