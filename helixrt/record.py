@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import errno
 import json
+import json.encoder
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
@@ -61,41 +62,48 @@ class Kind(StrEnum):
     RANK_START = "rank_start"  # pid, incarnation
     RANK_END = "rank_end"  # code
 
+    __hash__ = str.__hash__  # that of an enum is a call in Python
+
 
 DETAIL = frozenset({Kind.OPERATION, Kind.SEND, Kind.RECV, Kind.EXCHANGE_BUCKET, Kind.PATH_PROBED})
 """What every step writes by the dozen: the bars of a timeline, which nobody asks for long afterwards."""
 
 
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+def _encoder() -> Callable[[Any], str]:
+    """As `JSONEncoder.encode`, which makes an encoder for each value."""
+    plain = json.JSONEncoder(separators=(",", ":"))
+    make = getattr(json.encoder, "c_make_encoder", None)  # None in an interpreter without it
+    if make is None:
+        return plain.encode
+    parts = make(None, plain.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True)
+    return lambda value: "".join(parts(value, 0))
 
 
-@dataclass(frozen=True)
-class Event:
-    """One thing that happened. `begin_s` and `end_s` are Unix times; equal for an instant."""
+_ENCODE = _encoder()
+_TEXTS = lru_cache(maxsize=64)(_ENCODE)  # of the names of ranks
+
+
+class Event(NamedTuple):
+    """One thing that happened. `begin_s` and `end_s` are Unix times; equal for an instant. A step makes a dozen."""
 
     kind: Kind
     rank: str
     step: int
     begin_s: float
     end_s: float
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: dict[str, Any]
 
     def to_json(self) -> str:
-        # no `asdict`: it copies everything, and a step writes a dozen of these
-        raw = {
-            "kind": self.kind.value,
-            "rank": self.rank,
-            "step": self.step,
-            "begin_s": self.begin_s,
-            "end_s": self.end_s,
-            "detail": self.detail,
-        }
-        return _ENCODE(raw)
+        kind, rank, step, begin_s, end_s, detail = self
+        return (
+            f'{{"kind":"{kind}","rank":{_TEXTS(rank)},"step":{step},"begin_s":{begin_s!r},"end_s":{end_s!r},'
+            f'"detail":{_ENCODE(detail)}}}'
+        )
 
     @staticmethod
     def from_json(line: str) -> Event:
         raw = json.loads(line)
-        return Event(**{**raw, "kind": Kind(raw["kind"])})
+        return Event(**{**raw, "kind": Kind(raw["kind"])})  # TypeError for other keys
 
 
 class FlightRecord:

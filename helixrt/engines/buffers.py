@@ -102,7 +102,8 @@ class Buffers:
     def begin(self) -> None:
         """A batch begins: running buffers have their committed values."""
         self.check()
-        self._restore()
+        if self._running:
+            self._restore()
 
     def check(self) -> None:
         """Raises MisuseError if a constant buffer was changed, or a running one has another shape or dtype."""
@@ -146,11 +147,17 @@ class Buffers:
 
     # ---------------------------------------------------------------- commit
 
-    @torch.no_grad()
     def commit(
         self, changed: Sequence[float], floats: torch.Tensor, integers: torch.Tensor | None, summed: Sequence[int]
     ) -> None:
         """Take the values that the exchange gave: sums over the replicas `summed` of what `write` put in on their ranks."""
+        if self._running:
+            self._commit(changed, floats, integers, summed)
+
+    @torch.no_grad()
+    def _commit(
+        self, changed: Sequence[float], floats: torch.Tensor, integers: torch.Tensor | None, summed: Sequence[int]
+    ) -> None:
         ranks = len(summed) * self._ranks
         if integers is not None:
             integers = integers.view(self._replicas, self._integers)[list(summed)].amax(0)
@@ -166,7 +173,8 @@ class Buffers:
 
     def discard(self) -> None:
         """Nothing of the batch counts."""
-        self._restore()
+        if self._running:
+            self._restore()
 
     @torch.no_grad()
     def _restore(self) -> None:

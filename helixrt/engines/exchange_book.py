@@ -43,9 +43,10 @@ class ExchangeBook:
         self.tensors = [torch.zeros(self._room + buffers.float_room, dtype=torch.float64, device=device)]
         if buffers.integer_room:
             self.tensors.append(torch.zeros(buffers.integer_room, dtype=torch.int64, device=device))
+        self._host = self.tensors[0].numpy() if self.tensors[0].is_cpu else None  # the same memory: entries cost no operation
         self._weight = 0.0
-        self._more_weight: torch.Tensor | None = None  # of weights that are tensors
-        self._loss: torch.Tensor | None = None
+        self._more_weight: torch.Tensor | None = None  # of weights that are tensors on a device
+        self._loss: torch.Tensor | float | None = None  # a number in host memory, where reading waits for nothing
         self._mask: tuple[tuple[bool, ...], torch.Tensor] | None = None  # the newest presence mask, on the device
 
     def begin(self) -> None:
@@ -57,12 +58,18 @@ class ExchangeBook:
         if isinstance(weight, torch.Tensor):
             if weight.numel() != 1 or weight.is_complex():
                 raise MisuseError(f"the weight of a micro-batch is one number, not a tensor of shape {list(weight.shape)}")
-            more = weight.detach().reshape(()).to(self._device, torch.float64)
-            self._more_weight = more if self._more_weight is None else self._more_weight + more
+            if self._host is not None:
+                self._weight += weight.item()
+            else:
+                more = weight.detach().reshape(()).to(self._device, torch.float64)
+                self._more_weight = more if self._more_weight is None else self._more_weight + more
         else:
             if weight is not None and (not isinstance(weight, Real) or not 0 <= weight < math.inf):
                 raise MisuseError(f"the weight of a micro-batch is a number of at least 0, not {weight!r}")
             self._weight += 1.0 if weight is None else float(weight)
+        if self._host is not None:
+            self._loss = (self._loss or 0.0) + (math.nan if loss is None else loss.item())
+            return
         if loss is None:
             loss = torch.full((), math.nan)
         value = loss.detach().reshape(()).to(self._device, torch.float64)
@@ -74,31 +81,48 @@ class ExchangeBook:
         return self._weight if self._more_weight is None else self._more_weight + self._weight
 
     @property
-    def mean_loss(self) -> torch.Tensor:
+    def mean_loss(self) -> torch.Tensor | float:
         assert self._loss is not None
-        return self._loss / self.weight
+        weight = self.weight
+        if isinstance(self._loss, torch.Tensor) or isinstance(weight, torch.Tensor):
+            return self._loss / weight
+        return self._loss / weight if weight else math.nan
 
-    @torch.no_grad()
     def fill(self, present: Sequence[bool]) -> None:
         """Write the batch's entries. From then on `weight` and `mean_loss` are those of the whole replica. Raises Retryable if
         a rank of the replica is lost."""
-        book = self.tensors[0]
-        assert self._loss is not None
-        finite = torch.isfinite(self._loss)
-        book[0] = self.weight
-        book[1] = torch.where(finite, self._loss, 0.0)
-        book[2] = ~finite
-        marks = tuple(present)
-        if self._mask is None or marks != self._mask[0]:
+        self._fill_head(tuple(present))
+        self._fill_buffers()
+        if self._group is not None:
+            self._unite(self._group)
+
+    @torch.no_grad()
+    def _fill_head(self, marks: tuple[bool, ...]) -> None:
+        book, loss = self.tensors[0], self._loss
+        assert loss is not None
+        same = self._mask is not None and marks == self._mask[0]
+        if self._mask is None or not same:
             self._mask = marks, torch.tensor(marks, dtype=torch.float64, device=self._device)
-        book[_HEAD : _HEAD + self._parameters] = self._mask[1]
+        if not same or self._group is not None:  # whose sum stands in the place of it
+            book[_HEAD : _HEAD + self._parameters] = self._mask[1]
+        if self._host is not None:
+            assert not isinstance(loss, torch.Tensor)
+            finite = math.isfinite(loss)
+            self._host[:_HEAD] = (self._weight, loss if finite else 0.0, not finite)
+            return
+        assert isinstance(loss, torch.Tensor)
+        known = torch.isfinite(loss)
+        book[0] = self.weight
+        book[1] = torch.where(known, loss, 0.0)
+        book[2] = ~known
+
+    def _fill_buffers(self) -> None:
+        book = self.tensors[0]
         if self._buffers.running:
             book[_HEAD + self._parameters : self._room] = self._buffers.changed(self._device)
             for room in (book[self._room :], *self.tensors[1:]):
                 room.zero_()
             self._buffers.write(book[self._room :], self.tensors[1] if len(self.tensors) > 1 else None)
-        if self._group is not None:
-            self._unite(self._group)
 
     def _unite(self, group: InnerGroup) -> None:
         book = self.tensors[0]
@@ -118,7 +142,7 @@ class ExchangeBook:
         return Totals(
             weight=head[0],
             loss=loss,
-            present=tuple(mark > 0 for mark in head[_HEAD : _HEAD + self._parameters]),
+            present=tuple([mark > 0 for mark in head[_HEAD : _HEAD + self._parameters]]),
             changed=tuple(head[_HEAD + self._parameters :]),
             floats=book[self._room :],
             integers=sums[1] if len(self.tensors) > 1 else None,

@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from helixrt.engines.sharded import is_sharded, local, over, version
-from helixrt.engines.stream_marks import StreamMarks
+from helixrt.engines.sharded import is_sharded, local, over, version, versions
+from helixrt.engines.stream_marks import HostMarks, StreamMarks
 from helixrt.errors import MisuseError
 from helixrt.pipeline.buckets import Slot, lay_out
+
+FIRST_BYTES = 1 << 20  # of the bucket that backward finishes last: nothing is left to hide its exchange behind
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -69,7 +71,7 @@ class FlatGradients:
                 parameter.grad = None
             count = len(self.parameters)
             self.present, self._final = [False] * count, [False] * count
-            self._versions = [version(gradient) for gradient in self._grads]
+            self._versions = versions(self._grads)
             self._open, self._next = list(self._sizes), len(self.flat) - 1
             self._on_bucket, self._fault = on_bucket, ""
             self._working, self._backward, self._last = True, False, False
@@ -109,9 +111,10 @@ class FlatGradients:
     def check(self) -> None:
         """Raises MisuseError for a gradient that was not made by the step's backwards alone."""
         self.check_fault()
-        for index, present in enumerate(self.present):
-            gradient = self.parameters[index].grad
-            if present and (gradient is not self._grads[index] or version(gradient) != self._versions[index]):
+        now = versions(self._grads)
+        for index, (parameter, mine, present) in enumerate(zip(self.parameters, self._grads, self.present, strict=True)):
+            gradient = parameter.grad
+            if present and (gradient is not mine or now[index] != self._versions[index]):
                 raise MisuseError(self._changed(index))
             if not present and gradient is not None:
                 raise MisuseError(f"the gradient of {self.names[index]} was set by hand; gradients come from step.backward")
@@ -134,8 +137,10 @@ class FlatGradients:
         for flat, total in zip(self.flat, sums, strict=True):
             if total.device != flat.device:  # kept or fetched in host memory
                 flat.copy_(total).div_(weight)
-            else:
-                torch.div(total, weight, out=flat) if weight != 1.0 else flat.copy_(total)
+            elif weight != 1.0:
+                torch.div(total, weight, out=flat)
+            elif total is not flat:
+                flat.copy_(total)
         self._set(present)
 
     def drop(self) -> None:
@@ -157,6 +162,8 @@ class FlatGradients:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         view, mine, bucket = self.views[index], self._grads[index], self._bucket_of[index]
+        plain, device, wrote = not is_sharded(mine), view.device, self._marks.wrote
+        on_host = isinstance(self._marks, HostMarks)  # which marks nothing
 
         def accumulated(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
@@ -177,11 +184,13 @@ class FlatGradients:
                 self._found(self._changed(index))
             else:
                 if gradient is not mine:  # one copy costs less than zeroing and adding, and keeps the sign of zeros
-                    view.copy_(local(gradient.detach() if gradient.requires_grad else gradient))
+                    given = gradient.detach() if gradient.requires_grad else gradient
+                    view.copy_(given if plain else local(given))
                     parameter.grad = mine
-                self.present[index], self._versions[index] = True, version(mine)
+                self.present[index], self._versions[index] = True, mine._version if plain else version(mine)
                 self._reached.add(index)
-                self._marks.wrote(bucket, view.device)
+                if not on_host:
+                    wrote(bucket, device)
                 if self._last:
                     with self._lock:
                         self._finish(index)
@@ -215,7 +224,7 @@ def _lay_out(
         kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
     found: list[tuple[int, int, torch.dtype, torch.device, list[tuple[int, Slot]]]] = []  # first parameter, …
     for (dtype, device), members in kinds.items():
-        slots, sizes = lay_out([named[index] for index in members], bucket_bytes)
+        slots, sizes = lay_out([named[index] for index in members], bucket_bytes, first_bytes=min(FIRST_BYTES, bucket_bytes))
         for bucket, size in enumerate(sizes):
             inside = [(index, slot) for index, slot in zip(members, slots, strict=True) if slot.bucket == bucket]
             found.append((inside[0][0], size, dtype, device, inside))

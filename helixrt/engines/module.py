@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ class ModuleEngine(Engine):
         self._guard = StepGuard(registered.optimizers, [parameter for _, parameter in registered.parameters()])
         self._update: UpdateFunction | None = None
         self._update_checked = False
-        self._contexts = ExitStack()  # of the batch's forwards
+        self._autocast: torch.autocast | None = None  # of the batch's forwards
         self._on_bucket: Callable[[int], None] = lambda bucket: None
         self._failed = False  # an update has failed in its middle
         self._checked = False  # registered state was checked at the end of a batch, and nothing has run since
@@ -118,7 +117,7 @@ class ModuleEngine(Engine):
             self._marks.wait(index - len(self._book.tensors))
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
-        self._contexts.close()  # of a batch that was dropped
+        self._end_autocast()  # of a batch that was dropped
         self._reshard()
         if self._failed:
             raise MisuseError("an update has failed; the state is undefined until one is loaded")
@@ -136,7 +135,8 @@ class ModuleEngine(Engine):
         self._gradients.begin(lambda bucket: on_bucket(bucket + offset))
         self._book.begin()
         if self._compute_dtype is not torch.float32:
-            self._contexts.enter_context(torch.autocast(self._device.type, self._compute_dtype))
+            self._autocast = torch.autocast(self._device.type, self._compute_dtype)
+            self._autocast.__enter__()
 
     def seed(self, position: int) -> None:
         """Set the random state for the micro-batch at this position of this rank's stream."""
@@ -156,8 +156,11 @@ class ModuleEngine(Engine):
         self._gradients.before_backward(last)
         self._book.add(loss, weight)
         scaler = self.registered.scaler
-        with torch.autocast(self._device.type, enabled=False) if self._compute_dtype is not torch.float32 else ExitStack():
+        if self._compute_dtype is torch.float32:
             (loss if scaler is None else scaler.scale(loss)).backward()
+        else:
+            with torch.autocast(self._device.type, enabled=False):
+                (loss if scaler is None else scaler.scale(loss)).backward()
         self._gradients.after_backward()
         if self._compute_dtype is not torch.float32:
             torch.clear_autocast_cache()  # the next micro-batch casts parameters anew, as a loop with one context each does
@@ -183,7 +186,7 @@ class ModuleEngine(Engine):
         self._gradients.check_fault()
 
     def end(self) -> WorkResult:
-        self._contexts.close()
+        self._end_autocast()
         self._gradients.end()
         self._reshard()
         self._unchanged.check()  # before the book goes: without it nothing of this batch can be committed
@@ -200,6 +203,11 @@ class ModuleEngine(Engine):
             return self._gradients.present
         return [self._sharded.used(parameter) for parameter in self._parameters]
 
+    def _end_autocast(self) -> None:
+        autocast, self._autocast = self._autocast, None
+        if autocast is not None:
+            autocast.__exit__(None, None, None)
+
     def _reshard(self) -> None:
         if self._sharded is not None:
             self._sharded.reshard()
@@ -207,7 +215,7 @@ class ModuleEngine(Engine):
     # ---------------------------------------------------------------- updates
 
     def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
-        self._contexts.close()
+        self._end_autocast()
         self._reshard()
         if not self._checked:
             self._unchanged.check()
@@ -215,14 +223,13 @@ class ModuleEngine(Engine):
         self._unchanged.check_device()
         totals = None if reduced is None else self._book.read(reduced)
         self._failed = True
-        with torch.no_grad():
-            if reduced is None or totals is None or not totals.weight > 0:  # nothing was summed, or nothing counts
-                record = dataclasses.replace(record, applied=False)
-                self._gradients.drop()
-                self._buffers.discard()
-            else:
-                self._gradients.install(reduced[len(self._book.tensors) :], totals.weight, totals.present)
-                self._buffers.commit(totals.changed, totals.floats, totals.integers, record.summed)
+        if reduced is None or totals is None or not totals.weight > 0:  # nothing was summed, or nothing counts
+            record = dataclasses.replace(record, applied=False)
+            self._gradients.drop()
+            self._buffers.discard()
+        else:
+            self._gradients.install(reduced[len(self._book.tensors) :], totals.weight, totals.present)
+            self._buffers.commit(totals.changed, totals.floats, totals.integers, record.summed)
         update = self._run_update(record, totals)
         self._unchanged.record()
         self._failed = self._checked = False
@@ -254,7 +261,7 @@ class ModuleEngine(Engine):
         return self._state.read()
 
     def load(self, state: State) -> None:
-        self._contexts.close()
+        self._end_autocast()
         self._reshard()
         self._state.load(state)
         self._gradients.drop()
@@ -262,7 +269,7 @@ class ModuleEngine(Engine):
         self._failed = self._checked = False
 
     def close(self) -> None:
-        self._contexts.close()
+        self._end_autocast()
         self._gradients.close()
         if self._sharded is not None:
             self._sharded.close()

@@ -1,9 +1,9 @@
-"""Finds parameters that were changed through `.data`, which counts no version: rows of a few parameters are compared.
+"""Finds parameters that were changed through `.data`, which counts no version: parts of a few parameters are compared.
 
-In: the registered parameters. `record` (after each update and load) copies one row of each of the next `PARAMETERS` parameters;
-`compare` (at the end of a batch) compares them by their bits. Parameters take turns, and so do the rows of each. A whole tensor
-that is changed in every step is found within (number of parameters / `PARAMETERS`) steps; a change of few elements may not be.
-A row has at most `ELEMENTS` elements, so a step costs the copies and comparisons of `PARAMETERS` short rows.
+In: the registered parameters. `record` (after each update and load) copies one part of each of the next `PARAMETERS`
+parameters; `compare` (at the end of a batch) compares them by their bits. Parameters take turns, and so do the parts of each. A
+whole tensor that is changed in every step is found within (number of parameters / `PARAMETERS`) steps; a change of few elements
+may not be. A part has at most `ELEMENTS` elements, so a step costs the copies and comparisons of `PARAMETERS` short parts.
 """
 
 from __future__ import annotations
@@ -22,48 +22,59 @@ class Samples:
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._named = [(name, parameter) for name, parameter in named if not parameter.is_complex()]
+        self._bits: list[tuple[int, torch.Tensor] | None] = [None] * len(self._named)  # each one's address and flat live view
         self._turn = 0  # of all rows sampled so far
         self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, live row, its copy
         self._marks: torch.Tensor | None = None  # which rows differ, on a device that computes later
 
-    @torch.no_grad()
     def record(self) -> None:
         """The parameters are as they should be. Samples the next ones."""
         self._kept, self._marks = [], None
         for _ in range(min(PARAMETERS, len(self._named))):
-            name, parameter = self._named[self._turn % len(self._named)]
-            row = _row(parameter, self._turn // len(self._named))
+            turn, index = divmod(self._turn, len(self._named))
+            bits = self._flat(index)
             self._turn += 1
-            if row.numel() and not row.is_meta:  # a tensor without values cannot be compared
-                self._kept.append((name, row, row.clone()))
+            if (size := bits.numel()) and not bits.is_meta:  # a tensor without values cannot be compared
+                first = turn * ELEMENTS % size if size > ELEMENTS else 0
+                row = bits[first : first + ELEMENTS]
+                self._kept.append((self._named[index][0], row, row.clone()))
 
-    @torch.no_grad()
+    def _flat(self, index: int) -> torch.Tensor:
+        """The bits of a parameter; looked up again when its memory is another."""
+        parameter, known = self._named[index][1], self._bits[index]
+        part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        address = part.data_ptr()
+        if known is None or known[0] != address:
+            known = self._bits[index] = address, _bits_of(part)
+        return known[1]
+
     def compare(self) -> str | None:
         """The name of a parameter that has changed since `record`, or None. Rows on a device are compared there and read by
         `result`, since reading waits for the device."""
-        late = [torch.ne(row, copy).any() for _, row, copy in self._kept if row.device.type != "cpu"]
+        late: list[torch.Tensor] = []
+        for name, row, copy in self._kept:
+            if not row.is_cpu:
+                late.append(torch.ne(row, copy).any())
+            elif not torch.equal(row, copy):
+                return name
         self._marks = torch.stack([mark.to(late[0].device) for mark in late]) if late else None
-        return next((name for name, row, copy in self._kept if row.device.type == "cpu" and not torch.equal(row, copy)), None)
+        return None
 
     def result(self) -> str | None:
         """What `compare` found on a device; waits for it."""
         if self._marks is None:
             return None
-        names = [name for name, row, _ in self._kept if row.device.type != "cpu"]
+        names = [name for name, row, _ in self._kept if not row.is_cpu]
         marks, self._marks = self._marks.tolist(), None
         return next((name for name, mark in zip(names, marks, strict=True) if mark), None)
 
 
-def _row(parameter: torch.Tensor, turn: int) -> torch.Tensor:
-    """One row of the parameter's bits, a live view; which one follows `turn`."""
-    part = parameter.detach()
-    if hasattr(part, "to_local"):
-        part = part.to_local()
-    if part.numel() == 0:
-        return part.reshape(-1)
-    while part.dim() > 1:
-        turn, index = divmod(turn, part.shape[0])
-        part = part[index]
-    part = part.reshape(-1) if part.dim() == 0 else part
-    first = turn * ELEMENTS % part.shape[0]
-    return part[first : first + ELEMENTS].view(_BITS[part.element_size()])
+def _bits_of(part: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, a live view in the order of its memory; of one with gaps in it, those of its first row without."""
+    part = part.detach()
+    if part.numel():
+        by_stride = sorted(range(part.dim()), key=part.stride, reverse=True)
+        part = part.permute(by_stride)
+        while not part.is_contiguous():
+            part = part[0]
+    return part.reshape(-1).view(_BITS[part.element_size()])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Module = TypeVar("Module", bound=nn.Module)
+_UNSHARDED = frozenset((torch.Tensor, nn.Parameter))  # types
 
 # ---------------------------------------------------------------- tensors
 
@@ -45,6 +46,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def version(tensor: torch.Tensor) -> int:
     """Grows when the tensor is changed in place. A DTensor counts operations on itself, its local part those on that part."""
     return tensor._version + local(tensor)._version if is_sharded(tensor) else tensor._version
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`version` of each. A step asks for those of every parameter, several times."""
+    return [tensor._version if type(tensor) in _UNSHARDED else version(tensor) for tensor in tensors]
 
 
 def over(part: torch.Tensor, like: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from helixrt.engines.registered import Registered, qualified
 from helixrt.engines.samples import Samples
-from helixrt.engines.sharded import local, version
+from helixrt.engines.sharded import local, versions
 from helixrt.engines.state_tree import flatten
 from helixrt.errors import MisuseError
 from helixrt.replica.contracts import Scalar
@@ -38,6 +38,7 @@ class Unchanged:
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
         self._places = list(_places(registered))
+        self._parameters = [place.parameter for place in self._places]
         self._groups = _groups(registered.optimizers)
         self._versions: list[int] = []
         self._tensors: list[torch.Tensor] = []  # of optimizers and other state
@@ -48,30 +49,32 @@ class Unchanged:
 
     def record(self) -> None:
         """The state is as it should be."""
-        self._versions = [version(place.parameter) for place in self._places]
-        self._tensors = []
+        self._versions = versions(self._parameters)
+        tensors: list[torch.Tensor] = []
         for optimizer in self._registered.optimizers.values():
             for entries in (*optimizer.state.values(), *optimizer.param_groups):
-                self._tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
+                for value in entries.values():
+                    if isinstance(value, torch.Tensor):
+                        tensors.append(value)
         for key, thing in self._registered.extra.items():
             others: dict[str, torch.Tensor] = {}
             flatten(key, thing.state_dict(), others, {})
-            self._tensors += others.values()
-        self._tensor_versions = [version(tensor) for tensor in self._tensors]
+            tensors += others.values()
+        self._tensors, self._tensor_versions = tensors, versions(tensors)
         self._scalars = self._read_scalars()
         self._samples.record()
 
     def check_versions(self) -> None:
         """As `check`, of what has version counters alone; costs next to nothing."""
-        versions = [version(place.parameter) for place in self._places]
-        if versions != self._versions or [version(tensor) for tensor in self._tensors] != self._tensor_versions:
+        if versions(self._parameters) != self._versions or versions(self._tensors) != self._tensor_versions:
             self.check()
 
     def check(self) -> None:
         """Raises MisuseError for the first thing that has changed since `record`, by name."""
-        for place, then in zip(self._places, self._versions, strict=True):
+        for place, then, now in zip(self._places, self._versions, versions(self._parameters), strict=True):
             parameter = place.parameter
-            if getattr(place.owner, place.key, None) is not parameter or local(parameter).data_ptr() != place.address:
+            part = parameter if type(parameter) is nn.Parameter else local(parameter)
+            if place.owner._parameters.get(place.key) is not parameter or part.data_ptr() != place.address:
                 raise MisuseError(f"parameter {place.name} was replaced after it was registered; {_RULE}")
             if parameter.requires_grad != place.requires_grad:
                 done = "frozen" if place.requires_grad else "unfrozen"
@@ -79,10 +82,10 @@ class Unchanged:
                     f"parameter {place.name} was {done} after it was registered; freeze parameters before register(), or set "
                     "its gradient to None in a function registered as the session's update"
                 )
-            if version(parameter) != then:
+            if now != then:
                 raise MisuseError(f"parameter {place.name} was changed in place; {_RULE}")
-        for tensor, then in zip(self._tensors, self._tensor_versions, strict=True):
-            if version(tensor) != then:
+        for tensor, then, now in zip(self._tensors, self._tensor_versions, versions(self._tensors), strict=True):
+            if now != then:
                 raise MisuseError(f"{self._name(tensor)} was changed; {_RULE}")
         if _groups(self._registered.optimizers) != self._groups:
             raise MisuseError("a parameter group was added or changed after its optimizer was registered")
@@ -125,7 +128,7 @@ class Unchanged:
         for key, optimizer in self._registered.optimizers.items():
             for number, group in enumerate(optimizer.param_groups):
                 for field, value in group.items():
-                    if value is None or isinstance(value, bool | int | float | str):
+                    if value is None or isinstance(value, (bool, int, float, str)):  # noqa: UP038 a union is made anew each time
                         scalars[f"{field!r} of group {number} of optimizer {key}"] = value
         for key, scheduler in self._registered.schedulers.items():
             flatten(f"scheduler {key}", scheduler.state_dict(), {}, scalars)

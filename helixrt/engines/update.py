@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ class Policy:
 
     def factor(self, contributors: int, replicas: int) -> float:
         share = contributors / replicas
-        return {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[self.lr]
+        return 1.0 if self.lr == "none" else share if self.lr == "linear" else math.sqrt(share)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ModuleUpdate(Update):
     weight: float = 0.0
 
 
-class StepGuard:
+class StepGuard(AbstractContextManager[None]):
     """Hooks around the optimizers' `step`; `close` takes them away."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer], parameters: Sequence[nn.Parameter]) -> None:
@@ -66,15 +66,14 @@ class StepGuard:
         self._handles = [_before_any_step(self)]
         self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers.values()]
 
-    @contextmanager
-    def update(self, factor: float) -> Iterator[None]:
+    def update(self, factor: float) -> AbstractContextManager[None]:
         """Within this, registered optimizers may step, at `factor` times their rates."""
         self._factor = factor
-        try:
-            yield
-        finally:
-            self._factor = None
-            self._put_back()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._factor = None
+        self._put_back()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -83,6 +82,8 @@ class StepGuard:
 
     def before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         known = id(optimizer) in self._optimizers
+        if known and self._factor == 1.0:
+            return
         if not known and not any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
             return  # it trains something else
         kind = type(optimizer).__name__
@@ -107,6 +108,8 @@ class StepGuard:
         self._put_back()
 
     def _put_back(self) -> None:
+        if not self._rates:
+            return
         for group, rate in self._rates:
             if isinstance(rate, torch.Tensor):
                 group["lr"].copy_(rate)
@@ -133,7 +136,9 @@ def gradient_norm(
 ) -> torch.Tensor | float:
     """Euclidean norm of all gradients, on the device, over all ranks of the replica with the same bits on each; a registered
     function sees gradients that are still scaled."""
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if group is not None:
+        gradients = [local(gradient) for gradient in gradients]
     if not gradients:
         return 0.0
     norm = get_total_norm(gradients)

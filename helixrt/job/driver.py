@@ -27,7 +27,7 @@ from helixrt.job.config import MEMBERSHIPS, ChaosConfig, JobConfig
 from helixrt.job.controller import Controller, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.draining import take_requests
-from helixrt.job.leader_reports import Finished, metrics_key
+from helixrt.job.leader_reports import Finished, lines_of, metrics_key
 from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
 from helixrt.job.logs import VARIABLE as LOG_VARIABLE
 from helixrt.job.loss_acceptance import take_acceptance
@@ -223,10 +223,11 @@ class Driver:
             self._plan = json.loads(plan)
             self.output.plan(self._plan["until"])
         for (replica, incarnation), number in list(self._next.items()):
-            while (line := self.store.get(metrics_key(replica, incarnation, number))) is not None:
+            while (part := self.store.get(metrics_key(replica, incarnation, number))) is not None:
                 self.store.delete(metrics_key(replica, incarnation, number))
                 number += 1
-                self._show(read_metrics_line(line))
+                for line in lines_of(part):
+                    self._show(read_metrics_line(line))
             self._next[(replica, incarnation)] = number
         if not self._stream_kept:
             self._stream_kept = keep_stream(self.store, self.run_.folder, self.config.mesh.replicas, self.run_.life)

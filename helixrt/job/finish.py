@@ -25,7 +25,7 @@ class ObservedMembership(Membership):
     """Another membership, whose newest quorum's `members` can be looked up."""
 
     def __init__(self, inner: Membership) -> None:
-        self._inner = inner
+        self._inner, self.alone = inner, inner.alone
         self.members: tuple[Member, ...] = ()
 
     def announce(self) -> None:

@@ -40,18 +40,26 @@ class Finished:
 
 
 def metrics_key(replica: int, incarnation: int, number: int) -> str:
-    """Where a leader puts its `number`-th line of metrics, for the driver."""
+    """Where a leader puts the `number`-th part of its metrics, for the driver: lines, as `lines_of` reads them."""
     return f"metrics/{replica}/{incarnation}/{number}"
+
+
+def lines_of(part: str) -> list[str]:
+    """The lines of metrics that were put under one key."""
+    return part.split("\n")
 
 
 class MetricsSender:
     """Puts lines into the store on a thread of its own, so that no step waits for it. `rank` labels its notices.
 
-    A line is tried again every `PAUSE_S` until the store takes it; `capacity` lines wait at most.
+    Lines are gathered for `GATHER_S` and put under one key: short steps do not each wake the thread, the store and the driver.
+    What is put is tried again every `PAUSE_S` until the store takes it; `capacity` lines wait at most.
     """
 
+    GATHER_S = 0.05
     PAUSE_S = 0.5
     CLOSE_S = 5.0  # how long `close` waits for what is left
+    MOST = 256  # lines under one key
 
     def __init__(self, store: RunStore, replica: int, incarnation: int, rank: str = "", capacity: int = 10_000) -> None:
         self._store, self._replica, self._incarnation, self._rank = store, replica, incarnation, rank
@@ -69,7 +77,8 @@ class MetricsSender:
                 self._lines.popleft()
                 self._dropped += 1
             self._lines.append(line)
-            self._changed.notify_all()
+            if len(self._lines) == 1:
+                self._changed.notify_all()
 
     def say(self, text: str) -> None:
         """Have the driver print a line."""
@@ -85,26 +94,30 @@ class MetricsSender:
 
     def _run(self) -> None:
         number = 0
-        while (line := self._next()) is not None:
-            # The same line under the same key after an unknown outcome: it is ours alone, so that changes nothing.
-            while not self._put(number, line):
+        while lines := self._next():
+            # The same text under the same key after an unknown outcome: it is ours alone, so that changes nothing.
+            while not self._put(number, "\n".join(lines)):
                 if not self._pause():
                     return
             number += 1
 
-    def _next(self) -> str | None:
-        """The next line to send; None at the end."""
+    def _next(self) -> list[str]:
+        """The next lines to send; none at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._close_by is not None)
+            self._changed.wait_for(lambda: self._close_by is not None, self.GATHER_S)
+            lines = []
             if self._dropped:
                 text = f"{self._dropped} lines of metrics were dropped while the run's store did not answer"
                 self._dropped = 0
-                return Notice(self._rank, text).to_json()
-            return self._lines.popleft() if self._lines else None
+                lines.append(Notice(self._rank, text).to_json())
+            while self._lines and len(lines) < self.MOST:
+                lines.append(self._lines.popleft())
+            return lines
 
-    def _put(self, number: int, line: str) -> bool:
+    def _put(self, number: int, part: str) -> bool:
         try:
-            self._store.put_if_absent(metrics_key(self._replica, self._incarnation, number), line)
+            self._store.put_if_absent(metrics_key(self._replica, self._incarnation, number), part)
             return True
         except Retryable:
             return False

@@ -2,16 +2,18 @@
 work in the run and no exchange broken.
 
 In: SIGTERM of the process (`TermSignal`), or the user's `helixrt drain` by way of the driver; both are the replica's
-`leave_key` in the run's store. Out: commands to the ranks (`Departure`). The key is read before each quorum. Whoever leaves
+`leave_key` in the run's store. Out: commands to the ranks (`Departure`). The key is read before a quorum. Whoever leaves
 says in the store that its incarnation has ended, so that the others do not wait for it; from then on it holds nothing that
 they may wait for.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -23,6 +25,7 @@ from helixrt.replica.commands import Exit, RankCommand, Save
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import ended_key, leave_key
 
+ASK_S = 0.05  # between two quorums before which the key is read
 _PAUSE_S = 0.2  # before an unanswered store is asked again
 
 
@@ -92,12 +95,19 @@ class Departure:
         membership: ObservedMembership,
         saves: bool,
         tell: Callable[[RankCommand], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._me, self._store, self._membership = (replica, incarnation), store, membership
-        self._saves, self._tell = saves, tell
+        self._saves, self._tell, self._clock = saves, tell, clock
+        self._asked_s = -math.inf
 
     def due(self) -> str:
-        """Why the replica is to leave before its next quorum; "" if it stays. Raises Retryable without the store."""
+        """Why the replica is to leave before its next quorum; "" if it stays. Short steps do not all ask the store: once in
+        `ASK_S`. Raises Retryable without the store."""
+        now = self._clock()
+        if now - self._asked_s < ASK_S:
+            return ""
+        self._asked_s = now
         return self._store.get(leave_key(*self._me)) or ""
 
     def carry_out(self, machine: StepMachine, why: str) -> None:

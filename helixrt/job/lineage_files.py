@@ -1,38 +1,66 @@
-"""The run's log on disk: one file per commit record, written so that a crash leaves none half done.
+"""The run's log on disk: files of consecutive commit records, written so that a crash leaves none half done.
 
-In: records with their index in the log. Out: `FOLDER/00000017.json`, from which `resume` rebuilds the
-log. A record's file is written, fsynced and renamed into place on a background thread.
+In: records with their index in the log. Out: `FOLDER/00000017.json` with the record of index 17 and those that were gathered
+with it, one in a line; from these `resume` rebuilds the log. A file is written, fsynced and put in place on a background
+thread. That takes a disk several milliseconds, so records of short steps share it: at most `GATHER_S` of them are in memory
+alone. Whoever needs them on disk (a checkpoint that refers to them) calls `flush`.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from helixrt.errors import ConfigError, Retryable
 from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.protocol.step.lineage import CommitRecord
 
+GATHER_S = 0.1  # how long a record waits for others to share its file
+_MOST = 1024  # records in a file
 
-def write_durably(path: Path, text: str) -> None:
-    """Put `text` into `path` so that after a crash the file is whole or not there."""
+
+def write_durably(path: Path, text: str, replace: bool = True) -> bool:
+    """Put `text` into `path` so that after a crash the file is whole or not there. Without `replace` a file that is there
+    stays, whoever puts it there first; False, and nothing done, if the file system has no links, which that needs."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with open(part, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        if replace:
+            os.replace(part, path)
+        elif not _link(part, path):
+            return False
     except OSError:
         with suppress(OSError):
             part.unlink()
         raise
     sync_folder(path.parent)
+    return True
+
+
+def _link(part: Path, path: Path) -> bool:
+    """Give the file `part` the name `path` alone, or remove it if `path` is taken. False where the file system has no links."""
+    linked = True
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        linked = False
+    part.unlink()
+    return linked
 
 
 def sync_folder(folder: Path) -> None:
@@ -47,10 +75,11 @@ def sync_folder(folder: Path) -> None:
 class LineageWriter:
     """Writes records in the background, in order. `append` may be called from any thread, again for the same index too.
 
-    Several replicas write the same folder. One with a `lag_s` leaves a record alone for so long, and
-    then finds it written by another, unless that one is gone; `flush` does not wait for the lag.
+    Records are written `gather_s` after the first of them came. Several replicas write the same folder: one with a `lag_s`
+    leaves a record alone for so long as well, and then finds it written by another, unless that one is gone. `flush` waits
+    for neither.
 
-    A record that cannot be written is tried again, with pauses of `PAUSES_S`, and those behind it wait for it. With
+    What cannot be written is tried again, with pauses of `PAUSES_S`, and records behind it wait for it. With
     `again` at most `capacity` records wait in memory: `again(i)` gives the log's entries from i on (it may raise
     Retryable), and those that had no room are read there.
     """
@@ -65,11 +94,14 @@ class LineageWriter:
         trouble: StorageTrouble | None = None,
         again: Callable[[int], Sequence[CommitRecord]] | None = None,
         capacity: int = 4096,
+        gather_s: float = GATHER_S,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._gather_s = gather_s
         self._folder, self._lag_s, self._trouble, self._again, self._capacity = folder, lag_s, trouble, again, capacity
         self._changed = threading.Condition()  # guards everything below
-        self._pending: dict[int, CommitRecord] = {}
+        self._pending: dict[int, tuple[float, CommitRecord]] = {}  # by index: since when, and what
+        self._next = 0  # index of the first record that is not known to be on disk
         self._newest = -1  # index of those that were appended
         self._left_out: int | None = None  # entries from this index on were appended and are not in `_pending`
         self._tries = 0  # begun
@@ -82,12 +114,16 @@ class LineageWriter:
     def append(self, index: int, record: CommitRecord) -> None:
         """Write entry `index` of the log, soon."""
         with self._changed:
+            if index < self._next:
+                return  # another replica has written it
+            idle = not self._pending and self._left_out is None
             self._newest = max(self._newest, index)
             if self._again is None or (self._left_out is None and len(self._pending) < self._capacity):
-                self._pending[index] = record
+                self._pending.setdefault(index, (time.monotonic(), record))
             elif self._left_out is None:
                 self._left_out = index
-            self._changed.notify_all()
+            if idle:
+                self._changed.notify_all()
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Return once everything appended so far is on disk; what failed before is tried at once.
@@ -124,20 +160,18 @@ class LineageWriter:
         while self._await_record():
             with self._changed:
                 self._tries += 1
-                number, self._hurry = self._tries, False
-                index = min(self._pending, default=-1)
-                record = self._pending.get(index)
+                number = self._tries
+                index, records = self._due()
+                self._hurry = False
             try:
-                if record is None:
+                if not records:
                     self._read_again()
                     continue
-                path = self._folder / f"{index:08d}.json"
-                if not path.exists():
-                    write_durably(path, record.to_json())
+                end = self._write(index, records)
             except (OSError, Retryable) as error:
                 failures += 1
                 if self._trouble is not None:
-                    self._trouble.failed(-1 if record is None else record.step, error)
+                    self._trouble.failed(records[0].step if records else -1, error)
                 with self._changed:
                     self._failed = (number, error)
                     self._changed.notify_all()
@@ -146,20 +180,45 @@ class LineageWriter:
                 continue
             failures = 0
             if self._trouble is not None:
-                self._trouble.worked(record.step)
+                self._trouble.worked(records[0].step)
             with self._changed:
-                del self._pending[index]
+                self._next = max(self._next, end)
+                for written in range(index, end):
+                    self._pending.pop(written, None)
                 self._changed.notify_all()
 
     def _await_record(self) -> bool:
-        """Wait for something to write, and for the lag if it is the newest; False at the end."""
+        """Wait for something to write, and until others have been gathered with it; False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._left_out is not None or self._close_by is not None)
-            if not self._pending and self._left_out is None:
-                return False
-            if self._lag_s and len(self._pending) == 1:
-                self._changed.wait_for(lambda: self._hurry or self._close_by is not None, self._lag_s)
+            if not self._pending:
+                return self._left_out is not None
+            left_s = self._pending[min(self._pending)][0] + self._lag_s + self._gather_s - time.monotonic()
+            self._changed.wait_for(lambda: self._hurry or self._close_by is not None, max(0.0, left_s))
             return True
+
+    def _due(self) -> tuple[int, list[CommitRecord]]:
+        """The lowest index that waits, and the records from there on whose lag is over; none if they must be read again."""
+        first = min(self._pending, default=-1)
+        hurry = self._hurry or self._close_by is not None
+        since_s = time.monotonic() - self._lag_s
+        records: list[CommitRecord] = []
+        for index in count(first):
+            since, record = self._pending.get(index, (0.0, None))
+            if record is None or len(records) == _MOST or not (hurry or since <= since_s or not records):
+                return first, records
+            records.append(record)
+        raise AssertionError("unreachable")
+
+    def _write(self, index: int, records: Sequence[CommitRecord]) -> int:
+        """Have the records from `index` on in a file of that name, these or what another replica has put there. Returns the
+        index behind them."""
+        path = self._folder / f"{index:08d}.json"
+        if not path.exists():
+            texts = [record.to_json() for record in records]
+            if not write_durably(path, "\n".join(texts), replace=False):
+                write_durably(path, texts[0])  # the same text, whichever replica's file is the last one
+        return index + path.read_text(encoding="utf-8").count("\n") + 1
 
     def _pause(self, failures: int) -> bool:
         """After a failure; False when the writer was closed and has tried for long enough."""
@@ -178,26 +237,31 @@ class LineageWriter:
         begin = self._left_out  # `append` does not change it while it is set
         entries = self._again(begin)[: self._capacity]
         with self._changed:
-            self._pending.update(enumerate(entries, begin))
+            read = {index: (-math.inf, entry) for index, entry in enumerate(entries, begin) if index >= self._next}
+            self._pending.update(read)
             end = begin + len(entries)
             self._left_out = end if end <= self._newest else None
             self._changed.notify_all()
 
 
 def read_lineage(folder: Path) -> list[CommitRecord]:
-    """The log's entries from 0 on, up to the first that is missing. Raises ConfigError (resume) for a damaged one."""
+    """The log's entries from 0 on, up to the first that is missing. Files may overlap: whoever writes may have begun at another
+    record. Raises ConfigError (resume) for a damaged file."""
     entries: list[CommitRecord] = []
-    while (path := folder / f"{len(entries):08d}.json").exists():
+    for path in sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem)):
+        if (begin := int(path.stem)) > len(entries):
+            break
         try:
-            entries.append(CommitRecord.from_json(path.read_text(encoding="utf-8")))
+            found = [CommitRecord.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError("resume", "true", f"cannot read {path}: {error}") from error
+        entries += found[len(entries) - begin :]
     return entries
 
 
 def drop_from(folder: Path, index: int) -> None:
-    """Delete entries from `index` on: what `read_lineage` did not take (a gap came first) must not stand in the
-    way of the entries that a resumed run gives these numbers."""
+    """Delete entries from `index` on, where `read_lineage` has ended: what it did not take (a gap came first) must not stand in
+    the way of the entries that a resumed run gives these numbers."""
     for path in folder.glob("[0-9]*.json"):
         if path.stem.isdigit() and int(path.stem) >= index:
             path.unlink()

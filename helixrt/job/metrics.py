@@ -94,9 +94,12 @@ class Notice:
         return _line("notice", self)
 
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def _line(kind: str, of: object) -> str:
     """The fields of a dataclass; none of them is a dataclass itself."""
-    return json.dumps({"kind": kind, **vars(of)}, separators=(",", ":"))
+    return _ENCODE({"kind": kind, **vars(of)})
 
 
 MetricsLine = StepMetrics | ValidationMetrics | Logged | Notice

@@ -61,11 +61,11 @@ class RankRuntime:
         killed = any(kill.replica == context.replica for kill in chaos.kill)
         ranks = context.group_world_size
         self._killer = ReplicaKiller(context.store, context.life, context.group_rank, ranks, obeys=killed and ranks > 1)
-        context.record.attach(
-            ChaosSink(
-                chaos, context.replica, spec.incarnation, self._killer.kill, context.record, self._claims, context.group_rank
+        if chaos.kill or chaos.fault or chaos.run:
+            place = (context.replica, spec.incarnation)
+            context.record.attach(
+                ChaosSink(chaos, *place, self._killer.kill, context.record, self._claims, context.group_rank)
             )
-        )
         self._failovers: FailoverNews | None = None
         if config.checkpoint.after_failover and config.checkpoint.every:
             self._failovers = FailoverNews(context.store, f"{context.label}.inc{spec.incarnation}")
@@ -141,6 +141,7 @@ class RankRuntime:
                 context.config.catchup.max_wait_s,
                 context.progress,
                 LayoutBook(context.store, context.group_rank, int(context.config.catchup.memory_gb * GB)),
+                alone=context.config.mesh.replicas == 1,
             )
         )
         self._worker = worker

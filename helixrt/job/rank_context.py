@@ -60,16 +60,16 @@ class RankContext:
     record: FlightRecord
     progress: Progress
 
-    @property
+    @cached_property
     def replica(self) -> int:
         return self.spec.coordinate.replica
 
-    @property
+    @cached_property
     def group_rank(self) -> int:
         """This rank's index inside its replica."""
         return group_rank(self.config.mesh, self.spec.coordinate)
 
-    @property
+    @cached_property
     def group_world_size(self) -> int:
         """How many ranks a replica has."""
         return group_world_size(self.config.mesh)
@@ -79,17 +79,17 @@ class RankContext:
         """Whether this is the rank that leads its replica."""
         return self.group_rank == 0
 
-    @property
+    @cached_property
     def life(self) -> str:
         """Names this incarnation of the replica in keys of the run's store."""
         return f"{self.replica}/{self.spec.incarnation}"
 
-    @property
+    @cached_property
     def label(self) -> str:
         """Names the rank in logs and records."""
         return rank_label(self.spec.coordinate)
 
-    @property
+    @cached_property
     def output(self) -> Path:
         """The run's folder."""
         return Path(self.spec.output)

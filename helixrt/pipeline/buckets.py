@@ -30,11 +30,15 @@ class Slot:
 
 
 def lay_out(
-    parameters: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int, alone: Collection[str] = ()
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    bucket_bytes: int,
+    alone: Collection[str] = (),
+    first_bytes: int | None = None,
 ) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
     """Slots for parameters (name, tensor), in order, and the elements of each bucket.
 
-    A bucket is full with the parameter that brings it to `bucket_bytes`. Those `alone` get one of their own.
+    A bucket is full with the parameter that brings it to `bucket_bytes`, the first one with `first_bytes` if that is given.
+    Those `alone` get one of their own.
     """
     slots: list[Slot] = []
     sizes: list[int] = []
@@ -44,7 +48,8 @@ def lay_out(
             sizes.append(0)
         slots.append(Slot(name, len(sizes) - 1, sizes[-1], parameter.shape))
         sizes[-1] += parameter.numel()
-        full = sizes[-1] * parameter.element_size() >= bucket_bytes or name in alone
+        limit = bucket_bytes if first_bytes is None or len(sizes) > 1 else first_bytes
+        full = sizes[-1] * parameter.element_size() >= limit or name in alone
     return tuple(slots), tuple(sizes)
 
 
@@ -100,7 +105,10 @@ class GradientBuckets:
     def install(self, sums: Sequence[torch.Tensor], count: int) -> None:
         """Copy `sums / count`, laid out as `flat`, over the gradients of the step; every parameter has one."""
         for local, total in zip(self.flat, sums, strict=True):
-            torch.div(total, count, out=local) if count != 1 else local.copy_(total)
+            if count != 1:
+                torch.div(total, count, out=local)
+            elif total is not local:
+                local.copy_(total)
         for parameter, grad in zip(self._parameters, self.grads, strict=True):
             parameter.grad = grad
 

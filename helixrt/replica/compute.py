@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 
 from helixrt.errors import Departed, StartAgain
 from helixrt.protocol.step import messages as p
@@ -18,6 +18,7 @@ from helixrt.record import Kind
 from helixrt.replica.commands import Digest, Evaluate, Exit, LoadDurable, LoadedDurable, RankCommand, Save
 from helixrt.replica.contracts import WorkResult
 from helixrt.replica.fetching import Fetching
+from helixrt.replica.own_sums import OwnSums
 from helixrt.replica.rank_parts import Buckets, Done, RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 from helixrt.replica.serving import Serving
@@ -50,13 +51,21 @@ class Compute:
     """Every method is called by the main thread. Each raises what makes this rank unable to go on."""
 
     def __init__(
-        self, parts: RankParts, commands: Commands, reduced: ReducedSets, serving: Serving, fetching: Fetching
+        self,
+        parts: RankParts,
+        commands: Commands,
+        reduced: ReducedSets,
+        serving: Serving,
+        fetching: Fetching,
+        own_sums: OwnSums | None = None,
     ) -> None:
         self._parts, self._commands = parts, commands
         self._reduced, self._serving, self._fetching = reduced, serving, fetching
+        self._own_sums = own_sums  # in a run of one replica
         self._held: WorkOrder | Exit | None = None  # what ended a wait for an outcome: the next call of `next_work` gets it
         self._order: WorkOrder | None = None  # the one that is being worked on
-        self._working, self._begin_s = ExitStack(), 0.0  # of that order: what is reported meanwhile, and when it began
+        self._working: AbstractContextManager[None] | None = None  # of that order: what is reported meanwhile
+        self._begin_s = 0.0  # when it began
         self._result: WorkResult | None = None  # of the finished order whose fate is not known
         self._pristine = True  # the engine has the parameters that it began with
         self._idle_since = time.monotonic()
@@ -88,7 +97,8 @@ class Compute:
         record.step = order.step
         record.write(Kind.WORK_BEGIN, position=order.position)
         self._begin_s = record.clock()
-        self._working.enter_context(self._parts.progress.doing("work", position=order.position))
+        self._working = self._parts.progress.doing("work", position=order.position)
+        self._working.__enter__()
 
     def finish(self, order: WorkOrder, result: WorkResult) -> None:
         """The batch of the order that `next_work` gave last is worked on; `result` is of the engine's `end`."""
@@ -97,7 +107,9 @@ class Compute:
         self._idle_since = time.monotonic()
         # the leader may have gone on to the next step by now: it needs the buckets, not the end of the work
         self._parts.record.write(Kind.WORK_END, begin_s=self._begin_s, step=order.step, position=order.position)
-        self._working.close()
+        if self._working is not None:
+            self._working.__exit__(None, None, None)
+            self._working = None
 
     def outcome(self, order: WorkOrder) -> Done | None:
         """Carry out commands until the fate of the finished order is known: its update, or None if its gradient is in no
@@ -117,6 +129,9 @@ class Compute:
 
     def _carry_out(self, command: RankCommand) -> Done | None:
         """The update that it was, if it was one."""
+        if isinstance(command, (p.Exchange, p.Examine)):
+            self._exchange(command)
+            return None
         with self._doing(command):
             match command:
                 case p.Apply() | p.Replay():
@@ -138,6 +153,13 @@ class Compute:
                 case Digest():
                     self._parts.report(digest(self._parts.engine.state()))
         return None
+
+    def _exchange(self, command: p.Exchange | p.Examine) -> None:
+        """In a run of one replica."""
+        assert self._own_sums is not None and self._order is None, "the exchange thread has it, or the work is not done"
+        with self._parts.progress.doing("exchange"):
+            report = self._own_sums.carry_out(command)
+        self._parts.report(report)  # the leader goes on in this thread: it appends, and joins for the next step
 
     def _doing(self, command: RankCommand) -> AbstractContextManager[None]:
         """What the main thread reports while it carries out the command."""
@@ -167,7 +189,8 @@ class Compute:
         self._pristine = False
         if reduced is not None:
             parts.record.write(Kind.APPLY, begin_s=begin_s, step=record.step, record=record.hash)
-            self._reduced.serve(record, reduced)
+            if not parts.alone:
+                self._reduced.serve(record, reduced)
         self._serving.update_done()
         work = self._result if parts.replica in record.replicas else None
         self._result = None

@@ -90,8 +90,9 @@ class Engine(ABC):
         """Carry out the update of this commit record; `record.step` is its number (first is 1).
 
         `reduced` holds the sums over the replicas in `record.summed` of what their `buckets` held, in the same layout; it is
-        not changed. It is None when `record.applied` is False: then nobody's gradient counts, parameters stay as they are and
-        the result is None. All ranks of the replica call it together (clipping needs the norm over all of them). The
+        not changed, but where it is `buckets` themselves, in a run of one replica. It is None when `record.applied` is False:
+        then nobody's gradient counts, parameters stay as they are and the result is None. All ranks of the replica call it
+        together (clipping needs the norm over all of them). The
         new state is a function of the old one, `record` and `reduced` alone, bit for bit: it is called at commit, at
         replay and at repair.
         """
@@ -139,7 +140,10 @@ class Formed:
 
 
 class Membership(ABC):
-    """Who takes part in a step. `join` blocks and is called from one thread; the rest from any."""
+    """Who takes part in a step. `join` blocks and is called by one thread at a time; the rest from any."""
+
+    alone: bool = False
+    """The run has one replica: `join` waits for nobody, and nobody else appends to the run's log."""
 
     @abstractmethod
     def announce(self) -> None:

@@ -37,7 +37,8 @@ class ExchangeThread:
         self._parts, self._reduced, self._fetching, self._fail = parts, reduced, fetching, fail
         self._orders: queue.SimpleQueue[p.Exchange | p.Examine | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="helixrt-exchange", daemon=True)
-        self._changed = threading.Condition()  # guards everything below
+        self._lock = threading.Lock()  # guards everything below
+        self._changed = threading.Condition(self._lock)
         self._work_serial = 0  # of the newest work
         self._ready: set[int] = set()  # buckets that it has handed out
         self._aborted = -1  # newest generation that was told to abort
@@ -50,7 +51,7 @@ class ExchangeThread:
 
     def order_work(self, step: int, position: int) -> WorkOrder:
         """From now on this work's buckets are exchanged, and no other's."""
-        with self._changed:
+        with self._lock:
             self._work_serial += 1
             self._ready.clear()
             return WorkOrder(self._work_serial, step, position, partial(self._on_bucket, self._work_serial))
@@ -74,7 +75,7 @@ class ExchangeThread:
             self._thread.join(timeout=_JOIN_S)
 
     def _on_bucket(self, serial: int, index: int) -> None:
-        with self._changed:
+        with self._lock:
             if serial == self._work_serial:
                 self._ready.add(index)
                 self._changed.notify_all()
@@ -142,7 +143,7 @@ class ExchangeThread:
         return finite
 
     def _await_bucket(self, index: int, generation: int, deadline: float) -> None:
-        with self._changed:
+        with self._lock:
             while index not in self._ready:
                 if self._aborted >= generation:
                     raise Retryable("aborted")
@@ -155,6 +156,6 @@ class ExchangeThread:
                     raise Retryable(why)
 
     def _check_abort(self, generation: int) -> None:
-        with self._changed:
+        with self._lock:
             if self._aborted >= generation:
                 raise Retryable("aborted")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -14,4 +16,6 @@ def all_finite(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor)
+    if tensor.is_cpu:
+        return math.isfinite(low.item()) and math.isfinite(high.item())
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -3,9 +3,10 @@
 In: reports of the ranks, answers of the membership service and of the run's store. Out: commands.
 The machine (`helixrt.protocol.step.machine`) decides; this only carries out. Whoever brings an event (a rank's report, the
 answer to a call) also handles it, unless another thread is at it: then that one takes it next. So events are handled in order,
-one at a time, and a step needs no hand-over to a thread of the leader's own. One thread, `helixrt-coordination`, makes the
-calls that block (a quorum, the store), of which there is never more than one at a time. Follows DESIGN.md, "The life of a
-step".
+one at a time, and a step needs no hand-over to a thread of the leader's own. That thread also appends the step's record:
+everybody waits for it. One thread, `helixrt-coordination`, makes the other calls that block (a quorum, the store), of which
+there is never more than one at a time. In a run of one replica a quorum waits for nobody, and the thread that handles an event
+joins as well. Follows DESIGN.md, "The life of a step".
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class _Leave:
     why: str
 
 
+_Call = Callable[[], p.Event | LoadDurable | _Leave | None]
+
+
 @dataclasses.dataclass
 class LeaderHooks:
     """What the job adds; called by the thread that handles an event, one call at a time, so they must not block for long
@@ -54,7 +58,7 @@ class LeaderHooks:
     when this replica may leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits
     for a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable state of
     the chain with a higher step (that of the initial parameters if there is no other and `newer_than` is -1), or None; called
-    in the coordination thread. `doing(what)`: around each action, for the progress report.
+    in the coordination thread. `doing(what)`: while an event is handled, for the progress report.
     """
 
     decided: Callable[[int, CommitRecord], None]
@@ -91,7 +95,8 @@ class Leader:
         self.initial = ""  # digest of the state that this replica began with; "" if nobody compares it
         self._events: deque[tuple[int, RankReport] | p.Event | LoadDurable | _Leave] = deque()  # not handled yet
         self._handling = threading.Lock()  # held by the thread that handles events
-        self._blocking: queue.SimpleQueue[Callable[[], p.Event | LoadDurable | _Leave | None] | None] = queue.SimpleQueue()
+        self._blocking: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._own: deque[_Call] = deque()  # calls that the thread that handles events makes itself
         self._fetched: dict[str, set[int]] = {}
         self._loaded: dict[int, bool] = {}  # rank -> whether it found the durable state that all are to load
         self._loads, self._newer_than = 0, -1
@@ -128,6 +133,9 @@ class Leader:
             try:
                 while self._events and not self._closed.is_set():
                     self._handle(self._events.popleft())
+                    while self._own and not self._closed.is_set():
+                        if (outcome := self._own.popleft()()) is not None:
+                            self._events.append(outcome)
             except BaseException as error:
                 self._failed = True
                 self.hooks.broken(error)
@@ -145,8 +153,8 @@ class Leader:
             return
         event = self._hear(*item) if isinstance(item, tuple) else item
         if event is not None:
-            for action in self.machine.on(event):
-                with self.hooks.doing(type(action).__name__.lower()):
+            with self.hooks.doing(type(event).__name__.lower()):
+                for action in self.machine.on(event):
                     self._perform(action)
 
     def _hear(self, group_rank: int, report: RankReport) -> p.Event | None:
@@ -191,12 +199,16 @@ class Leader:
             case p.Join():
                 self.record.step = self.machine.held_step + 1
                 self.record.write(Kind.QUORUM_JOIN, lineage=action.me.lineage)
-                me = dataclasses.replace(action.me, addresses=self.addresses, initial=self.initial)
-                known = len(self.machine.log)
-                self._blocking.put(lambda: self._join(me, known))
+                known, me = len(self.machine.log), action.me
+                if not self.membership.alone or known == 1:  # else nobody fetches from it or compares its initial state
+                    me = dataclasses.replace(me, addresses=self.addresses, initial=self.initial)
+                if self.membership.alone:
+                    self._own.append(lambda: self._join(me, known))
+                else:
+                    self._blocking.put(lambda: self._join(me, known))
             case p.Append():
                 self.record.write(Kind.VOTE, generation=action.record.generation, step=action.record.step)
-                self._blocking.put(lambda: self._append(action))
+                self._own.append(lambda: self._append(action))
             case p.ReadLog():
                 self._blocking.put(lambda: self._read(action.index))
             case p.Persist():
@@ -279,7 +291,9 @@ class Leader:
             if why := self.hooks.leaving():
                 return _Leave(why)
             formed = self.membership.join(me, self.timeouts.join_s)
-            entries = tuple(self.log.read_from(known))
+            # Alone, this replica has put every entry itself. One that a predecessor put, which is fenced, shows at the append.
+            read = not self.membership.alone or known <= 1
+            entries = tuple(self.log.read_from(known)) if read else ()
             if known + len(entries) == 1 and (instead := self.hooks.agree(formed, me)) is not None:
                 return instead
             return p.Formed(formed.generation, formed.members, entries)

@@ -251,6 +251,8 @@ class SoloMembership(Membership):
     the clock does not.
     """
 
+    alone = True
+
     def __init__(self, run_epoch_s: float, clock: Callable[[], float] = time.time) -> None:
         self._run_epoch_s, self._clock = run_epoch_s, clock
         self._last = 0

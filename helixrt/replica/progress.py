@@ -63,28 +63,38 @@ class ProgressReport:
         return ProgressReport(**{**raw, "threads": tuple(ThreadReport(**thread) for thread in raw["threads"])})
 
 
-@dataclass
-class _Slot:
-    thread: str
-    doing: str
-    limit_s: float
-    begun_s: float
-
-
 class _Doing(AbstractContextManager[None]):
-    """While a thread does something: a class, since a step makes a dozen."""
+    """While a thread does something. A step makes a dozen."""
 
-    __slots__ = ("_me", "_position", "_progress", "_slot")
+    __slots__ = ("_me", "_position", "_progress", "begun_s", "doing", "limit_s", "thread")
 
-    def __init__(self, progress: Progress, slot: _Slot, position: int | None) -> None:
-        self._progress, self._slot, self._position = progress, slot, position
+    def __init__(self, progress: Progress, thread: str, doing: str, limit_s: float, position: int | None) -> None:
+        self._progress, self._position = progress, position
+        self.thread, self.doing, self.limit_s = thread, doing, limit_s
+        self.begun_s = time.monotonic()
 
     def __enter__(self) -> None:
-        self._me = threading.get_ident()
-        self._progress.begin(self._me, self._slot, self._position)
+        self._me = me = threading.get_ident()
+        progress = self._progress
+        if self._position is not None:
+            progress.work_on(str(self._position))
+        with progress.lock:
+            slots = progress.slots.get(me)
+            if slots is None:
+                slots = progress.slots[me] = []
+            slots.append(self)
+            progress.completed[me] = progress.completed.get(me, 0) + 1
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._progress.end(self._me, self._position, failed=kind is not None)
+        progress, me = self._progress, self._me
+        with progress.lock:
+            progress.completed[me] += 1
+            slots = progress.slots[me]
+            slots.pop()
+            if not slots:
+                del progress.slots[me]
+        if self._position is not None and kind is None:
+            progress.work_on(NOT_WORKING)
 
 
 class Progress:
@@ -104,9 +114,10 @@ class Progress:
         self._store, self._period_s, self._waits_in = store, period_s, waits_in
         self._key, self._working_key = progress_key(rank, incarnation), working_key(rank, incarnation)
         self._sending = threading.Lock()  # reports reach the store in their order
-        self._changed = threading.Condition()  # guards everything below
-        self._slots: dict[int, list[_Slot]] = {}  # thread's id -> what it is doing, innermost last
-        self._completed: dict[int, int] = {}
+        self.lock = threading.Lock()  # guards everything below; for `doing` and this class
+        self._changed = threading.Condition(self.lock)
+        self.slots: dict[int, list[_Doing]] = {}  # thread's id -> what it is doing, innermost last
+        self.completed: dict[int, int] = {}
         self._sequence = 0
         self._committed = False
         self._closed = False
@@ -120,7 +131,7 @@ class Progress:
     ) -> AbstractContextManager[None]:
         """While the calling thread does this. `position`: of the batch that it works on, if it does; after an error it
         stays in the store, since the rank ended while it worked there."""
-        return _Doing(self, _Slot(thread, doing, limit_s, time.monotonic()), position)
+        return _Doing(self, thread, doing, limit_s, position)
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         """While the calling thread does something that may take `limit_s` without completing a part of it."""
@@ -129,8 +140,8 @@ class Progress:
     def time_left_s(self) -> float:
         """How much of the time that the main thread has asked for is left; 0 if it has asked for none."""
         now = time.monotonic()
-        with self._changed:
-            asked = [slot for slots in self._slots.values() for slot in slots if slot.thread == MAIN and slot.limit_s > 0]
+        with self.lock:
+            asked = [slot for slots in self.slots.values() for slot in slots if slot.thread == MAIN and slot.limit_s > 0]
         return max((slot.begun_s + slot.limit_s - now for slot in asked), default=0.0)
 
     def committed(self) -> None:
@@ -138,28 +149,28 @@ class Progress:
 
         Reported at once the first time, by the calling thread: a rank that hangs right after has the usual limit.
         """
-        with self._changed:
-            first, self._committed = not self._committed, True
-        if first:
+        if not self._committed:  # one thread comes here
+            with self.lock:
+                self._committed = True
             self._send()
 
     def __call__(self, event: Event) -> None:
         """A sink of the flight record: the calling thread has completed something."""
         me = threading.get_ident()
-        if me in self._completed:
-            self._completed[me] += 1  # no other thread writes this entry
+        if me in self.completed:
+            self.completed[me] += 1  # no other thread writes this entry
 
     def report(self) -> ProgressReport:
         """What there is to report now."""
-        frames = sys._current_frames() if self._slots else {}
-        with self._changed:
+        frames = sys._current_frames() if self.slots else {}
+        with self.lock:
             self._sequence += 1
             threads = []
-            for me, slots in self._slots.items():
+            for me, slots in self.slots.items():
                 where, waits = self._place(frames[me]) if me in frames else ("", False)
                 limit_s = max(slot.limit_s for slot in slots)
                 doing = "/".join(slot.doing for slot in slots)
-                threads.append(ThreadReport(slots[0].thread, doing, self._completed[me], limit_s, where, waits))
+                threads.append(ThreadReport(slots[0].thread, doing, self.completed[me], limit_s, where, waits))
             return ProgressReport(self._sequence, self._committed, tuple(threads))
 
     def close(self) -> None:
@@ -170,28 +181,13 @@ class Progress:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
-    def begin(self, me: int, slot: _Slot, position: int | None) -> None:
-        """Thread `me` begins this; see `doing`."""
-        if position is not None:
-            self._work_on(str(position))
-        with self._changed:
-            self._slots.setdefault(me, []).append(slot)
-            self._completed[me] = self._completed.get(me, 0) + 1
-
-    def end(self, me: int, position: int | None, failed: bool) -> None:
-        """Thread `me` ends what it began last."""
-        with self._changed:
-            self._completed[me] += 1
-            self._slots[me].pop()
-            if not self._slots[me]:
-                del self._slots[me]
-        if position is not None and not failed:
-            self._work_on(NOT_WORKING)
-
-    def _work_on(self, position: str) -> None:
+    def work_on(self, position: str) -> None:
+        """Say which batch the rank works on, or NOT_WORKING."""
         if self._store is not None:
-            with suppress(Retryable):  # a store that stays away ends the run
+            try:
                 self._store.set(self._working_key, position)
+            except Retryable:  # a store that stays away ends the run
+                pass
 
     def _run(self) -> None:
         while True:

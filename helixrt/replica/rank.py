@@ -3,7 +3,8 @@
 In: commands in order (`dispatch`, from one thread). Out: reports through a callable. Compute runs in the thread that calls
 `next_work`, `finish` and `outcome` (the main thread: `Compute`), the exchange in a second (`ExchangeThread`), each snapshot
 (`Serving`) and each fetch (`Fetching`) in one of its own; so gradients are summed while backward still runs, and state is
-served and fetched while all of that goes on. What may overlap and what may not is decided here:
+served and fetched while all of that goes on. In a run of one replica the main thread makes the exchange as well (`OwnSums`).
+What may overlap and what may not is decided here:
 
 - a bucket is exchanged when the work that the exchange belongs to has finished it;
 - an update of the state waits for snapshots ordered before it, a snapshot for updates before it;
@@ -19,6 +20,7 @@ from helixrt.replica.contracts import BatchEngine, WorkResult
 from helixrt.replica.exchanging import ExchangeThread
 from helixrt.replica.fetching import Fetching
 from helixrt.replica.live_bytes import LOCAL, SNAPSHOTS, LiveBytes, bytes_of
+from helixrt.replica.own_sums import OwnSums
 from helixrt.replica.rank_parts import Done, Hooks, RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 from helixrt.replica.serving import Serving
@@ -37,7 +39,8 @@ class RankWorker:
         self.serving = Serving(parts, self.fail)
         self.fetching = Fetching(parts, self.reduced, self.fail)
         self.exchanging = ExchangeThread(parts, self.reduced, self.fetching, self.fail)
-        self.compute = Compute(parts, self.commands, self.reduced, self.serving, self.fetching)
+        self.own_sums = OwnSums(parts, self.reduced) if parts.alone else None
+        self.compute = Compute(parts, self.commands, self.reduced, self.serving, self.fetching, self.own_sums)
 
     # ---------------------------------------------------------------- commands, in order, never blocking
 
@@ -45,9 +48,13 @@ class RankWorker:
         """Take the next command; returns at once. Called from one thread."""
         match command:
             case p.Work():
-                self.commands.put(self.exchanging.order_work(command.step, command.position))
+                orders = self.own_sums or self.exchanging
+                self.commands.put(orders.order_work(command.step, command.position))
             case p.Exchange() | p.Examine():
-                self.exchanging.order(command)
+                if self.own_sums is not None:
+                    self.commands.put(command)
+                else:
+                    self.exchanging.order(command)
             case p.Abort():
                 self.exchanging.abort(command.generation)
             case p.Apply():
@@ -109,7 +116,8 @@ class RankWorker:
     # ---------------------------------------------------------------- begin and end
 
     def __enter__(self) -> RankWorker:
-        self.exchanging.start()
+        if self.own_sums is None:
+            self.exchanging.start()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -70,6 +70,7 @@ class RankParts:
     `group_rank` is this rank's number in its replica, `rendezvous` the run's store with a prefix that is unique to the
     run and the group rank: `host:port/prefix`. `report` sends a report to the leader, from any thread. A replica
     that is behind waits at most `max_wait_s` for its fetch at an exchange. `layouts` has the layouts of offered states.
+    `alone`: the run has this replica only, now and later. Its gradients are the sums (`OwnSums`), and nobody fetches them.
     """
 
     replica: int
@@ -85,6 +86,7 @@ class RankParts:
     max_wait_s: float = 0.0
     progress: Progress = field(default_factory=Progress)
     layouts: LayoutBook = field(default_factory=LayoutBook)
+    alone: bool = False
 
 
 def state_name(lineage: str) -> str:

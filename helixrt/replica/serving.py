@@ -40,7 +40,8 @@ class Serving:
         self._layouts = parts.layouts
         self._step_s, self._fail = parts.timeouts.step_s, fail
         self._updates_ordered = 0  # the dispatching thread's own
-        self._changed = threading.Condition()  # guards everything below
+        self._lock = threading.Lock()  # guards everything below
+        self._changed = threading.Condition(self._lock)
         self._updates_done = 0
         self._snapshots: list[_Snapshot] = []
         self._wanted: set[str] = set()  # lineages of the states that are offered, or will be after their snapshot
@@ -77,7 +78,9 @@ class Serving:
 
     def settle(self) -> None:
         """Wait for the snapshots that were ordered before the update that comes next. Raises Fatal if one does not end."""
-        with self._changed:
+        with self._lock:
+            if not self._snapshots:
+                return
             before = [s for s in self._snapshots if s.after <= self._updates_done]
         for snapshot in before:
             if not snapshot.done.wait(self._step_s):
@@ -85,9 +88,10 @@ class Serving:
 
     def update_done(self) -> None:
         """The state is that of the next record."""
-        with self._changed:
+        with self._lock:
             self._updates_done += 1
-            self._changed.notify_all()
+            if self._snapshots:
+                self._changed.notify_all()
 
     @property
     def updates_done(self) -> int:

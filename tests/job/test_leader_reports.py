@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from helixrt.errors import Retryable
-from helixrt.job.leader_reports import Finished, MetricsSender, metrics_key
+from helixrt.job.leader_reports import Finished, MetricsSender, lines_of, metrics_key
 from helixrt.job.metrics import Notice, ValidationMetrics, read_metrics_line
 from helixrt.replica.store import MemoryRunStore
 
@@ -43,15 +43,20 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MetricsSender, "GATHER_S", 0.0)
     monkeypatch.setattr(MetricsSender, "PAUSE_S", 0.01)
     monkeypatch.setattr(MetricsSender, "CLOSE_S", 0.5)
 
 
-def lines_of(store: MoodyStore) -> list[str]:
-    found: list[str] = []
-    while (line := store.get(metrics_key(1, 0, len(found)))) is not None:
-        found.append(line)
+def parts_in(store: MoodyStore) -> list[list[str]]:
+    found: list[list[str]] = []
+    while (part := store.get(metrics_key(1, 0, len(found)))) is not None:
+        found.append(lines_of(part))
     return found
+
+
+def lines_in(store: MoodyStore) -> list[str]:
+    return [line for part in parts_in(store) for line in part]
 
 
 def line(step: int) -> str:
@@ -67,7 +72,19 @@ def test_lines_wait_for_a_store_that_is_away() -> None:
     until(lambda: store.asked > 3)
     store.away.clear()
     sender.close()
-    assert lines_of(store) == [line(step) for step in range(5)]
+    assert lines_in(store) == [line(step) for step in range(5)]
+
+
+def test_lines_of_short_steps_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MetricsSender, "GATHER_S", 20.0)
+    store = MoodyStore()
+    sender = MetricsSender(store, 1, 0, "r1.pp0")
+    for step in range(300):
+        sender.send(line(step))
+    assert not parts_in(store)
+    sender.close()
+    assert [len(part) for part in parts_in(store)] == [MetricsSender.MOST, 300 - MetricsSender.MOST]
+    assert lines_in(store) == [line(step) for step in range(300)]
 
 
 def test_beyond_the_limit_the_oldest_are_dropped_and_counted() -> None:
@@ -79,9 +96,9 @@ def test_beyond_the_limit_the_oldest_are_dropped_and_counted() -> None:
     for step in range(1, 10):
         sender.send(line(step))
     store.away.clear()
-    until(lambda: len(lines_of(store)) == 5)
+    until(lambda: len(lines_in(store)) == 5)
     sender.close()
-    first, told, *rest = lines_of(store)
+    first, told, *rest = lines_in(store)
     assert first == line(0) and rest == [line(step) for step in (7, 8, 9)]
     assert read_metrics_line(told) == Notice("r1.pp0", "6 lines of metrics were dropped while the run's store did not answer")
 
@@ -93,7 +110,7 @@ def test_a_store_that_stays_away_does_not_keep_the_rank() -> None:
     sender.say("something")
     sender.close()
     assert not [t for t in threading.enumerate() if t.name == "helixrt-metrics"]
-    assert lines_of(store) == []
+    assert lines_in(store) == []
 
 
 def test_the_end_of_a_replica_without_its_weights_survives_the_way() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ def leaving(members: tuple[Member, ...], store: MemoryRunStore, saves: bool = Tr
     told: list[RankCommand] = []
     membership = ObservedMembership(SoloMembership(0.0))
     membership.members = members
-    departure = Departure(1, 0, store, membership, saves, told.append)
+    departure = Departure(1, 0, store, membership, saves, told.append, clock=itertools.count().__next__)
     assert departure.due() == ""
     store.put_if_absent(leave_key(1, 0), "drained by the user")
     assert departure.due() == "drained by the user"

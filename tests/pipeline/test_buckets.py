@@ -32,6 +32,19 @@ def test_layout_follows_parameter_order_for_any_sizes(seed: int) -> None:
                 assert sizes[bucket] * 4 >= limit > (sizes[bucket] - members[-1].shape.numel()) * 4, f"seed {seed}"
 
 
+def test_the_first_bucket_may_have_a_size_of_its_own(seed: int) -> None:
+    for number in range(200):
+        chance = random.Random(seed + number)
+        tensors = [(f"p{i}", torch.empty(chance.randrange(1, 20))) for i in range(chance.randrange(1, 12))]
+        limit, first = chance.randrange(4, 200), chance.randrange(4, 200)
+        slots, sizes = lay_out(tensors, limit, first_bytes=first)
+        head = next((i for i, slot in enumerate(slots) if slot.bucket == 1), len(slots))
+        assert 4 * sizes[0] >= first or head == len(slots)  # it is full, or all there is
+        assert 4 * (sizes[0] - tensors[head - 1][1].numel()) < first
+        rest, rest_sizes = lay_out(tensors[head:], limit)
+        assert sizes[1:] == rest_sizes and [s.start for s in slots[head:]] == [s.start for s in rest]
+
+
 def test_buckets_come_in_one_order_during_the_last_backward_only() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])

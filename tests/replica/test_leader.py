@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from helixrt.protocol.step import messages as p
-from helixrt.protocol.step.lineage import Log, genesis
+from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
+from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
+from helixrt.replica.contracts import Formed, Membership
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.membership import SoloMembership
@@ -131,3 +133,44 @@ def test_a_closed_leader_handles_nothing(started: bool) -> None:
     count = len(machine.events)
     leader.report(0, p.RankDone(1, 0, finite=True))
     assert len(machine.events) == count
+
+
+def test_the_thread_that_brings_the_last_vote_appends_and_gives_out_the_update() -> None:
+    """Also in a run of several replicas; only the quorum, which waits for others, has a thread of its own."""
+    root = genesis("run", 1)
+    record = CommitRecord(1, 1, root.hash, ((0, 0),), {0: 1}, "run")
+    me = Member(0, 0, 0, root.hash)
+
+    def on(event: Any) -> list[Any]:
+        if isinstance(event, p.RankDone):
+            return [p.Append(1, record)]
+        return [p.Apply(record), p.Join(me)] if isinstance(event, p.Appended) else []
+
+    machine, broken, told = Recorder(on), [], []
+    leader = leader_of(machine, broken, told)
+    leader.membership = Waits(leader.membership)
+    RunLog(leader.holders._store).append(0, root)
+    leader.start()
+    leader.report(0, p.RankDone(1, 0, finite=True))
+    assert told == [p.Apply(record)] and leader.log.read_from(1) == [record]
+    assert leader.membership.joined.wait(20) and leader.membership.thread != threading.get_ident()
+    leader.close()
+    assert not broken
+
+
+class Waits(Membership):
+    """A membership of several replicas, as far as who calls it goes."""
+
+    def __init__(self, inner: Membership) -> None:
+        self.inner, self.joined, self.thread = inner, threading.Event(), 0
+
+    def announce(self) -> None:
+        pass
+
+    def join(self, me: Member, timeout_s: float) -> Formed:
+        self.thread = threading.get_ident()
+        self.joined.set()
+        return self.inner.join(me, timeout_s)
+
+    def close(self) -> None:
+        pass

@@ -46,6 +46,8 @@ class Following:
     def learned(self) -> list[Action]:
         """The log has new entries: what was kept and is not on the chain is forgotten."""
         actions: list[Action] = []
+        if not self.kept:
+            return actions
         for stale in [h for h in self.kept if not self.log.on_chain(h)]:
             del self.kept[stale]
             actions.append(Forget(stale))

@@ -22,6 +22,8 @@ from helixrt.protocol.step.deal import Deal
 
 GENESIS_PARENT = ""
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
 Incarnation = tuple[int, int]  # (replica, incarnation): one life of a replica within a life of the run
 
 
@@ -64,7 +66,7 @@ class CommitRecord:
 
     def to_json(self) -> str:
         """Canonical text: equal records have equal text, whoever writes them."""
-        return json.dumps(
+        return _ENCODE(
             {
                 "step": self.step,
                 "generation": self.generation,
@@ -77,8 +79,7 @@ class CommitRecord:
                 "applied": self.applied,
                 **({"last": self.last} if self.last else {}),  # a record without it has the text that it had before
                 **({"deal": [deal.to_plain() for deal in self.deal]} if self.deal else {}),
-            },
-            separators=(",", ":"),
+            }
         )
 
     @staticmethod
@@ -106,7 +107,7 @@ class CommitRecord:
     @property
     def replicas(self) -> tuple[int, ...]:
         """The contributing replicas, without their incarnations."""
-        return tuple(replica for replica, _ in self.contributors)
+        return tuple([replica for replica, _ in self.contributors])
 
     def position(self, replica: int, deal: tuple[Deal, ...]) -> int:
         """Where the replica's stream goes on after this record, in a life of the run with this `deal`. Raises Fatal if the deal
@@ -120,6 +121,8 @@ class CommitRecord:
     @property
     def committers(self) -> tuple[Incarnation, ...]:
         """Everyone that held the base and commits this record: contributors and excluded replicas."""
+        if not self.excluded:
+            return tuple(sorted(self.contributors))
         return tuple(sorted({*self.contributors, *((r, e.incarnation) for r, e in self.excluded.items())}))
 
     @property
@@ -146,6 +149,7 @@ class Log:
 
     def __init__(self, entries: Sequence[CommitRecord] = ()) -> None:
         self.entries: list[CommitRecord] = []
+        self.head: CommitRecord  # the newest entry; there is none before the genesis
         self._by_hash: dict[str, CommitRecord] = {}
         self._chain: dict[int, str] = {}  # step -> hash, of the head's chain
         for entry in entries:
@@ -154,16 +158,13 @@ class Log:
     def __len__(self) -> int:
         return len(self.entries)
 
-    @property
-    def head(self) -> CommitRecord:
-        return self.entries[-1]
-
     def append(self, entry: CommitRecord) -> None:
         """Take the next entry of the store; its parent must be in the log already."""
         if self.entries and entry.parent not in self._by_hash:
             raise ValueError(f"record of step {entry.step} has the unknown parent {entry.parent[:8]}")
         newest = self.entries[-1].step if self.entries else -1
         self.entries.append(entry)
+        self.head = entry
         self._by_hash[entry.hash] = entry
         for step in range(entry.step, newest + 1):
             self._chain.pop(step, None)

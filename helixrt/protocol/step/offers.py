@@ -24,6 +24,8 @@ class Offers:
 
     def serve(self, held: str, members: Sequence[Member], assessment: Assessment) -> list[Action]:
         """Healthy replicas offer the base, the state `held`, when somebody behind has no fetch under way."""
+        if not assessment.behind and not self._idle:
+            return []
         behind = [m for m in members if m.replica in assessment.behind]
         needed = {m.fetching for m in behind if m.fetching}
         asked = any(not m.fetching for m in behind) and may_offer(members, assessment, self._rules)

@@ -147,12 +147,12 @@ class Assessment:
     @property
     def healthy(self) -> tuple[int, ...]:
         """Those that hold the base and take part."""
-        return tuple(sorted((*self.contributors, *self.excluded)))
+        return tuple(sorted((*self.contributors, *self.excluded))) if self.excluded else self.contributors
 
     @property
     def members(self) -> tuple[int, ...]:
         """Those that exchange."""
-        return tuple(sorted((*self.healthy, *self.behind)))
+        return tuple(sorted((*self.healthy, *self.behind))) if self.behind else self.healthy
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,22 @@ def assess(
 
     `steps` is the run's last step (0: none): from there on nobody sits out, since nothing is exchanged.
     """
-    rules = rules or StepRules()
+    return usual(members, log, generation) or by_the_rules(members, log, generation, rules or StepRules(), life, steps)
+
+
+def usual(members: Sequence[Member], log: Log, generation: int) -> Assessment | None:
+    """What the rules give if all members hold the head and none declares, blames or sits out: the quorum of most steps."""
+    head = log.head
+    for m in members:
+        if m.lineage != head.hash or m.blames or m.sits_until > generation or m.unusable or m.overflow:
+            return None
+    return Assessment(head, tuple(sorted([m.replica for m in members])), (), supersedes=False)
+
+
+def by_the_rules(
+    members: Sequence[Member], log: Log, generation: int, rules: StepRules, life: int, steps: int
+) -> Assessment | Stranded:
+    """See `assess`."""
     known = [record for m in members if m.lineage and log.on_chain(m.lineage) and (record := log.get(m.lineage)) is not None]
     base = max(known, key=lambda record: record.step, default=None)
     ruling = rule(

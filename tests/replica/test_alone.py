@@ -1,0 +1,195 @@
+"""A run of one replica: its main thread makes the whole step, nothing is copied, and few calls go to the run's store."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.lineage import CommitRecord, Exclusion, Log, genesis
+from helixrt.protocol.step.machine import StepMachine
+from helixrt.record import Event, FlightRecord, Kind
+from helixrt.replica.commands import Exit, RankReport
+from helixrt.replica.evidence import Holders
+from helixrt.replica.leader import Leader, LeaderHooks
+from helixrt.replica.membership import SoloMembership
+from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
+from helixrt.replica.run_keys import ended_key
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import MemoryRunStore
+from helixrt.timeouts import derive
+from tests.replica.test_rank_orders import Doubles, Nowhere
+
+ROOT = genesis("run", 1)
+
+
+class CountingStore(MemoryRunStore):
+    """Notes its calls, and the threads they come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str]] = []
+        self.threads: set[int] = set()
+
+    def _note(self, call: str, key: str) -> None:
+        self.calls.append((call, key))
+        self.threads.add(threading.get_ident())
+
+    def get(self, key: str) -> str | None:
+        self._note("get", key)
+        return super().get(key)
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        self._note("put_if_absent", key)
+        return super().put_if_absent(key, value)
+
+
+class Alone:
+    """The one replica of a run, driven by the test's own thread. `bad` are positions whose gradient is not finite."""
+
+    def __init__(self, plain_engine: Callable[..., Any], steps: int, bad: frozenset[int] = frozenset()) -> None:
+        self.store, self.record = CountingStore(), FlightRecord("r0")
+        RunLog(self.store).append(0, ROOT)
+        self.engine, self.bad = plain_engine(self._batch, vocab=16, seed=0), bad
+        self.done: list[Done] = []
+        self.worker = RankWorker(
+            RankParts(
+                0, 0, self.engine, Doubles(), Nowhere(), self.record, derive(20), "memory", self._report,
+                Hooks(updated=self.done.append), alone=True,
+            )
+        )  # fmt: skip
+        self.store.calls.clear()
+        self.machine = StepMachine(0, 0, 1, Log([ROOT]), ROOT.hash, steps)
+        hooks = LeaderHooks(lambda i, r: None, lambda c: None, self._resting, self.worker.fail)
+        log, holders = RunLog(self.store), Holders(self.store, 0, 0)
+        self.leader = Leader(
+            self.machine, SoloMembership(0.0), log, holders, ("",), self.worker.dispatch, self.record, derive(20), hooks
+        )
+
+    def _batch(self, position: int) -> torch.Tensor:
+        return torch.randint(0, 16, (4, 9), generator=torch.Generator().manual_seed(position))
+
+    def _report(self, report: RankReport) -> None:
+        self.leader.report(0, report)
+
+    def _resting(self, machine: StepMachine) -> bool:
+        self.worker.dispatch(Exit())
+        return True
+
+    def train(self) -> None:
+        self.leader.start()
+        with self.worker:
+            try:
+                while (order := self.worker.next_work()) is not None:
+                    result = self.engine.run(order.position, order.on_bucket)
+                    if order.position in self.bad:
+                        self.engine.buckets[0][3] = float("nan")
+                    self.worker.finish(order, result)
+                    self.worker.outcome(order)
+            finally:
+                self.leader.close()
+
+
+@pytest.fixture
+def alone(plain_engine: Callable[..., Any]) -> Iterator[Callable[..., Alone]]:
+    torch.set_num_threads(1)
+    yield lambda *args, **settings: Alone(plain_engine, *args, **settings)
+
+
+def test_it_trains_as_a_plain_loop_does_and_every_batch_is_in_the_log(
+    alone: Callable[..., Alone], plain_engine: Callable[..., Any]
+) -> None:
+    replica = alone(20)
+    replica.train()
+    chain = Log(RunLog(replica.store).read_from(0)).chain()
+    assert [record.positions[0] for record in chain] == list(range(21)) and len(replica.done) == 20
+    plain = plain_engine(replica._batch, vocab=16, seed=0)
+    for position in range(20):
+        plain.run(position, lambda bucket: None)
+        plain.apply(CommitRecord(position + 1, 1, "", ((0, 0),)), [bucket.clone() for bucket in plain.buckets])
+    for name, tensor in plain.state().tensors.items():
+        assert torch.equal(tensor, replica.engine.state().tensors[name]), name
+
+
+def test_no_other_thread_takes_part_in_a_step_and_no_gradient_is_copied(alone: Callable[..., Alone]) -> None:
+    replica, threads, sums = alone(10), set[int](), []
+    apply = replica.engine.apply
+    replica.engine.apply = lambda record, reduced: (sums.append(reduced), apply(record, reduced))[1]
+
+    def note(event: Event) -> None:
+        threads.add(threading.get_ident())
+        assert not any(t.name == "helixrt-exchange" for t in threading.enumerate())
+
+    replica.record.attach(note)
+    replica.train()
+    ends = threading.get_ident()
+    assert replica.store.threads == {ends}
+    joins = [event for event in replica.record.events() if event.kind is Kind.QUORUM_JOIN]
+    assert ends in threads and len(threads) <= 2 and len(joins) >= 10  # the join after the last step may be another thread's
+    own = replica.engine.buckets[0]
+    assert len(sums) == 10 and all(len(each) == 1 and each[0].data_ptr() == own.data_ptr() for each in sums)
+
+
+def test_a_step_reads_the_fence_before_its_quorum_and_before_its_append_and_asks_the_store_nothing_else(
+    alone: Callable[..., Alone],
+) -> None:
+    replica = alone(10)
+    replica.train()
+    counts = Counter(replica.store.calls)
+    steps = range(2, 11)  # the first quorum reads the log as well
+    assert all(counts[("put_if_absent", f"log/{step}")] == 1 for step in steps)
+    begin = replica.store.calls.index(("put_if_absent", "log/1"))
+    end = replica.store.calls.index(("put_if_absent", "log/10"))
+    fence = ("get", ended_key(0, 0))
+    between = [fence, fence]
+    assert replica.store.calls[begin + 1 : end] == [
+        call for step in steps for call in (*between, ("put_if_absent", f"log/{step}"))
+    ][:-1]
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(alone: Callable[..., Alone]) -> None:
+    replica = alone(6, bad=frozenset({2}))
+    replica.train()
+    chain = Log(RunLog(replica.store).read_from(0)).chain()
+    assert [record.applied for record in chain[1:]] == [True, True, False, True, True, True]
+    assert chain[3].excluded == {0: Exclusion(0, 0)} and replica.engine.not_applied == 1
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in replica.engine.state().tensors.values())
+
+
+def test_an_entry_that_stands_where_it_would_append_is_found_at_the_append(alone: Callable[..., Alone]) -> None:
+    """A predecessor that does not know yet that it has ended may have put it; its generation is older."""
+    replica, stands = alone(4), CommitRecord(1, 0, ROOT.hash, ((0, 0),), {0: 1}, "run")
+    replica.leader.start()  # the quorum of the first step forms here
+    RunLog(replica.store).append(1, stands)
+    replica.leader.start = lambda: None  # type: ignore[method-assign]
+    replica.train()
+    log = Log(RunLog(replica.store).read_from(0))
+    assert log.superseded() == [stands] and [record.step for record in log.chain()] == [0, 1, 2, 3, 4]
+    assert [done.record for done in replica.done] == log.chain()[1:]
+
+
+def test_a_replica_that_was_declared_ended_appends_nothing_more(alone: Callable[..., Alone]) -> None:
+    replica = alone(10)
+
+    def end(event: Event) -> None:
+        if event.kind is Kind.WORK_BEGIN and event.step == 4:
+            replica.store.put_if_absent(ended_key(0, 0), "yes")
+
+    replica.record.attach(end)
+    with pytest.raises(Exception, match="was declared ended"):
+        replica.train()
+    assert len(RunLog(replica.store).read_from(0)) == 4 and len(replica.done) == 3
+
+
+def test_examine_is_answered_by_the_thread_that_computes(alone: Callable[..., Alone]) -> None:
+    replica, reports = alone(3, bad=frozenset({0})), []
+    report = replica.worker.parts.report
+    object.__setattr__(replica.worker.parts, "report", lambda each: (reports.append(each), report(each))[1])
+    replica.train()
+    assert [type(each) for each in reports[:2]] == [p.RankDone, p.Examined]
+    assert not reports[0].finite and not reports[1].finite
