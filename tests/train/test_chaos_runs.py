@@ -123,8 +123,8 @@ def test_driver_killed_then_resumed(stages: int, job: Any, seed: int) -> None:
     assert died.code == -signal.SIGKILL, run.why(died)
     assert not (run.folder / "report.json").exists()
     saved, before = run.newest_checkpoint(), run.log()
-    # The records of the last moments may not be on disk yet, those up to the checkpoint are.
-    assert step > saved.record.step >= EVERY and before.on_chain(saved.record.hash)
+    # The ranks may be ahead of the driver, and the records of the last moments not on disk; those up to the checkpoint are.
+    assert saved.record.step >= EVERY and before.on_chain(saved.record.hash)
     assert_consistent(run, run.run("resume=true"), steps=60)
     assert_resumed_from(run, saved, before)
 
