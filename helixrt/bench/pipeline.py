@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from helixrt.bench._figures import Spread, write
-from helixrt.bench.job_engine import pipeline_engine
+from helixrt.bench._job_engine import pipeline_engine
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.heap import keep_freed_memory
 from helixrt.protocol.step.lineage import CommitRecord

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from helixrt.bench.job_engine import pipeline_engine
+from helixrt.bench._job_engine import pipeline_engine
 from helixrt.errors import Fatal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord

@@ -17,7 +17,7 @@ from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.engines.pipeline import PipelineEngine
-from helixrt.bench.job_engine import pipeline_engine
+from helixrt.bench._job_engine import pipeline_engine
 
 stage, rendezvous = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helixrt.bench.job_engine import pipeline_engine
+from helixrt.bench._job_engine import pipeline_engine
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import token_loss

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from helixrt.bench.job_engine import pipeline_engine
+from helixrt.bench._job_engine import pipeline_engine
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.errors import ConfigError
 from helixrt.passes.executable import TIMED
