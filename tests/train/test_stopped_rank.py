@@ -45,10 +45,7 @@ def pid_of(job: Job, rank: str) -> int:
 
 def contributors(job: Job) -> list[int]:
     """How many replicas contributed to each step on disk."""
-    try:
-        return [len(record.contributors) for record in job.log().chain()]
-    except (ValueError, IndexError, OSError):  # there is nothing yet
-        return []
+    return [len(record.contributors) for record in job.log().chain()] if job.entries() else []
 
 
 @pytest.mark.parametrize("rank", ["r1.pp0", "r1.pp1"])
