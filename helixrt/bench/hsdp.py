@@ -149,6 +149,7 @@ def measure(work: Work, threads: int) -> list[Outcome]:
         seed=SEED,
     )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wait in the store that ends without an answer is no news
+    os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
     context = multiprocessing.get_context("spawn")
     gate, results = Gate(context, work.rounds, WORLD), context.Queue()
     server, address = host_store()
