@@ -2,8 +2,8 @@
 run's server says that its incarnation has. A replica that leaves at a step boundary, and a run that has ended well, are left to
 end by themselves.
 
-In: the run's store. Out: a call with the reason, from a thread of this module. Whoever started the processes may end them, too;
-but Slurm need not, and a rank that waits for its leader's orders would wait for ever. A main thread that does not end by itself
+In: the run's store. Out: a call with the reason, from a thread of this module. The starter of the processes may end them, too;
+but Slurm need not, and a rank that waits for its leader's orders would wait without a limit. A main thread that does not end by itself
 within the grace (it may be in a collective, or in the user's code) is ended with the process.
 """
 
@@ -83,7 +83,7 @@ class GroupWatch:
         while not why:
             if self._closed.wait(LOOK_S):
                 return
-            with suppress(Retryable):  # whoever needs the store notices
+            with suppress(Retryable):  # the main thread notices a store that stays away
                 why = self.look()
         self._end(StartAgain(why))
         if self._closed.wait(GRACE_S):

@@ -3,7 +3,7 @@
 In: records with their index in the log. Out: `FOLDER/00000017.json` with the record of index 17 and those that were gathered
 with it, one in a line; from these `resume` rebuilds the log. A file is written, fsynced and put in place on a background
 thread. That takes a disk several milliseconds, so records of short steps share it: at most `GATHER_S` of them are in memory
-alone. Whoever needs them on disk (a checkpoint that refers to them) calls `flush`.
+alone. A caller that needs them on disk (a checkpoint that refers to them) calls `flush`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST = 1024  # records in a file
 
 def write_durably(path: Path, text: str, replace: bool = True) -> bool:
     """Put `text` into `path` so that after a crash the file is whole or not there. Without `replace` a file that is there
-    stays, whoever puts it there first; False, and nothing done, if the file system has no links, which that needs."""
+    stays, so that the first writer decides; False, and nothing done, if the file system has no links, which that needs."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with open(part, "w", encoding="utf-8") as file:
@@ -245,7 +245,7 @@ class LineageWriter:
 
 
 def read_lineage(folder: Path) -> list[CommitRecord]:
-    """The log's entries from 0 on, up to the first that is missing. Files may overlap: whoever writes may have begun at another
+    """The log's entries from 0 on, up to the first that is missing. Files may overlap, since a writer may have begun at another
     record. Raises ConfigError (resume) for a damaged file."""
     entries: list[CommitRecord] = []
     for path in sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem)):

@@ -1,7 +1,7 @@
 """The exchange of a run of one replica: its own gradients are the sums.
 
 In: the orders that the exchange thread gets where there are other replicas. Out: the same reports, made by the main thread when
-its work is done. There is nobody to send to and nobody who fetches sums, so a step copies no gradient and wakes no thread.
+its work is done. No other replica receives or fetches these sums, so a step copies no gradient and wakes no thread.
 """
 
 from __future__ import annotations
