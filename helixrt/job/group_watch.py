@@ -3,8 +3,8 @@ run's server says that its incarnation has. A replica that leaves at a step boun
 end by themselves.
 
 In: the run's store. Out: a call with the reason, from a thread of this module. The starter of the processes may end them, too;
-but Slurm need not, and a rank that waits for its leader's orders would wait without a limit. A main thread that does not end by itself
-within the grace (it may be in a collective, or in the user's code) is ended with the process.
+but Slurm need not, and a rank that waits for its leader's orders would wait without a limit. A main thread that does not end by
+itself within the grace (it may be in a collective, or in the user's code) is ended with the process.
 """
 
 from __future__ import annotations
