@@ -7,7 +7,7 @@ whose parameters an optimizer takes; `Session.register` makes a `PipelineEngine`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, Batch, Batches, PipelineEngine, PipelineParts
 from helixrt.engines.registered import Registered
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
@@ -79,6 +80,7 @@ class StagePlace:
     stages: int
     group: dist.ProcessGroup | None
     record: FlightRecord
+    mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))  # of the whole replica
 
 
 class StagedModel(nn.Module):

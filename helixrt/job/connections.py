@@ -17,8 +17,9 @@ from helixrt.collectives.endpoints import open_endpoint
 from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.gloo import GlooExchange
-from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.replica_mesh import AXES, ReplicaMesh
 from helixrt.errors import MisuseError, Retryable
+from helixrt.job.places import axes_of
 from helixrt.job.rank_context import RankContext
 from helixrt.job.reach import reach
 from helixrt.replica.contracts import Membership, StateTransport
@@ -33,34 +34,37 @@ _PATIENCE_S = 3600.0  # of a collective: a rank that has gone breaks it at once,
 # knows what may take longer (`session.busy`)
 
 
-def inner_group(context: RankContext, device: torch.device) -> InnerGroup:
-    """Connect the dp_shard ranks of this replica: Gloo for tensors on the CPU, NCCL for those on CUDA devices.
+def replica_mesh(context: RankContext, device: torch.device) -> ReplicaMesh:
+    """Connect the ranks of this replica: Gloo for tensors on the CPU, NCCL for those on CUDA devices.
 
     It is made once in the life of a replica, and a replica leaves whole. FSDP2 and DTensors need the process's default group to
     be initialized, so this initializes it. Raises MisuseError if the user has done so before, Retryable if a rank does not
     come.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
+    if context.group_world_size == 1:
+        return ReplicaMesh({})
     if dist.is_initialized():
         raise MisuseError(
-            "torch.distributed was initialized before session.parallelize, which must do it for Mesh(dp_shard=...); leave "
+            "torch.distributed was initialized before session.parallelize, which must do it for helixrt.Mesh(...); leave "
             "init_process_group out, and take session.device_mesh for collectives inside the replica"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    sizes = axes_of(context.config.mesh)
+    timeout = timedelta(seconds=context.timeouts.step_s if sizes["pp"] > 1 else _PATIENCE_S)
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    mesh = ReplicaMesh(sizes, context.group_rank, device.type, timeout)
     try:
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        connect_ranks(context, backend, timedelta(seconds=_PATIENCE_S))
-        mesh = init_device_mesh(device.type, (context.config.mesh.dp_shard,), mesh_dim_names=("dp_shard",))
+        _connect_ranks(context, backend, timeout)
+        for axis in (axis for axis in AXES if sizes[axis] > 1):
+            mesh.group(axis)
     except RuntimeError as error:
         raise Retryable(f"the ranks of this replica did not connect: {error}") from error
-    return InnerGroup(mesh)
+    return mesh
 
 
-def connect_ranks(context: RankContext, backend: str = "gloo", timeout: timedelta | None = None) -> None:
-    """Make the default process group that of this replica's ranks, over the interface that leads to the run's store. `timeout`
-    of a collective; by default that of a step."""
+def _connect_ranks(context: RankContext, backend: str, timeout: timedelta) -> None:
+    """Make the default process group that of this replica's ranks, over the interface that leads to the run's store."""
     host, port = split_address(context.spec.store)
     store = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=context.timeouts.start_s)
@@ -75,7 +79,7 @@ def connect_ranks(context: RankContext, backend: str = "gloo", timeout: timedelt
         store=dist.PrefixStore(f"pipeline/{context.life}", store),
         rank=context.group_rank,
         world_size=context.group_world_size,
-        timeout=timeout or timedelta(seconds=context.timeouts.step_s),
+        timeout=timeout,
     )
 
 

@@ -11,6 +11,11 @@ from helixrt.job.config import MeshConfig
 from helixrt.replica.contracts import Coordinate
 
 
+def axes_of(mesh: MeshConfig) -> dict[str, int]:
+    """The sizes of a replica's axes by name."""
+    return {"pp": mesh.pp, "dp_shard": mesh.dp_shard, "cp": mesh.cp, "tp": mesh.tp}
+
+
 def group_world_size(mesh: MeshConfig) -> int:
     """How many ranks a replica has."""
     return mesh.pp * mesh.dp_shard * mesh.cp * mesh.tp

@@ -103,9 +103,10 @@ class Session:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks of this replica as a device mesh with the one dimension "dp_shard", for `fully_shard` and collectives of
-        your own. Its first use connects the ranks, and initializes torch.distributed in this process; all ranks make it."""
-        return self._group().mesh
+        """The ranks of this replica as a device mesh, for `fully_shard` and collectives of your own: its dimensions are the axes
+        of `Mesh` that are larger than 1, by name. Its first use connects the ranks, and initializes torch.distributed in this
+        process; all ranks make it. Raises MisuseError for a replica of one rank."""
+        return self._host.connect(self.device).device_mesh()
 
     @property
     def step(self) -> Step | None:
@@ -360,9 +361,9 @@ class Session:
         self._host.validation(step, values)
 
     def _group(self) -> InnerGroup:
-        """The ranks of this replica, connected."""
+        """The dp_shard ranks of this replica, connected."""
         if self._inner is None:
-            self._inner = self._host.connect(self.device)
+            self._inner = self._host.connect(self.device).inner("dp_shard")
         return self._inner
 
     def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:

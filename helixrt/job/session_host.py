@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
 from helixrt.job.mesh import Mesh
 from helixrt.job.permutation import seed_of
@@ -73,11 +73,11 @@ class Host(Protocol):
     def folder(self) -> Path | None:
         """The run's, on this machine; None if there is none."""
 
-    def connect(self, device: torch.device) -> InnerGroup:
-        """Connect the dp_shard ranks of this replica. Once."""
+    def connect(self, device: torch.device) -> ReplicaMesh:
+        """Connect the ranks of this replica, the first time; later calls give the same."""
 
     def connect_stages(self) -> StagePlace:
-        """Connect the pipeline stages of this replica. Once."""
+        """The same for a model in stages."""
 
     def open(self, engine: SessionEngine, plan: Plan) -> Worker:
         """Build and start the rank's parts. Once."""

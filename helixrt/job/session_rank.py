@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy
 import torch
-import torch.distributed as dist
 
-from helixrt.engines.inner_group import InnerGroup, lost_rank
+from helixrt.engines.inner_group import lost_rank
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import Departed, HelixError, MisuseError, Retryable
 from helixrt.job.agreements import LayoutAgreement, agree_on_plan
-from helixrt.job.connections import connect_ranks, inner_group
+from helixrt.job.connections import replica_mesh
 from helixrt.job.logs import configure_logging
 from helixrt.job.metrics import Logged
 from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT
@@ -50,6 +50,7 @@ class RankHost:
         self._updated_s = time.monotonic()
         self._seconds = 0.0  # between the newest two updates
         self._layouts: LayoutAgreement | None = None
+        self._mesh: ReplicaMesh | None = None
 
     def __enter__(self) -> RankHost:
         return self
@@ -65,16 +66,15 @@ class RankHost:
     def folder(self) -> Path | None:
         return self._context.output
 
-    def connect(self, device: torch.device) -> InnerGroup:
+    def connect(self, device: torch.device) -> ReplicaMesh:
         """Raises MisuseError if torch.distributed is initialized, Retryable if a rank of the replica does not come."""
-        return inner_group(self._context, device)
+        if self._mesh is None:
+            self._mesh = replica_mesh(self._context, device)
+        return self._mesh
 
     def connect_stages(self) -> StagePlace:
-        context = self._context
-        if context.group_world_size == 1:
-            return StagePlace(0, 1, None, context.record)
-        connect_ranks(context)
-        return StagePlace(context.group_rank, context.group_world_size, dist.group.WORLD, context.record)
+        mesh = self.connect(torch.device("cpu"))
+        return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), self._context.record, mesh)
 
     def open(self, engine: SessionEngine, plan: Plan) -> Worker:
         """Raises MisuseError if the replicas' scripts differ in what they train or how far."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.module import ModuleEngine
 from helixrt.job.agreements import LayoutAgreement
 from helixrt.job.session import Session
@@ -83,7 +83,7 @@ class LocalHost:
     @property
     def folder(self) -> Path | None:
         return None
-    def connect(self, device: torch.device) -> InnerGroup:
+    def connect(self, device: torch.device) -> ReplicaMesh:
         raise NotImplementedError("a replica of one rank has nothing to connect")
 
     def open(self, engine: ModuleEngine, plan: Plan) -> Worker:
