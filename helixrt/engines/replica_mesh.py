@@ -78,11 +78,12 @@ class ReplicaMesh:
             names = tuple(axis for axis in AXES if self._sizes[axis] > 1)
             if not names:
                 raise MisuseError("a replica of one rank has no device mesh; run with mesh=Mesh(...)")
-            groups = [self.group(name) for name in names]
-            found = groups[0] if len(groups) == 1 else groups
+            groups = [group for name in names if (group := self.group(name)) is not None]
             shape = [self._sizes[name] for name in names]
-            self._mesh = DeviceMesh.from_group(  # type: ignore[arg-type]
-                found, self._device, self._ranks.view(shape) if len(groups) > 1 else None, mesh_dim_names=names
+            self._mesh = (
+                DeviceMesh.from_group(groups[0], self._device, mesh_dim_names=names)
+                if len(groups) == 1
+                else DeviceMesh.from_group(groups, self._device, self._ranks.view(shape), mesh_dim_names=names)
             )
         return self._mesh
 

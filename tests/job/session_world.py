@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.module import ModuleEngine
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.job.agreements import LayoutAgreement
 from helixrt.job.session import Session
 from helixrt.job.session_host import Plan, SessionSettings
