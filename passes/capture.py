@@ -51,6 +51,7 @@ from helixrt.passes.higher_order import check_higher_order
 from helixrt.passes.nodes import Origin
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.recompute import recompute
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import verify
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -186,8 +187,8 @@ class Flattening:
         self.arguments = [argument_port(path) for path, _ in pytree.tree_flatten_with_path(call)[0]]
         self.first_names = first_names(module, loss)
         self.buffers = all_buffers(module, loss)
-        self.graph = fx.Graph()
-        self.copies: dict[fx.Node, fx.Node] = {}
+        self.rewriter = GraphRewriter()
+        self.graph, self.copies = self.rewriter.graph, self.rewriter.made
         self.inputs: dict[Port, fx.Node] = {}
         self.waits: dict[fx.Node, fx.Node] = {}
 
@@ -201,7 +202,7 @@ class Flattening:
         outputs = self.outputs()
         self.graph.output(tuple(node for _, node in outputs))
         self.drop_unused()
-        module = fx.GraphModule(self.joint.root, self.graph, class_name="Joint")
+        module = self.rewriter.module(self.joint.root, "Joint")
         kept = set(self.graph.nodes)
         inputs = tuple(port for port, node in self.inputs.items() if node in kept)
         layouts = {self.parameter_name(name): layout for name, layout in self.joint.layouts.items()}
@@ -255,16 +256,13 @@ class Flattening:
             if source in self.waits or nodes.launched_by(source) is None:  # waited for already, or nothing to wait for
                 self.copies[node] = self.waits.get(source, source)
                 return
-        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: self.copies[n])
         backward, path = self.placed(node)
         what = verb(node)
         name = identifier("_".join(filter(None, (path, what, "grad" if backward and "backward" not in what else ""))))
         # Fake tensors can have other strides than real ones (batch norm's), for which a view may have to copy.
-        target = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
-        copy = self.graph.create_node(node.op, target, arguments, keywords, name=name)
-        copy.meta = dict(node.meta)
+        target = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else None
+        copy = self.rewriter.copy(node, name=name, target=target)
         nodes.set_origin(copy, Origin(path, backward, order, copy.name))
-        self.copies[node] = copy
         if nodes.is_wait(copy):
             self.waits[nodes.tensor_arguments(copy)[0]] = copy
 

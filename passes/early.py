@@ -15,6 +15,7 @@ from torch import fx
 
 from helixrt.passes import nodes
 from helixrt.passes.parts import Part, Role
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import returned, verify, verify_made_from
 
 
@@ -31,19 +32,17 @@ def early(part: Part) -> Part:
             if chain and node.op == "call_function":
                 after.setdefault(node, []).extend(reversed(chain))
     moved = {node for chain in after.values() for node in chain}
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    rewriter = GraphRewriter()
 
     def copy(node: fx.Node) -> None:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        rewriter.copy(node)
         for following in after.get(node, ()):
             copy(following)
 
     for node in part.graph.nodes:
         if node not in moved:
             copy(node)
-    module = fx.GraphModule(part.module, graph, class_name=type(part.module).__name__)
-    result = replace(part, module=module).stamped("early", time.perf_counter() - began)
+    result = replace(part, module=rewriter.module(part.module, part.module)).stamped("early", time.perf_counter() - began)
     verify(result)
     verify_made_from((result,), (part,))
     return result

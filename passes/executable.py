@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import returned
 
 TIMED = 16
@@ -86,18 +87,19 @@ def boxed(part: Part) -> fx.GraphModule:
 def emptying(module: fx.GraphModule, results: Any, given: Mapping[fx.Node, Sequence[str]]) -> fx.GraphModule:
     """`module` as `forward(values, gradients)`, which takes its inputs from the end of `values`, so that it alone holds
     them; `results` are what it returns, in any nesting, `given` nodes whose values `gradients` gets, by which names."""
-    graph = fx.Graph()
+    rewriter = GraphRewriter()
+    graph = rewriter.graph
     values, gradients = graph.placeholder("values"), graph.placeholder("gradients")
-    copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node.op == "output":
-            graph.output(fx.node.map_arg(results, copies.__getitem__))
+            graph.output(fx.node.map_arg(results, rewriter.of))
             break
         if node.op == "placeholder":
-            copies[node] = graph.create_node("call_method", "pop", (values,), name=node.name)
+            taken = graph.create_node("call_method", "pop", (values,), name=node.name)
+            taken.meta = dict(node.meta)
+            rewriter.made[node] = taken
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
+            rewriter.copy(node)
         for name in given.get(node, ()):
-            graph.call_method("give", (gradients, name, copies[node]))
-    return fx.GraphModule(module, graph, class_name=type(module).__name__)
+            graph.call_method("give", (gradients, name, rewriter.of(node)))
+    return rewriter.module(module, module)

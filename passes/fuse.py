@@ -28,6 +28,7 @@ from helixrt.passes.fused import Fused
 from helixrt.passes.layers import layers
 from helixrt.passes.nodes import Origin
 from helixrt.passes.parts import Part
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import verify
 
 MOST = 60  # nodes in one function: compile time grows faster than they do, and all it takes in lives until its end
@@ -44,8 +45,7 @@ def fuse(part: Part, compiler: Compiler) -> Part:
     loom = _Fusing(part, compiler)
     for group in groups(part):
         loom.emit(group)
-    module = fx.GraphModule(part.module, loom.finish(), class_name=type(part.module).__name__)
-    result = replace(part, module=module).stamped("fuse", time.perf_counter() - began)
+    result = replace(part, module=loom.finish()).stamped("fuse", time.perf_counter() - began)
     verify(result)
     found = Counter(name for node in strand(result) for name in stands_for(node, loom.items))
     wanted = Counter(node.name for node in strand(part))
@@ -119,16 +119,15 @@ class _Fusing:
 
     def __init__(self, part: Part, compiler: Compiler) -> None:
         self.part, self.compiler = part, compiler
-        self.graph = fx.Graph()
-        self.copies: dict[fx.Node, fx.Node] = {}
+        self.rewriter = GraphRewriter()
         self.items: set[fx.Node] = set()
         self.functions: dict[str, Callable[..., Any]] = {}
         for node in part.graph.find_nodes(op="placeholder"):
-            self.copies[node] = self.graph.node_copy(node)
+            self.rewriter.copy(node)
 
     def emit(self, group: Sequence[fx.Node]) -> None:
         if len(group) == 1:
-            self.copies[group[0]] = self.graph.node_copy(group[0], self.copy_of)
+            self.rewriter.copy(group[0])
             return
         inside = set(group)
         taken = list(dict.fromkeys(before for node in group for before in node.all_input_nodes if before not in inside))
@@ -141,38 +140,29 @@ class _Fusing:
         if digest not in self.functions:  # layers alike share one
             self.functions[digest] = self.compiler(alone, values)
         target = Fused(self.functions[digest], digest, tuple(node.name for node in group), alone)
-        arguments = tuple(map(self.copy_of, taken))
-        fused = self.graph.create_node("call_function", target, arguments, name=f"{group[0].name}_fused")
+        graph = self.rewriter.graph
+        fused = graph.create_node("call_function", target, tuple(map(self.rewriter.of, taken)), name=f"{group[0].name}_fused")
         fused.meta["val"] = tuple(node.meta["val"] for node in given)
         first = next((nodes.origin(node) for node in group if not nodes.is_derived(node)), nodes.origin(group[0]))
         nodes.set_origin(fused, Origin(first.module, first.backward, first.order, fused.name))
         for index, node in enumerate(given):
-            item = self.graph.create_node("call_function", operator.getitem, (fused, index), name=node.name)
+            item = graph.create_node("call_function", operator.getitem, (fused, index), name=node.name)
             item.meta = dict(node.meta)
             nodes.set_origin(item, replace(nodes.origin(node), source=item.name))
-            self.copies[node] = item
+            self.rewriter.made[node] = item
             self.items.add(item)
-
-    def copy_of(self, node: fx.Node) -> fx.Node:
-        if node not in self.copies:
-            raise VerifyError(f"{node} is needed before it is made, or lost by fusing")
-        return self.copies[node]
 
     @staticmethod
     def alone(group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node]) -> fx.GraphModule:
         """The group as a graph of its own; names are numbers, so that layers alike get functions alike."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
+        rewriter = GraphRewriter()
         for number, node in enumerate(taken):
-            copies[node] = graph.placeholder(f"in_{number}")
-            copies[node].meta["val"] = node.meta["val"]
+            rewriter.placeholder(node, f"in_{number}").meta = {"val": node.meta["val"]}
         for number, node in enumerate(group):
-            arguments, keywords = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-            copies[node] = graph.create_node(node.op, node.target, arguments, keywords, name=f"v_{number}")
-            copies[node].meta["val"] = node.meta["val"]
-        graph.output(tuple(copies[node] for node in given))
-        return fx.GraphModule(torch.nn.Module(), graph)
+            rewriter.copy(node, name=f"v_{number}").meta = {"val": node.meta["val"]}
+        rewriter.graph.output(tuple(map(rewriter.of, given)))
+        return rewriter.module(torch.nn.Module(), "GraphModule")
 
-    def finish(self) -> fx.Graph:
-        self.graph.node_copy(self.part.graph.output_node(), self.copy_of)
-        return self.graph
+    def finish(self) -> fx.GraphModule:
+        self.rewriter.copy(self.part.graph.output_node())
+        return self.rewriter.module(self.part.module, self.part.module)

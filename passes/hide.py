@@ -24,6 +24,7 @@ from torch import fx
 from helixrt.passes import nodes
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.operators import Kind, Operator
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.sequence import captured
 from helixrt.passes.verify import results_of
 
@@ -38,17 +39,13 @@ def hide(module: fx.GraphModule) -> fx.GraphModule:
         for hidden in nodes.inner_nodes(node):
             nodes.communicates(hidden)  # raises for an operator that nobody has described
     order = captured(operators(listed), reorder=False).order
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    rewriter = GraphRewriter()
     middle = [listed[index] for index in order]
     for node in (*module.graph.find_nodes(op="placeholder"), *middle, module.graph.output_node()):
-        missing = [before for before in node.all_input_nodes if before not in copies]
-        if missing:
-            raise VerifyError(f"{node} would run before {missing[0]}, which it needs")
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    if len(copies) != len(module.graph.nodes):
-        raise VerifyError(f"{len(module.graph.nodes)} operators before the pass, {len(copies)} after")
-    return fx.GraphModule(module, graph, class_name=type(module).__name__)
+        rewriter.copy(node)
+    if len(rewriter.made) != len(module.graph.nodes):
+        raise VerifyError(f"{len(module.graph.nodes)} operators before the pass, {len(rewriter.made)} after")
+    return rewriter.module(module, module)
 
 
 def operators(listed: Sequence[fx.Node]) -> list[Operator]:

@@ -109,9 +109,40 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Boundaries:
+    """Every tensor that enters, leaves or passes between F, B and W of one chunk, by its port.
+
+    `taken`: from outside, by any of the three; `given`: to outside. The others are SAVED: `forward_to_backward` and
+    `forward_to_weight` may share some; `backward_to_weight` are made by B.
+    """
+
+    taken: tuple[Port, ...]
+    given: tuple[Port, ...]
+    forward_to_backward: tuple[Port, ...]
+    forward_to_weight: tuple[Port, ...]
+    backward_to_weight: tuple[Port, ...]
+
+
+@dataclass(frozen=True)
 class Split:
     """F, B and W of one chunk, by dependency. Running F, then B, then W equals the joint graph."""
 
+    boundaries: Boundaries
     forward: Part
     backward: Part
     weight: Part
+
+    @staticmethod
+    def of(forward: Part, backward: Part, weight: Part) -> Split:
+        parts = forward, backward, weight
+        by_forward, by_backward = (frozenset(port for port in part.outputs if port.role is Role.SAVED) for part in parts[:2])
+        taken = dict.fromkeys(port for part in parts for port in part.inputs if port.role is not Role.SAVED)
+        given = tuple(port for part in parts for port in part.outputs if port.role is not Role.SAVED)
+        boundaries = Boundaries(
+            tuple(taken),
+            given,
+            tuple(port for port in backward.inputs if port in by_forward),
+            tuple(port for port in weight.inputs if port in by_forward),
+            tuple(port for port in weight.inputs if port in by_backward),
+        )
+        return Split(boundaries, forward, backward, weight)

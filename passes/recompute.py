@@ -16,6 +16,7 @@ import operator
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from helixrt.passes.errors import VerifyError
 from helixrt.passes.nodes import Origin, origin, set_origin
 from helixrt.passes.parts import Part
 from helixrt.passes.replay import random_state, replayed
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import operators, verify
 
 
@@ -35,8 +37,7 @@ def recompute(joint: Part) -> Part:
     rewriting = _Rewriting(joint.graph)
     if not rewriting.again:
         return joint
-    module = fx.GraphModule(joint.module, rewriting.graph(), class_name=type(joint.module).__name__)
-    result = replace(joint, module=module).stamped("recompute", time.perf_counter() - began)
+    result = replace(joint, module=rewriting.module(joint.module)).stamped("recompute", time.perf_counter() - began)
     verify(result)
     lost = Counter(operators((joint,))) - Counter(operators((result,)))
     if lost:
@@ -54,9 +55,8 @@ class _Rewriting:
             if (region := self._region(node)) is not None:
                 self.regions[node] = region
         self.again = self._needed()
-        self.new = fx.Graph()
-        self.kept: dict[fx.Node, fx.Node] = {}  # what stands for a node of the joint graph
-        self.copied: dict[fx.Node, fx.Node] = {}  # what computes it again
+        self.kept = GraphRewriter()  # what stands for a node of the joint graph
+        self.repeated = GraphRewriter(self.kept.graph)  # what computes it again
         self.states: dict[fx.Node, fx.Node] = {}  # for a random operator, the state it drew from
 
     def _region(self, node: fx.Node) -> int | None:
@@ -84,7 +84,7 @@ class _Rewriting:
                 stack.extend(n for n in node.all_input_nodes if self.regions.get(n) == self.regions[node])
         return found
 
-    def graph(self) -> fx.Graph:
+    def module(self, root: torch.nn.Module) -> fx.GraphModule:
         for node in self.joint.nodes:
             backward = node.op == "call_function" and origin(node).backward
             if backward:
@@ -93,15 +93,14 @@ class _Rewriting:
                         self._compute_again(before)
             if node in self.again and nodes.is_random(node):
                 self.states[node] = self._state(node)
-            taken = self._either if backward else self.kept.__getitem__
-            self.kept[node] = self.new.node_copy(node, taken)
-        for order, node in enumerate(self.new.nodes):
+            self.kept.copy(node, taken=self._either if backward else None)
+        for order, node in enumerate(self.kept.graph.nodes):
             if origin(node).order >= 0:
                 set_origin(node, replace(origin(node), order=order))
-        return self.new
+        return self.kept.module(root, root)
 
     def _either(self, node: fx.Node) -> fx.Node:
-        return self.copied.get(node, self.kept[node])
+        return self.repeated.made.get(node) or self.kept.of(node)
 
     def _compute_again(self, wanted: fx.Node) -> None:
         """Emit copies of `wanted` and of what it stands on in its region, in their order."""
@@ -109,36 +108,35 @@ class _Rewriting:
         stack = [wanted]
         while stack:
             node = stack.pop()
-            if node not in self.copied and node not in chain:
+            if node not in self.repeated.made and node not in chain:
                 chain.add(node)
                 stack.extend(n for n in node.all_input_nodes if self.regions.get(n) == self.regions[node])
         for node in sorted(chain):
             inside = [n for n in node.all_input_nodes if self.regions.get(n) == self.regions[node]]
-            if nodes.is_derived(node) and all(self.copied[n] is self.kept[n] for n in inside):
-                self.copied[node] = self.kept[node]  # a view or cast of what is kept; later passes make it where needed
+            if nodes.is_derived(node) and all(self.repeated.of(n) is self.kept.of(n) for n in inside):
+                # A view or cast of what is kept: later passes make it where it is needed.
+                self.repeated.made[node] = self.kept.of(node)
             else:
-                self.copied[node] = self._copy(node)
+                self._repeat(node)
 
-    def _copy(self, node: fx.Node) -> fx.Node:
+    def _repeat(self, node: fx.Node) -> None:
         region = self.regions[node]
 
         def taken(before: fx.Node) -> fx.Node:
-            return self.copied[before] if self.regions.get(before) == region else self.kept[before]
+            return (self.repeated if self.regions.get(before) == region else self.kept).of(before)
 
-        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), taken)
-        target = node.target
+        target: Any = None
+        ahead: tuple[Any, ...] = ()
         if nodes.is_random(node):
-            assert isinstance(target, torch._ops.OpOverload), "only operators draw random numbers"
-            target, arguments = replayed(target), (self.states[node], _device_of(node), *arguments)
-        copy = self.new.create_node(node.op, target, arguments, keywords, name=f"{node.name}_again")
-        copy.meta = dict(node.meta)
+            assert isinstance(node.target, torch._ops.OpOverload), "only operators draw random numbers"
+            target, ahead = replayed(node.target), (self.states[node], _device_of(node))
+        copy = self.repeated.copy(node, name=f"{node.name}_again", target=target, ahead=ahead, taken=taken)
         set_origin(copy, Origin(origin(node).module, True, origin(node).order, copy.name))
-        return copy
 
     def _state(self, node: fx.Node) -> fx.Node:
         """A node, at the present end of the graph, that gives the state `node` draws from."""
         device = _device_of(node)
-        state = self.new.call_function(random_state, (device,))
+        state = self.kept.graph.call_function(random_state, (device,))
         state.meta["val"] = _example(node).new_empty(random_state(device).shape, dtype=torch.uint8, device="cpu")
         set_origin(state, Origin(origin(node).module, False, origin(node).order, state.name))
         return state

@@ -34,6 +34,7 @@ from torch import fx
 from helixrt.passes import nodes
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.parts import Part, Port, Role, Split, Stamp
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import returned, verify, verify_made_from, verify_split
 
 
@@ -43,7 +44,7 @@ def split(joint: Part) -> Split:
     halves = Halves(joint)
     stamps = (*joint.stamps, Stamp("split", time.perf_counter() - began))
     forward, backward, weight = halves.parts(stamps)
-    result = Split(forward, backward, weight)
+    result = Split.of(forward, backward, weight)
     verify_split(result, joint)
     return result
 
@@ -54,10 +55,10 @@ def whole_backward(halves: Split) -> Part:
     sources: dict[str, fx.Node] = {}
     ports: dict[str, Port] = {}
     wanted: dict[Port, str] = {}
+    inside = frozenset(halves.boundaries.backward_to_weight)
     for part in (halves.backward, halves.weight):
-        inside = {port.name for port in halves.backward.outputs if port.role is Role.SAVED}
         for port, node in zip(part.inputs, part.graph.find_nodes(op="placeholder"), strict=True):
-            if port.role is not Role.SAVED or port.name not in inside:
+            if port not in inside:
                 ports[node.name] = port
                 sources.setdefault(node.name, node)
         for node in part.graph.nodes:
@@ -223,8 +224,8 @@ class Builder:
 
     given: dict[fx.Node, Port]
     sources: dict[str, fx.Node]
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    copies: dict[str, fx.Node] = field(default_factory=dict)
+    rewriter: GraphRewriter = field(default_factory=GraphRewriter)
+    copies: dict[str, fx.Node] = field(default_factory=dict)  # by name: `sources` may be of several graphs
     taken: dict[Port, fx.Node] = field(default_factory=dict)
 
     def emit(self, node: fx.Node) -> fx.Node:
@@ -237,18 +238,14 @@ class Builder:
             raise VerifyError(f"{node} is needed and neither made nor taken in")
         for before in node.all_input_nodes:
             self.emit(before)
-        copy = self.graph.create_node(
-            node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), lambda n: self.copies[n.name]), name=node.name
-        )
-        copy.meta = dict(node.meta)
-        self.copies[node.name] = copy
+        copy = self.copies[node.name] = self.rewriter.copy(node, taken=lambda before: self.copies[before.name])
         return copy
 
     def take(self, node: fx.Node) -> fx.Node:
-        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-        with self.graph.inserting_before(first) if first is not None else nullcontext():
-            copy = self.graph.create_node("placeholder", node.name, name=node.name)
-        copy.meta = dict(node.meta)
+        graph = self.rewriter.graph
+        first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+        with graph.inserting_before(first) if first is not None else nullcontext():
+            copy = self.rewriter.placeholder(node)
         self.copies[node.name] = self.taken[self.given[node]] = copy
         return copy
 
@@ -261,17 +258,17 @@ class Builder:
         copied: Iterable[fx.Node] = (),
     ) -> Part:
         """Close the graph. SAVED results that are one of `copied` leave as copies."""
-        copied = set(copied)
+        copied, graph = set(copied), self.rewriter.graph
         results = []
         for port, node in outputs:
             result = self.emit(node)
             if port.role is Role.SAVED and node in copied:
                 value = result.meta["val"]
-                result = self.graph.call_function(torch.ops.aten.clone.default, (result,))
+                result = graph.call_function(torch.ops.aten.clone.default, (result,))
                 result.meta["val"] = value
             results.append(result)
-        self.graph.output(tuple(results))
-        place = {node: i for i, node in enumerate(self.graph.nodes)}
+        graph.output(tuple(results))
+        place = {node: i for i, node in enumerate(graph.nodes)}
         taken = sorted(self.taken, key=lambda port: place[self.taken[port]])
-        module = fx.GraphModule(like.module, self.graph, class_name=name)
+        module = self.rewriter.module(like.module, name)
         return Part(module, tuple(taken), tuple(port for port, _ in outputs), stamps, like.layouts)

@@ -27,6 +27,7 @@ from helixrt.passes import nodes
 from helixrt.passes.classify import strand
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.timing import BACKWARD, FORWARD, Place
 from helixrt.passes.verify import returned, verify, verify_made_from
 
@@ -61,7 +62,7 @@ class Loom:
         ][::-1]
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
-        self.copies: tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]] = ({}, {})
+        self.rewriters = tuple(GraphRewriter(self.graph, f"strand {which}") for which in range(2))
         self.inputs: dict[Port, fx.Node] = {}
         for which, part in enumerate(parts):
             for port, node in zip(part.inputs, part.graph.find_nodes(op="placeholder"), strict=True):
@@ -72,33 +73,27 @@ class Loom:
         port = replace(port, strand=FORWARD if shared else which)
         if port not in self.inputs:
             name = node.name if shared else f"{LETTERS[which]}_{node.name}"
-            copy = self.graph.placeholder(name)
+            copy = self.rewriters[which].placeholder(node, name)
             copy.target = copy.name  # parameters of two chunks may be called alike
-            copy.meta = dict(node.meta)
             self.inputs[port] = copy
-        self.copies[which][node] = self.inputs[port]
+        self.rewriters[which].made[node] = self.inputs[port]
 
     def issue(self, which: int, index: int) -> None:
         listed = self.listed[which]
         if not 0 <= index < len(listed):
             raise VerifyError(f"strand {which} has {len(listed)} operators, the order asks for number {index}")
-        node, copies = listed[index], self.copies[which]
-        if node in copies:
+        node, rewriter = listed[index], self.rewriters[which]
+        if node in rewriter.made:
             raise VerifyError(f"strand {which}: {node} is issued twice")
-        missing = [before for before in node.all_input_nodes if before not in copies]
-        if missing:
-            raise VerifyError(f"strand {which}: {node} is issued before {missing[0]}, which it needs")
+        rewriter.check_ready(node)
         if nodes.is_random(node) and (self.to_draw[-1] != (which, node)):
             strand_of, first = self.to_draw[-1]
             where = "" if strand_of == which else f" of strand {strand_of}"
             raise VerifyError(f"strand {which}: {node} draws random numbers before {first}{where}, which must draw first")
         if nodes.is_random(node):
             self.to_draw.pop()
-        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        target = self.constant(which, node) if node.op == "get_attr" else node.target
-        name = f"{LETTERS[which]}_{node.name}"
-        copies[node] = self.graph.create_node(node.op, target, arguments, keywords, name=name)
-        copies[node].meta = dict(node.meta)
+        target = self.constant(which, node) if node.op == "get_attr" else None
+        rewriter.copy(node, name=f"{LETTERS[which]}_{node.name}", target=target)
 
     def constant(self, which: int, node: fx.Node) -> str:
         """The name in the new root of a constant; both strands' may be called the same."""
@@ -115,13 +110,14 @@ class Loom:
         results: list[fx.Node] = []
         outputs: list[Port] = []
         for which, part in enumerate(self.parts):
-            missed = [node for node in self.listed[which] if node not in self.copies[which]]
+            rewriter = self.rewriters[which]
+            missed = [node for node in self.listed[which] if node not in rewriter.made]
             if missed:
                 raise VerifyError(f"strand {which}: {missed[0]} is never issued")
-            results += [self.copies[which][node] for node in returned(part)]
+            results += [rewriter.of(node) for node in returned(part)]
             outputs += [replace(port, strand=which) for port in part.outputs]
         self.graph.output(tuple(results))
-        module = fx.GraphModule(self.root, self.graph, class_name="Woven")
+        module = self.rewriters[FORWARD].module(self.root, "Woven")
         stamps = tuple(dict.fromkeys(stamp for part in self.parts for stamp in part.stamps))
         layouts = {**self.parts[FORWARD].layouts, **self.parts[BACKWARD].layouts}
         return Part(module, tuple(self.inputs), tuple(outputs), stamps, layouts)

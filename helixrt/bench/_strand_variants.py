@@ -21,6 +21,7 @@ from helixrt.passes.measure import Operation, finish
 from helixrt.passes.pair import Pairing, Rules, baseline
 from helixrt.passes.parts import Part, Port, Role, Split
 from helixrt.passes.profile import Profile
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.verify import returned
 from helixrt.passes.weave import weave
@@ -187,8 +188,7 @@ class Stage:
 def without_communication(part: Part) -> Part:
     """The part with a tensor held ready in place of each collective's result. Its results mean nothing."""
     root = fx.GraphModule(part.module, part.graph)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    rewriter = GraphRewriter()
     held: dict[tuple[tuple[int, ...], torch.dtype], str] = {}
     for node in part.graph.nodes:
         if nodes.is_collective(node):
@@ -199,15 +199,14 @@ def without_communication(part: Part) -> Part:
                 root.register_buffer(
                     held[key], torch.full(key[0], 0.01 if key[1].is_floating_point else 0, dtype=key[1], device=value.device)
                 )
-            copies[node] = graph.get_attr(held[key])
+            ready = rewriter.graph.get_attr(held[key])
+            ready.meta = dict(node.meta)
+            rewriter.made[node] = ready
         elif nodes.is_wait(node):
-            copies[node] = copies[nodes.tensor_arguments(node)[0]]
-            continue
+            rewriter.made[node] = rewriter.of(nodes.tensor_arguments(node)[0])
         elif node.op == "output":
-            graph.output(tuple(copies[result] for result in returned(part)))
-            break
+            rewriter.graph.output(tuple(rewriter.of(result) for result in returned(part)))
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    module = fx.GraphModule(root, graph, class_name=type(part.module).__name__)
+            rewriter.copy(node)
+    module = rewriter.module(root, part.module)
     return Part(module, part.inputs, part.outputs, part.stamps, part.layouts)

@@ -82,7 +82,8 @@ class ChunkGraphs:
     def released(self, op: Op) -> Mapping[str, Memory]:
         """Where what a backward takes in lies; 0 bytes where it stays for W, so that the backward frees nothing."""
         lies = lying_in(self.halves.forward)
-        kept = {lies[port.name].owner for port in self.later(op) if port.name in lies and port.role is Role.SAVED}
+        for_weight = self.halves.boundaries.forward_to_weight if op is Op.B else ()
+        kept = {lies[port.name].owner for port in for_weight}
         return {name: replace(memory, size_bytes=0) if memory.owner in kept else memory for name, memory in lies.items()}
 
 

@@ -136,7 +136,7 @@ def test_a_split_that_forgets(joint: Part) -> None:
     with pytest.raises(VerifyError, match="outputs and"):
         verify_split(replace(halves, forward=without), joint)
     with pytest.raises(VerifyError, match="which nothing before it gives"):
-        verify_split(Split(halves.forward, halves.weight, halves.backward), joint)
+        verify_split(Split.of(halves.forward, halves.weight, halves.backward), joint)
 
 
 def test_a_split_that_loses_a_result(joint: Part) -> None:

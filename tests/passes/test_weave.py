@@ -114,7 +114,7 @@ def test_orders_that_cannot_be_are_refused(halves: tuple[Part, Part]) -> None:
         weave(forward, backward, [place for place in order if place != (BACKWARD, len(strand(backward)) - 1)])
     with pytest.raises(VerifyError, match="is issued twice"):
         weave(forward, backward, [order[0], *order])
-    with pytest.raises(VerifyError, match="strand 0: .* is issued before .*, which it needs"):
+    with pytest.raises(VerifyError, match="strand 0: .* would run before .*, which it needs"):
         weave(forward, backward, [order[-1], *order[:-1]] if order[-1][0] == FORWARD else order[::-1])
     with pytest.raises(VerifyError, match="operators, the order asks for number 100000"):
         weave(forward, backward, [(FORWARD, 100000)])
