@@ -23,6 +23,7 @@ from helixrt.timeouts import Timeouts, derive
 
 WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "helixrt.pipeline.channels",
+    "helixrt.replica.exchanging",  # for the thread that waits for them, when this rank has given up
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp._fully_shard",
