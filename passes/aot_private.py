@@ -13,6 +13,7 @@ import ast
 import contextlib
 import inspect
 import logging
+import math
 import re
 import threading
 import traceback
@@ -296,6 +297,16 @@ def is_backward(node: fx.Node) -> bool | None:
     """Whether tracing made the node in the backward; None when torch does not say."""
     tag = node.meta.get("partitioner_tag")
     return None if tag is None else tag in ("is_backward", "must_be_in_backward")
+
+
+def forward_ends(joint: fx.Graph) -> float:
+    """The place in a joint graph after which everything was made in the backward; infinite where torch does not say.
+
+    What the backward of a user's `autograd.Function` makes carries no tag: of a node there that needs no tangent (a transfer of
+    saved values, a constant) the place alone says that it is the backward's.
+    """
+    tagged = [order for order, node in enumerate(joint.nodes) if node.meta.get("partitioner_tag") == "is_forward"]
+    return max(tagged, default=math.inf)
 
 
 def recomputed_region(node: fx.Node) -> int | None:

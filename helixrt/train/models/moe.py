@@ -102,7 +102,8 @@ class MixtureOfExperts(nn.Module):
             mixed = self._combine(self._compute(self._dispatch(tokens, routing, capacity)), routing, capacity)
         else:
             routing = route(self.router(tokens), CHOICES * tokens.shape[0])
-            outputs = compute_all(tokens.repeat(CHOICES, 1), routing.expert, self.experts, self._network_of_rows, self.groups.ep)
+            rows = tokens.repeat(CHOICES, 1)
+            outputs = compute_all(rows, routing.expert, self.experts, self._network_of_rows, self.groups.ep)
             mixed = (outputs * routing.weight.unsqueeze(1)).unflatten(0, (CHOICES, -1)).sum(dim=0)
         if self.auxiliary and self.training:
             mixed = attach(mixed, self.auxiliary * routing.auxiliary_loss)
