@@ -101,8 +101,9 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
 
 
 def _schedule(config: TrainConfig) -> None:
-    from helixrt.train.schedules import job_schedule
+    from helixrt.train.schedules import check_graphs, job_schedule
 
+    check_graphs(config.model, config.schedule)
     job_schedule(config.schedule, stages=config.mesh.pp, layers=config.model.layers, batch=config.data.batch)
 
 

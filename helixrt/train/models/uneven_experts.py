@@ -5,7 +5,7 @@ sorted by expert, so that an expert's are one piece; ranks of ep tell each other
 send them, by an all-to-all with pieces of these sizes, and the outputs back. Nothing is padded and nothing dropped, as in
 MegaBlocks (Gale et al., 2023).
 
-How many rows there are is read from tensors by the processor, once per mixture and forward: by autograd only.
+How many rows there are is read from tensors by the processor, once per mixture and forward, so no graph can be captured of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from helixrt.errors import ConfigError
 from helixrt.train.models.collective_functions import all_to_all, exchange_uneven
 from helixrt.train.models.parallel import Group
 
@@ -26,22 +25,12 @@ def compute_all(rows: torch.Tensor, expert: torch.Tensor, experts: int, network:
 
     `network(rows, loads)` computes this rank's experts, `loads[i]` rows of its i-th one after those of the ones before.
     Ranks of `ep` hold equally many experts, in the order of ranks; each calls with rows of its own, none perhaps.
-
-    Raises ConfigError where a graph is captured.
     """
-    if torch.compiler.is_compiling():
-        raise ConfigError("model.capacity", 0, REMEDY)
     order = expert.argsort(stable=True)
     sorted_rows = rows.index_select(0, order)
     counts = torch.bincount(expert, minlength=experts)
     done = network(sorted_rows, counts.tolist()) if ep is None else _elsewhere(sorted_rows, counts, network, ep)
     return done.index_select(0, order.argsort())
-
-
-REMEDY = (
-    "experts without a limit have as many rows as the router says, which no captured graph can have; "
-    "run whole backwards by autograd (schedule.graphs=never), or set a capacity above 0"
-)
 
 
 def _elsewhere(rows: torch.Tensor, counts: torch.Tensor, network: Network, ep: Group) -> torch.Tensor:
