@@ -13,6 +13,7 @@ import ast
 import contextlib
 import inspect
 import logging
+import math
 import re
 import threading
 import traceback
@@ -30,6 +31,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from helixrt.passes.errors import CaptureError
@@ -83,7 +85,7 @@ def trace_joint(module: nn.Module, arguments: tuple[Any, ...], described: nn.Mod
     with ONE_AT_A_TIME, quiet_dynamo(where) as caught, nothing_installed(module), torch.enable_grad():
         try:
             captured = dynamo_graph_capture_for_export(module)(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode) as error:
             raise from_dynamo(error, where) from error
         except AssertionError as error:
             if "backend_input" in str(error):
@@ -298,6 +300,13 @@ def is_backward(node: fx.Node) -> bool | None:
     return None if tag is None else tag in ("is_backward", "must_be_in_backward")
 
 
+def forward_ends(joint: fx.Graph) -> float:
+    """The place after which a joint graph is the backward's, also where nodes carry no tag and need no tangent (what an
+    `autograd.Function` makes of saved values in its backward); infinite where torch does not say."""
+    tagged = [order for order, node in enumerate(joint.nodes) if node.meta.get("partitioner_tag") == "is_forward"]
+    return max(tagged, default=math.inf)
+
+
 def recomputed_region(node: fx.Node) -> int | None:
     """The region of `torch.utils.checkpoint` that computes this forward node again in the backward; None if it is kept."""
     policy = node.meta.get("recompute")
@@ -323,7 +332,12 @@ def check_static(node: fx.Node, fallback: str) -> None:
 
 def place_of(node: fx.Node) -> str:
     """FILE:LINE of the user's that made the node, as far as torch knows it."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return innermost(node.meta.get("stack_trace") or "")
+
+
+def innermost(stack_trace: str) -> str:
+    """FILE:LINE of the last frame in a text that is not torch's; empty without one."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
     own = [f"{name}:{line}" for name, line in lines if not name.startswith(TORCH_FOLDER)]
     return own[-1] if own else ""
 
@@ -339,6 +353,7 @@ REMEDIES = (
     ("torchscript", "use the module it was made from"),
     ("random.random", "draw by torch.rand and choose by torch.where"),
     (".item()", KEEP),
+    ("could not extract specialized integer", FIX),
     ("data-dependent", "compute both sides and choose with torch.where, or move the choice out of forward"),
     ("dynamic shape operator", FIX),
     ("backwards hooks", "hook tensors instead: output.register_hook in a forward hook"),
@@ -364,7 +379,7 @@ def from_dynamo(error: Any, fallback: str) -> CaptureError:
     stack = getattr(error, "real_stack", None) or traceback.StackSummary()
     frames = [frame for frame in stack if not frame.filename.startswith(TORCH_FOLDER)]
     frames = [frame for frame in frames if not frame.filename.endswith("passes/capture.py")]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else fallback
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else innermost(text) or fallback
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
     if "data-dependent expression" in reason:

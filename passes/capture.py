@@ -40,6 +40,7 @@ from helixrt.passes.aot_private import (
     Joint,
     Meaning,
     check_static,
+    forward_ends,
     is_backward,
     location_of,
     module_path,
@@ -191,6 +192,7 @@ class Flattening:
         self.graph, self.copies = self.rewriter.graph, self.rewriter.made
         self.inputs: dict[Port, fx.Node] = {}
         self.waits: dict[fx.Node, fx.Node] = {}
+        self.forward_ends = forward_ends(joint.graph)
 
     def part(self) -> Part:
         placeholders = self.joint.graph.find_nodes(op="placeholder")
@@ -256,7 +258,7 @@ class Flattening:
             if source in self.waits or nodes.launched_by(source) is None:  # waited for already, or nothing to wait for
                 self.copies[node] = self.waits.get(source, source)
                 return
-        backward, path = self.placed(node)
+        backward, path = self.placed(node, order)
         what = verb(node)
         name = identifier("_".join(filter(None, (path, what, "grad" if backward and "backward" not in what else ""))))
         # Fake tensors can have other strides than real ones (batch norm's), for which a view may have to copy.
@@ -266,10 +268,11 @@ class Flattening:
         if nodes.is_wait(copy):
             self.waits[nodes.tensor_arguments(copy)[0]] = copy
 
-    def placed(self, node: fx.Node) -> tuple[bool, str]:
+    def placed(self, node: fx.Node, order: int) -> tuple[bool, str]:
         """Backward or not, and the module's path: torch's word, else what its arguments say."""
         before = [nodes.origin(self.copies[n]) for n in node.all_input_nodes]
-        backward = any(o.backward for o in before) or bool(is_backward(node))
+        said = is_backward(node)
+        backward = any(o.backward for o in before) or (order > self.forward_ends if said is None else said)
         path = module_path(node)
         if path is None:
             latest = max((o for o in before if o.module and o.backward), key=lambda o: o.order, default=Origin())

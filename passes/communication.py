@@ -5,8 +5,9 @@ In: operators, by their schemas. Out: how each communicates, or that it does not
 An operator counts as communicating if it takes a process group: an argument of the type ProcessGroup, a process group as a
 value, or a string called like a group (`group_name`). Such an operator must be known: if ranks took it for compute they
 would run different numbers of it while they profile, and wait for each other. The functional collectives of torch and
-those of symmetric memory are known. `register` describes others, at import, on all ranks alike. An operator that takes no
-group and communicates nonetheless cannot be told from its schema: register it, too.
+those of symmetric memory are known, and `helixrt_ring_shift`, by which ring attention sends and receives: every rank calls
+it alike, so it is ordered, measured and hidden as a collective is. `register` describes others, at import, on all ranks
+alike. An operator that takes no group and communicates nonetheless cannot be told from its schema: register it, too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Pattern(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    RING_SHIFT = "ring_shift"  # to one neighbour, from the other one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ KNOWN: dict[str, Communication] = {
     "_c10d_functional::isend": POINT_TO_POINT,
     "_c10d_functional::irecv": POINT_TO_POINT,
     "_c10d_functional::batch_p2p_ops": POINT_TO_POINT,
+    "_c10d_functional::helixrt_ring_shift": LAUNCH[Pattern.RING_SHIFT],
     "_dtensor::shard_dim_alltoall": Communication(How.BLOCKS),
     "_dtensor::mesh_get_process_group": Communication(How.NOT),
     "symm_mem::one_shot_all_reduce": IN_REGISTERED_MEMORY,

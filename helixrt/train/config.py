@@ -11,6 +11,8 @@ from typing import Any
 
 from helixrt.job.config import JobConfig, job_parts
 
+CONTEXTS = ("gathered", "ring")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -26,8 +28,9 @@ class ModelConfig:
     tied: bool = False  # output head shares the embedding's weight
     experts: int = 0  # of each mixture of experts; 0: feed-forward networks throughout
     moe_every: int = 1  # every how many layers there is a mixture: 2 is layers 1, 3, ... counted from 0
-    capacity: float = 1.25  # choices an expert takes, as a multiple of its even share
+    capacity: float = 1.25  # choices an expert takes, as a multiple of its even share; 0: all of them, by autograd only
     auxiliary: float = 0.01  # coefficient of the experts' load-balance loss
+    context: str = "gathered"  # how context-parallel ranks get each other's keys and values: gathered | ring
 
     def has_experts(self, layer: int) -> bool:
         """Whether `layer`, counted from 0, has a mixture of experts in place of its feed-forward network."""

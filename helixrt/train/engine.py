@@ -14,7 +14,7 @@ from torch import nn
 from helixrt import Stages
 from helixrt.train.config import ModelConfig, ScheduleConfig
 from helixrt.train.models.build import TIED_PARAMETER, build_chunks
-from helixrt.train.schedules import job_schedule
+from helixrt.train.schedules import check_graphs, job_schedule
 
 
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -40,8 +40,9 @@ def model_stages(
 ) -> Stages:
     """The model over `stages` pipeline stages. `seed` decides the initial weights, whatever the cut.
 
-    Raises ConfigError for a model or a schedule that cannot be built (see `job_schedule`).
+    Raises ConfigError for a model or a schedule that cannot be built (see `job_schedule`), or not by graphs.
     """
+    check_graphs(model, schedule)
     initial = job_schedule(schedule, stages=stages, layers=model.layers, batch=batch)
     microbatches = initial.microbatches
     tokens = torch.zeros(batch // microbatches, seq_len, dtype=torch.int64)

@@ -11,7 +11,14 @@ from helixrt import Stages
 from helixrt.errors import ConfigError
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
-from helixrt.train.config import ScheduleConfig
+from helixrt.train.config import ModelConfig, ScheduleConfig
+
+
+def check_graphs(model: ModelConfig, schedule: ScheduleConfig) -> None:
+    """Raise ConfigError for a model that can never be captured where graphs are asked for."""
+    if model.experts and not model.capacity and schedule.graphs == "always":
+        rule = "experts without a limit (model.capacity=0) have as many rows as the router says, which no graph can have; "
+        raise ConfigError("schedule.graphs", schedule.graphs, rule + "must be never, or auto, or the capacity above 0")
 
 
 def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int) -> Schedule:

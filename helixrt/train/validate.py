@@ -15,7 +15,7 @@ from pathlib import Path
 import helixrt
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.schedule.generators.policies import policy
-from helixrt.train.config import TrainConfig
+from helixrt.train.config import CONTEXTS, TrainConfig
 
 FAMILIES = ("gpt", "llama")
 LAUNCHERS = ("auto", "local", "ray")
@@ -53,6 +53,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
     }
     not_negative: dict[str, float] = {
         "eval.every": config.eval.every,
+        "model.capacity": config.model.capacity,
         "model.auxiliary": config.model.auxiliary,
         "optim.warmup_steps": config.optim.warmup_steps,
         "optim.weight_decay": config.optim.weight_decay,
@@ -61,7 +62,6 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
     positive = {
         "optim.lr": config.optim.lr,
         "optim.eps": config.optim.eps,
-        "model.capacity": config.model.capacity,
     }
     yield from (ConfigError(k, v, "must be at least 1") for k, v in at_least_one.items() if v < 1)
     yield from (ConfigError(k, v, "must not be negative") for k, v in not_negative.items() if not 0 <= v < math.inf)
@@ -83,6 +83,7 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     model, mesh = config.model, config.mesh
     for key, value, known in (
         ("model.family", model.family, FAMILIES),
+        ("model.context", model.context, CONTEXTS),
         ("launcher", config.launcher, LAUNCHERS),
     ):
         if value not in known:
@@ -100,8 +101,9 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
 
 
 def _schedule(config: TrainConfig) -> None:
-    from helixrt.train.schedules import job_schedule
+    from helixrt.train.schedules import check_graphs, job_schedule
 
+    check_graphs(config.model, config.schedule)
     job_schedule(config.schedule, stages=config.mesh.pp, layers=config.model.layers, batch=config.data.batch)
 
 

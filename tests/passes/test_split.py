@@ -168,6 +168,37 @@ def test_random_numbers_in_a_backward_keep_their_order(values_of: Any, in_three:
     assert not any(nodes.is_random(node) for node in halves.weight.graph.nodes)
 
 
+class Sine(torch.autograd.Function):
+    """Saves what it is given, and computes the cosine in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return ctx.saved_tensors[0].cos() * grads[0]
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(Sine.apply(self.first(x)))
+
+
+def test_what_a_backward_computes_of_saved_values_is_not_forward(values_of: Any, in_three: Any, bitwise_equal: Any) -> None:
+    """It needs no gradient, and was computed and saved by F."""
+    module, x = Waves(), torch.randn(3, 4)
+    joint = capture(module, (x,), loss=lambda out, target: (out - target).square().sum(), target=x)
+    halves = check(joint, values_of(module, {"0": x, "target": x}), in_three, bitwise_equal)
+    of_cosine = [any(n.target is torch.ops.aten.cos.default for n in p.graph.nodes) for p in (halves.forward, halves.backward)]
+    assert of_cosine == [False, True]
+
+
 def test_one_parameter_alone_has_all_of_its_backward_in_w() -> None:
     halves = split(capture(nn.Embedding(4, 3), (torch.tensor([1, 2]),)))
     assert not halves.backward.outputs and halves.weight.outputs == (Port(Role.GRADIENT, "weight"),)

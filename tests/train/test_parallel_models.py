@@ -1,14 +1,10 @@
 """Models shared by tensor-, sequence-, context- and expert-parallel ranks are the model of one rank.
 
-Ranks are threads over real Gloo groups; a functional collective finds its group by a name, so each rank has its own.
 The oracle is the whole model on one rank in float64: same loss, and, put together, the same gradients.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,79 +14,27 @@ import torch.distributed as dist
 from torch import nn
 
 from helixrt.errors import ConfigError
-from helixrt.train.config import ModelConfig
+from helixrt.passes import nodes
+from helixrt.train.config import CONTEXTS, ModelConfig
 from helixrt.train.engine import token_loss
-from helixrt.train.models.attention import context_part
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import ALONE, Group, ParallelGroups, Shard, join, layouts, reduce_gradients, take
-
-BATCH, SEQ = 4, 16
-SMALL = ModelConfig(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)
-GPT, LLAMA = replace(SMALL, family="gpt"), replace(SMALL, family="llama")
-MOE = {"experts": 4, "moe_every": 2, "capacity": 1.0, "auxiliary": 0.5}
-_NAMES = itertools.count()
-
-
-def batch(seed: int = 3) -> torch.Tensor:
-    return torch.randint(0, SMALL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
-
-
-@contextmanager
-def registered(backend: Any, rank: int, size: int) -> Iterator[Group]:
-    """The Gloo backend as a group that functional collectives find, under a name of this thread's own."""
-    group = dist.ProcessGroup(dist.HashStore(), rank, size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    name = f"parallel-models-{next(_NAMES)}"
-    group._set_group_name(name)
-    torch._C._distributed_c10d._register_process_group(name, group)
-    try:
-        known = Group.of(group)
-        assert known is not None and known == Group(name, rank, size)
-        yield known
-    finally:
-        torch._C._distributed_c10d._unregister_process_group(name)
-
-
-def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def backward(module: nn.Module, tokens: torch.Tensor, cp: Group | None = None) -> float:
-    loss = token_loss(module(context_part(tokens[:, :-1], 1, cp)), context_part(tokens[:, 1:], 1, cp))
-    loss.backward()
-    return loss.item()
-
-
-def alone(model: ModelConfig, batches: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss over `batches` and its gradients, on one rank."""
-    module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, auxiliary_scale=1 / len(batches))
-    total = 0.0
-    for tokens in batches:
-        loss = token_loss(module(tokens[:, :-1]), tokens[:, 1:]) / len(batches)
-        loss.backward()
-        total += loss.item()
-    return total, gradients(module)
-
-
-def put_together(shares: list[dict[str, torch.Tensor]], module: nn.Module, axis: str) -> dict[str, torch.Tensor]:
-    """Full tensors from those of the ranks of one axis; what the axis does not cut must be the same on all."""
-    whole = {}
-    for name, layout in layouts(module).items():
-        parts = [share[name] for share in shares]
-        cuts = [shard for shard in layout.shards if shard.axis == axis]
-        if not cuts:
-            assert all(torch.allclose(part, parts[0], rtol=1e-12, atol=1e-15) for part in parts), f"{name} differs"
-        whole[name] = join(parts, cuts[0]) if cuts else parts[0]
-    return whole
-
-
-def close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert value.abs().max() > 0, f"{name} has no gradient, so nothing is compared"
-        difference = (got[name] - value).abs().max().item()
-        assert difference <= 1e-11 * value.abs().max().item() + 1e-16, f"{name} differs by {difference}"
+from helixrt.train.models.parallel import ALONE, Group, ParallelGroups, Shard, join, reduce_gradients, take
+from tests.train.model_ranks import (
+    BATCH,
+    GPT,
+    LLAMA,
+    MOE,
+    SEQ,
+    alone,
+    backward,
+    batch,
+    close,
+    gradients,
+    on_ranks,
+    on_two_ranks,
+    put_together,
+    registered,
+)
 
 
 @dataclass(frozen=True)
@@ -105,18 +49,6 @@ class Case:
 
 MODELS = [*(replace(m, tied=tied) for m in (GPT, LLAMA) for tied in (False, True)), replace(GPT, **MOE), replace(LLAMA, **MOE)]
 CASES = [Case(model, sequence) for model in MODELS for sequence in (False, True)]
-
-Shared = Callable[[Group], tuple[nn.Module, float]]
-
-
-def on_two_ranks(run_stages: Any, work: Shared) -> tuple[list[nn.Module], list[float]]:
-    def body(rank: int, backend: Any) -> tuple[nn.Module, float]:
-        with registered(backend, rank, 2) as group:
-            return work(group)
-
-    modules, losses = zip(*run_stages(2, body), strict=True)
-    return list(modules), list(losses)
-
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tensor_parallel_ranks_are_the_whole_model(run_stages: Any, case: Case) -> None:
@@ -162,8 +94,11 @@ def test_stages_of_a_pipeline_may_be_tensor_parallel(run_stages: Any) -> None:
     close(got, grads)
 
 
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", [GPT, LLAMA, replace(LLAMA, tied=True)], ids=lambda m: f"{m.family}-{m.tied}")
-def test_context_parallel_ranks_are_the_whole_model(run_stages: Any, model: ModelConfig) -> None:
+def test_context_parallel_ranks_are_the_whole_model(run_stages: Any, model: ModelConfig, ranks: int, context: str) -> None:
+    model = replace(model, context=context)
     expected, grads = alone(model, [batch()])
 
     def work(cp: Group) -> tuple[nn.Module, float]:
@@ -172,8 +107,8 @@ def test_context_parallel_ranks_are_the_whole_model(run_stages: Any, model: Mode
         reduce_gradients(module, ParallelGroups(cp=cp))
         return module, loss
 
-    modules, losses = on_two_ranks(run_stages, work)
-    assert sum(losses) / 2 == pytest.approx(expected, rel=1e-13)
+    modules, losses = zip(*on_ranks(run_stages, ranks, work), strict=True)
+    assert sum(losses) / ranks == pytest.approx(expected, rel=1e-13)
     for module in modules:
         close(gradients(module), grads)
 
@@ -243,9 +178,10 @@ def test_experts_may_be_spread_over_context_parallel_ranks(run_stages: Any) -> N
         (GPT, ("tp",), {"all_reduce": 4}),  # two forward and two backward
         (LLAMA, ("tp", "sequence"), {"all_gather_into_tensor": 4 + 2, "reduce_scatter_tensor": 4}),
         (LLAMA, ("cp",), {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}),
+        (replace(LLAMA, context="ring"), ("cp",), {"helixrt_ring_shift": 1 + 1 + 2}),  # keys and values twice, their gradients
         (replace(LLAMA, **MOE | {"moe_every": 1}), ("ep",), {"all_to_all_single": 4}),
     ],
-    ids=["gpt-tp", "llama-sequence", "llama-cp", "moe-ep"],
+    ids=["gpt-tp", "llama-sequence", "llama-cp", "llama-cp-ring", "moe-ep"],
 )
 def test_captured_without_a_break(run_stages: Any, model: ModelConfig, axes: tuple[str, ...], expected: dict[str, int]) -> None:
     """Both graphs of one layer are whole, hold the method's collectives and no other, and give eager's gradients."""
@@ -257,7 +193,7 @@ def test_captured_without_a_break(run_stages: Any, model: ModelConfig, axes: tup
 
     def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         for node in graph.graph.nodes:
-            if node.op == "call_function" and "_c10d_functional" in str(node.target) and "wait" not in str(node.target):
+            if nodes.is_collective(node):
                 key = node.target._schema.name.split("::")[1]
                 counts[key] = counts.get(key, 0) + 1
         return make_boxed_func(graph.forward)
@@ -302,7 +238,8 @@ THREE = Group("three", 0, 3)
         (GPT, ParallelGroups(ep=TWO), r"^model.experts=0: must be a multiple of the 2 ranks"),
         (replace(GPT, experts=4), ParallelGroups(ep=THREE), r"^model.experts=4: must be a multiple of the 3 ranks"),
         (replace(GPT, experts=1), ALONE, r"^model.experts=1: must be at least 2"),
-        (replace(GPT, experts=2, capacity=0.0), ALONE, r"^model.capacity=0.0: must be above 0"),
+        (replace(GPT, experts=2, capacity=-1.0), ALONE, r"^model.capacity=-1.0: must be above 0, or 0 for no limit"),
+        (replace(GPT, context="ulysses"), ALONE, r"^model.context=ulysses: must be one of gathered, ring"),
     ],
 )
 def test_models_that_cannot_be_shared_are_named(model: ModelConfig, groups: ParallelGroups, message: str) -> None:

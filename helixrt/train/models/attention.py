@@ -1,9 +1,13 @@
 """Causal attention, over one rank's sequence or one that is spread over context-parallel ranks.
 
 With n context ranks a sequence is cut into 2n pieces and rank r holds pieces r and 2n-1-r: under a causal mask the
-early piece has little to attend to and the late one much, so that all ranks have equal work. Keys and values are
-gathered, in one collective, before attention (Dubey et al., The Llama 3 Herd of Models, 2024, section 3.3.2): with
-grouped queries they are small. Their gradients are reduce-scattered.
+early piece has little to attend to and the late one much, so that all ranks have equal work. There are two variants
+(`ModelConfig.context`):
+
+- "gathered": keys and values are gathered, in one collective, before attention (Dubey et al., The Llama 3 Herd of Models,
+  2024, section 3.3.2): with grouped queries they are small. Their gradients are reduce-scattered.
+- "ring": they travel round the ring of ranks by send and receive, behind attention to those that are there
+  (`ring_attention`), the variant that DHelix evaluates; no rank holds all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from helixrt.train.config import CONTEXTS
 from helixrt.train.models.collective_functions import gather
 from helixrt.train.models.parallel import Group
+from helixrt.train.models.ring_attention import ring_attention
 
 
 def context_part(x: torch.Tensor, dim: int, cp: Group | None) -> torch.Tensor:
@@ -32,11 +38,15 @@ def position_rows(table: torch.Tensor, count: int, cp: Group | None) -> torch.Te
     return context_part(table[: count * (cp.size if cp else 1)], 0, cp)
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Group | None) -> torch.Tensor:
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Group | None, context: str) -> torch.Tensor:
     """q [batch, heads, seq, head_dim]; k, v [batch, kv_heads, seq, head_dim]; gives q's shape.
 
-    `seq` is what this rank holds; query head h uses key-value head h // (heads / kv_heads).
+    `seq` is what this rank holds; query head h uses key-value head h // (heads / kv_heads). `context`, one of CONTEXTS, says
+    how ranks of `cp` come by the others' keys and values.
     """
+    assert context in CONTEXTS, context
+    if cp is not None and context == "ring":
+        return ring_attention(q, k, v, cp)
     shared = q.shape[1] // k.shape[1]
     if cp is not None:
         k, v = _whole(k, v, cp)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from helixrt.errors import ConfigError
-from helixrt.train.config import ModelConfig
+from helixrt.train.config import CONTEXTS, ModelConfig
 from helixrt.train.models.gpt import GPT
 from helixrt.train.models.llama import Llama, rotary_tables
 from helixrt.train.models.moe import CHOICES
@@ -51,8 +51,10 @@ def check_model(config: ModelConfig) -> None:
         raise ConfigError("model.experts", config.experts, f"must be at least {CHOICES}, or 0 for none")
     if config.experts and config.moe_every < 1:
         raise ConfigError("model.moe_every", config.moe_every, "must be at least 1")
-    if config.experts and not config.capacity > 0:
-        raise ConfigError("model.capacity", config.capacity, "must be above 0")
+    if config.experts and not config.capacity >= 0:
+        raise ConfigError("model.capacity", config.capacity, "must be above 0, or 0 for no limit")
+    if config.context not in CONTEXTS:
+        raise ConfigError("model.context", config.context, f"must be one of {', '.join(CONTEXTS)}")
     if config.dim % config.heads:
         raise ConfigError("model.heads", config.heads, f"must divide model.dim={config.dim}")
     if config.family == "llama":

@@ -10,6 +10,7 @@ forward (Shoeybi et al., 2019, f and g; Korthikanti et al., 2022). Operators rat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,20 +105,20 @@ class _Uncut(torch.autograd.Function):
         return _slice(grads[0], ctx.dim, ctx.rank, ctx.size), None, None, None, None
 
 
-def _all_to_all(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    each = [x.shape[0] // size] * size
-    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), each, each, group))
+def all_to_all(x: torch.Tensor, group: str, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    """The next `sent[i]` rows of dim 0 go to rank i; the result has `received[i]` from it; no gradient of its own."""
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), received, sent, group))
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-        ctx.group, ctx.size = group, size
-        return _all_to_all(x, group, size)
+    def forward(ctx: Any, x: torch.Tensor, group: str, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return all_to_all(x, group, sent, received)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_to_all(grads[0], ctx.group, ctx.size), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_to_all(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
 
 
 class _Attach(torch.autograd.Function):
@@ -163,7 +164,13 @@ def uncut(x: torch.Tensor, dim: int, group: str, rank: int, size: int) -> torch.
 
 def exchange(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """All-to-all: piece i of dim 0 goes to rank i, and piece i of the result came from rank i; so do gradients."""
-    return _Exchange.apply(x, group, size)
+    each = [x.shape[0] // size] * size
+    return _Exchange.apply(x, group, each, each)
+
+
+def exchange_uneven(x: torch.Tensor, group: str, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    """As `exchange`, with pieces of `sent[i]` rows for rank i and of `received[i]` from it, none perhaps."""
+    return _Exchange.apply(x, group, sent, received)
 
 
 def attach(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class GPTBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, groups: ParallelGroups, experts: bool, auxiliary_scale: float) -> None:
         super().__init__()
-        self.groups, self.head_dim = groups, config.dim // config.heads
+        self.groups, self.context, self.head_dim = groups, config.context, config.dim // config.heads
         self.attention_norm = nn.LayerNorm(config.dim)
         self.qkv = ColumnLinear(config.dim, (config.dim,) * 3, groups)
         self.attention_out = RowLinear(config.dim, config.dim, groups)
@@ -41,7 +41,7 @@ class GPTBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv(self.attention_norm(x)).unflatten(2, (3, -1, self.head_dim))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = causal_attention(q, k, v, self.groups.cp)
+        mixed = causal_attention(q, k, v, self.groups.cp, self.context)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         h = self.ffn_norm(x)
         return x + (self.ffn_out(F.gelu(self.ffn_in(h))) if self.moe is None else self.moe(h))

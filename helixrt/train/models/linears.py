@@ -7,7 +7,7 @@ parallelism ColumnLinear takes and RowLinear gives this rank's slice of seq. Alo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -116,3 +116,8 @@ class StackedLinear(nn.Module):
         """[experts, tokens, in] to [experts, tokens, out]."""
         # The weight first, so that its gradient is laid out as itself: to add a transposed one takes longer than to make it.
         return torch.bmm(self.weight, x.transpose(1, 2)).transpose(1, 2).contiguous()
+
+    def of_rows(self, rows: torch.Tensor, loads: Sequence[int]) -> torch.Tensor:
+        """[tokens, in] to [tokens, out]; the first `loads[0]` rows are the first expert's, and so on."""
+        parts = zip(rows.split(list(loads)), self.weight.unbind(0), strict=True)
+        return torch.cat([F.linear(part, weight) for part, weight in parts])

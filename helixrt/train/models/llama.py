@@ -49,7 +49,7 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, groups: ParallelGroups, experts: bool, auxiliary_scale: float) -> None:
         super().__init__()
-        self.groups, self.head_dim = groups, config.dim // config.heads
+        self.groups, self.context, self.head_dim = groups, config.context, config.dim // config.heads
         self.heads, self.kv_heads = config.heads // groups.tp_size, config.kv_heads // groups.tp_size
         shared = config.kv_heads * self.head_dim
         self.attention_norm = nn.RMSNorm(config.dim, eps=NORM_EPS)
@@ -67,7 +67,7 @@ class LlamaBlock(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         heads = self.qkv(self.attention_norm(x)).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        mixed = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, self.groups.cp)
+        mixed = causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, self.groups.cp, self.context)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         h = self.ffn_norm(x)
         if self.moe is not None:

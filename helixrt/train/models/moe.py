@@ -4,7 +4,8 @@ In and out: hidden states [batch, seq, dim]. Each token goes to its two likelies
 2021), weighted by their probabilities divided by their sum. An expert takes at most `capacity` times its even share of
 a rank's micro-batch; choices beyond that are dropped, first choices served before second ones, earlier tokens before
 later ones, and what is dropped adds nothing to the residual stream. All shapes follow from the input's, whatever
-the router says, so graphs can be captured.
+the router says, so graphs can be captured. With `capacity` 0 there is no limit (`uneven_experts`): nothing is dropped, and
+shapes follow from the router, so autograd must run it.
 
 Ranks of ep each hold some of the experts, and tokens of their own, which two all-to-alls take there and back. Ranks of
 tp each hold a part of every expert and route the same tokens alike.
@@ -17,7 +18,7 @@ output: `attach` gives it its gradient in backward, so that it works in any stag
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from helixrt.train.config import ModelConfig
 from helixrt.train.models.collective_functions import attach, exchange
 from helixrt.train.models.linears import StackedLinear, into_block, out_of_block
 from helixrt.train.models.parallel import Layout, ParallelGroups
+from helixrt.train.models.uneven_experts import compute_all
 
 CHOICES = 2  # experts per token
 
@@ -94,9 +96,15 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = into_block(x, self.groups)
         tokens = x.flatten(0, 1)
-        capacity = expert_capacity(tokens.shape[0], self.experts, self.capacity_factor)
-        routing = route(self.router(tokens), capacity)
-        mixed = self._combine(self._compute(self._dispatch(tokens, routing, capacity)), routing, capacity)
+        if self.capacity_factor:
+            capacity = expert_capacity(tokens.shape[0], self.experts, self.capacity_factor)
+            routing = route(self.router(tokens), capacity)
+            mixed = self._combine(self._compute(self._dispatch(tokens, routing, capacity)), routing, capacity)
+        else:
+            routing = route(self.router(tokens), CHOICES * tokens.shape[0])
+            rows = tokens.repeat(CHOICES, 1)
+            outputs = compute_all(rows, routing.expert, self.experts, self._network_of_rows, self.groups.ep)
+            mixed = (outputs * routing.weight.unsqueeze(1)).unflatten(0, (CHOICES, -1)).sum(dim=0)
         if self.auxiliary and self.training:
             mixed = attach(mixed, self.auxiliary * routing.auxiliary_loss)
         return out_of_block(mixed.view_as(x), self.groups)
@@ -122,11 +130,16 @@ class MixtureOfExperts(nn.Module):
         return exchange(back, ep.name, ep.size)
 
     def _network(self, queues: torch.Tensor) -> torch.Tensor:
-        wide = self.ffn_in(queues)
+        return self.ffn_out(self._activated(self.ffn_in(queues)))
+
+    def _network_of_rows(self, rows: torch.Tensor, loads: Sequence[int]) -> torch.Tensor:
+        return self.ffn_out.of_rows(self._activated(self.ffn_in.of_rows(rows, loads)), loads)
+
+    def _activated(self, wide: torch.Tensor) -> torch.Tensor:
         if not self.gated:
-            return self.ffn_out(F.gelu(wide))
+            return F.gelu(wide)
         gate, up = wide.chunk(2, dim=-1)
-        return self.ffn_out(F.silu(gate) * up)
+        return F.silu(gate) * up
 
     def _combine(self, outputs: torch.Tensor, routing: Routing, capacity: int) -> torch.Tensor:
         """The experts' outputs [experts, capacity, dim], weighted, back at their tokens [tokens, dim]."""
