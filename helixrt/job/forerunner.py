@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from helixrt.job.inherited import Inherited, difference, inherited
@@ -46,9 +46,9 @@ class ForerunnerLost(Exception):
 
 
 class Forerunner:
-    """Owned by the process that makes it, from whose thread it also inherits its life (`orphan`). Any thread may call.
+    """Owned by the process that makes it, and ends with the thread that does (`orphan`). Any thread may call.
 
-    `replaces`: why there is none from before, for messages.
+    `replaces`: why there is none from before, for messages. The constructor raises OSError if the system has no process for it.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str], replaces: str = "") -> None:
@@ -57,18 +57,21 @@ class Forerunner:
         self._made: Mapping[str, str] | None = None  # variables that its imports have set; None: it is not ready
         self._lost = ""
         self._owner, self._lock = os.getpid(), threading.Lock()
-        self._output = tempfile.TemporaryFile()
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                command(_PROGRAM, str(theirs.fileno()), module),
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                env={**environment, PARENT_VARIABLE: str(os.getpid())},
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-            )
+        with ExitStack() as failing:
+            self._output = failing.enter_context(tempfile.TemporaryFile())
+            self._control, theirs = socket.socketpair()
+            failing.enter_context(self._control)
+            with theirs:
+                self._process = subprocess.Popen(
+                    command(_PROGRAM, str(theirs.fileno()), module),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=subprocess.STDOUT,
+                    env={**environment, PARENT_VARIABLE: str(os.getpid())},
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                )
+            failing.pop_all()
 
     @property
     def pid(self) -> int:
@@ -94,7 +97,10 @@ class Forerunner:
             return "the forerunner belongs to the process that forked this one"
         if module != self.module:
             return f"the forerunner has imported {self.module}, not {module}"
-        what = difference(self._inherited, inherited(environment), self._made or {})
+        made = self._made
+        if made is None:  # its imports may still set what is new here
+            made = {name: value for name, value in environment.items() if name not in self._inherited.environment}
+        what = difference(self._inherited, inherited(environment), made)
         return f"{what} is not what it was when the forerunner was started" if what else ""
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], given: bytes, log_fd: int) -> AdoptedProcess:
@@ -225,7 +231,8 @@ _shared_lock = threading.Lock()
 
 def shared(module: str, environment: Mapping[str, str]) -> Forerunner:
     """This process's forerunner for ranks that run `module` with this environment; made if there is none, or if the one there
-    is does not fit or has ended. One that could not even import its modules is not made again. It ends with the process."""
+    is does not fit or has ended. One that could not even import its module is not made again. It ends with the process. Raises
+    ForerunnerLost if the system has no process for it."""
     global _shared
     with _shared_lock:
         replaces = ""
@@ -237,9 +244,13 @@ def shared(module: str, environment: Mapping[str, str]) -> Forerunner:
                 return _shared
             log.info("a new forerunner is started: %s", replaces)
             _shared.close()
-        else:
-            atexit.register(_close)
-        _shared = Forerunner(module, environment, replaces)
+            _shared = None
+        try:
+            _shared = Forerunner(module, environment, replaces)
+        except OSError as error:
+            raise ForerunnerLost(f"the forerunner cannot be started: {error}") from error
+        atexit.unregister(_close)
+        atexit.register(_close)
         return _shared
 
 

@@ -47,8 +47,9 @@ class _Order:
 def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     module, before = arguments[1], dict(os.environ)
-    for name in (module, _FIRST_OPTIMIZER):
-        importlib.import_module(name)
+    importlib.import_module(module)
+    if "torch" in sys.modules:
+        importlib.import_module(_FIRST_OPTIMIZER)
     made = {name: value for name, value in os.environ.items() if name not in before}
     generators = [each for each in gc.get_objects() if issubclass(type(each), random.Random)]
     gc.collect()
@@ -71,14 +72,12 @@ def main(arguments: list[str]) -> None:
 
 def _obstacle() -> str:
     """Why a fork of this process is of no use, or ""."""
-    import torch
-
     tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         return f"the imports have left {tasks} threads in the forerunner, of Python's: {names}"
     opened = [file for file in map(_target, os.listdir("/proc/self/fd")) if file.startswith(_DEVICES)]
-    if opened or torch.cuda.is_initialized():
+    if opened or ("torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()):
         return f"the imports have initialized a GPU in the forerunner ({', '.join(opened) or 'torch.cuda'})"
     return ""
 
@@ -152,13 +151,12 @@ def _say(answer: int, text: str) -> None:
 
 def _draw_anew(generators: list[random.Random]) -> None:
     """What a process of its own would have drawn at its start."""
-    import numpy
-    import torch
-
     for generator in generators:
         generator.seed()
-    numpy.random.seed()
-    torch.default_generator.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
     tempfile.tempdir = None  # it follows TMPDIR
     importlib.invalidate_caches()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from helixrt.errors import ConfigError
 from helixrt.job.config import JobConfig
-from helixrt.job.forerunner import shared
+from helixrt.job.forerunner import ForerunnerLost, shared
 from helixrt.job.launchers import chosen_launcher
 from helixrt.job.train_function import RANK_VARIABLE
 
@@ -21,11 +22,12 @@ STARTS = ("auto", "warm", "cold")
 
 def chosen_start(start: str) -> str:
     """What `auto` means here: warm on Linux. Raises ConfigError."""
-    linux = sys.platform.startswith("linux")
+    linux = sys.platform.startswith("linux") and os.path.exists("/proc/thread-self/status")
     if start not in STARTS:
         raise ConfigError("start", start, f"must be one of {', '.join(STARTS)}")
     if start == "warm" and not linux:
-        raise ConfigError("start", start, "needs Linux, where a process can adopt another one's forks; auto is cold here")
+        rule = "needs Linux with /proc, where a process can adopt another one's forks; auto is cold here"
+        raise ConfigError("start", start, rule)
     return "cold" if start == "cold" or not linux else "warm"
 
 
@@ -42,4 +44,5 @@ def warm_up(settings: JobConfig = JobConfig()) -> None:  # noqa: B008 frozen
     rank, and where ranks are not processes of this machine or `settings.start` is cold. Raises ConfigError."""
     warm = chosen_start(settings.start) == "warm"
     if warm and chosen_launcher(settings.launcher) == "local" and RANK_VARIABLE not in os.environ:
-        shared(PROGRAM, {**os.environ, **rank_environment(settings.threads)})
+        with suppress(ForerunnerLost):  # the first rank tells
+            shared(PROGRAM, {**os.environ, **rank_environment(settings.threads)})
