@@ -204,10 +204,10 @@ class Driver:
             start_timeout_s=self.timeouts.start_s,
         )
         grace_s = self.program.exit_grace_s
-        self.controller = Controller(
-            self.launcher(), self.store, self.specs, options, self._lived, grace_s, timeouts=self.timeouts
-        )
         try:
+            self.controller = Controller(
+                self.launcher(), self.store, self.specs, options, self._lived, grace_s, timeouts=self.timeouts
+            )
             stopped = self.controller.run(tick=self._tick)
             self._tick()
             return self._end(stopped)

@@ -179,6 +179,7 @@ def _has_ended(process: subprocess.Popen[bytes] | AdoptedProcess) -> bool:
 
 def _exit_of(child: _Child) -> RankExit:
     code = child.process.returncode
+    assert code is not None, "it has ended"
     what = describe_code(code)
     if code > 0:
         said = last_error(child.log)
