@@ -73,6 +73,16 @@ if __name__ == "__main__":
 UNFIT = {
     "broken_rank": "raise RuntimeError('not to be imported')",
     "threaded_rank": "import threading, time; threading.Thread(target=time.sleep, args=(300,), daemon=True).start()",
+    "crowded_rank": """
+import errno, os
+fork, calls = os.fork, []
+def fork_if_possible():
+    calls.append(1)
+    if len(calls) in (2, 4):  # the first is for nothing; then the forerunner's, and that of the process between
+        raise OSError(errno.EAGAIN, "no resources")
+    return fork()
+os.fork = fork_if_possible
+""",
 }  # what they do when they are imported
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a forerunner needs Linux")
 STARTS = ["cold", pytest.param("warm", marks=linux)]
@@ -443,6 +453,7 @@ def test_a_forerunner_that_does_not_answer_is_ended(
         ("broken_rank", "exit code 1, before it was ready: RuntimeError: not to be imported"),
         ("threaded_rank", "the imports have left 2 threads in the forerunner, of Python's: MainThread, Thread-"),
     ],
+    ids=["an import fails", "a thread stays"],
 )
 def test_a_forerunner_that_cannot_fork_is_not_tried_again(
     program: str, why: str, launchers: Launchers, caplog: pytest.LogCaptureFixture
@@ -454,6 +465,19 @@ def test_a_forerunner_that_cannot_fork_is_not_tried_again(
         assert polled(launcher, 1)[0].code == 5
     assert caplog.text.count(COLD) == caplog.text.count(why) == 2
     assert launcher._forerunner() is ahead and not exists(ahead.pid)
+
+
+@linux
+def test_a_rank_that_the_system_has_no_process_for_is_forked_later(
+    launchers: Launchers, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = launchers("warm", "crowded_rank")
+    launcher.start(spec(0))
+    assert launcher.waiting(0) and launcher.pids(0) == []
+    assert launcher.poll() == [] and launcher.waiting(0), "nor for the second fork"
+    (ended,) = polled(launcher, 1)
+    assert (ended.code, launcher.waiting(0)) == (5, False)
+    assert COLD not in caplog.text and zombies() == []
 
 
 @linux
