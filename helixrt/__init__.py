@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for tools that check types; at run time `__getattr__` loads
     from helixrt.job.resume import saved_run as saved_run
     from helixrt.job.session import Session as Session
     from helixrt.job.step import Step as Step
+    from helixrt.job.warm_up import warm_up as warm_up
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "init": "helixrt.job.init",
     "run": "helixrt.job.launch",
     "saved_run": "helixrt.job.resume",
+    "warm_up": "helixrt.job.warm_up",
 }
 
 __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604

@@ -63,6 +63,11 @@ def test_the_command_starts_without_heavy_modules() -> None:
     assert "helixrt.cli" in loaded and not HEAVY & loaded
 
 
+def test_ranks_imports_begin_before_those_of_their_driver() -> None:
+    loaded = modules_after("import helixrt; helixrt.warm_up; import helixrt.train.config")
+    assert "helixrt.job.forerunner" in loaded and not HEAVY & loaded
+
+
 def test_exported_names_and_subpackages_load_at_their_first_use() -> None:
     from helixrt.errors import ConfigError
 

@@ -117,6 +117,7 @@ class JobConfig:
     seed: int = 0
     resume: bool = False
     launcher: str = "auto"  # local | ray | environment (others start the ranks) | auto (ray inside a Ray job)
+    start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
     threads: int = 1  # compute threads per rank
     membership: str = "auto"  # what says who takes part: torchft | store | auto (torchft where it is installed)
     exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo

@@ -37,8 +37,10 @@ from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
 from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
+from helixrt.job.warm_up import chosen_start, rank_environment
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
+from helixrt.replica.orphan import command
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, host_store
@@ -176,8 +178,7 @@ class Driver:
 
     def launcher(self) -> Launcher:
         logs = self.run_.folder / "logs"
-        # A wait in the store that ends without an answer is no news; torch would print a warning for each.
-        environment = {"OMP_NUM_THREADS": str(self.config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = rank_environment(self.config.threads)
         if self.config.launcher == "ray":
             from helixrt.ray_cluster.launcher import RayLauncher
 
@@ -185,9 +186,10 @@ class Driver:
                 environment[LOG_VARIABLE] = os.environ[LOG_VARIABLE]
             entry = f"{self.program.module}:run_rank"
             return RayLauncher(logs, entry, environment, num_gpus=self.program.gpus_per_rank)
-        from helixrt.job.local_launcher import LocalLauncher, rank_argv
+        from helixrt.job.local_launcher import LocalLauncher
 
-        return LocalLauncher(rank_argv(self.program.module), logs, environment)
+        warm = chosen_start(self.config.start) == "warm"
+        return LocalLauncher(command(self.program.module), logs, environment, warm)
 
     # ---------------------------------------------------------------- the run
 
@@ -202,10 +204,10 @@ class Driver:
             start_timeout_s=self.timeouts.start_s,
         )
         grace_s = self.program.exit_grace_s
-        self.controller = Controller(
-            self.launcher(), self.store, self.specs, options, self._lived, grace_s, timeouts=self.timeouts
-        )
         try:
+            self.controller = Controller(
+                self.launcher(), self.store, self.specs, options, self._lived, grace_s, timeouts=self.timeouts
+            )
             stopped = self.controller.run(tick=self._tick)
             self._tick()
             return self._end(stopped)

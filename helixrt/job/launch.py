@@ -27,10 +27,9 @@ from helixrt.job.resume import deals_of, run_to_resume
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
+from helixrt.job.warm_up import PROGRAM, warm_up
 from helixrt.protocol.step.lineage import Log
 from helixrt.replica.runlog import RunLog
-
-PROGRAM = "helixrt.job.session_rank"
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ class RunOptions:
     loader_every: int = 100  # batches between two published states of the data loader
     buffers: str = "mean"  # running buffers of contributors: mean | first
     membership: str = "auto"  # what says who takes part: torchft | store | auto (torchft where it is installed, else store)
+    start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
     exit_grace_s: float = 600.0  # for the code behind the loop: a rank that has not ended so long after the run is killed
     base: JobConfig = field(default_factory=JobConfig)
 
@@ -72,6 +72,7 @@ class RunOptions:
             restarts=settings.restarts,
             checkpoint_every=settings.checkpoint.every,
             membership=settings.membership,
+            start=settings.start,
             base=settings,
             **own,
         )
@@ -87,6 +88,7 @@ class RunOptions:
             step_timeout_s=self.step_timeout_s,
             restarts=self.restarts,
             membership=self.membership,
+            start=self.start,
             mesh=mesh,
             checkpoint=replace(self.base.checkpoint, every=self.checkpoint_every),
             output=replace(self.base.output, root=str(storage)),
@@ -158,6 +160,7 @@ def run(
     )
     config.check()
     config.check_runtime()
+    warm_up(config)
     program = JobProgram(PROGRAM, description, options.exit_grace_s, gpus_per_rank=1.0 if device == "cuda" else 0.0)
     with cluster(config):
         if resume is None:

@@ -3,59 +3,72 @@
 Each rank runs in a session of its own, so Ctrl-C in a terminal reaches the driver alone and a
 rank's own children are killed with it; it dies with the driver (`orphan`). Its spec comes as JSON
 on standard input, its output goes to the log that `replica.rank_log` names.
+
+A rank is a new process that imports what it needs (cold), or the fork of one that has (warm, see `forerunner`).
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from helixrt.errors import Cause
+from helixrt.job.forerunner import READY_S, Forerunner, ForerunnerLost, shared
+from helixrt.replica.adoption import AdoptedProcess
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
-from helixrt.replica.orphan import PARENT_VARIABLE
-from helixrt.replica.rank_log import describe_code, last_error, log_name
+from helixrt.replica.orphan import PARENT_VARIABLE, command
+from helixrt.replica.rank_log import describe_code, last_error, log_name, rank_label
 
 _NO_RESOURCES = (errno.EAGAIN, errno.ENOMEM)  # of a fork: too many processes, or too little memory
-
-
-def rank_argv(module: str) -> tuple[str, ...]:
-    """The command of a rank that runs `module`, and ends with the driver."""
-    return (sys.executable, "-m", "helixrt.replica.orphan", module)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Child:
     coordinate: Coordinate
     incarnation: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | AdoptedProcess
     log: Path
 
 
 class LocalLauncher(Launcher):
     """Starts `argv` for each rank, with `environment` added to this process's own.
 
+    With `warm`, ranks are forks of this process's forerunner; `argv` is `orphan.command(MODULE)` then. The constructor waits
+    until the forerunner is ready, READY_S at most. A rank that it cannot start is started the plain way, and the log says why.
+
     Call `start` from a thread that lives as long as the ranks shall (see `orphan`); all calls from
     one thread.
     """
 
     def __init__(
-        self, argv: Sequence[str], log_folder: Path = Path("logs"), environment: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        log_folder: Path = Path("logs"),
+        environment: Mapping[str, str] | None = None,
+        warm: bool = False,
     ) -> None:
         self._argv, self._log_folder = list(argv), log_folder
         self._environment = {**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())}
+        self._arguments = self._argv[-1:] if warm else []  # of the module that a fork runs
+        assert not warm or self._argv == command(*self._arguments), "the forerunner runs what `orphan` would"
         self._children: dict[tuple[Coordinate, int], _Child] = {}  # those not reported as ended
         self._started: set[tuple[Coordinate, int]] = set()
         self._waiting: dict[tuple[Coordinate, int], RankSpec] = {}  # the system gave no process yet
         self._closed = False
         log_folder.mkdir(parents=True, exist_ok=True)
+        if warm:
+            with suppress(ForerunnerLost):  # the first rank tells
+                self._forerunner().is_ready(READY_S)
 
     def start(self, spec: RankSpec) -> None:
         key = (spec.coordinate, spec.incarnation)
@@ -78,22 +91,38 @@ class LocalLauncher(Launcher):
 
     def _launch(self, key: tuple[Coordinate, int], spec: RankSpec) -> None:
         path = self._log_folder / log_name(*key)
-        with open(path, "ab") as log:
-            process = subprocess.Popen(
+        given = json.dumps(spec.to_plain()).encode()
+        with open(path, "ab") as output:
+            forked = self._fork(key, given, output.fileno()) if self._arguments else None
+            process = forked or subprocess.Popen(
                 self._argv,
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
             )
         self._children[key] = _Child(*key, process, path)
+        if isinstance(process, AdoptedProcess):
+            return
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(spec.to_plain()).encode())
+            process.stdin.write(given)
             process.stdin.close()
         except BrokenPipeError:
             pass  # it has ended already; poll says how
+
+    def _fork(self, key: tuple[Coordinate, int], given: bytes, output: int) -> AdoptedProcess | None:
+        """None if the forerunner cannot start this rank."""
+        try:
+            return self._forerunner().start(self._arguments, self._environment, given, output)
+        except ForerunnerLost as why:
+            rank = f"{rank_label(key[0])} (incarnation {key[1]})"
+            log.warning("%s is started as a new process, which takes longer: %s", rank, why)
+            return None
+
+    def _forerunner(self) -> Forerunner:
+        return shared(self._arguments[0], self._environment)
 
     def waiting(self, replica: int) -> bool:
         return any(coordinate.replica == replica for coordinate, _ in self._waiting)
@@ -127,7 +156,7 @@ class LocalLauncher(Launcher):
         self._children.clear()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes] | AdoptedProcess) -> None:
     """SIGKILL the rank's whole session group: its loader's workers as well.
 
     Not after it has been waited for: the number may be someone else's by then.
@@ -139,7 +168,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             pass
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+def _has_ended(process: subprocess.Popen[bytes] | AdoptedProcess) -> bool:
     """Whether the rank has ended; if so, its remaining children are killed before its number is free."""
     if process.returncode is None and hasattr(os, "waitid"):
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -150,6 +179,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 def _exit_of(child: _Child) -> RankExit:
     code = child.process.returncode
+    assert code is not None, "it has ended"
     what = describe_code(code)
     if code > 0:
         said = last_error(child.log)

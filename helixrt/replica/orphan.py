@@ -55,10 +55,20 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(arguments: list[str]) -> None:
-    die_with_parent()
+def command(module: str, *arguments: str) -> list[str]:
+    """Of a process that runs `module` as described above."""
+    return [sys.executable, "-m", "helixrt.replica.orphan", module, *arguments]
+
+
+def run_as_main(arguments: list[str]) -> None:
+    """Run a module, the first argument, as `python -m` does; the others are its arguments."""
     module, sys.argv = arguments[0], arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def main(arguments: list[str]) -> None:
+    die_with_parent()
+    run_as_main(arguments)
 
 
 if __name__ == "__main__":

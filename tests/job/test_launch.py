@@ -38,6 +38,7 @@ def top_level(session: helixrt.Session) -> None: ...
         ({"launcher": "environment"}, "HELIXRT_STORE=: is not set; start `helixrt serve --replicas N`"),
         ({"launcher": "environment", "resume": "latest"}, "resume=latest: "),
         ({"launcher": "ssh"}, "launcher=ssh: must be one of auto, local, ray, environment"),
+        ({"options": helixrt.RunOptions(start="hot")}, "start=hot: must be one of auto, warm, cold"),
         ({"options": helixrt.RunOptions(membership="votes")}, "membership=votes: must be one of auto, torchft, store"),
         ({"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),
         ({"dtype": "float16"}, "dtype=float16: must be one of float32, bfloat16"),
@@ -73,8 +74,9 @@ def test_arguments_are_what_the_function_takes_and_json() -> None:
 
 def test_options_of_one_object_with_all_settings_of_the_runtime() -> None:
     settings = JobConfig(
-        threads=3, step_timeout_s=20.0, restarts=7, membership="store", nonfinite_limit=4, checkpoint=CheckpointConfig(9, 2)
-    )
+        start="cold", threads=3, step_timeout_s=20.0, restarts=7, membership="store", nonfinite_limit=4,
+        checkpoint=CheckpointConfig(9, 2),
+    )  # fmt: skip
     options = helixrt.RunOptions.of(settings, loader_every=6, exit_grace_s=1.0)
     assert (options.loader_every, options.exit_grace_s) == (6, 1.0)
     made = options.job("name", 5, "folder", MeshConfig(2, 1), "ray")
@@ -201,6 +203,7 @@ def test_an_exception_in_one_replica_restarts_that_one(tmp_path: Path) -> None:
     assert "launched.py" in first[1] and first[3] == "ValueError: the disk is full", log
     assert "ValueError in r1 (incarnation 0), step 3, batch 5 of its stream: the disk is full" in log
     assert "ValueError: the disk is full" in done.stdout
+    assert "is started as a new process" not in done.stderr, "the replica starts again as a fork"
     report = json.loads((newest(tmp_path) / "report.json").read_text())
     (traceback,) = report["tracebacks"]
     assert (traceback["replica"], traceback["incarnation"]) == (1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -15,31 +16,76 @@ from typing import Any
 
 import pytest
 
+from helixrt.job import forerunner
+from helixrt.job.forerunner import ForerunnerLost
+from helixrt.job.inherited import Inherited, difference, inherited
 from helixrt.job.local_launcher import LocalLauncher
 from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
+from helixrt.replica.orphan import command
 from helixrt.replica.rank_log import describe_code, last_error, log_name
 
 ROOT = Path(__file__).parents[2]
+COLD = "is started as a new process"  # in the log, of a rank that was to be a fork
 
 RANK = """
-import json, os, sys, time
-spec = json.load(sys.stdin)
-print(f"pid {os.getpid()} replica {spec['coordinate']['replica']}", flush=True)
-what = spec["config"].get("do", "sleep")
-if what == "sleep":
-    time.sleep(300)
-elif what == "raise":
-    try:
-        raise ConnectionError("link to r0 broke")
-    except ConnectionError as broke:
-        raise RuntimeError("step 3 failed") from broke
-elif what == "fork":
-    import subprocess
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-    print(f"child {child.pid}", flush=True)
-    os.kill(os.getpid(), 9)
-sys.exit(int(what))
+import json, multiprocessing, os, random, signal, subprocess, sys, time
+
+def seen():
+    umask = os.umask(0o77)
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}  # torch._dynamo sets it
+    return {
+        "parent": os.getppid(), "leads its session": os.getsid(0) == os.getpid() == os.getpgid(0), "environment": environment,
+        "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "main": sys.modules["__main__"].__spec__.name,
+        "imported": "tiny_rank" in sys.modules, "folder": os.getcwd(), "umask": umask, "rest of stdin": sys.stdin.read(),
+        "files": [os.readlink(f"/proc/self/fd/{n}") for n in (1, 2)], "open": len(os.listdir("/proc/self/fd")),
+        "signals": [str(signal.getsignal(n)) for n in range(1, 32)],
+        "blocked": str(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "streams": [(f.encoding, f.errors, f.line_buffering) for f in (sys.stdin, sys.stdout, sys.stderr)],
+    }
+
+def drawn():
+    return [numpy.random.random(), random.random(), torch.initial_seed(), torch.rand(()).item(),
+            multiprocessing.current_process().authkey.hex()]
+
+def main():
+    spec = json.load(sys.stdin)
+    what = spec["config"].get("do", "sleep")
+    if what in ("seen", "drawn"):
+        print(json.dumps(globals()[what]()), flush=True)
+        return
+    print(f"pid {os.getpid()} replica {spec['coordinate']['replica']}", flush=True)
+    if what == "sleep":
+        time.sleep(300)
+    elif what == "raise":
+        try:
+            raise ConnectionError("link to r0 broke")
+        except ConnectionError as broke:
+            raise RuntimeError("step 3 failed") from broke
+    elif what == "fork":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        print(f"child {child.pid}", flush=True)
+        os.kill(os.getpid(), 9)
+    sys.exit(int(what))
+
+if __name__ == "__main__":
+    main()
 """
+UNFIT = {
+    "broken_rank": "raise RuntimeError('not to be imported')",
+    "threaded_rank": "import threading, time; threading.Thread(target=time.sleep, args=(300,), daemon=True).start()",
+    "crowded_rank": """
+import errno, os
+fork, calls = os.fork, []
+def fork_if_possible():
+    calls.append(1)
+    if len(calls) in (2, 4):  # the first is for nothing; then the forerunner's, and that of the process between
+        raise OSError(errno.EAGAIN, "no resources")
+    return fork()
+os.fork = fork_if_possible
+""",
+}  # what they do when they are imported
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a forerunner needs Linux")
+STARTS = ["cold", pytest.param("warm", marks=linux)]
 
 
 def spec(replica: int, pp: int = 0, incarnation: int = 0, **config: object) -> RankSpec:
@@ -65,17 +111,53 @@ def exists(pid: int) -> bool:
         return False
 
 
-@pytest.fixture
-def rank_program(tmp_path: Path) -> list[str]:
-    (tmp_path / "tiny_rank.py").write_text(RANK)
-    return [sys.executable, "-m", "helixrt.replica.orphan", "tiny_rank"]
+def zombies() -> list[str]:
+    """Children of this process that have ended and that nobody has waited for."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            number, _, rest = stat.read_text().partition(" ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, parent = rest.rpartition(") ")[2].split()[:2]
+        if (state, int(parent)) == ("Z", os.getpid()):
+            found.append(number)
+    return found
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the modules that ranks run; the same for all tests, which share a forerunner."""
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "tiny_rank.py").write_text(RANK)
+    (folder / "drawing_rank.py").write_text(f"import numpy\nimport torch\n{RANK}")
+    for name, imported in UNFIT.items():
+        (folder / f"{name}.py").write_text(f"if __name__ == '__main__':\n    raise SystemExit(5)\n{imported}\n")
+    return folder
+
+
+Launchers = Callable[..., LocalLauncher]
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, rank_program: list[str]) -> Iterator[LocalLauncher]:
-    launcher = LocalLauncher(rank_program, tmp_path / "logs", {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
-    yield launcher
-    launcher.close()
+def launchers(tmp_path: Path, programs: Path) -> Iterator[Launchers]:
+    """Makes launchers of a program's ranks, cold or warm; each has a folder of its own for logs, or the one that is named."""
+    made: list[LocalLauncher] = []
+
+    def make(start: str, program: str = "tiny_rank", logs: str = "logs", **environment: str) -> LocalLauncher:
+        variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{programs}", "OMP_NUM_THREADS": "1", **environment}
+        made.append(LocalLauncher(command(program), tmp_path / logs, variables, warm=start == "warm"))
+        return made[-1]
+
+    yield make
+    for launcher in made:
+        launcher.close()
+
+
+@pytest.fixture(params=STARTS)
+def launcher(request: pytest.FixtureRequest, launchers: Launchers, caplog: pytest.LogCaptureFixture) -> Iterator[LocalLauncher]:
+    yield launchers(request.param)
+    assert COLD not in caplog.text
 
 
 def polled(launcher: LocalLauncher, count: int) -> list[RankExit]:
@@ -146,12 +228,14 @@ import sys, time
 from pathlib import Path
 from helixrt.replica.contracts import Coordinate, RankSpec
 from helixrt.job.local_launcher import LocalLauncher
-launcher = LocalLauncher([sys.executable, "-m", "helixrt.replica.orphan", "tiny_rank"], Path(sys.argv[1]))
+from helixrt.replica.orphan import command
+launcher = LocalLauncher(command("tiny_rank"), Path(sys.argv[1]), warm=sys.argv[3] == "warm")
 try:
     for replica in range(2):
         for pp in range(2):
             launcher.start(RankSpec("run", Coordinate(replica, pp), 0, "s", "l", "out", "x", 0.0, {}))
-    print(*launcher.pids(0), *launcher.pids(1), flush=True)
+    ahead = [launcher._forerunner().pid] if sys.argv[3] == "warm" else []
+    print(*launcher.pids(0), *launcher.pids(1), *ahead, flush=True)
     if sys.argv[2] == "stay":
         time.sleep(300)
     import os, signal
@@ -162,10 +246,11 @@ except KeyboardInterrupt:
 """
 
 
-def driver(tmp_path: Path, what: str) -> tuple[subprocess.Popen[str], list[int]]:
+def driver(tmp_path: Path, what: str, start: str = "cold") -> tuple[subprocess.Popen[str], list[int]]:
+    """Its process, and those of its four ranks, and of its forerunner if they start warm."""
     (tmp_path / "tiny_rank.py").write_text(RANK)
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path / "logs"), what],
+        [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path / "logs"), what, start],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
@@ -173,7 +258,7 @@ def driver(tmp_path: Path, what: str) -> tuple[subprocess.Popen[str], list[int]]
     )
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(pids) == 4
+    assert len(pids) == (5 if start == "warm" else 4)
     return process, pids
 
 
@@ -181,22 +266,25 @@ def all_running(tmp_path: Path) -> bool:
     return sum(f.read_text().startswith("pid") for f in (tmp_path / "logs").glob("*.log")) == 4
 
 
-def test_a_killed_driver_leaves_no_rank_behind(tmp_path: Path) -> None:
-    process, pids = driver(tmp_path, "stay")
+@pytest.mark.parametrize("start", STARTS)
+def test_a_killed_driver_leaves_no_rank_behind(tmp_path: Path, start: str) -> None:
+    process, pids = driver(tmp_path, "stay", start)
     until(lambda: all_running(tmp_path), "start of four ranks")
     process.kill()
     process.wait(30)
     until(lambda: not any(map(exists, pids)), "end of all ranks")
 
 
-def test_a_driver_killed_during_the_start_leaves_no_rank_behind(tmp_path: Path) -> None:
-    process, pids = driver(tmp_path, "die")
+@pytest.mark.parametrize("start", STARTS)
+def test_a_driver_killed_during_the_start_leaves_no_rank_behind(tmp_path: Path, start: str) -> None:
+    process, pids = driver(tmp_path, "die", start)
     assert process.wait(30) == -signal.SIGKILL
     until(lambda: not any(map(exists, pids)), "end of all ranks")
 
 
-def test_ctrl_c_reaches_the_driver_alone_which_ends_the_ranks(tmp_path: Path) -> None:
-    process, pids = driver(tmp_path, "stay")
+@pytest.mark.parametrize("start", STARTS)
+def test_ctrl_c_reaches_the_driver_alone_which_ends_the_ranks(tmp_path: Path, start: str) -> None:
+    process, pids = driver(tmp_path, "stay", start)
     until(lambda: all_running(tmp_path), "start of four ranks")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
     assert process.stdout is not None and process.stdout.readline() == "closed\n"
@@ -247,8 +335,9 @@ def test_the_line_that_says_why(tmp_path: Path, text: str, line: str) -> None:
 
 
 def test_ranks_that_the_system_has_no_process_for_wait_and_are_started_later(
-    launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    launcher = launchers("cold")
     start, refusals = subprocess.Popen, [errno.EAGAIN, errno.ENOMEM]
 
     def start_if_possible(*arguments: Any, **options: Any) -> Any:
@@ -269,10 +358,185 @@ def test_ranks_that_the_system_has_no_process_for_wait_and_are_started_later(
     assert (ended.coordinate.replica, ended.code) == (0, 7) and not launcher.waiting(0)
 
 
-def test_a_rank_that_can_never_be_started_is_an_error(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_can_never_be_started_is_an_error(launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = launchers("cold")
+
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise FileNotFoundError(errno.ENOENT, "no such interpreter")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(FileNotFoundError, match="no such interpreter"):
         launcher.start(spec(0))
+
+
+def told(launcher: LocalLauncher, log: Path, replica: int, what: str) -> Any:
+    """What a rank prints that is asked for `what`."""
+    launcher.start(spec(replica, do=what))
+    (ended,) = polled(launcher, 1)
+    assert ended.code == 0, ended.reason
+    return json.loads(log.read_text())
+
+
+@linux
+def test_a_fork_sees_what_a_new_process_sees(launchers: Launchers, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "r0.pp0.inc0.log"
+    cold = told(launchers("cold", HELIXRT_LOG="ERROR"), log, 0, "seen")
+    log.unlink()
+    warm = told(launchers("warm", HELIXRT_LOG="ERROR"), log, 0, "seen")
+    assert warm == cold
+    assert warm["parent"] == os.getpid() and warm["leads its session"] and warm["environment"]["HELIXRT_LOG"] == "ERROR"
+
+
+@linux
+def test_forks_draw_other_numbers(launchers: Launchers, tmp_path: Path) -> None:
+    launcher = launchers("warm", "drawing_rank")
+    drawn = [told(launcher, tmp_path / "logs" / f"r{replica}.pp0.inc0.log", replica, "drawn") for replica in range(2)]
+    for one, other in zip(*drawn, strict=True):
+        assert one != other
+
+
+@linux
+def test_two_runs_of_a_process_have_one_forerunner(launchers: Launchers, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = launchers("warm", logs="first"), launchers("warm", logs="second")
+    first.start(spec(0, do="3"))
+    assert polled(first, 1)[0].code == 3
+    first.close()
+    second.start(spec(0, do="4"))
+    assert polled(second, 1)[0].code == 4
+    assert first._forerunner() is second._forerunner() and COLD not in caplog.text
+
+
+@linux
+def test_ranks_outlive_the_forerunner_and_later_ones_start_without_it(
+    launchers: Launchers, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = launchers("warm")
+    launcher.start(spec(0))
+    (pid,), ahead = launcher.pids(0), launcher._forerunner().pid
+    os.kill(ahead, signal.SIGKILL)
+    until(lambda: not exists(ahead), "end of the forerunner")
+    assert exists(pid) and launcher.poll() == [] and COLD not in caplog.text
+
+    launcher.start(spec(1, do="6"))
+    assert polled(launcher, 1)[0].code == 6
+    assert f"r1.pp0 (incarnation 0) {COLD}" in caplog.text
+    assert "the forerunner is not ready yet; the one before: the forerunner has ended, killed by SIGKILL" in caplog.text
+    caplog.clear()
+    assert launcher._forerunner().pid != ahead and launcher._forerunner().is_ready(60)
+    launcher.start(spec(2, do="7"))
+    assert polled(launcher, 1)[0].code == 7 and COLD not in caplog.text
+
+    assert exists(pid)
+    launcher.kill(0)
+    assert polled(launcher, 1)[0].code == -signal.SIGKILL
+    assert zombies() == []
+
+
+@linux
+def test_a_forerunner_that_does_not_answer_is_ended(
+    launchers: Launchers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forerunner, "_ANSWER_S", 0.2)
+    launcher = launchers("warm")
+    ahead = launcher._forerunner().pid
+    os.kill(ahead, signal.SIGSTOP)
+    launcher.start(spec(0, do="6"))
+    assert polled(launcher, 1)[0].code == 6
+    assert f"r0.pp0 (incarnation 0) {COLD}" in caplog.text and "killed by SIGKILL" in caplog.text
+    assert not exists(ahead) and zombies() == []
+
+
+@linux
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("broken_rank", "exit code 1, before it was ready: RuntimeError: not to be imported"),
+        ("threaded_rank", "the imports have left 2 threads in the forerunner, of Python's: MainThread, Thread-"),
+    ],
+    ids=["an import fails", "a thread stays"],
+)
+def test_a_forerunner_that_cannot_fork_is_not_tried_again(
+    program: str, why: str, launchers: Launchers, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = launchers("warm", program)
+    ahead = launcher._forerunner()
+    for replica in range(2):
+        launcher.start(spec(replica))
+        assert polled(launcher, 1)[0].code == 5
+    assert caplog.text.count(COLD) == caplog.text.count(why) == 2
+    assert launcher._forerunner() is ahead and not exists(ahead.pid)
+
+
+@linux
+def test_a_rank_that_the_system_has_no_process_for_is_forked_later(
+    launchers: Launchers, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = launchers("warm", "crowded_rank")
+    launcher.start(spec(0))
+    assert launcher.waiting(0) and launcher.pids(0) == []
+    assert launcher.poll() == [] and launcher.waiting(0), "nor for the second fork"
+    (ended,) = polled(launcher, 1)
+    assert (ended.code, launcher.waiting(0)) == (5, False)
+    assert COLD not in caplog.text and zombies() == []
+
+
+@linux
+def test_a_forerunner_refuses_ranks_that_would_inherit_something_else(launchers: Launchers, tmp_path: Path) -> None:
+    launcher = launchers("warm")
+    ahead, environment = launcher._forerunner(), launcher._environment
+    with open(tmp_path / "log", "ab") as log:
+        for changed, what in (
+            ({**environment, "OMP_NUM_THREADS": "3"}, "OMP_NUM_THREADS of the environment"),
+            ({k: v for k, v in environment.items() if k != "PYTHONPATH"}, "PYTHONPATH of the environment"),
+        ):
+            with pytest.raises(ForerunnerLost, match=f"^{what} is not what it was when the forerunner was started$"):
+                ahead.start(["tiny_rank"], changed, b"", log.fileno())
+        umask = os.umask(0o123)
+        try:
+            with pytest.raises(ForerunnerLost, match="^the Umask is not"):
+                ahead.start(["tiny_rank"], environment, b"", log.fileno())
+        finally:
+            os.umask(umask)
+        with pytest.raises(ForerunnerLost, match="has imported tiny_rank, not other_rank"):
+            ahead.start(["other_rank"], environment, b"", log.fileno())
+    assert (tmp_path / "log").read_text() == ""
+
+
+@linux
+def test_a_launcher_with_another_environment_gets_another_forerunner(
+    launchers: Launchers, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = launchers("warm")
+    ahead = first._forerunner()
+    second = launchers("warm", logs="second", OMP_NUM_THREADS="2")
+    assert second._forerunner().is_ready() and second._forerunner() is not ahead and not exists(ahead.pid)
+    second.start(spec(0, do="8"))
+    assert polled(second, 1)[0].code == 8 and COLD not in caplog.text
+    first.start(spec(0, do="9"))
+    assert polled(first, 1)[0].code == 9
+    assert "OMP_NUM_THREADS of the environment is not what it was" in caplog.text
+
+
+def test_what_differs_between_two_children() -> None:
+    earlier = Inherited({"A": "1", "B": "2"}, {"limits": "x"})
+
+    def differs(environment: dict[str, str], limits: str = "x", **made: str) -> str:
+        return difference(earlier, Inherited(environment, {"limits": limits}), made)
+
+    assert differs({"A": "1", "B": "2"}) == ""
+    assert differs({"A": "1", "B": "2"}, "y") == "the limits"
+    assert differs({"A": "1"}) == differs({"A": "1", "B": "3"}) == "B of the environment"
+    assert differs({"A": "1", "B": "2", "C": "3"}) == "C of the environment"
+    assert differs({"A": "1", "B": "2", "PWD": "/", "RUST_LOG": "error"}) == ""
+    assert differs({"A": "1", "B": "2"}, C="3") == differs({"A": "1", "B": "2", "C": "3"}, C="3") == ""
+    assert differs({"A": "1", "B": "2", "C": "4"}, C="3") == "C of the environment"
+
+
+@linux
+def test_what_is_inherited_changes_with_the_process_and_with_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = inherited(os.environ)
+    assert difference(before, inherited(os.environ), {}) == ""
+    monkeypatch.chdir(tmp_path)
+    assert difference(before, inherited(os.environ), {}) == "the working directory"

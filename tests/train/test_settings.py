@@ -83,7 +83,7 @@ def test_faults_are_settings_of_one_rank() -> None:
 
 def test_a_run_of_before_these_settings_can_be_resumed() -> None:
     plain = TrainConfig().to_plain()
-    del plain["chaos"]["fault"], plain["on_poison"], plain["restart_window_s"]
+    del plain["chaos"]["fault"], plain["on_poison"], plain["restart_window_s"], plain["start"]
     del plain["transport"], plain["chaos"]["run"], plain["checkpoint"]["after_failover"]
     del plain["checkpoint"]["retry_s"], plain["catchup"]["memory_gb"], plain["catchup"]["serve_cpu"]
     assert TrainConfig.from_plain(plain) == TrainConfig()
@@ -177,6 +177,7 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("chaos.fault=[{step: 0}]", r"^chaos\.fault\[0\]\.step=0: must be from 1 to steps=200"),
         ("chaos.fault=[{kind: slow, seconds: 0}]", r"^chaos\.fault\[0\]\.seconds=0\.0: must be above 0"),
         ("restart_window_s=0", r"^restart_window_s=0\.0: must be above 0"),
+        ("start=hot", r"^start=hot: must be one of auto, warm, cold"),
         ("on_poison=ignore", r"^on_poison=ignore: must be one of stop, skip"),
         ("transport.kind=pigeon", r"^transport\.kind=pigeon: must be one of auto, tcp, shared_memory, verbs"),
         ("transport.paths=0", r"^transport\.paths=0: must be at least 1"),

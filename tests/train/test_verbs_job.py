@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +19,11 @@ import pytest
 from helixrt.job.checkpoint import newest_complete
 from helixrt.lab import vm
 
-DEADLINE_S = 470.0  # of one run: a minute or two where the emulation has two cores to itself
+DEADLINE_S = 470.0  # of one run; the first has the imports
 pytestmark = [pytest.mark.vm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_S + 20)]
 
+LAB = (sys.executable, "-m", "helixrt.cli", "lab")
+IN_TURN = Path(__file__).with_name("jobs_in_turn.py").resolve()
 CUT_IN, MENDED_IN, STEPS = 2, 3, 5
 COMMANDS = (
     f"{{command: 'ip link set a1 down', step: {CUT_IN}, moment: exchange_early}}",  # one bucket is exchanged, others are not
@@ -34,45 +37,61 @@ SETTINGS = (
 
 
 class Runs:
-    """Of the job, in one VM, each when it is first asked for."""
+    """Of the job, in one VM: one process makes both in turn, from when the first is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.vm = folder, f"job-{os.getpid()}"
         (folder / "text").write_text("".join(f"{n} times {n} is {n * n}, and so on. " for n in range(3000)))
-        self.said = ""
+        for name in ("calm", "cut"):
+            (folder / name).mkdir()
+        self._output = folder / "output"
 
-    @cached_property
+    @property
     def calm(self) -> Path:
-        return self._run("calm")
+        return self._ended("calm")
+
+    @property
+    def cut(self) -> Path:
+        return self._ended("cut")
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text(errors="replace")[-4000:]
 
     @cached_property
-    def cut(self) -> Path:
-        return self._run("cut", f"chaos.run=[{', '.join(COMMANDS)}]")
+    def _process(self) -> subprocess.Popen[bytes]:
+        settings = (*SETTINGS, f"data.path={self.folder / 'text'}")
+        calm = ["calm", *settings, f"output.root={self.folder / 'calm'}"]
+        cut = ["cut", *settings, f"output.root={self.folder / 'cut'}", f"chaos.run=[{', '.join(COMMANDS)}]"]
+        shared = [word for name in ("calm", "cut") for word in ("--share", str(self.folder / name))]
+        argv = [*LAB, "run", "--name", self.vm, "--nics", "2", "--memory", "4", *shared, "--", "python", str(IN_TURN)]
+        argv += [*calm, "--", *cut]
+        with open(self._output, "wb") as output:
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
-    def _run(self, name: str, *overrides: str) -> Path:
-        """Its folder, when it is over."""
-        root = self.folder / name
-        if root.exists():
-            pytest.fail(f"the run {name!r} has failed before: see the first test that asked for it")
-        root.mkdir()
-        argv = ["run", "--nics", "2", "--memory", "4", "--share", str(root), "--"]
-        argv += ["python", "-m", "helixrt.train", *SETTINGS, f"data.path={self.folder / 'text'}", f"output.root={root}"]
-        done = self.lab(*argv, *overrides)
-        self.said = (done.stdout + done.stderr)[-4000:]
-        assert done.returncode == 0, self.said
-        return (root / "latest").resolve()
+    def _ended(self, name: str) -> Path:
+        """The run's folder, when it is over."""
+        process, deadline, ended = self._process, time.monotonic() + DEADLINE_S, f"run {name} ended with exit code "
+        while ended not in self._output.read_text(errors="replace"):
+            assert process.poll() is None or ended in self.said, f"the process has ended before the run {name!r}\n{self.said}"
+            assert time.monotonic() < deadline, f"the run {name!r} takes longer than {DEADLINE_S:g} s\n{self.said}"
+            time.sleep(0.5)
+        assert f"{ended}0\n" in self._output.read_text(errors="replace"), self.said
+        return (self.folder / name / "latest").resolve()
 
-    def lab(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "helixrt.cli", "lab", command, "--name", self.vm, *arguments]
-        return subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DEADLINE_S)
+    def close(self) -> None:
+        if "_process" in self.__dict__:
+            subprocess.run([*LAB, "stop", "--name", self.vm], timeout=DEADLINE_S, capture_output=True)
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(vm.folder_of(self.vm), ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     made = Runs(tmp_path_factory.mktemp("runs"))
     yield made
-    made.lab("stop")
-    shutil.rmtree(vm.folder_of(made.vm), ignore_errors=True)
+    made.close()
 
 
 def losses(run: Path) -> dict[tuple[int, int], float]:
