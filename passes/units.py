@@ -16,8 +16,9 @@ The sum of a parameter's gradients from several units has none: its terms do, se
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,10 @@ class Units:
     def is_layer(self, unit: int) -> bool:
         return 0 < unit < self.count - 1
 
+    def layer_of(self, name: str) -> int | None:
+        """The unit of a module, parameter or buffer inside a layer, by its name."""
+        return layer_unit(name, self.container, self.layers)
+
     def owner(self, node: fx.Node) -> fx.Node | None:
         """The operator with a unit that `node` is made of by views and casts alone; None if there is none."""
         while node not in self.of and node not in self.free and nodes.is_derived(node):
@@ -86,6 +91,14 @@ def container_of(joint: Part) -> tuple[str, tuple[int, ...]]:
     return ".".join(path), tuple(sorted(numbers[path]))
 
 
+def layer_unit(name: str, container: str, layers: Sequence[int]) -> int | None:
+    """The unit of what is called `name`, if it is in one of the `layers` of the container."""
+    prefix = f"{container}." if container else ""
+    piece = name.removeprefix(prefix).split(".", 1)[0]
+    inside = name.startswith(prefix) and piece.isdecimal() and int(piece) in layers
+    return layers.index(int(piece)) + 1 if inside else None
+
+
 def ports(part: Part) -> Iterator[tuple[Port, fx.Node]]:
     """Inputs by port."""
     return zip(part.inputs, part.graph.find_nodes(op="placeholder"), strict=True)
@@ -95,7 +108,7 @@ class _Placing:
     def __init__(self, joint: Part, container: str, layers: tuple[int, ...]) -> None:
         self.joint, self.container, self.layers = joint, container, layers
         self.prefix = f"{container}." if container else ""
-        self.at = {layer: at + 1 for at, layer in enumerate(layers)}
+        self.layer_of = functools.cache(functools.partial(layer_unit, container=container, layers=layers))
         self.end = len(layers) + 1
         self.inputs = {node: port for port, node in ports(joint)}
         self.operators = [node for node in joint.graph.nodes if node.op == "call_function"]
@@ -116,13 +129,6 @@ class _Placing:
         names = ("", *(f"{self.prefix}{layer}" for layer in self.layers), self.first_after())
         sums = frozenset(self.sums)
         return Units(self.container, names, self.layers, self.of, frozenset(self.free), self.terms, sums)
-
-    def layer_of(self, module: str) -> int | None:
-        """The unit of a module inside a layer."""
-        if not module.startswith(self.prefix):
-            return None
-        piece = module[len(self.prefix) :].split(".", 1)[0]
-        return self.at.get(int(piece)) if piece.isdecimal() else None
 
     def stands(self, node: fx.Node) -> Iterator[fx.Node]:
         """What a node needs that has a unit, through views and casts."""
