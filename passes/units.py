@@ -9,7 +9,8 @@ and no tangent (masks, rotary tables, losses' targets): every chunk computes its
 - forward: the layer whose module ran it; outside of layers the first unit if no layer comes before it and one after, the
   last if none comes after; else (between layers) the last layer before it.
 - backward: the smallest of the units of its backward arguments and of the last uses of its forward values, lowered to the
-  unit of its module where that is lower.
+  unit of its module where that is lower. What no module claims and what stands on one backward value alone (the gradient of
+  what is computed between layers) is lowered to the highest unit that uses it.
 
 The sum of a parameter's gradients from several units has none: its terms do, see `Units.terms`.
 """
@@ -257,23 +258,37 @@ class _Placing:
             yield node
 
     def place_backward(self) -> None:
-        for node in self.operators:
-            if nodes.origin(node).backward and self.placeable(node) and node not in self.sums:
-                self.of[node] = self.placed_backward(node)
+        placed = [node for node in self.operators if nodes.origin(node).backward and self.placeable(node)]
+        placed = [node for node in placed if node not in self.sums]
+        for node in placed:
+            self.of[node] = self.placed_backward(node)
+        users: dict[fx.Node, list[fx.Node]] = {}
+        for node in placed:
+            for before in self.stands(node):
+                users.setdefault(before, []).append(node)
+        for node in reversed(placed):
+            module = nodes.origin(node).module
+            claimed = self.layer_of(module) is not None or module in self.modules
+            items = node.target is operator.getitem or any(user.target is operator.getitem for user in node.users)
+            if node in users and not claimed and not items and not nodes.is_wait(node) and not nodes.is_pinned(node):
+                lowest = max(self.of[user] for user in users[node])
+                above = {each for each in self.stands(node) if nodes.origin(each).backward and self.of[each] > lowest}
+                if len(above) == 1:
+                    self.of[node] = max(lowest, self.least(node))
+
+    def least(self, node: fx.Node) -> int:
+        """The first unit that has all forward values it needs."""
+        return max((self.of[each] for each in self.stands(node) if not nodes.origin(each).backward), default=0)
 
     def placed_backward(self, node: fx.Node) -> int:
         if node.target is operator.getitem or nodes.is_wait(node):
             return self.of[nodes.tensor_arguments(node)[0]]
-        least, most = 0, self.highest.get(node, self.end)
+        most = self.highest.get(node, self.end)
         for name in self.parameters(node):
             most = min(most, self.used.get(name, most))
         for before in self.stands(node):
-            if nodes.origin(before).backward:
-                most = min(most, self.of[before])
-            else:
-                most = min(most, self.last_use[before])
-                least = max(least, self.of[before])
+            most = min(most, self.of[before] if nodes.origin(before).backward else self.last_use[before])
         module = nodes.origin(node).module
         layer = self.layer_of(module)
         own = self.modules.get(module, most) if layer is None else layer
-        return min(most, max(least, own))
+        return min(most, max(self.least(node), own))
