@@ -6,8 +6,9 @@ loss). Layers are the children of the numbered container (ModuleList, Sequential
 Operators come in three kinds. *Derived* ones (views, casts) belong to whoever uses them. *Free* ones stand on no parameter
 and no tangent (masks, rotary tables, losses' targets): every chunk computes its own. All others have one unit:
 
-- forward: the layer whose module ran it; outside of layers the first unit if no layer comes before it and one after, the
-  last if none comes after; else (between layers) the last layer before it.
+- forward: the layer whose module ran it; outside of layers the first unit if no layer comes before it and one after; the
+  last layer before it if it is between layers, or between the last one and a module behind it (a norm, a head); else the
+  last unit.
 - backward: the smallest of the units of its backward arguments and of the last uses of its forward values, lowered to the
   unit of its module where that is lower. What no module claims and what stands on one backward value alone (the gradient of
   what is computed between layers) is lowered to the highest unit that uses it.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,13 @@ class Units:
 
     def is_layer(self, unit: int) -> bool:
         return 0 < unit < self.count - 1
+
+    def named(self, module: str) -> int | None:
+        """The unit that begins with `module`, or with a part of it behind the layers; None if there is none."""
+        last = self.names[-1]
+        if module and f"{last}.".startswith(f"{module}.") and not f"{self.container}.".startswith(f"{module}."):
+            return self.count - 1
+        return self.names.index(module) if module in self.names[1:] else None
 
     def layer_of(self, name: str) -> int | None:
         """The unit of a module, parameter or buffer inside a layer, by its name."""
@@ -156,17 +164,27 @@ class _Placing:
     def place_forward(self) -> None:
         """Raises CaptureError when a layer needs a value of a later one."""
         forward = [node for node in self.operators if not nodes.origin(node).backward and self.placeable(node)]
-        feeds: dict[fx.Node, bool] = {}  # whether a layer needs it
-        reach: set[fx.Node] = set()
-        for node in reversed(self.operators):
-            inside = self.layer_of(nodes.origin(node).module) is not None and not nodes.origin(node).backward
-            feeds[node] = node in reach
-            if inside or node in reach:
-                reach.update(node.all_input_nodes)
+        into_layers = self.reaching(lambda module: self.layer_of(module) is not None)
+        into_modules = self.reaching(lambda module: self.layer_of(module) is None and not self.runs_layers(module))
         latest: dict[fx.Node, int] = {}  # the last layer among what it stands on
         for node in forward:
             before = [latest[each] for each in self.stands(node) if each in latest]
-            latest[node] = self.placed_forward(node, max(before, default=0), feeds[node])
+            last = max(before, default=0)
+            between = self.runs_layers(nodes.origin(node).module) and node in into_modules and last > 0
+            ends = any(self.of[each] == self.end for each in self.stands(node))
+            latest[node] = self.placed_forward(node, last, node in into_layers or (between and not ends))
+
+    def reaching(self, wanted: Callable[[str], bool]) -> set[fx.Node]:
+        """What operators of the forward need whose module is wanted."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.operators):
+            if node in found or (not nodes.origin(node).backward and wanted(nodes.origin(node).module)):
+                found.update(node.all_input_nodes)
+        return found
+
+    def runs_layers(self, module: str) -> bool:
+        """Whether the list of layers is in this module."""
+        return not module or f"{self.container}.".startswith(f"{module}.")
 
     def placed_forward(self, node: fx.Node, before: int, feeds: bool) -> int:
         """Sets the unit; returns the last layer so far, 0 for none."""
@@ -195,7 +213,8 @@ class _Placing:
 
     def first_after(self) -> str:
         """The first module of the last unit."""
-        return next((nodes.origin(node).module for node, unit in self.of.items() if unit == self.end), "")
+        modules = [nodes.origin(node).module for node, unit in self.of.items() if unit == self.end]
+        return next((module for module in modules if not self.runs_layers(module)), "")
 
     def last_uses(self) -> dict[fx.Node, int]:
         """The last unit that uses each forward value, its own included."""

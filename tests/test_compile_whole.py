@@ -77,7 +77,7 @@ def test_cuts_are_balanced_by_estimates_by_measured_times_or_named(on_meta: tupl
     assert found.times == (10.0, 12.0) and found.starts == (4,)
     with pytest.raises(ConfigError, match="has no time for 'layers.0'"):
         balanced(joint, (0, 1), measured={"": 1.0})
-    with pytest.raises(ConfigError, match="'layers.9' is no unit of the model"):
+    with pytest.raises(ConfigError, match="layers.9: is no unit of the model"):
         balanced(joint, (0, 1), measured={"layers.9": 1.0})
 
 
