@@ -323,13 +323,7 @@ class Flattening:
 
     def owned(self, node: fx.Node, outputs: dict[Port, fx.Node]) -> fx.Node:
         """`node`, or a copy of it where its memory is not a gradient's alone."""
-        chain = [node]
-        while nodes.is_view(chain[-1]):
-            chain.append(nodes.tensor_arguments(chain[-1])[0])
-        shared = any(len(link.users) > 1 for link in chain[1:]) or bool(node.users)
-        stretched = any(link.target is torch.ops.aten.expand.default for link in chain)
-        twice = sum(1 for other in outputs.values() if other in chain) > 1
-        if not (shared or stretched or twice or chain[-1].op != "call_function"):
+        if nodes.has_own_memory(node, outputs.values()):
             return node
         copy = self.graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
         copy.meta["val"] = node.meta.get("val")

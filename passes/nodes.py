@@ -6,7 +6,7 @@ In: nodes of functional ATen graphs. Out: yes or no, or the node a value is deri
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +166,17 @@ def storage_owner(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = tensor_arguments(node)[0]
     return node
+
+
+def has_own_memory(node: fx.Node, results: Collection[fx.Node]) -> bool:
+    """Its memory is its alone and whole; for one of the `results` of a graph that has no output yet."""
+    chain = [node]
+    while is_view(chain[-1]):
+        chain.append(tensor_arguments(chain[-1])[0])
+    shared = any(len(link.users) > 1 for link in chain[1:]) or bool(node.users)
+    stretched = any(link.target is torch.ops.aten.expand.default for link in chain)
+    twice = sum(1 for other in results if other in chain) > 1
+    return not (shared or stretched or twice or chain[-1].op != "call_function")
 
 
 def size_bytes(node: fx.Node) -> int:

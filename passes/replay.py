@@ -33,7 +33,14 @@ def set_state(device: torch.device, state: torch.Tensor) -> None:
 
 LIBRARY.impl("random_state", state_of, "CompositeExplicitAutograd")
 
+_MADE_OF: dict[Any, torch._ops.OpOverload] = {}  # operators of `replayed`, by what it returned
+
 random_state = torch.ops.helixrt.random_state.default
+
+
+def replayed_operator(target: Any) -> torch._ops.OpOverload | None:
+    """The operator that `replayed` made `target` of; None for all others."""
+    return _MADE_OF.get(target)
 
 
 @functools.cache
@@ -54,4 +61,6 @@ def replayed(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
             set_state(device, before)
 
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    return getattr(torch.ops.helixrt, name).default
+    made = getattr(torch.ops.helixrt, name).default
+    _MADE_OF[made] = operator
+    return made

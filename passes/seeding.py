@@ -1,0 +1,128 @@
+"""Seeding: random operators draw from a seed and their number, wherever and whenever they run.
+
+In: a captured joint graph. Out: the same with each random operator replaced by one that sets a generator of its own for the
+call, from the INPUT `SEED` and from the operator's number among those of the whole graph. Nothing is drawn from the
+process's generators, so operators may run in any order and on any rank: dropout is the same for every number of chunks,
+every schedule, and pairs of strands need not keep an order. What regions of activation checkpointing compute again has the
+number of the operator that it repeats.
+
+The numbers are those of the operator after `torch.manual_seed(mixed(seed, number))`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from helixrt.passes import nodes
+from helixrt.passes.aot_private import place_of
+from helixrt.passes.errors import CaptureError
+from helixrt.passes.nodes import Origin, set_origin
+from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.replay import LIBRARY, random_state, replayed_operator, set_state, state_of
+from helixrt.passes.verify import verify
+
+SEED = Port(Role.INPUT, "<seed>")  # an int64 scalar on the processor
+ORDER = "random_order"  # the name of the argument that has an operator's number
+
+
+def seed_of(*numbers: int) -> torch.Tensor:
+    """A seed for `SEED` from whatever tells draws apart, such as (seed, replica, step, micro-batch)."""
+    digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
+    return torch.tensor(int.from_bytes(digest[:8], "big") >> 1, dtype=torch.int64)
+
+
+def mixed(seed: int, order: int) -> int:
+    """What `torch.manual_seed` gets for the random operator of this number."""
+    digest = hashlib.sha256(f"{seed}:{order}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def seeded(joint: Part) -> Part:
+    """The part with random operators that draw from `SEED`; the same part where there are none.
+
+    Raises CaptureError for a random operator that runs a graph of its own.
+    """
+    if not any(map(nodes.is_random, joint.graph.nodes)):
+        return joint
+    began = time.perf_counter()
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    numbers: dict[fx.Node, int] = {}  # by the node of a state: the number of the operator that draws from it first
+    seed, count = None, 0
+    for node in joint.graph.nodes:
+        if seed is None and node.op != "placeholder":
+            seed = graph.placeholder("random_seed")
+            seed.meta["val"] = example_seed(joint)
+            set_origin(seed, Origin(source=seed.name))
+        again = replayed_operator(node.target)
+        if node.target is random_state:
+            numbers[node] = count  # it stands right before the operator that it is the state for
+        elif again is not None:
+            copies[node] = _drawing(graph, node, again, seed, numbers[node.args[0]], node.args[2:], copies)
+        elif nodes.is_random(node):
+            if not isinstance(node.target, torch._ops.OpOverload):
+                reason = f"random numbers are drawn inside {node.target}, which runs a graph of its own"
+                raise CaptureError(place_of(node) or str(node), reason, "draw them outside of it, or train with pp=1")
+            copies[node] = _drawing(graph, node, node.target, seed, count, node.args, copies)
+            count += 1
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    inputs = (*joint.inputs, SEED)
+    module = fx.GraphModule(joint.module, graph, class_name=type(joint.module).__name__)
+    result = replace(joint, module=module, inputs=inputs).stamped("seeded", time.perf_counter() - began)
+    verify(result)
+    return result
+
+
+def _drawing(
+    graph: fx.Graph, node: fx.Node, drawn: Any, seed: Any, order: int, arguments: Any, copies: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    value = node.meta["val"]
+    device = (value[0] if isinstance(value, list | tuple) else value).device
+    given, keywords = fx.node.map_arg((arguments, node.kwargs), copies.__getitem__)
+    copy = graph.create_node(node.op, seeded_operator(drawn), (seed, order, device, *given), keywords, name=node.name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def order_of(node: fx.Node) -> int | None:
+    """The number of an operator that draws from the seed; None for all others."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and len(target._schema.arguments) > 1:
+        return int(node.args[1]) if target._schema.arguments[1].name == ORDER else None  # type: ignore[call-overload]
+    return None
+
+
+def example_seed(joint: Part) -> torch.Tensor:
+    """A seed as the graph's other examples are."""
+    first = next(node.meta["val"] for node in joint.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+    return first.new_zeros((), dtype=torch.int64, device="cpu")
+
+
+@functools.cache
+def seeded_operator(drawn: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The operator with three arguments more in front: the seed, its number, and the device whose generator it draws from."""
+    schema = drawn._schema
+    name = "_".join(("seeded", *schema.name.split("::"), *filter(None, (schema.overload_name,))))
+    _, _, signature = str(schema).partition("(")
+    comma = "" if signature.startswith(")") else ", "
+    LIBRARY.define(f"{name}(Tensor random_seed, int {ORDER}, Device random_device{comma}{signature}")
+
+    def run(seed: torch.Tensor, order: int, device: torch.device, /, *arguments: Any, **keywords: Any) -> Any:
+        before = state_of(device)
+        generator = torch.Generator(device).manual_seed(mixed(int(seed), order))
+        set_state(device, generator.get_state())
+        try:
+            return drawn(*arguments, **keywords)
+        finally:
+            set_state(device, before)
+
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    return getattr(torch.ops.helixrt, name).default
