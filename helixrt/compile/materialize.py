@@ -96,7 +96,7 @@ def materialize(
     for name, place in everywhere.items():
         same.setdefault(id(place.tensor), []).append(name)
     taken = {id(everywhere[name].tensor): same[id(everywhere[name].tensor)] for name in names}
-    persistent = _persistent(model, loss)
+    persistent = persistent_names(model, loss)
     fresh: dict[str, Fresh] = {}  # by first name
     with torch.no_grad():
         for aliases in taken.values():
@@ -128,7 +128,8 @@ def materialize(
     )
 
 
-def _persistent(model: nn.Module, loss: Any) -> set[str]:
+def persistent_names(model: nn.Module, loss: Any) -> set[str]:
+    """Of the parameters and buffers that `state_dict` has."""
     names = set(model.state_dict(keep_vars=True))
     return names | ({LOSS + name for name in loss.state_dict(keep_vars=True)} if isinstance(loss, nn.Module) else set())
 

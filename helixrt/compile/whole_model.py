@@ -1,0 +1,55 @@
+"""A whole model as every rank of a pipeline captures it: without memory for tensors, then cut into chunks.
+
+In: a model, its loss, the arguments of one micro-batch. Out: `CutModel`s, in training and in evaluation mode. The model is held,
+so that it can be captured again; its tensors may be replaced meanwhile by others of the same shapes, on meta too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from helixrt.compile.fake_model import capture_whole
+from helixrt.passes.balance import balance
+from helixrt.passes.cut import CutModel, cut
+from helixrt.passes.unit_costs import unit_costs
+from helixrt.passes.units import units
+
+Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
+
+
+class WholeModel:
+    """`device` is the one that the graphs run on."""
+
+    def __init__(self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu") -> None:
+        self.model, self.loss, self.device = model, loss, device
+        self.args, self.kwargs, self.target = pytree.tree_map_only(torch.Tensor, _shape_of, call)
+
+    def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None, *, training: bool | None = None) -> CutModel:
+        """One chunk for each entry of `placement`, its stage; `cuts` are the modules that later chunks begin with, else
+        chunks are balanced by estimates. `training` is the mode of the model, None for the one that it is in.
+
+        Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        if training is not None:
+            self.model.train(training)
+        try:
+            joint = capture_whole(
+                self.model, self.args, self.kwargs, loss=self.loss, target=self.target, device=self.device
+            )
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if cuts is None and len(placement) > 1:
+            return cut(joint, balance(unit_costs(joint, units(joint)), placement).starts)
+        return cut(joint, cuts or ())
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Without memory, and without autograd: a pipeline gives no gradients of its inputs."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
