@@ -76,6 +76,7 @@ def capture(
     began = time.perf_counter()
     kwargs = dict(kwargs or {})
     check_gathered(module)
+    check_contents(module)
     call = distinct((tuple(args), kwargs, target), module)
     joint = trace_joint(Traced(module, loss), call, module)
     aliased = any(end is not None and end.aliased for end in joint.outputs)
@@ -97,6 +98,14 @@ def check_gathered(module: nn.Module) -> None:
     if any(isinstance(part, kinds) for part in module.modules()):
         reason, remedy = "fully sharded parameters are gathered in hooks, outside of any graph", "use DistributedDataParallel"
         raise CaptureError(location_of(module), reason, f"{remedy}, tensor or expert parallelism")
+
+
+def check_contents(module: nn.Module) -> None:
+    """Raise CaptureError for a module on the meta device, where losses have no gradient."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type == "meta":
+            reason, remedy = f"{name} is on the meta device", "give it memory (to_empty, then its values)"
+            raise CaptureError(location_of(module), reason, f"{remedy}, or capture it by capture_whole")
 
 
 def distinct(call: Any, module: nn.Module) -> Any:
@@ -201,9 +210,10 @@ class Flattening:
         outputs = self.outputs()
         self.graph.output(tuple(node for _, node in outputs))
         self.drop_unused()
+        if any(port == Port(Role.OUTPUT, "loss") for port, _ in outputs) and Port(Role.TANGENT, "loss") not in self.used():
+            raise CaptureError(self.where, "the loss has no gradient", "let it be made of differentiable operators")
         module = fx.GraphModule(self.joint.root, self.graph, class_name="Joint")
-        kept = set(self.graph.nodes)
-        inputs = tuple(port for port, node in self.inputs.items() if node in kept)
+        inputs = self.used()
         layouts = {self.parameter_name(name): layout for name, layout in self.joint.layouts.items()}
         return Part(module, inputs, tuple(port for port, _ in outputs), layouts=layouts)
 
@@ -329,6 +339,10 @@ class Flattening:
         copy.meta["val"] = node.meta.get("val")
         nodes.set_origin(copy, Origin(nodes.origin(node).module, True, len(self.joint.graph.nodes), copy.name))
         return copy
+
+    def used(self) -> tuple[Port, ...]:
+        kept = set(self.graph.nodes)
+        return tuple(port for port, node in self.inputs.items() if node in kept)
 
     def drop_unused(self) -> None:
         for node in reversed(list(self.graph.nodes)):

@@ -213,10 +213,18 @@ class _Building:
         return Port(Role.INPUT, MODEL_0) if self.chunk and port == Port(Role.INPUT, BOUNDARY) else port
 
     def part(self) -> Part:
+        arriving = []
         if self.before is not None:
-            self.receive(Port(Role.INPUT, BOUNDARY), self.before, self.crosses.forward[self.chunk - 1], backward=False)
+            values = self.crosses.forward[self.chunk - 1]
+            arriving.append(
+                (self.placeholder("boundary", Port(Role.INPUT, BOUNDARY), self.before, values), self.before, values)
+            )
         if self.after is not None:
-            self.receive(Port(Role.TANGENT, OUTPUT), self.after, self.crosses.backward[self.chunk], backward=True)
+            values = self.crosses.backward[self.chunk]
+            tangent = self.placeholder("boundary_gradient", Port(Role.TANGENT, OUTPUT), self.after, values)
+            arriving.append((tangent, self.after, values))
+        for whole, crossed, values in arriving:
+            self.receive(whole, crossed, values)
         for node in self.joint.graph.nodes:
             if self.crosses.home.get(node) == self.chunk:
                 self.builder.emit(node)
@@ -254,12 +262,15 @@ class _Building:
     def placed(self, place: Mapping[fx.Node, int]) -> Callable[[Port], int]:
         return lambda port: place[self.builder.taken[port]]
 
-    def receive(self, port: Port, crossed: Boundary, values: Sequence[fx.Node], backward: bool) -> None:
-        """The boundary's input, and the values that it carries."""
-        whole = self.graph.placeholder("boundary_gradient" if backward else "boundary")
-        whole.meta["val"] = values[0].meta["val"].new_empty(crossed.shape, dtype=crossed.dtype)
-        set_origin(whole, Origin(backward=backward, source=whole.name))
-        self.builder.taken[port] = whole
+    def placeholder(self, name: str, port: Port, crossed: Boundary, values: Sequence[fx.Node]) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = values[0].meta["val"].new_empty(crossed.shape, dtype=crossed.dtype)
+        set_origin(node, Origin(backward=port.role is Role.TANGENT, source=node.name))
+        self.builder.taken[port] = node
+        return node
+
+    def receive(self, whole: fx.Node, crossed: Boundary, values: Sequence[fx.Node]) -> None:
+        """The values that a boundary's tensor carries."""
         begin = 0
         for value in values:
             like = value.meta["val"]

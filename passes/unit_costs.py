@@ -1,0 +1,113 @@
+"""Unit costs: what each unit of a model takes on its stage, for `balance`.
+
+In: the joint graph and its units. Out: a `UnitCost` for each: the time of its operators by the roofline (`estimate`) with
+given rates of the device, or as measured; the bytes of its parameters with their gradients and the optimizer's state, and
+of what a micro-batch saves for its backward. Rates are not measured here: all ranks must come to the same cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from helixrt.errors import ConfigError
+from helixrt.passes import nodes
+from helixrt.passes.balance import UnitCost
+from helixrt.passes.estimate import Rates, compute
+from helixrt.passes.parts import Part, Role
+from helixrt.passes.units import Units, ports
+
+NOMINAL = {
+    "cpu": Rates(1e4, 2.0, {"float64": 2e4, "float32": 4e4, "bfloat16": 4e4}),
+    "cuda": Rates(2e6, 3.0, {"float32": 6e7, "bfloat16": 4e8, "float16": 4e8}),
+}
+"""A core of a processor and a recent GPU, by orders of magnitude: only ratios count."""
+
+LASTING = 4.0  # bytes for each byte of a parameter that trains: itself, its gradient, two moments
+
+
+def unit_costs(
+    joint: Part,
+    found: Units,
+    *,
+    rates: Rates | None = None,
+    measured: Mapping[str, float] | None = None,
+    lasting: float = LASTING,
+) -> tuple[UnitCost, ...]:
+    """By unit. `measured` gives the times of F, B and W together, in any one unit, by the name of the unit's first module
+    ("" for what is before the layers), all of them. Raises ConfigError for names that are no units or are missing."""
+    times = _measured(found, measured) if measured is not None else _estimated(joint, found, rates)
+    lasts, saved = _lasting(joint, found, lasting), _saved(found)
+    return tuple(UnitCost(times[unit], lasts[unit], saved[unit]) for unit in range(found.count))
+
+
+def _measured(found: Units, measured: Mapping[str, float]) -> list[float]:
+    """Raises ConfigError."""
+    for name in (*measured, *found.names):
+        if name not in found.names:
+            raise ConfigError("measured", name, f"is no unit of the model; these are {', '.join(map(repr, found.names))}")
+        if name not in measured:
+            raise ConfigError("measured", dict(measured), f"has no time for {name!r}")
+    return [measured[name] for name in found.names]
+
+
+def _estimated(joint: Part, found: Units, rates: Rates | None) -> list[float]:
+    times = [0.0] * found.count
+    known: dict[Any, float] = {}
+    for node, unit in found.of.items():
+        if rates is None:
+            rates = NOMINAL["cpu" if _device(joint).type == "cpu" else "cuda"]
+        alike = _alike(node)
+        if alike not in known:
+            known[alike] = compute(node, rates).time_us
+        times[unit] += known[alike]
+    return times
+
+
+def _device(joint: Part) -> torch.device:
+    """Of the parameters."""
+    return next(node.meta["val"].device for port, node in ports(joint) if port.role is Role.PARAMETER)
+
+
+def _alike(node: fx.Node) -> Any:
+    """What operators of one time have alike."""
+
+    def shape(before: fx.Node) -> Any:
+        value = before.meta.get("val")
+        return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+
+    return node.target, str(fx.node.map_arg((node.args, node.kwargs), shape))
+
+
+def _lasting(joint: Part, found: Units, lasting: float) -> list[float]:
+    inputs = {node: port for port, node in ports(joint) if port.role is Role.PARAMETER}
+    trained = {port.name for port in joint.outputs if port.role is Role.GRADIENT}
+    used: list[set[fx.Node]] = [set() for _ in range(found.count)]
+    for node, unit in found.of.items():
+        if not nodes.origin(node).backward:
+            for before in node.all_input_nodes:
+                while nodes.is_derived(before):
+                    before = nodes.tensor_arguments(before)[0]
+                if before in inputs:
+                    used[unit].add(before)
+
+    def size(node: fx.Node) -> float:
+        return nodes.size_bytes(node) * (lasting if inputs[node].name in trained else 1.0)
+
+    return [sum(map(size, parameters)) for parameters in used]
+
+
+def _saved(found: Units) -> list[float]:
+    """Results of the forward that the backward takes in, each once, with the unit that makes them."""
+    kept: set[fx.Node] = set()
+    for node in found.of:
+        if nodes.origin(node).backward:
+            owners = map(found.owner, node.all_input_nodes)
+            kept.update(owner for owner in owners if owner is not None and not nodes.origin(owner).backward)
+    saved = [0.0] * found.count
+    for node in kept:
+        saved[found.of[node]] += nodes.size_bytes(node)
+    return saved
