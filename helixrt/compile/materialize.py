@@ -202,7 +202,9 @@ def _check(everywhere: Mapping[str, Place], fresh: Mapping[str, Fresh]) -> None:
     for name, each in fresh.items():
         tensor, now = each.tensor, everywhere[name].tensor
         if now.is_meta or now.shape != tensor.shape or now.dtype != tensor.dtype:
-            raise ConfigError("model", name, f"was {tensor.dtype}{list(tensor.shape)} on meta and is another kind after its module")
+            raise ConfigError(
+                "model", name, f"was {tensor.dtype}{list(tensor.shape)} on meta and is another kind after its module"
+            )
         if now.is_floating_point() or now.is_complex():
             filled = not bool(torch.isnan(now.detach()).any())
         else:

@@ -40,7 +40,7 @@ Busy = Callable[[str, float], AbstractContextManager[None]]  # what is done, and
 
 
 def pipeline_schedule(options: Options, stages: int) -> Schedule:
-    """The schedule that the options of `helixrt.compile` ask for. Raises ConfigError for options that a pipeline does not have."""
+    """The schedule that the options of `helixrt.compile` ask for. Raises ConfigError for what a pipeline does not have."""
     if options.codegen != "eager":
         raise ConfigError("codegen", options.codegen, "a pipeline runs operators one by one so far: codegen='eager'")
     if not options.strict:
@@ -102,7 +102,7 @@ class CapturedModel(PipelinedModel):
         seed: int = 0,
         batches: None = None,
     ) -> CapturedEngine:
-        mine = [chunk for chunk in self._cut.chunks if self._schedule.placement[chunk.number] == self.place.stage]
+        mine = self._mine(self._cut)
         self._engine = engine = CapturedEngine(
             CapturedParts(
                 cut=self._cut,
@@ -130,25 +130,26 @@ class CapturedModel(PipelinedModel):
 
     def _evaluation_cut(self) -> CutModel:
         with self._busy("captures the model in evaluation mode", CAPTURE_S):
-            starts = [chunk.first for chunk in self._cut.chunks[1:]]
-            cut = self._whole.cut(self._schedule.placement, starts, training=False)
+            cut = self._whole.evaluation(self._cut)
             self._agree(cut)
-        used = (name for chunk in cut.chunks for name in (*chunk.parameters, *chunk.buffers) if self._is_mine(chunk))
+        used = (name for chunk in self._mine(cut) for name in (*chunk.parameters, *chunk.buffers))
         if missing := [name for name in used if name not in self._tensors.parameters and name not in self._tensors.buffers]:
-            raise MisuseError(f"in evaluation mode stage {self.place.stage} needs {missing[0]}, which it does not have in training")
+            raise MisuseError(
+                f"in evaluation mode stage {self.place.stage} needs {missing[0]}, which it does not have in training"
+            )
         return cut
 
-    def _is_mine(self, chunk: ModelChunk) -> bool:
-        return self._schedule.placement[chunk.number] == self.place.stage
+    def _mine(self, cut: CutModel) -> list[ModelChunk]:
+        return [chunk for chunk in cut.chunks if self._schedule.placement[chunk.number] == self.place.stage]
 
     def train_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> float:
         assert isinstance(self._engine, CapturedEngine)
         return self._engine.train_microbatches(self._microbatches(inputs, named, target))
 
     def evaluate(self, *inputs: Any, target: Any = None, **named: Any) -> float:
-        """The mean loss of a batch in evaluation mode (`model.eval()`), on every stage: for the function that `session.evaluate`
-        was given, which runs on all ranks of a replica together. It takes what `step.train` takes, of the same shapes; the
-        first call captures the model in this mode."""
+        """The mean loss of a batch in evaluation mode (`model.eval()`), on every stage: for the function that
+        `session.evaluate` was given, which runs on all ranks of a replica together. It takes what `step.train` takes, of the
+        same shapes; the first call captures the model in this mode."""
         if not isinstance(self._engine, CapturedEngine):
             raise MisuseError("register the model before it is evaluated")
         return self._engine.measure_microbatches(self._microbatches(inputs, named, target))

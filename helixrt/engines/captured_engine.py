@@ -126,9 +126,7 @@ class CapturedEngine(PipelineEngine):
     def _begin(self, inputs: ModelInputs, microbatches: Sequence[MicroBatch], drawn: int) -> None:
         inputs.begin(microbatches, [seed_of(drawn, number) for number in range(len(microbatches))])
 
-    def _microbatches(
-        self, batch: Any, count: int
-    ) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]:
+    def _microbatches(self, batch: Any, count: int) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]:
         nothing = [None] * count  # the stage has them
         return nothing, nothing
 

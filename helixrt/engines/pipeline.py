@@ -97,7 +97,7 @@ class PipelineParts:
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """A parameter with a copy on each of several stages, in the order of their first chunks; `number` among those of the model."""
+    """A parameter with a copy on each of several stages, in the order of their first chunks; `number` among the model's."""
 
     name: str
     number: int

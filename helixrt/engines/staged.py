@@ -63,7 +63,7 @@ class Stages:
 
 
 def scheduled(schedule: str | Schedule, stages: int, microbatches: int, settings: str = "") -> Schedule:
-    """The schedule of this name, or the one given. Raises ConfigError for what does not fit, by keys that begin with `settings`."""
+    """The schedule of this name, or the one given. Raises ConfigError, by keys that begin with `settings`."""
     if not 1 <= microbatches <= MAX_MICROBATCHES:
         raise ConfigError(f"{settings}microbatches", microbatches, f"must be between 1 and {MAX_MICROBATCHES}")
     if schedule == "1f1b" and microbatches < stages:
@@ -150,7 +150,7 @@ class StagedModel(PipelinedModel):
 
     def train_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> float:
         if named or not all(isinstance(each, torch.Tensor) for each in (*inputs, target)) or len(inputs) != 1:
-            raise MisuseError("parts (helixrt.Stages) take one input and a target, both tensors: step.train(model, x, target=y)")
+            raise MisuseError("helixrt.Stages take one input and a target, both tensors: step.train(model, x, target=y)")
         assert self._engine is not None
         return self._engine.train(inputs[0], target)
 

@@ -158,8 +158,8 @@ class Session:
 
         A compiled model (`helixrt.compile(model, loss=..., microbatches=...)`) and `example`, a batch as `step.train` takes it,
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
-        and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with the
-        run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
+        and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with
+        the run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
         the rest of it is freed.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
@@ -178,8 +178,8 @@ class Session:
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
         if mesh.pp > 1:
-            rule = "needs session.parallelize(helixrt.compile(model, ...), example=helixrt.ExampleBatch(...)), or helixrt.Stages"
-            raise ConfigError("mesh.pp", mesh.pp, rule)
+            given = "session.parallelize(helixrt.compile(model, ...), example=helixrt.ExampleBatch(...))"
+            raise ConfigError("mesh.pp", mesh.pp, f"needs {given}, or helixrt.Stages")
         if mesh.dp_shard > 1:
             model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
         return model.to(self.device)
