@@ -6,6 +6,7 @@ connect.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,9 @@ def captured_model(
 ) -> CapturedModel:
     """Raises ConfigError for a model that is not compiled, and for options, an example or a mesh that do not fit; others as
     `CapturedModel`."""
-    if settings.mesh.dp_shard > 1:
-        raise ConfigError("mesh.dp_shard", settings.mesh.dp_shard, "must be 1 for a model in stages so far")
+    for axis, size in asdict(settings.mesh).items():
+        if axis != "pp" and size > 1:
+            raise ConfigError(f"mesh.{axis}", size, "must be 1 for a compiled model over pipeline stages so far")
     from helixrt.compile.train_step import TrainStep  # brings torch's compiler, which takes seconds
     from helixrt.engines.captured import CapturedModel, pipeline_schedule
 
