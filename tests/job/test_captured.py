@@ -120,6 +120,36 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config).double()
 
 
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(3)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LENGTH,
+        num_local_experts=3,
+        output_router_logits=True,  # all layers' are in the loss
+        experts_implementation="batched_mm",
+    )
+    return MixtralForCausalLM(config).double()
+
+
+class LearnedScale(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 0.3, dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(output * self.scale, target)
+
+
 def vectors() -> Batches:
     generator = torch.Generator().manual_seed(7)
     drawn = [torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
@@ -132,10 +162,23 @@ def text() -> Batches:
     return [((), {"input_ids": tokens, "labels": tokens}, None) for tokens in drawn]
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Batches]]] = {
-    "perceptron": (perceptron, mse_loss, vectors),
-    "gpt2": (gpt2, None, text),
-    "llama": (llama, None, text),
+def padded() -> Batches:
+    """Every other row has padding at its end."""
+    batches = []
+    for _, named, _ in text():
+        mask = torch.ones_like(named["input_ids"])
+        mask[::2, -2:] = 0
+        labels = named["labels"].masked_fill(mask == 0, -100)
+        batches.append(((), {**named, "labels": labels, "attention_mask": mask}, None))
+    return batches
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[], Batches]]] = {  # model, its loss, batches
+    "perceptron": (perceptron, lambda: mse_loss, vectors),
+    "learned": (perceptron, LearnedScale, vectors),
+    "gpt2": (gpt2, lambda: None, text),
+    "llama": (llama, lambda: None, padded),
+    "mixtral": (mixtral, lambda: None, text),
 }
 
 
@@ -166,7 +209,9 @@ def trained(
 
 def plain(model: nn.Module, loss: Any, batches: Batches) -> tuple[dict[str, torch.Tensor], list[Any], float]:
     """The same by autograd on one process; the last is the loss in evaluation mode."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    both = nn.ModuleDict({"loss": loss} if isinstance(loss, nn.Module) else {})
+    parameters = [*model.parameters(), *both.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
     def losses(batch: Any) -> list[torch.Tensor]:
         args, kwargs, target = batch
@@ -183,31 +228,31 @@ def plain(model: nn.Module, loss: Any, batches: Batches) -> tuple[dict[str, torc
         found = losses(batch)
         for each in found:
             (each / MICROBATCHES).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         figures.append((sum(each.item() for each in found) / MICROBATCHES, float(norm)))
         optimizer.step()
     model.eval()
     with torch.no_grad():
         validated = sum(each.item() for each in losses(batches[0])) / MICROBATCHES
-    return model.state_dict(), figures, validated
+    return {**model.state_dict(), **both.state_dict()}, figures, validated
 
 
 def over_stages(run_stages: Any, stages: int, case: str, **options: Any) -> tuple[list[Any], dict[int, StageHost]]:
     """What `trained` gave on each stage."""
     build, loss, batches = CASES[case]
-    models = [build() for _ in range(stages)]
+    models = [(build(), loss()) for _ in range(stages)]
     hosts: dict[int, StageHost] = {}
 
     def stage(number: int, group: Any) -> Any:
         hosts[number] = StageHost(number, stages, group)
-        return trained(hosts[number], models[number], loss, batches(), **options)
+        return trained(hosts[number], *models[number], batches(), **options)
 
     return run_stages(stages, stage, timeout_s=240.0), hosts
 
 
 def check_equal(case: str, found: list[Any], hosts: dict[int, StageHost]) -> None:
     build, loss, batches = CASES[case]
-    expected, figures, validated = plain(build(), loss, batches())
+    expected, figures, validated = plain(build(), loss(), batches())
     states = [state for state, _ in found]
     assert set().union(*states) == set(expected)
     for state in states:
@@ -229,6 +274,9 @@ SLOW = [
     ("llama", 2, "1f1b"),
     ("llama", 4, "zb"),
     ("llama", 2, "interleaved"),
+    ("mixtral", 2, "zbv"),
+    ("mixtral", 4, "1f1b"),
+    ("learned", 2, "1f1b"),
 ]
 
 
@@ -250,7 +298,7 @@ def test_cuts_are_where_the_user_says(run_stages: Any) -> None:
 
 @pytest.mark.slow
 def test_dropout_is_the_same_for_every_number_of_stages(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "dropout", (lambda: gpt2(0.1), None, text))
+    monkeypatch.setitem(CASES, "dropout", (lambda: gpt2(0.1), lambda: None, text))
     whole, *others = (over_stages(run_stages, stages, "dropout")[0] for stages in (1, 2, 4))
     ((expected, figures),) = whole
     _, without, _ = plain(gpt2(), None, text())
