@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from helixrt.errors import ConfigError
 
-MOST_STATES = 5_000  # after a chunk; above it the best are kept
+MOST_STATES = 3_000  # after a chunk; above it the best are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class UnitCost:
 @dataclass(frozen=True)
 class Balanced:
     """`starts` are the first units of the later chunks. `times` and `bytes` are of the stages; `exact` tells whether no cut
-    is better, False where too many states had to be dropped."""
+    has a faster slowest stage for certain; it is False where too many states had to be dropped."""
 
     starts: tuple[int, ...]
     times: tuple[float, ...]
@@ -87,8 +87,9 @@ class _Search:
         if starts is None:
             rule = f"is too little for any cut of this model into {self.chunks} chunks on {self.stages} stages"
             raise ConfigError("limit_bytes", self.limit, rule)
+        exact = self.exact
         starts = self.search(max(self.loads(starts, self.time_of)), squares=True) or starts
-        return Balanced(starts, self.loads(starts, self.time_of), self.loads(starts, self.bytes_of), self.exact)
+        return Balanced(starts, self.loads(starts, self.time_of), self.loads(starts, self.bytes_of), exact)
 
     def time_of(self, chunk: int, begin: int, end: int) -> float:
         return self.time[end] - self.time[begin]
@@ -147,7 +148,7 @@ class _Search:
                         total = value + self.time_of(chunk, begin, end) ** 2
                     if key not in following or total < following[key][0]:
                         following[key] = total, (*starts, end)
-            states = self.kept(following)
+            states = self.kept({key: state for key, state in following.items() if self.hopeful(chunk, key, slack)})
         found = [starts for (end, _), (_, starts) in sorted(states.items(), key=lambda item: item[1]) if end == self.units]
         return found[0][:-1] if found else None
 
@@ -160,6 +161,14 @@ class _Search:
         stage = self.placement[chunk]
         own = own if self.last[stage] > chunk else (0.0, 0.0)
         return end, (*loads[:stage], own, *loads[stage + 1 :])
+
+    def hopeful(self, chunk: int, key: Key, slack: float) -> bool:
+        """The stages that have chunks to come can take what is left."""
+        end, loads = key
+        coming = sum(last > chunk for last in self.last.values())
+        if not coming:
+            return end == self.units
+        return sum(time for time, _ in loads) + self.time[-1] - self.time[end] <= slack * coming * (1 + 1e-12)
 
     def kept(self, states: dict[Key, tuple[float, tuple[int, ...]]]) -> dict[Key, tuple[float, tuple[int, ...]]]:
         """All states, or the most even ones where there are too many."""

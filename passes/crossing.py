@@ -105,7 +105,7 @@ class _Crossing:
         if len(using) > 1:
             reason = f"the buffer {port.name!r}, which forward changes, is used in chunks {sorted(using)}"
             raise CaptureError(place_of(node) or "the model", reason, "use one buffer for each layer")
-        return min(using, default=0)
+        return min(using, default=self.chunk_of(self.units.layer_of(port.name) or 0))
 
     def taken(self, node: fx.Node) -> set[Port]:
         """The ports that a node stands on by derived and free values."""

@@ -168,7 +168,7 @@ def starts_of(found: Units, boundaries: Sequence[int | str]) -> tuple[int, ...]:
     """The first units of later chunks. Raises ConfigError."""
     starts = []
     for each in boundaries:
-        unit = found.names.index(each) if isinstance(each, str) and each in found.names else each
+        unit = found.named(each) if isinstance(each, str) else each
         if not isinstance(unit, int) or not 0 < unit < found.count:
             last = f", or {found.names[-1]}" if found.names[-1] else ""
             rule = f"must be a layer, {found.names[1]} to {found.names[-2]}{last}"

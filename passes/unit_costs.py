@@ -7,7 +7,7 @@ of what a micro-batch saves for its backward. Rates are not measured here: all r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch import fx
 
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
-from helixrt.passes.balance import UnitCost
+from helixrt.passes.balance import Balanced, UnitCost, balance
 from helixrt.passes.estimate import Rates, compute
 from helixrt.passes.parts import Part, Role
-from helixrt.passes.units import Units, ports
+from helixrt.passes.units import Units, ports, units
 
 NOMINAL = {
     "cpu": Rates(1e4, 2.0, {"float64": 2e4, "float32": 4e4, "bfloat16": 4e4}),
@@ -42,6 +42,24 @@ def unit_costs(
     times = _measured(found, measured) if measured is not None else _estimated(joint, found, rates)
     lasts, saved = _lasting(joint, found, lasting), _saved(found)
     return tuple(UnitCost(times[unit], lasts[unit], saved[unit]) for unit in range(found.count))
+
+
+def balanced(
+    joint: Part,
+    placement: Sequence[int],
+    *,
+    rates: Rates | None = None,
+    measured: Mapping[str, float] | None = None,
+    limit_bytes: float = float("inf"),
+    in_flight: Sequence[int] | None = None,
+) -> Balanced:
+    """Where to cut a captured model: its `starts` are boundaries for `cut`. Arguments as of `unit_costs` and `balance`.
+
+    Raises ConfigError as these do, CaptureError for a model without layers.
+    """
+    found = units(joint)
+    costs = unit_costs(joint, found, rates=rates, measured=measured)
+    return balance(costs, placement, limit_bytes=limit_bytes, in_flight=in_flight)
 
 
 def _measured(found: Units, measured: Mapping[str, float]) -> list[float]:

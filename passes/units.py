@@ -6,18 +6,21 @@ loss). Layers are the children of the numbered container (ModuleList, Sequential
 Operators come in three kinds. *Derived* ones (views, casts) belong to whoever uses them. *Free* ones stand on no parameter
 and no tangent (masks, rotary tables, losses' targets): every chunk computes its own. All others have one unit:
 
-- forward: the layer whose module ran it; outside of layers the first unit if no layer comes before it and one after, the
-  last if none comes after; else (between layers) the last layer before it.
+- forward: the layer whose module ran it; outside of layers the first unit if no layer comes before it and one after; the
+  last layer before it if it is between layers, or between the last one and a module behind it (a norm, a head); else the
+  last unit.
 - backward: the smallest of the units of its backward arguments and of the last uses of its forward values, lowered to the
-  unit of its module where that is lower.
+  unit of its module where that is lower. What no module claims and what stands on one backward value alone (the gradient of
+  what is computed between layers) is lowered to the highest unit that uses it.
 
 The sum of a parameter's gradients from several units has none: its terms do, see `Units.terms`.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +56,17 @@ class Units:
     def is_layer(self, unit: int) -> bool:
         return 0 < unit < self.count - 1
 
+    def named(self, module: str) -> int | None:
+        """The unit that begins with `module`, or with a part of it behind the layers; None if there is none."""
+        last = self.names[-1]
+        if module and f"{last}.".startswith(f"{module}.") and not f"{self.container}.".startswith(f"{module}."):
+            return self.count - 1
+        return self.names.index(module) if module in self.names[1:] else None
+
+    def layer_of(self, name: str) -> int | None:
+        """The unit of a module, parameter or buffer inside a layer, by its name."""
+        return layer_unit(name, self.container, self.layers)
+
     def owner(self, node: fx.Node) -> fx.Node | None:
         """The operator with a unit that `node` is made of by views and casts alone; None if there is none."""
         while node not in self.of and node not in self.free and nodes.is_derived(node):
@@ -86,6 +100,14 @@ def container_of(joint: Part) -> tuple[str, tuple[int, ...]]:
     return ".".join(path), tuple(sorted(numbers[path]))
 
 
+def layer_unit(name: str, container: str, layers: Sequence[int]) -> int | None:
+    """The unit of what is called `name`, if it is in one of the `layers` of the container."""
+    prefix = f"{container}." if container else ""
+    piece = name.removeprefix(prefix).split(".", 1)[0]
+    inside = name.startswith(prefix) and piece.isdecimal() and int(piece) in layers
+    return layers.index(int(piece)) + 1 if inside else None
+
+
 def ports(part: Part) -> Iterator[tuple[Port, fx.Node]]:
     """Inputs by port."""
     return zip(part.inputs, part.graph.find_nodes(op="placeholder"), strict=True)
@@ -95,7 +117,7 @@ class _Placing:
     def __init__(self, joint: Part, container: str, layers: tuple[int, ...]) -> None:
         self.joint, self.container, self.layers = joint, container, layers
         self.prefix = f"{container}." if container else ""
-        self.at = {layer: at + 1 for at, layer in enumerate(layers)}
+        self.layer_of = functools.cache(functools.partial(layer_unit, container=container, layers=layers))
         self.end = len(layers) + 1
         self.inputs = {node: port for port, node in ports(joint)}
         self.operators = [node for node in joint.graph.nodes if node.op == "call_function"]
@@ -116,13 +138,6 @@ class _Placing:
         names = ("", *(f"{self.prefix}{layer}" for layer in self.layers), self.first_after())
         sums = frozenset(self.sums)
         return Units(self.container, names, self.layers, self.of, frozenset(self.free), self.terms, sums)
-
-    def layer_of(self, module: str) -> int | None:
-        """The unit of a module inside a layer."""
-        if not module.startswith(self.prefix):
-            return None
-        piece = module[len(self.prefix) :].split(".", 1)[0]
-        return self.at.get(int(piece)) if piece.isdecimal() else None
 
     def stands(self, node: fx.Node) -> Iterator[fx.Node]:
         """What a node needs that has a unit, through views and casts."""
@@ -149,17 +164,27 @@ class _Placing:
     def place_forward(self) -> None:
         """Raises CaptureError when a layer needs a value of a later one."""
         forward = [node for node in self.operators if not nodes.origin(node).backward and self.placeable(node)]
-        feeds: dict[fx.Node, bool] = {}  # whether a layer needs it
-        reach: set[fx.Node] = set()
-        for node in reversed(self.operators):
-            inside = self.layer_of(nodes.origin(node).module) is not None and not nodes.origin(node).backward
-            feeds[node] = node in reach
-            if inside or node in reach:
-                reach.update(node.all_input_nodes)
+        into_layers = self.reaching(lambda module: self.layer_of(module) is not None)
+        into_modules = self.reaching(lambda module: self.layer_of(module) is None and not self.runs_layers(module))
         latest: dict[fx.Node, int] = {}  # the last layer among what it stands on
         for node in forward:
             before = [latest[each] for each in self.stands(node) if each in latest]
-            latest[node] = self.placed_forward(node, max(before, default=0), feeds[node])
+            last = max(before, default=0)
+            between = self.runs_layers(nodes.origin(node).module) and node in into_modules and last > 0
+            ends = any(self.of[each] == self.end for each in self.stands(node))
+            latest[node] = self.placed_forward(node, last, node in into_layers or (between and not ends))
+
+    def reaching(self, wanted: Callable[[str], bool]) -> set[fx.Node]:
+        """What operators of the forward need whose module is wanted."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.operators):
+            if node in found or (not nodes.origin(node).backward and wanted(nodes.origin(node).module)):
+                found.update(node.all_input_nodes)
+        return found
+
+    def runs_layers(self, module: str) -> bool:
+        """Whether the list of layers is in this module."""
+        return not module or f"{self.container}.".startswith(f"{module}.")
 
     def placed_forward(self, node: fx.Node, before: int, feeds: bool) -> int:
         """Sets the unit; returns the last layer so far, 0 for none."""
@@ -188,7 +213,8 @@ class _Placing:
 
     def first_after(self) -> str:
         """The first module of the last unit."""
-        return next((nodes.origin(node).module for node, unit in self.of.items() if unit == self.end), "")
+        modules = [nodes.origin(node).module for node, unit in self.of.items() if unit == self.end]
+        return next((module for module in modules if not self.runs_layers(module)), "")
 
     def last_uses(self) -> dict[fx.Node, int]:
         """The last unit that uses each forward value, its own included."""
@@ -251,23 +277,37 @@ class _Placing:
             yield node
 
     def place_backward(self) -> None:
-        for node in self.operators:
-            if nodes.origin(node).backward and self.placeable(node) and node not in self.sums:
-                self.of[node] = self.placed_backward(node)
+        placed = [node for node in self.operators if nodes.origin(node).backward and self.placeable(node)]
+        placed = [node for node in placed if node not in self.sums]
+        for node in placed:
+            self.of[node] = self.placed_backward(node)
+        users: dict[fx.Node, list[fx.Node]] = {}
+        for node in placed:
+            for before in self.stands(node):
+                users.setdefault(before, []).append(node)
+        for node in reversed(placed):
+            module = nodes.origin(node).module
+            claimed = self.layer_of(module) is not None or module in self.modules
+            items = node.target is operator.getitem or any(user.target is operator.getitem for user in node.users)
+            if node in users and not claimed and not items and not nodes.is_wait(node) and not nodes.is_pinned(node):
+                lowest = max(self.of[user] for user in users[node])
+                above = {each for each in self.stands(node) if nodes.origin(each).backward and self.of[each] > lowest}
+                if len(above) == 1:
+                    self.of[node] = max(lowest, self.least(node))
+
+    def least(self, node: fx.Node) -> int:
+        """The first unit that has all forward values it needs."""
+        return max((self.of[each] for each in self.stands(node) if not nodes.origin(each).backward), default=0)
 
     def placed_backward(self, node: fx.Node) -> int:
         if node.target is operator.getitem or nodes.is_wait(node):
             return self.of[nodes.tensor_arguments(node)[0]]
-        least, most = 0, self.highest.get(node, self.end)
+        most = self.highest.get(node, self.end)
         for name in self.parameters(node):
             most = min(most, self.used.get(name, most))
         for before in self.stands(node):
-            if nodes.origin(before).backward:
-                most = min(most, self.of[before])
-            else:
-                most = min(most, self.last_use[before])
-                least = max(least, self.of[before])
+            most = min(most, self.of[before] if nodes.origin(before).backward else self.last_use[before])
         module = nodes.origin(node).module
         layer = self.layer_of(module)
         own = self.modules.get(module, most) if layer is None else layer
-        return min(most, max(least, own))
+        return min(most, max(self.least(node), own))

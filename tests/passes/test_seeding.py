@@ -1,0 +1,75 @@
+"""Seeded operators draw what their operator draws after `manual_seed`, also where a region computes them again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from helixrt.passes import nodes
+from helixrt.passes.capture import capture
+from helixrt.passes.parts import Part, Port, Role
+from helixrt.passes.seeding import SEED, mixed, order_of, seed_of, seeded, seeded_operator
+from helixrt.passes.split import split
+
+
+def test_an_operator_draws_from_seed_and_number_alone() -> None:
+    state, seed = torch.get_rng_state(), seed_of(3, 1)
+    op = seeded_operator(torch.ops.aten.native_dropout.default)
+    x = torch.ones(64)
+    found = [op(seed, order, x.device, x, 0.5, True)[0] for order in (0, 1, 0)]
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(mixed(int(seed), 1))
+    assert torch.equal(found[1], torch.native_dropout(x, 0.5, True)[0])
+
+
+def test_seeds_differ_by_any_number() -> None:
+    seeds = {int(seed_of(seed, step, microbatch)) for seed in range(4) for step in range(4) for microbatch in range(4)}
+    assert len(seeds) == 64 and seed_of(1).dtype is torch.int64 and not seed_of(1).dim()
+
+
+class Region(nn.Module):
+    """Dropout before and inside of a region that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.a(x), 0.3)
+        return checkpoint(lambda h: F.dropout(torch.tanh(self.b(F.dropout(h, 0.5))), 0.4), x, use_reentrant=False).sum()
+
+
+@pytest.fixture
+def joint() -> Part:
+    return capture(Region(), (torch.randn(4, 8),))
+
+
+def test_what_is_computed_again_draws_the_same(joint: Part, values_of: Any, in_three: Any) -> None:
+    part = seeded(joint)
+    assert not any(map(nodes.is_random, part.graph.nodes)) and SEED in part.inputs
+    orders = [order_of(node) for node in part.graph.nodes if order_of(node) is not None]
+    assert sorted(set(orders)) == [0, 1, 2] and len(orders) > 3  # some of them are there again
+    module = Region()
+    values = values_of(module, {"0": torch.randn(4, 8)}) | {SEED: seed_of(7)}
+    found = in_three(split(part), values)
+    torch.manual_seed(1)
+    assert all(torch.equal(value, found[port]) for port, value in in_three(split(part), values).items())
+    x = values[Port(Role.INPUT, "0")]  # eager, with the numbers that the graph has
+    masks = []
+    for order, share in enumerate((0.3, 0.5, 0.4)):
+        torch.manual_seed(mixed(int(seed_of(7)), order))
+        masks.append(torch.native_dropout(torch.ones(4, 8), share, True)[0])
+    (torch.tanh(module.b(module.a(x) * masks[0] * masks[1])) * masks[2]).sum().backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(found[Port(Role.GRADIENT, name)], parameter.grad)
+
+
+def test_a_graph_that_draws_nothing_stays() -> None:
+    joint = capture(nn.Linear(3, 3), (torch.randn(2, 3),), loss=F.mse_loss, target=torch.randn(2, 3))
+    assert seeded(joint) is joint
