@@ -16,11 +16,10 @@ from torch.utils import _pytree as pytree
 
 from helixrt.compile.fake_model import capture_whole
 from helixrt.errors import ConfigError
-from helixrt.passes.balance import balance
 from helixrt.passes.cut import CutModel, cut
 from helixrt.passes.parts import Part
 from helixrt.passes.uncut import uncut
-from helixrt.passes.unit_costs import unit_costs
+from helixrt.passes.unit_costs import balanced
 from helixrt.passes.units import units
 
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
@@ -43,7 +42,7 @@ class WholeModel:
         if len(placement) == 1:
             return uncut(joint)
         if cuts is None:
-            return cut(joint, balance(unit_costs(joint, units(joint)), placement).starts)
+            return cut(joint, balanced(joint, placement).starts)
         try:
             return cut(joint, cuts)
         except ConfigError as error:
