@@ -10,6 +10,7 @@ logits for an auxiliary loss) cross beside it. All else is a CaptureError.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class _Crossing:
 
     def chunk_changing(self, port: Port, node: fx.Node) -> int:
         """The one chunk that uses a buffer that forward changes."""
-        using = {chunk for node, chunk in self.home.items() if port in self.taken(node)}
+        using = set(self.using.get(port, ()))
         if node in self.home:
             using.add(self.home[node])
         if len(using) > 1:
@@ -107,18 +108,20 @@ class _Crossing:
             raise CaptureError(place_of(node) or "the model", reason, "use one buffer for each layer")
         return min(using, default=self.chunk_of(self.units.layer_of(port.name) or 0))
 
-    def taken(self, node: fx.Node) -> set[Port]:
-        """The ports that a node stands on by derived and free values."""
-        found: set[Port] = set()
-        stack, seen = list(node.all_input_nodes), set()
-        while stack:
-            each = stack.pop()
-            if each in seen or each in self.home:
-                continue
-            seen.add(each)
-            if each in self.inputs:
-                found.add(self.inputs[each])
-            stack.extend(each.all_input_nodes)
+    @functools.cached_property
+    def using(self) -> dict[Port, set[int]]:
+        """The chunks that use each buffer, by derived and free values, too."""
+        found: dict[Port, set[int]] = {}
+        for buffer, port in self.inputs.items():
+            if port.role is Role.BUFFER:
+                stack, seen = list(buffer.users), set()
+                while stack:
+                    node = stack.pop()
+                    if node in self.home:
+                        found.setdefault(port, set()).add(self.home[node])
+                    elif node not in seen:
+                        seen.add(node)
+                        stack.extend(node.users)
         return found
 
     # values

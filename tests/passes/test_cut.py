@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from helixrt.errors import ConfigError
 from helixrt.passes import cut as cutting
+from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.cut import CutModel, cut
 from helixrt.passes.errors import CaptureError
@@ -326,6 +328,40 @@ def test_chunks_go_through_executables_and_weaving(tower: Any) -> None:
         found = given[port.name] if port.role is Role.GRADIENT else results[Port(port.role, port.name, 1)]
         assert torch.equal(found, value), port
     assert torch.equal(results[Port(Role.OUTPUT, "output")], alone[Port(Role.OUTPUT, "output")])
+
+
+class Checkpointed(nn.Module):
+    """Layers that are computed again in the backward, dropout included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def test_layers_that_are_computed_again() -> None:
+    model = Checkpointed().double().train()
+    calls: Calls = [((torch.randn(4, 8, dtype=torch.float64),), {}, None) for _ in range(MICROBATCHES)]
+    joint = capture(model, calls[0][0])
+    whole = cut(joint)
+    assert len(whole.draws) == LAYERS
+    expected = piecewise(whole, lasting_of(model), calls)
+    for boundaries in ((3,), (2, 3, 4)):
+        made = cut(joint, boundaries)
+        check_equal(piecewise(made, lasting_of(model), calls), expected)
+        for chunk in made.chunks:
+            forward, backward = (chunk_part(chunk.part, back) for back in (False, True))
+            assert forward.count("tanh") == len(chunk.layers) == backward.count("tanh")
+
+
+def chunk_part(part: Part, backward: bool) -> list[str]:
+    """The names of the operators of a part's forward or backward."""
+    found = (node for node in part.graph.nodes if nodes.origin(node).backward == backward)
+    return [node.target._opname for node in found if isinstance(node.target, torch._ops.OpOverload)]
 
 
 # ------------------------------------------------------------------------------------------------ what cannot be cut
