@@ -1,12 +1,13 @@
 """Train a Hugging Face GPT-2 on two replicas; one of them may be killed at any time.
 
-    python examples/own_model.py [STEPS] [FOLDER]
+    python examples/own_model.py [STEPS] [FOLDER] [--pp STAGES]
 
 `train` is a plain PyTorch program. Each replica runs it on its own share of the data; gradients are summed over replicas
-while backward runs; a lost replica is started again, fetches the state from the other one, and goes on.
+while backward runs; a lost replica is started again, fetches the state from the other one, and goes on. With `--pp 2` a replica
+is two processes: the unmodified model is captured as one graph and cut into two pipeline stages.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -16,8 +17,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import helixrt
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 40
-FOLDER = sys.argv[2] if len(sys.argv) > 2 else "outputs"
+parser = argparse.ArgumentParser()
+parser.add_argument("steps", nargs="?", type=int, default=40)
+parser.add_argument("folder", nargs="?", default="outputs")
+parser.add_argument("--pp", type=int, default=1)
+GIVEN, _ = parser.parse_known_args()
 
 
 def text() -> TensorDataset:
@@ -26,21 +30,33 @@ def text() -> TensorDataset:
     return TensorDataset(raw[: raw.numel() // 32 * 32].view(-1, 32))
 
 
+def parallel(session: helixrt.Session, config: GPT2Config) -> torch.nn.Module:
+    if GIVEN.pp == 1:
+        return session.parallelize(GPT2LMHeadModel(config))
+    with torch.device("meta"):  # no rank ever holds more than its stage
+        model = helixrt.compile(GPT2LMHeadModel(config), microbatches=4)
+    tokens = torch.zeros(4, 32, dtype=torch.int64)  # shapes count, values do not
+    return session.parallelize(model, example=helixrt.ExampleBatch(input_ids=tokens, labels=tokens))
+
+
 def train(session: helixrt.Session) -> None:
     config = GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    model = session.parallelize(GPT2LMHeadModel(config))
+    model = parallel(session, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     session.register(model=model, optimizers=[optimizer], clip_norm=1.0)
     data = text()
-    loader = StatefulDataLoader(data, batch_size=4, sampler=session.sampler(data, shuffle=True))
-    for step in session.steps(loader, until=STEPS):
+    loader = StatefulDataLoader(data, batch_size=4, sampler=session.sampler(data, shuffle=True), drop_last=GIVEN.pp > 1)
+    for step in session.steps(loader, until=GIVEN.steps):
         for (tokens,) in step:
-            loss = model(tokens, labels=tokens).loss  # a mean over the batch's tokens
-            step.backward(loss * tokens.numel(), weight=tokens.numel())
+            if GIVEN.pp > 1:
+                step.train(model, input_ids=tokens, labels=tokens)
+            else:
+                loss = model(tokens, labels=tokens).loss  # a mean over the batch's tokens
+                step.backward(loss * tokens.numel(), weight=tokens.numel())
         done = step.commit()
         session.log({"loss": done.loss, "replicas": len(done.contributors)})
 
 
 if __name__ == "__main__":
-    result = helixrt.run(train, replicas=2, storage=FOLDER, seed=1)
+    result = helixrt.run(train, replicas=2, mesh=helixrt.Mesh(pp=GIVEN.pp), storage=GIVEN.folder, seed=1)
     print(f"step {result.step}: {result.folder}")

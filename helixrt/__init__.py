@@ -11,6 +11,7 @@ from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for tools that check types; at run time `__getattr__` loads them
+    from helixrt.engines.example_batch import ExampleBatch as ExampleBatch
     from helixrt.engines.staged import Stages as Stages
     from helixrt.engines.update import Policy as Policy
     from helixrt.errors import ConfigError as ConfigError
@@ -39,6 +40,7 @@ _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "ConfigError": "helixrt.errors",
     "Corpus": "helixrt.job.description",
     "Description": "helixrt.job.description",
+    "ExampleBatch": "helixrt.engines.example_batch",
     "Fatal": "helixrt.errors",
     "HelixError": "helixrt.errors",
     "Mesh": "helixrt.job.mesh",

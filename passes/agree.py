@@ -45,8 +45,11 @@ def agree_on(
     deadline_s: float = DEADLINE_S,
     arrival_s: float | None = None,
     device: torch.device | str = "cpu",
+    what: str = "collective",
+    otherwise: str = "would hang",
 ) -> None:
-    """As `agree`, of an order already read off."""
+    """As `agree`, of an order already read off. `what` a line of it is, and what ranks with other ones would do, are for the
+    message."""
     exchange(b"\0", group, arrival_s, device)
     hashes = exchange(order_hash(lines), group, deadline_s, device)
     if len(set(hashes)) == 1:
@@ -56,20 +59,20 @@ def agree_on(
     longest = min(max(int.from_bytes(size, "little") for size in sizes), SHOWN_BYTES)
     texts = exchange(mine.ljust(longest, b"\n"), group, deadline_s, device)
     orders = [text.rstrip(b"\n").decode(errors="replace").splitlines() for text in texts]
-    raise DisagreementError(first_difference(orders))
+    raise DisagreementError(first_difference(orders, what, otherwise))
 
 
-def first_difference(orders: Sequence[Sequence[str]]) -> str:
-    """Where ranks' orders of collectives part, in one message."""
+def first_difference(orders: Sequence[Sequence[str]], what: str = "collective", otherwise: str = "would hang") -> str:
+    """Where ranks' orders part, in one message."""
     for index, row in enumerate(itertools.zip_longest(*orders)):
         other = next((rank for rank, line in enumerate(row) if line != row[0]), None)
         if other is not None:
             first, second = (line or "nothing more" for line in (row[0], row[other]))
             return (
-                f"ranks would hang: collective {index} is {first!r} on rank 0 and {second!r} on rank {other}; "
+                f"ranks {otherwise}: {what} {index} is {first!r} on rank 0 and {second!r} on rank {other}; "
                 "all ranks of a group must run graphs captured from the same code with the same settings"
             )
-    return f"ranks would hang: their orders of collectives differ after the first {SHOWN_BYTES} bytes of text"
+    return f"ranks {otherwise}: their orders ({what}s) differ after the first {SHOWN_BYTES} bytes of text"
 
 
 def exchange(mine: bytes, group: Any, deadline_s: float | None, device: torch.device | str) -> list[bytes]:

@@ -33,7 +33,7 @@ __all__ = ["Explanation", "Options", "TrainStep", "compile"]
 def compile(model_or_class: Any = None, **options: Any) -> Any:
     """Give a module, or all modules of a class, a `train_step`; as a function or a decorator, with options or without.
 
-    The options, by keyword, are those of `Options`: loss, microbatches, strands, schedule, codegen, profile, strict,
+    The options, by keyword, are those of `Options`: loss, microbatches, strands, schedule, cuts, codegen, profile, strict,
     chunk_dims. Raises ConfigError for options that cannot be; capture happens in the first `train_step`.
     """
     chosen = Options.of(options)

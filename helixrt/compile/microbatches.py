@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from helixrt.errors import ConfigError
 from helixrt.passes.capture import argument_port
-from helixrt.passes.parts import Port
+from helixrt.passes.parts import Port, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,22 @@ class Batch:
             str(self.tree),
             tuple(_key(leaf.port.name, value) for leaf, value in zip(self.leaves, self._example, strict=True)),
         )
+
+    def difference(self, other: Batch) -> str:
+        """What a micro-batch has that one of `other` has not, in words; "" where the same graph serves both."""
+        mine, theirs = self._kinds(), other._kinds()
+        if unlike := sorted(mine.keys() ^ theirs.keys()):
+            return f"{unlike[0]} is in {'this one' if unlike[0] in mine else 'the example'} alone"
+        found = (f"{name} of a micro-batch is {mine[name]}, not {theirs[name]}" for name in mine if mine[name] != theirs[name])
+        return next(found, "")
+
+    def _kinds(self) -> dict[str, str]:
+        """Shape and dtype of tensors, the value of constants."""
+        found = {}
+        for leaf, value in zip(self.leaves, self._example, strict=True):
+            name = leaf.port.name if leaf.port.role is Role.TARGET else f"argument {leaf.port.name}"
+            found[name] = f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        return found
 
     def add_gradient(self, microbatch: int, name: str, gradient: torch.Tensor) -> None:
         """Add the gradient of a micro-batch's input to the `grad` of the tensor it was split from."""

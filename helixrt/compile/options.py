@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 
 from helixrt.errors import ConfigError
 from helixrt.passes.profile import Mode
+from helixrt.schedule.generators.policies import POLICIES
+from helixrt.schedule.ir import Schedule
 
 CODEGENS = ("eager", "inductor")
 
@@ -21,7 +23,9 @@ class Options:
     - `loss(output, target)` gives each micro-batch's mean loss; without it the model returns its loss, alone or as the
       `.loss` of its output. `microbatches`: into how many the batch is split.
     - `strands`: 2 runs the backward of one micro-batch woven with the forward of the next, 1 one after the other.
-    - `schedule`: "auto"; one stage needs no other (pipelines take theirs from `helixrt.train`).
+    - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule` knows, or a
+      `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
+      balances chunks. `train_step` runs one stage, and takes neither.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
     - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
       "estimate". Models that do not communicate need none.
@@ -33,7 +37,8 @@ class Options:
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     microbatches: int = 1
     strands: int = 2
-    schedule: str = "auto"
+    schedule: str | Schedule = "auto"
+    cuts: Sequence[str] | None = None
     codegen: str = "eager"
     profile: str = "auto"
     strict: bool = True
@@ -55,13 +60,16 @@ class Options:
             raise ConfigError("microbatches", self.microbatches, "must be a whole number, at least 1")
         for key, value, allowed in (
             ("strands", self.strands, (1, 2)),
-            ("schedule", self.schedule, ("auto",)),
             ("codegen", self.codegen, CODEGENS),
             ("profile", self.profile, tuple(mode.value for mode in Mode)),
             ("strict", self.strict, (True, False)),
         ):
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise ConfigError(key, value, f"must be one of {', '.join(map(str, allowed))}")
+        if not isinstance(self.schedule, Schedule) and self.schedule not in ("auto", *POLICIES):
+            raise ConfigError("schedule", self.schedule, f"must be auto, a Schedule, or one of {', '.join(POLICIES)}")
+        if self.cuts is not None and not (isinstance(self.cuts, list | tuple) and all(type(each) is str for each in self.cuts)):
+            raise ConfigError("cuts", self.cuts, "must be a list of modules' names, or None")
         dims = {} if self.chunk_dims is None else self.chunk_dims
         for name, dim in dims.items() if isinstance(dims, Mapping) else [(None, None)]:
             if type(name) not in (int, str) or type(dim) not in (int, type(None)):

@@ -91,6 +91,9 @@ class TrainStep:
             raise ConfigError("inference_mode", True, "there are no gradients in it; call train_step outside")
         if options.loss is lost_loss:
             lost_loss(None, None)
+        if options.schedule != "auto" or options.cuts is not None:
+            key, value = ("cuts", options.cuts) if options.schedule == "auto" else ("schedule", options.schedule)
+            raise ConfigError(key, value, "is for a pipeline: session.parallelize(model, example=...), then step.train")
         if target is not None and options.loss is None:
             raise ConfigError("target", type(target).__name__, "needs a loss: helixrt.compile(..., loss=...)")
         batch = Batch(inputs, kwargs, target, options.microbatches, options.chunk_dims)

@@ -13,7 +13,7 @@ are named. Any other buffer is constant; one that changes raises, with its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,9 +52,20 @@ class _Buffer:
 
 
 class Buffers:
-    """All buffers of the registered models; one thread calls everything but `state`."""
+    """All buffers of the registered models; one thread calls everything but `state`.
 
-    def __init__(self, registered: Registered, mode: Mode, replica: int, replicas: int, ranks: int = 1) -> None:
+    `changing`: names of those that a forward changes, where that is known; else the rule above decides.
+    """
+
+    def __init__(
+        self,
+        registered: Registered,
+        mode: Mode,
+        replica: int,
+        replicas: int,
+        ranks: int = 1,
+        changing: Collection[str] | None = None,
+    ) -> None:
         if mode not in ("mean", "first"):
             raise MisuseError(f"buffers={mode!r}: must be 'mean' or 'first'")
         self._mode, self._replica, self._replicas, self._ranks = mode, replica, replicas, ranks
@@ -66,7 +77,8 @@ class Buffers:
             largest = LARGEST_INTEGER if buffer.integer else LARGEST_FLOAT
             chosen = buffer.name in named
             named.discard(buffer.name)
-            if buffer.tensor.is_complex() or not (chosen or (persistent and buffer.tensor.numel() <= largest)):
+            expected = persistent and buffer.tensor.numel() <= largest if changing is None else buffer.name in changing
+            if buffer.tensor.is_complex() or not (chosen or expected):
                 self._constant.append(buffer)
                 continue
             buffer.committed = buffer.tensor.detach().clone()

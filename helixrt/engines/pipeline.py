@@ -9,9 +9,10 @@ At commit the mean of the sums is copied over the local gradient set, of which `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
 
 if TYPE_CHECKING:
-    from helixrt.pipeline.graph_stage import GraphStage
+    from helixrt.pipeline.graph_stage import JointStage
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 GRAPHS = ("auto", "always", "never")
@@ -66,8 +67,10 @@ class PipelineParts:
     `modules`: this stage's chunks of the model, by number, as `schedule` places them. `registered`: the same modules, with
     the optimizers and schedulers of their parameters; `clip_norm` is taken over all stages. `loss(output, target)` is the
     mean over a micro-batch; `example` is one micro-batch, of any values; `boundary`: a tensor like what travels between
-    chunks. `batches`: for `run`, which finds its batches itself; a user's loop calls `train` instead. `tied`: the name of a
-    parameter of which the first and the last chunk have a copy each; "" if there is none. `group` holds the replica's pipeline
+    chunks, or one for each two neighbours in order. `batches`: for `run`, which finds its batches itself; a user's loop calls
+    `train` instead. `tied`: the name of a parameter of which the first and the last chunk have a copy each, "" if there is
+    none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward changes, where
+    that is known, by name. `group` holds the replica's pipeline
     ranks, ordered by stage (Gloo); None for a single stage. A schedule that moves W or has pairs runs by graphs of the chunks,
     others by autograd; `graphs`, one of GRAPHS, may say otherwise.
     """
@@ -76,19 +79,39 @@ class PipelineParts:
     schedule: Schedule
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     example: Batch
-    boundary: torch.Tensor
+    boundary: torch.Tensor | Sequence[torch.Tensor]
     registered: Registered
     stage: int
     group: dist.ProcessGroup | None
     record: FlightRecord
     batches: Batches | None = None
     bucket_bytes: int = BUCKET_BYTES
-    tied: str = ""
+    tied: str | Mapping[str, Sequence[int]] = ""
+    changing: Collection[str] | None = None
     graphs: str = "auto"
     policy: Policy = field(default_factory=Policy)
     replica: int = 0
     replicas: int = 1  # configured ones, for the policy
     seed: int = 0  # of random numbers, see `seed`
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter with a copy on each of several stages, in the order of their first chunks; `number` among the model's."""
+
+    name: str
+    number: int
+    stages: tuple[int, ...]
+
+
+def _ties(parts: PipelineParts) -> list[Tied]:
+    """The model's, the same on all stages; copies of chunks on one stage are one parameter, and need no exchange."""
+    placement = parts.schedule.placement
+    tied = parts.tied
+    if isinstance(tied, str):
+        tied = {tied: (0, len(placement) - 1)} if tied else {}
+    homes = {name: tuple(dict.fromkeys(placement[chunk] for chunk in sorted(chunks))) for name, chunks in tied.items()}
+    return [Tied(name, number, homes[name]) for number, name in enumerate(sorted(homes)) if len(homes[name]) > 1]
 
 
 def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
@@ -118,13 +141,10 @@ class PipelineEngine(BatchEngine):
             peers = (peer for peer in range(self.stages) if peer != self.stage)
             self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
-        ends = self.placement[0], self.placement[-1]
-        split_tie = parts.tied and ends[0] != ends[1] and self.stage in ends
-        self._tied = parts.tied
-        self._tied_peer = (ends[1] if self.stage == ends[0] else ends[0]) if split_tie else None
-        self._buckets = GradientBuckets(dict(self.modules), parts.bucket_bytes, (self._tied,) if split_tie else ())
+        self._ties = [tie for tie in _ties(parts) if self.stage in tie.stages]
+        self._buckets = GradientBuckets(dict(self.modules), parts.bucket_bytes, [tie.name for tie in self._ties])
         self._check_registered()
-        self._constants = Buffers(self.registered, "mean", 0, 1)
+        self._constants = Buffers(self.registered, "mean", 0, 1, changing=parts.changing)
         if self._constants.running:
             raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
         self._state = ReplicatedState(self.registered, self._constants)
@@ -135,7 +155,7 @@ class PipelineEngine(BatchEngine):
             for chunk, module in self.modules.items()
         }
         self._autograd, self._graphs_when = AutogradStage(self._chunks), parts.graphs
-        self._graphs: GraphStage | None = None
+        self._graphs: JointStage | None = None
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
         self._program: Program
@@ -147,7 +167,7 @@ class PipelineEngine(BatchEngine):
         if self.registered.scaler is not None:
             raise MisuseError("a pipeline trains in the type of its parameters; register no scaler")
         mine = {parameter for _, parameter in self._buckets.named}
-        if mine != {parameter for _, parameter in self.registered.parameters()}:
+        if mine != {parameter for _, parameter in self.registered.parameters() if parameter.requires_grad}:
             raise MisuseError("the registered model is not that of this stage's chunks; register what session.parallelize gave")
 
     def use_schedule(self, schedule: Schedule) -> None:
@@ -171,10 +191,11 @@ class PipelineEngine(BatchEngine):
         self._graphs.prepare(program)
         self._executor.stage, self._program = self._graphs, program
 
-    def _captured(self) -> GraphStage:
+    def _captured(self) -> JointStage:
         from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
 
         boundary = self._executor.boundary
+        assert isinstance(boundary, torch.Tensor), "modules are captured with one boundary for all"
         inputs, targets = self._example
         examples = {
             number: Example(boundary if number else inputs, targets if chunk.loss is not None else None)
@@ -215,11 +236,15 @@ class PipelineEngine(BatchEngine):
         Inputs are read where the first chunk is, targets where the last one is. Raises MisuseError for a batch that cannot be
         cut into the schedule's micro-batches.
         """
-        finish_tied = None
-        if self._tied_peer is not None:
-            tied = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == self._tied)
-            finish_tied = sum_tied(self._channels[self._tied_peer], tied, self.generation, self._passes)
-        self._loss = self._forward_pass(self._program, (inputs, targets), self._buckets, finish_tied)
+        return self._train((inputs, targets))
+
+    def _train(self, batch: Any) -> float:
+        """`train` with the arguments that `_microbatches` cuts."""
+        finish_tied = {}
+        for tie in self._ties:
+            grad = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == tie.name)
+            finish_tied[tie.name] = sum_tied(self._channels, tie.stages, tie.number, grad, self.generation, self._passes)
+        self._loss = self._forward_pass(self._executor, self._program, batch, self._buckets, finish_tied)
         return self._loss
 
     def end(self) -> WorkResult:
@@ -229,22 +254,30 @@ class PipelineEngine(BatchEngine):
 
     def _forward_pass(
         self,
+        executor: Executor,
         program: Program,
-        batch: Batch,
+        batch: Any,
         buckets: GradientBuckets | None,
-        finish_tied: Callable[[], None] | None = None,
+        finish_tied: Mapping[str, Callable[[], None]] = MappingProxyType({}),
     ) -> float:
         """One pass (with its backward, if there are buckets) over one batch; the mean loss, on every stage."""
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
-        inputs: Sequence[torch.Tensor] = ()
-        targets: Sequence[torch.Tensor] = ()
-        if self._embeds or self._predicts:
-            inputs, targets = (self._cut(part, program.schedule.microbatches) for part in batch)
-        losses = self._executor.run(program, inputs, targets, buckets, generation=self.generation, step=self._passes)
-        if buckets is not None and finish_tied is not None:
-            finish_tied()
-            buckets.complete(self._tied)
+        inputs, targets = self._microbatches(batch, program.schedule.microbatches)
+        losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=self._passes)
+        for name, finish in finish_tied.items():
+            assert buckets is not None
+            finish()
+            buckets.complete(name)
         return shared(math.fsum(loss.item() for loss in losses) / len(losses) if self._predicts else None)
+
+    def _microbatches(
+        self, batch: Any, count: int
+    ) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]:
+        """What the executor is given of a batch: inputs and targets of each micro-batch."""
+        if not (self._embeds or self._predicts):
+            return (), ()
+        inputs, targets = (self._cut(part, count) for part in batch)
+        return inputs, targets
 
     def _cut(self, part: torch.Tensor, microbatches: int) -> Sequence[torch.Tensor]:
         if part.dim() == 0 or part.shape[0] % microbatches:
@@ -277,7 +310,8 @@ class PipelineEngine(BatchEngine):
     def _squared_norms(self) -> list[float]:
         """Each stage's squared norm of the gradient in the local set, in the order of stages; of a tied parameter's copies the
         first counts."""
-        skipped = {slot.bucket for slot in self._buckets.slots if slot.name in self._buckets.withheld and self._predicts}
+        elsewhere = {tie.name for tie in self._ties if tie.stages[0] != self.stage}
+        skipped = {slot.bucket for slot in self._buckets.slots if slot.name in elsewhere}
         mine = math.fsum(
             torch.linalg.vector_norm(bucket, dtype=torch.float64).item() ** 2
             for index, bucket in enumerate(self._buckets.flat)
@@ -301,7 +335,7 @@ class PipelineEngine(BatchEngine):
     def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """The mean loss of a batch, on every stage, without gradients; not within a step."""
         self._passes += 1
-        return self._forward_pass(self._evaluation, (inputs, targets), None)
+        return self._forward_pass(self._executor, self._evaluation, (inputs, targets), None)
 
     def close(self) -> None:
         self._guard.close()

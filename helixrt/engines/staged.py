@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, Batch, Batches, PipelineEngine, PipelineParts
+from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.update import Policy
@@ -58,18 +59,22 @@ class Stages:
         """The schedule over so many stages. Raises ConfigError for settings that do not fit each other."""
         if self.graphs not in GRAPHS:
             raise ConfigError("stages.graphs", self.graphs, f"must be one of {', '.join(GRAPHS)}")
-        if not 1 <= self.microbatches <= MAX_MICROBATCHES:
-            raise ConfigError("stages.microbatches", self.microbatches, f"must be between 1 and {MAX_MICROBATCHES}")
-        if self.schedule == "1f1b" and self.microbatches < stages:
-            raise ConfigError("stages.microbatches", self.microbatches, f"1f1b needs one per stage: mesh.pp={stages}")
-        schedule = build(self.schedule, stages, self.microbatches) if isinstance(self.schedule, str) else self.schedule
-        if (schedule.stages, schedule.microbatches) != (stages, self.microbatches):
-            given = f"{schedule.stages} stages and {schedule.microbatches} micro-batches"
-            rule = f"is for {given}, not {stages} and {self.microbatches}"
-            raise ConfigError("stages.schedule", schedule.name, rule)
-        if schedule.chunks > MAX_CHUNKS:
-            raise ConfigError("stages.schedule", schedule.name, f"has {schedule.chunks} parts, more than {MAX_CHUNKS}")
-        return schedule
+        return scheduled(self.schedule, stages, self.microbatches, "stages.")
+
+
+def scheduled(schedule: str | Schedule, stages: int, microbatches: int, settings: str = "") -> Schedule:
+    """The schedule of this name, or the one given. Raises ConfigError, by keys that begin with `settings`."""
+    if not 1 <= microbatches <= MAX_MICROBATCHES:
+        raise ConfigError(f"{settings}microbatches", microbatches, f"must be between 1 and {MAX_MICROBATCHES}")
+    if schedule == "1f1b" and microbatches < stages:
+        raise ConfigError(f"{settings}microbatches", microbatches, f"1f1b needs one per stage: mesh.pp={stages}")
+    made = build(schedule, stages, microbatches) if isinstance(schedule, str) else schedule
+    if (made.stages, made.microbatches) != (stages, microbatches):
+        given = f"{made.stages} stages and {made.microbatches} micro-batches"
+        raise ConfigError(f"{settings}schedule", made.name, f"is for {given}, not {stages} and {microbatches}")
+    if made.chunks > MAX_CHUNKS:
+        raise ConfigError(f"{settings}schedule", made.name, f"has {made.chunks} parts, more than {MAX_CHUNKS}")
+    return made
 
 
 @dataclass(frozen=True)
@@ -83,13 +88,12 @@ class StagePlace:
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))  # of the whole replica
 
 
-class StagedModel(nn.Module):
+class StagedModel(PipelinedModel):
     """The parts of a model that are on this rank. Made by `session.parallelize(Stages(...))`."""
 
     def __init__(self, stages: Stages, place: StagePlace) -> None:
         super().__init__()
         self.stages, self.place, self.schedule = stages, place, stages.scheduled(place.stages)
-        self._engine: PipelineEngine | None = None
         mine = [number for number, home in enumerate(self.schedule.placement) if home == place.stage]
         found = self._found(mine)
         if missing := [number for number in mine if number not in found]:
@@ -110,12 +114,6 @@ class StagedModel(nn.Module):
             raise ConfigError("stages.modules", len(modules), rule)
         return dict(enumerate(modules))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise MisuseError(
-            "a model in stages is not called: in a step use step.train(model, x, target=y), in an evaluation "
-            "model.evaluate(x, target=y)"
-        )
-
     def engine(
         self,
         registered: Registered,
@@ -126,7 +124,6 @@ class StagedModel(nn.Module):
         seed: int = 0,
         batches: Batches | None = None,
     ) -> PipelineEngine:
-        """What trains this rank's parts; see `PipelineParts`. Called by all ranks of the replica together, once."""
         stages, place = self.stages, self.place
         self._engine = PipelineEngine(
             PipelineParts(
@@ -151,10 +148,11 @@ class StagedModel(nn.Module):
         )
         return self._engine
 
-    @property
-    def engine_in_use(self) -> PipelineEngine | None:
-        """The one that `engine` made."""
-        return self._engine
+    def train_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> float:
+        if named or not all(isinstance(each, torch.Tensor) for each in (*inputs, target)) or len(inputs) != 1:
+            raise MisuseError("helixrt.Stages take one input and a target, both tensors: step.train(model, x, target=y)")
+        assert self._engine is not None
+        return self._engine.train(inputs[0], target)
 
     def evaluate(self, inputs: torch.Tensor, *, target: torch.Tensor) -> float:
         """The mean loss of a batch, on every stage: for the function that `session.evaluate` was given, which runs on all ranks

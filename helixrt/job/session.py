@@ -30,11 +30,13 @@ from torch import nn
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model
 from helixrt.engines.staged import StagedModel, Stages
 from helixrt.engines.update import Policy, UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
+from helixrt.job.captured import captured_model
 from helixrt.job.checkpoint import is_due
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import PerReplicaState
@@ -47,6 +49,9 @@ from helixrt.job.stream import Stream, StreamSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from helixrt.engines.captured import CapturedModel
+    from helixrt.engines.example_batch import ExampleBatch
 
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -131,7 +136,14 @@ class Session:
     @overload
     def parallelize(self, model: Stages) -> StagedModel: ...
 
-    def parallelize(self, model: nn.Module | Stages) -> nn.Module:
+    @overload
+    def parallelize(
+        self, model: nn.Module, *, example: ExampleBatch, weights: str | Path | None = None
+    ) -> CapturedModel: ...
+
+    def parallelize(
+        self, model: nn.Module | Stages, *, example: ExampleBatch | None = None, weights: str | Path | None = None
+    ) -> nn.Module:
         """Place the model for training, before its optimizer is made: on this rank's device. Parameters keep their type; with
         dtype="bfloat16" forward and loss of each micro-batch run under autocast.
 
@@ -144,9 +156,15 @@ class Session:
         A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size; it trains on the CPU, in the
         type of its parameters, by `step.train`.
 
+        A compiled model (`helixrt.compile(model, loss=..., microbatches=...)`) and `example`, a batch as `step.train` takes it,
+        give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
+        and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with
+        the run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
+        the rest of it is freed.
+
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
-        stages on another device or in another type; MisuseError for a model on the meta device, and if torch.distributed is
-        initialized already.
+        stages on another device or in another type, CaptureError for a model that cannot be captured or cut; MisuseError for a
+        model on the meta device that is not cut, and if torch.distributed is initialized already.
         """
         mesh = self.settings.mesh
         mesh.check_supported()
@@ -154,19 +172,28 @@ class Session:
             if mesh.dp_shard > 1:
                 raise ConfigError("mesh.dp_shard", mesh.dp_shard, "must be 1 for a model in stages so far")
             return self._staged(model)
+        if example is not None:
+            self._check_stages()
+            return captured_model(self.settings, self._host, model, example, weights)
+        if weights is not None:
+            raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
         if mesh.pp > 1:
-            raise ConfigError("mesh.pp", mesh.pp, "needs session.parallelize(helixrt.Stages(...))")
+            given = "session.parallelize(helixrt.compile(model, ...), example=helixrt.ExampleBatch(...))"
+            raise ConfigError("mesh.pp", mesh.pp, f"needs {given}, or helixrt.Stages")
         if mesh.dp_shard > 1:
             model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
         return model.to(self.device)
 
-    def _staged(self, stages: Stages) -> StagedModel:
+    def _check_stages(self) -> None:
         settings = self.settings
         if self.device.type != "cpu":
             raise ConfigError("device", settings.device, "a model in stages trains on the CPU so far (device='cpu')")
         if settings.dtype != "float32":
             raise ConfigError("dtype", settings.dtype, "a model in stages trains in the type of its parameters (float32)")
-        stages.scheduled(settings.mesh.pp)  # what is wrong is found before the ranks connect
+
+    def _staged(self, stages: Stages) -> StagedModel:
+        self._check_stages()
+        stages.scheduled(self.settings.mesh.pp)  # what is wrong is found before the ranks connect
         return StagedModel(stages, self._host.connect_stages())
 
     def register(
@@ -206,14 +233,14 @@ class Session:
         )
         settings = self.settings
         self._per_replica = dict(per_replica or {})
-        if isinstance(model, StagedModel):
+        if isinstance(model, PipelinedModel):
             policy = Policy(settings.lr_policy)  # type: ignore[arg-type]
             self._engine = model.engine(
                 registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.drawn_seed
             )
             return
         if settings.mesh.pp > 1:
-            raise MisuseError("with Mesh(pp=...) register the model that session.parallelize(helixrt.Stages(...)) gave")
+            raise MisuseError("with Mesh(pp=...) register the model that session.parallelize gave")
         self._engine = ModuleEngine(
             registered,
             replica=settings.replica,
@@ -270,7 +297,7 @@ class Session:
         if until < 1:
             raise ConfigError("until", until, "must be at least 1")
         if accumulate != 1 and isinstance(engine, PipelineEngine):
-            rule = "must be 1 for a model in stages, which cuts each batch: Stages(microbatches=)"
+            rule = "must be 1 for a model in stages, which cuts each batch itself (microbatches=)"
             raise ConfigError("accumulate", accumulate, rule)
         self._began = True
         stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)

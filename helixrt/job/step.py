@@ -15,7 +15,7 @@ import torch
 
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine
-from helixrt.engines.staged import StagedModel
+from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.update import ModuleUpdate
 from helixrt.errors import MisuseError
 from helixrt.replica.contracts import Number, WorkResult
@@ -131,20 +131,25 @@ class Step:
             )
         self._backwards += 1
 
-    def train(self, model: torch.nn.Module, inputs: torch.Tensor, *, target: torch.Tensor) -> float:
-        """Forward and backward of this batch through all stages of the model, which `session.parallelize(Stages(...))` gave and
-        `session.register` got; the exchange of its gradients runs meanwhile. All stages of the replica call it with the same
-        batch: inputs are read on the first stage, targets on the last one. Returns the mean loss of the batch, on every stage.
+    def train(self, model: torch.nn.Module, *inputs: Any, target: Any = None, **named: Any) -> float:
+        """Forward and backward of this batch through all stages of the model, which `session.parallelize` gave for `Stages` or
+        for a compiled model with an example, and `session.register` got; the exchange of its gradients runs meanwhile. All
+        stages of the replica call it with the same batch. `Stages` take one input, read on the first stage, and a target, read
+        on the last one; a compiled model takes its own arguments, and a target for its loss if it was given one. Returns the
+        mean loss of the batch's micro-batches, on every stage.
 
-        Raises MisuseError for a model without stages, a batch that cannot be cut into the micro-batches of `Stages`, a second
-        call for a batch, or one outside the step; Retryable when a stage of this replica is lost.
+        Raises MisuseError for a model without stages, a batch that cannot be cut into micro-batches or is unlike the example, a
+        second call for a batch, or one outside the step; Retryable when a stage of this replica is lost.
         """
         if not isinstance(self._engine, PipelineEngine):
-            raise MisuseError("step.train is for a model in stages; use step.backward(loss) with the loss of model(x)")
-        if not isinstance(model, StagedModel) or model.engine_in_use is not self._engine:
+            raise MisuseError(
+                "step.train is for a model in stages; use step.backward(loss) with the loss of model(x), or give a compiled "
+                "model with an example: session.parallelize(model, example=helixrt.ExampleBatch(...))"
+            )
+        if not isinstance(model, PipelinedModel) or model.engine_in_use is not self._engine:
             raise MisuseError("step.train was called with another model than the registered one")
         self._check_turn("step.train", "call it once for each batch")
-        loss = self._engine.train(inputs, target)
+        loss = model.train_batch(inputs, named, target)
         self._backwards += 1
         return loss
 

@@ -56,7 +56,7 @@ def lay_out(
 class GradientBuckets:
     """The buckets of the chunks on this rank (all parameters of one dtype).
 
-    `named` are their parameters in the model's order, each once: one that several chunks share (a tied embedding,
+    `named` are their trainable parameters in the model's order, each once: one that several chunks share (a tied embedding,
     where the first and the last chunk meet) stands where the first of them has it, and is final when the last
     backwards of all of them are done.
 
@@ -70,6 +70,8 @@ class GradientBuckets:
         users: dict[nn.Parameter, set[int]] = {}
         for chunk in sorted(chunks):
             for name, parameter in chunks[chunk].named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 if parameter not in users:
                     self.named.append((name, parameter))
                 users.setdefault(parameter, set()).add(chunk)

@@ -5,7 +5,7 @@ All of it goes over the channels that activations take, with lanes of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -43,19 +43,27 @@ def gather(channels: Mapping[int, Channel], stage: int, stages: int, generation:
     return [handles[peer].wait().item() if peer in handles else value for peer in range(stages)]
 
 
-def sum_tied(channel: Channel, grad: torch.Tensor, generation: int, step: int) -> Callable[[], None]:
-    """Add the gradient of the other copy of a tied parameter to this one's.
+def sum_tied(
+    channels: Mapping[int, Channel], stages: Sequence[int], number: int, grad: torch.Tensor, generation: int, step: int
+) -> Callable[[], None]:
+    """Add the gradients of the other copies of a tied parameter to this one's.
 
-    Begin before a pass; call the result when `grad` is final here. Both ends get the same bits, for
-    the sum of two numbers does not depend on their order.
+    `stages` are those that have a copy, in the same order on all of them; `channels` lead to the others. `number` tells the
+    tied parameters of a model apart. Begin before a pass; call the result when `grad` is final here. All copies get the same
+    bits: terms are added in the order of `stages`.
     """
-    tag = Tag(generation, step, 0, 0, Lane.TIED)
-    expected = channel.recv(tag, grad)
+    tag = Tag(generation, step, 0, number, Lane.TIED)
+    expected = {peer: channels[peer].recv(tag, grad) for peer in stages if peer in channels}
 
     def result() -> None:
-        sent = channel.send(tag, grad)
-        other = expected.wait()
-        sent.wait()
-        grad.add_(other)
+        sent = [channels[peer].send(tag, grad) for peer in expected]
+        others = {peer: handle.wait() for peer, handle in expected.items()}
+        for handle in sent:
+            handle.wait()
+        total, *terms = (others.get(stage, grad) for stage in stages)
+        for term in terms:
+            total.add_(term)
+        if total is not grad:
+            grad.copy_(total)
 
     return result

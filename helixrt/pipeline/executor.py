@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import Channel, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.channels import Channel, Lane, RecvHandle, SendHandle, Tag
 from helixrt.pipeline.program import Action, Program, Transfer
 from helixrt.pipeline.stage import Stage, Task
 from helixrt.record import FlightRecord, Kind
@@ -26,23 +26,30 @@ class Executor:
     """Runs programs of one stage.
 
     `stage` computes; `channels` lead to other stages; `boundary` has the shape and dtype of what goes between chunks
-    (one micro-batch's hidden states; contents do not matter).
+    (one micro-batch's hidden states; contents do not matter): one tensor for all, or one for each two neighbours in order.
     """
 
-    def __init__(self, stage: Stage, channels: Mapping[int, Channel], boundary: torch.Tensor, record: FlightRecord) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        channels: Mapping[int, Channel],
+        boundary: torch.Tensor | Sequence[torch.Tensor],
+        record: FlightRecord,
+    ) -> None:
         self.stage, self.channels, self.boundary, self.record = stage, channels, boundary, record
 
     def run(
         self,
         program: Program,
-        inputs: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
         buckets: GradientBuckets | None,
         *,
         generation: int,
         step: int,
     ) -> list[torch.Tensor]:
-        """One pass. `inputs` are needed where the first chunk is, `targets` where the last one is, by micro-batch.
+        """One pass. `inputs` are needed where the first chunk is, `targets` where the last one is, by micro-batch; None where
+        the stage has them already.
 
         Returns the last chunk's losses in the order of micro-batches (elsewhere an empty list). Backward
         adds the gradient of their mean to `buckets` (which has begun; None for a forward-only schedule).
@@ -66,7 +73,7 @@ class Executor:
         def expect() -> None:
             while remote and len(posted) < POSTED_AHEAD:
                 transfer, source = remote.popleft()
-                posted[transfer] = self.channels[source].recv(tag(transfer), self.boundary)
+                posted[transfer] = self.channels[source].recv(tag(transfer), self.like(transfer))
 
         def incoming(action: Action) -> torch.Tensor | None:
             if action.takes is None:
@@ -118,6 +125,12 @@ class Executor:
                     buckets.finish(chunk)
                 self._note(entry, begin_s)
         return [losses[m] for m in sorted(losses)]
+
+    def like(self, transfer: Transfer) -> torch.Tensor:
+        """A tensor of the shape and dtype of what is transferred."""
+        if isinstance(self.boundary, torch.Tensor):
+            return self.boundary
+        return self.boundary[transfer.chunk - 1 if transfer.lane is Lane.F else transfer.chunk]
 
     def _note(self, entry: Sequence[Action], begin_s: float) -> None:
         woven = {"woven": True} if len(entry) > 1 else {}

@@ -1,6 +1,7 @@
 """A stage computed by graphs: F, B and W of each of its chunks, and woven ones for pairs.
 
-In: the stage's chunks with an example of what comes in for each; later the operations of a schedule. Out: what the
+In: the joint graphs of the stage's chunks (`JointStage`), or the chunks with an example of what comes in for each, to be
+captured (`GraphStage`); later the operations of a schedule. Out: what the
 operations make; gradients as autograd leaves them, in buckets too. B and W run where the schedule has them, BW is one
 graph, and an overlapped pair is the forward of one chunk woven with the backward of the same or another chunk, made
 once for each two chunks that the schedule pairs. DHelix, sections 4.1 and 5 (folded pipelines); zero-bubble schedules
@@ -97,37 +98,29 @@ def renamed(part: Part, prefix: str) -> Part:
     return replace(part, inputs=tuple(map(new, part.inputs)), outputs=tuple(map(new, part.outputs)), layouts=layouts)
 
 
-class GraphStage(Stage):
-    """Runs F, B, W and BW, and pairs of an F with a B or BW.
+class JointStage(Stage):
+    """Runs F, B, W and BW, and pairs of an F with a B or BW; not forwards without a backward.
 
-    `chunks` are this stage's by number, in the training mode that their graphs are to have; `examples` are of what
-    comes in for each. `mode` and `rules` are for pairing strands that communicate; `group` is the process group of all
-    ranks that share the stage's layers, needed where these communicate in several groups (tensor and expert parallelism).
-    A forward without a backward is the module's own. Raises CaptureError for a chunk that cannot be captured.
+    `joints` are the joint graphs of this stage's chunks by number, `lasting` the parameters and buffers that they take in.
+    `mode` and `rules` are for pairing strands that communicate; `group` is the process group of all ranks that share the
+    stage's layers, needed where these communicate in several groups (tensor and expert parallelism).
     """
 
     def __init__(
         self,
-        chunks: Mapping[int, StageChunk],
-        examples: Mapping[int, Example],
+        joints: Mapping[int, Part],
+        lasting: Values,
         *,
         mode: Mode | str = Mode.AUTO,
         rules: Rules | None = None,
         group: Any = None,
     ) -> None:
-        self.eager, self.mode, self.rules, self.group = AutogradStage(chunks), mode, rules, group
-        self.graphs: dict[int, ChunkGraphs] = {}
-        self.lasting: Values = {}
-        layouts: dict[str, Layout] = {}
-        for number, chunk in chunks.items():
-            prefix = f"{number}."
-            example = examples[number]
-            x = example.x.detach().requires_grad_(number > 0)
-            joint = renamed(capture(chunk.module, (x,), loss=chunk.loss, target=example.target), prefix)
-            self.graphs[number] = ChunkGraphs(joint)
-            self.lasting |= lasting_of(chunk.module, chunk.loss, prefix)
-            layouts.update(joint.layouts)
-        self.parameters, self.layouts = parameters_of(self.lasting), layouts
+        self.mode, self.rules, self.group = mode, rules, group
+        self.graphs = {number: ChunkGraphs(joint) for number, joint in joints.items()}
+        self.lasting, self.parameters = lasting, parameters_of(lasting)
+        self.layouts: dict[str, Layout] = {}
+        for joint in joints.values():
+            self.layouts |= joint.layouts
         self.single: dict[tuple[int, Op], Executable] = {}  # by chunk
         self.woven: dict[Key, Executable] = {}
         self.plans: dict[Key, Plan] = {}  # of the woven ones
@@ -167,11 +160,9 @@ class GraphStage(Stage):
 
     def reset(self) -> None:
         self._held.clear()
-        self.eager.reset()
 
     def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
-        if buckets is None:
-            return self.eager.compute(tasks, None)
+        assert buckets is not None, "these graphs have a backward"
         if len(tasks) == 1:
             graph = self.single[tasks[0].chunk, tasks[0].op]
         else:
@@ -189,13 +180,53 @@ class GraphStage(Stage):
         later = graphs.later(task.op)
         if task.op is Op.F:
             held = self._held[place] = {}
-            given = {Port(Role.INPUT, "0"): task.given, Port(Role.TARGET, "target"): task.target}
+            given = self.given(task)
         else:
             held = self._held[place] if task.op is Op.B else self._held.pop(place)
             given = {Port(Role.TANGENT, graphs.output): task.given}
         wanted = graphs.wanted(task.op)
         held |= {port: value for port, value in given.items() if value is not None and port in wanted}
         return Strand(held, later)
+
+    def given(self, task: Task) -> Mapping[Port, torch.Tensor | None]:
+        """What comes into a forward, by port; what the graphs do not take in may be among it."""
+        return {Port(Role.INPUT, "0"): task.given, Port(Role.TARGET, "target"): task.target}
+
+
+class GraphStage(JointStage):
+    """As `JointStage`, of modules that it captures.
+
+    `chunks` are this stage's by number, in the training mode that their graphs are to have; `examples` are of what
+    comes in for each. A forward without a backward is the module's own. Raises CaptureError for a chunk that cannot be
+    captured.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, StageChunk],
+        examples: Mapping[int, Example],
+        *,
+        mode: Mode | str = Mode.AUTO,
+        rules: Rules | None = None,
+        group: Any = None,
+    ) -> None:
+        joints: dict[int, Part] = {}
+        lasting: Values = {}
+        for number, chunk in chunks.items():
+            prefix = f"{number}."
+            example = examples[number]
+            x = example.x.detach().requires_grad_(number > 0)
+            joints[number] = renamed(capture(chunk.module, (x,), loss=chunk.loss, target=example.target), prefix)
+            lasting |= lasting_of(chunk.module, chunk.loss, prefix)
+        super().__init__(joints, lasting, mode=mode, rules=rules, group=group)
+        self.eager = AutogradStage(chunks)
+
+    def reset(self) -> None:
+        super().reset()
+        self.eager.reset()
+
+    def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+        return self.eager.compute(tasks, None) if buckets is None else super().compute(tasks, buckets)
 
 
 def made(output: str, result: Values) -> torch.Tensor | None:

@@ -61,7 +61,7 @@ def one_process(folder: Path) -> nn.Module:
 
 
 def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 60
+    assert len(EXAMPLE.read_text().splitlines()) <= 75
 
 
 @pytest.mark.slow  # two processes that import torch and transformers, one of them twice
@@ -77,3 +77,16 @@ def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membersh
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in logged if line["replica"] == 0} == set(range(1, STEPS + 1))
     assert all(0 < line["values"]["loss"] < 6 for line in logged)
+
+
+@pytest.mark.slow  # four processes that import torch and transformers and capture the model, two of them twice
+@pytest.mark.timeout(480)
+def test_a_replica_of_two_stages_of_an_unmodified_model_is_killed_and_rejoins(tmp_path: Path) -> None:
+    done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, "auto", "--pp", 2)
+    folder = folder_of(tmp_path)
+    check_killed_run(done, folder, STEPS)
+    assert len(reported(folder)) == 2 and len(set(reported(folder))) == 1
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["values"]["loss"] for line in logged if line["replica"] == 0}
+    assert set(losses) == set(range(1, STEPS + 1))
+    assert 0 < losses[STEPS] < losses[1] < 6

@@ -1,0 +1,78 @@
+"""A whole model as every rank of a pipeline captures it: without memory for tensors, then cut into chunks.
+
+In: a model, its loss, the arguments of one micro-batch. Out: `CutModel`s, in training and in evaluation mode. The model is
+held, so that it can be captured again; its tensors may be replaced meanwhile by others of the same shapes, on meta too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from helixrt.compile.fake_model import capture_whole
+from helixrt.errors import ConfigError
+from helixrt.passes.cut import CutModel, cut
+from helixrt.passes.parts import Part
+from helixrt.passes.uncut import uncut
+from helixrt.passes.unit_costs import balanced
+from helixrt.passes.units import units
+
+Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
+
+
+class WholeModel:
+    """`device` is the one that the graphs run on."""
+
+    def __init__(self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu") -> None:
+        self.model, self.loss, self.device = model, loss, device
+        self.args, self.kwargs, self.target = pytree.tree_map_only(torch.Tensor, _shape_of, call)
+
+    def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
+        """One chunk for each entry of `placement`, its stage; `cuts` are the modules that later chunks begin with, else
+        chunks are balanced by estimates. The model is captured in the mode that it is in.
+
+        Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none.
+        """
+        joint = self._captured()
+        if len(placement) == 1:
+            return uncut(joint)
+        if cuts is None:
+            return cut(joint, balanced(joint, placement).starts)
+        try:
+            return cut(joint, cuts)
+        except ConfigError as error:
+            raise ConfigError("cuts", error.value, error.rule) from error
+
+    def evaluation(self, like: CutModel) -> CutModel:
+        """The model in evaluation mode, cut where `like` is. Raises CaptureError."""
+        with _evaluating(self.model):
+            joint = self._captured()
+        if len(like.chunks) == 1:
+            return uncut(joint)
+        found = units(joint)
+        later = like.chunks[1:]
+        return cut(joint, [found.layers.index(chunk.layers[0]) + 1 if chunk.layers else found.count - 1 for chunk in later])
+
+    def _captured(self) -> Part:
+        return capture_whole(self.model, self.args, self.kwargs, loss=self.loss, target=self.target, device=self.device)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Without memory, and without autograd: a pipeline gives no gradients of its inputs."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

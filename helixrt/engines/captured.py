@@ -1,0 +1,240 @@
+"""An unmodified model over pipeline stages: captured whole on fake tensors, cut, and this rank's part of it made real.
+
+In: a model with a `train_step` (`helixrt.compile`), on the meta device or real; an `ExampleBatch`; the stage. Out: a
+`CapturedModel`, a module with the parameters of this stage under the model's own names; `Session.register` makes a
+`CapturedEngine` of it. Every rank captures the whole model, which takes no memory for tensors, and all compare what they cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from helixrt.compile.materialize import Tensors, materialize, persistent_names, places
+from helixrt.compile.microbatches import Batch
+from helixrt.compile.options import Options
+from helixrt.compile.train_step import TrainStep
+from helixrt.compile.whole_model import WholeModel
+from helixrt.engines.captured_engine import CapturedEngine, CapturedParts
+from helixrt.engines.example_batch import ExampleBatch
+from helixrt.engines.pipelined import PipelinedModel
+from helixrt.engines.registered import Registered
+from helixrt.engines.staged import StagePlace, scheduled
+from helixrt.engines.update import Policy
+from helixrt.errors import ConfigError, MisuseError
+from helixrt.passes.agree import agree_on
+from helixrt.passes.cut import CutModel, ModelChunk
+from helixrt.passes.parts import Port, Role
+from helixrt.pipeline.captured_stage import MicroBatch
+from helixrt.pipeline.held import Values
+from helixrt.schedule.ir import Schedule
+
+CAPTURE_S = 3600.0  # within which a model is captured; a rank that captures is not taken for stuck
+
+Busy = Callable[[str, float], AbstractContextManager[None]]  # what is done, and its limit in seconds
+
+
+def pipeline_schedule(options: Options, stages: int) -> Schedule:
+    """The schedule that the options of `helixrt.compile` ask for. Raises ConfigError for what a pipeline does not have."""
+    if options.codegen != "eager":
+        raise ConfigError("codegen", options.codegen, "a pipeline runs operators one by one so far: codegen='eager'")
+    if not options.strict:
+        raise ConfigError("strict", False, "there is no plain loop for a pipeline: a model is captured, or it is an error")
+    schedule = scheduled("1f1b" if options.schedule == "auto" else options.schedule, stages, options.microbatches)
+    if options.cuts is not None and len(options.cuts) + 1 != schedule.chunks:
+        rule = f"must name {schedule.chunks - 1} modules: {schedule.name} over mesh.pp={stages} has {schedule.chunks} chunks"
+        raise ConfigError("cuts", list(options.cuts), rule)
+    return schedule
+
+
+class CapturedModel(PipelinedModel):
+    """This rank's part of a model. Made by `session.parallelize(helixrt.compile(model, ...), example=...)`.
+
+    `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
+    safetensors that they are read from instead. Raises ConfigError for options and examples that do not fit, CaptureError for
+    a model that cannot be captured or cut, MisuseError for one that a pipeline cannot train, DisagreementError when the ranks
+    of the replica cut it differently.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        example: ExampleBatch,
+        place: StagePlace,
+        *,
+        seed: int = 0,
+        weights: str | Path | None = None,
+        busy: Busy = lambda doing, limit_s: nullcontext(),
+    ) -> None:
+        super().__init__()
+        options = step.options
+        self.place, self._options, self._busy = place, options, busy
+        self._schedule = pipeline_schedule(options, place.stages)
+        self._example = Batch(example.inputs, example.named, example.target, options.microbatches, options.chunk_dims)
+        model = step.model
+        with busy("captures the model", CAPTURE_S):
+            self._whole = WholeModel(model, options.loss, self._example.calls[0])
+            self._cut = self._whole.cut(self._schedule.placement, options.cuts)
+            self._agree(self._cut)
+            _check_changed(self._cut.chunks)
+            mine = _names_of(place.stage, self._cut, self._schedule, model, options.loss)
+            tensors = materialize(model, mine, loss=options.loss, seed=seed, weights=weights)
+        self._trained = _freeze_others(self._cut, tensors, place)
+        self._tensors = tensors
+        fill(self, tensors, mine)
+
+    def _agree(self, cut: CutModel) -> None:
+        if self.place.group is not None:
+            agree_on(cut.lines, self.place.group, what="line", otherwise="cut the model differently")
+
+    def engine(
+        self,
+        registered: Registered,
+        *,
+        policy: Policy | None = None,
+        replica: int = 0,
+        replicas: int = 1,
+        seed: int = 0,
+        batches: None = None,
+    ) -> CapturedEngine:
+        mine = self._mine(self._cut)
+        self._engine = engine = CapturedEngine(
+            CapturedParts(
+                cut=self._cut,
+                holders={chunk.number: self._holder(chunk) for chunk in mine},
+                lasting=_lasting(mine, self._tensors),
+                evaluation=self._evaluation_cut,
+                schedule=self._schedule,
+                registered=registered,
+                stage=self.place.stage,
+                group=self.place.group,
+                record=self.place.record,
+                profile=self._options.profile,
+                policy=policy or Policy(),
+                replica=replica,
+                replicas=replicas,
+                seed=seed,
+            )
+        )
+        return engine
+
+    def _holder(self, chunk: ModelChunk) -> nn.Module:
+        holder = nn.Module()
+        fill(holder, self._tensors, [name for name in chunk.parameters if name in self._trained])
+        return holder
+
+    def _evaluation_cut(self) -> CutModel:
+        with self._busy("captures the model in evaluation mode", CAPTURE_S):
+            cut = self._whole.evaluation(self._cut)
+            self._agree(cut)
+        used = (name for chunk in self._mine(cut) for name in (*chunk.parameters, *chunk.buffers))
+        if missing := [name for name in used if name not in self._tensors.parameters and name not in self._tensors.buffers]:
+            raise MisuseError(
+                f"in evaluation mode stage {self.place.stage} needs {missing[0]}, which it does not have in training"
+            )
+        return cut
+
+    def _mine(self, cut: CutModel) -> list[ModelChunk]:
+        return [chunk for chunk in cut.chunks if self._schedule.placement[chunk.number] == self.place.stage]
+
+    def train_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> float:
+        assert isinstance(self._engine, CapturedEngine)
+        return self._engine.train_microbatches(self._microbatches(inputs, named, target))
+
+    def evaluate(self, *inputs: Any, target: Any = None, **named: Any) -> float:
+        """The mean loss of a batch in evaluation mode (`model.eval()`), on every stage: for the function that
+        `session.evaluate` was given, which runs on all ranks of a replica together. It takes what `step.train` takes, of the
+        same shapes; the first call captures the model in this mode."""
+        if not isinstance(self._engine, CapturedEngine):
+            raise MisuseError("register the model before it is evaluated")
+        return self._engine.measure_microbatches(self._microbatches(inputs, named, target))
+
+    def _microbatches(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> Sequence[MicroBatch]:
+        """Raises MisuseError for a batch unlike the example."""
+        try:
+            batch = Batch(inputs, named, target, self._options.microbatches, self._options.chunk_dims)
+        except ConfigError as error:
+            raise MisuseError(f"this batch cannot be cut into micro-batches: {error}") from error
+        if difference := batch.difference(self._example):
+            raise MisuseError(f"this batch is unlike the example that the model was captured with: {difference}")
+        return batch.inputs
+
+
+def fill(root: nn.Module, tensors: Tensors, names: Iterable[str]) -> None:
+    """Put the tensors of these names into `root`, in submodules as the names say; a tied one under each of its names."""
+    wanted = {id(tensor) for name in names if (tensor := _tensor(tensors, name)) is not None}
+    for name in (*tensors.parameters, *tensors.buffers):
+        tensor = _tensor(tensors, name)
+        if id(tensor) not in wanted:
+            continue
+        *above, key = name.split(".")
+        owner = root
+        for piece in above:
+            if piece not in owner._modules:
+                owner.add_module(piece, nn.Module())
+            owner = owner.get_submodule(piece)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(key, tensor)
+        else:
+            owner.register_buffer(key, tensor, persistent=name in tensors.persistent)
+
+
+def _tensor(tensors: Tensors, name: str) -> torch.Tensor | None:
+    return tensors.parameters.get(name, tensors.buffers.get(name))
+
+
+def _names_of(stage: int, cut: CutModel, schedule: Schedule, model: nn.Module, loss: Any) -> list[str]:
+    """The tensors that a stage has, in the model's order: those of its chunks, on the first stage also what no chunk uses and
+    the model's state has, so that every name of `state_dict` is on a stage."""
+    everywhere = places(model, loss)
+    stages: dict[int, set[int]] = {}
+    for chunk in cut.chunks:
+        for name in (*chunk.parameters, *chunk.buffers):
+            stages.setdefault(id(everywhere[name].tensor), set()).add(schedule.placement[chunk.number])
+    stored = persistent_names(model, loss)
+    first: dict[int, str] = {}
+    for name, place in everywhere.items():
+        homes = stages.get(id(place.tensor), {0} if name in stored else set())
+        if stage in homes:
+            first.setdefault(id(place.tensor), name)
+    return list(first.values())
+
+
+def _freeze_others(cut: CutModel, tensors: Tensors, place: StagePlace) -> set[str]:
+    """Freeze parameters that get no gradient, as a plain loop leaves them; the names of the others that this stage has.
+
+    Raises ConfigError for parameters to train of several types, or none.
+    """
+    trained = {name for chunk in cut.chunks for name in chunk.gradients}
+    same = {id(tensors.parameters[name]) for name in trained if name in tensors.parameters}
+    for parameter in tensors.parameters.values():
+        if id(parameter) not in same:
+            parameter.requires_grad_(False)
+    types = sorted({str(tensors.parameters[name].dtype) for name in trained if name in tensors.parameters})
+    if len(types) != 1:
+        what = f"are of {' and '.join(types)}" if types else "are not there"
+        raise ConfigError("model", f"stage {place.stage}", f"its parameters to train {what}; a stage has some, of one type")
+    return {name for name in trained if name in tensors.parameters}
+
+
+def _check_changed(chunks: Iterable[ModelChunk]) -> None:
+    """Raises MisuseError for a model with running buffers."""
+    for chunk in chunks:
+        if chunk.changed:
+            raise MisuseError(
+                f"forward changes the buffer {chunk.changed[0]}; what micro-batches of a pipeline change is not summed over "
+                "replicas yet. Replace the module (BatchNorm by GroupNorm), or train with mesh.pp=1 and step.backward"
+            )
+
+
+def _lasting(chunks: Iterable[ModelChunk], tensors: Tensors) -> Values:
+    found: Values = {}
+    for chunk in chunks:
+        found |= {Port(Role.PARAMETER, name): tensors.parameters[name] for name in chunk.parameters}
+        found |= {Port(Role.BUFFER, name): tensors.buffers[name] for name in chunk.buffers}
+    return found

@@ -1,0 +1,89 @@
+"""A stage of a pipeline that was cut from one captured graph of the whole model (`passes.cut`).
+
+In: the stage's chunks, their parameters and buffers by name; before each pass the micro-batches of the whole model, and a
+seed for each. Out: as of any stage. Besides what a neighbour gives, a chunk takes in those of the model's inputs and targets
+that its part of the graph names. `CapturedStage` trains; `EvaluationStage` runs forwards that save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from helixrt.passes.cut import BOUNDARY, SEED, ModelChunk
+from helixrt.passes.executable import Executable
+from helixrt.passes.forward import forward_alone
+from helixrt.passes.parts import Port, Role
+from helixrt.passes.profile import Mode
+from helixrt.pipeline.buckets import GradientBuckets
+from helixrt.pipeline.gradients import ParameterGradients
+from helixrt.pipeline.graph_stage import JointStage
+from helixrt.pipeline.held import Strand, Values, run_held
+from helixrt.pipeline.stage import Stage, Task
+from helixrt.schedule.ir import Op
+
+MicroBatch = Mapping[Port, torch.Tensor]  # the model's INPUT and TARGET
+
+
+class ModelInputs:
+    """What the chunks of a stage take in from outside the model, in the pass that is running."""
+
+    def __init__(self, chunks: Mapping[int, ModelChunk]) -> None:
+        self._chunks = chunks
+        self._microbatches: Sequence[MicroBatch] = ()
+        self._seeds: Sequence[torch.Tensor] = ()
+
+    def begin(self, microbatches: Sequence[MicroBatch], seeds: Sequence[torch.Tensor]) -> None:
+        """The micro-batches of the next pass, and what each draws its random numbers from."""
+        self._microbatches, self._seeds = microbatches, seeds
+
+    def of(self, task: Task) -> dict[Port, torch.Tensor]:
+        """All that comes into a forward."""
+        chunk = self._chunks[task.chunk]
+        microbatch = self._microbatches[task.microbatch]
+        found = {each.port: microbatch[each.source] for each in chunk.inputs}
+        if task.given is not None:
+            found[Port(Role.INPUT, BOUNDARY)] = task.given
+        if chunk.seeded:
+            found[SEED] = self._seeds[task.microbatch]
+        return found
+
+
+class CapturedStage(JointStage):
+    """Runs F, B, W and BW of chunks, and pairs. `lasting` has their parameters and buffers. Raises VerifyError."""
+
+    def __init__(
+        self, chunks: Mapping[int, ModelChunk], lasting: Values, *, mode: Mode | str = Mode.AUTO, group: Any = None
+    ) -> None:
+        super().__init__({number: chunk.part for number, chunk in chunks.items()}, lasting, mode=mode, group=group)
+        self.inputs = ModelInputs(chunks)
+
+    def given(self, task: Task) -> Mapping[Port, torch.Tensor | None]:
+        return self.inputs.of(task)
+
+
+class EvaluationStage(Stage):
+    """Runs forwards alone, of chunks that were captured in evaluation mode."""
+
+    def __init__(self, chunks: Mapping[int, ModelChunk], lasting: Values) -> None:
+        self.lasting = lasting
+        self.inputs = ModelInputs(chunks)
+        self.graphs = {number: Executable(forward_alone(chunk.part)) for number, chunk in chunks.items()}
+        self._none = ParameterGradients({}, {})
+
+    def reset(self) -> None:
+        """Nothing is kept between operations."""
+
+    def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+        (task,) = tasks
+        assert task.op is Op.F and buckets is None, "an evaluation has forwards alone"
+        graph = self.graphs[task.chunk]
+        wanted = set(graph.inputs)
+        held = {port: value for port, value in self.inputs.of(task).items() if port in wanted}
+        tasks.clear()
+        del task
+        (result,) = run_held(graph, [Strand(held)], self.lasting, self._none)
+        (value,) = result.values()
+        return [value.clone() if value.dim() == 0 else value]  # as a view a loss would hold what it lies in

@@ -1,0 +1,460 @@
+"""Unmodified models over pipeline stages on the session: trained as a plain loop trains them; wrong calls.
+
+Stages are threads; what each of them would capture is captured once (`cut_once`).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import helixrt
+from helixrt.compile.whole_model import WholeModel
+from helixrt.engines.captured import CapturedModel
+from helixrt.engines.staged import StagePlace
+from helixrt.errors import ConfigError, MisuseError
+from helixrt.job.mesh import Mesh
+from helixrt.passes.cut import CutModel
+from helixrt.passes.errors import DisagreementError
+from helixrt.record import FlightRecord
+from tests.job.session_world import LocalHost, session_with
+
+WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 4, 3
+VOCABULARY, LENGTH = 19, 5
+
+Batches = list[tuple[tuple[Any, ...], dict[str, Any], Any]]  # positional arguments, keywords, target
+
+
+class StageHost(LocalHost):
+    """Of one stage; the stages of a test are threads of this process."""
+
+    def __init__(self, stage: int = 0, stages: int = 1, group: Any = None, **others: Any) -> None:
+        super().__init__(**others)
+        self.place = StagePlace(stage, stages, group if stages > 1 else None, FlightRecord(f"pp{stage}"))
+
+    def connect_stages(self) -> StagePlace:
+        return self.place
+
+
+@pytest.fixture(autouse=True)
+def cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of a test get the same cut of the same model."""
+    lock = threading.Lock()
+    known: dict[Any, Any] = {}
+
+    def once(method: str, original: Any) -> Any:
+        def call(self: WholeModel, *arguments: Any) -> Any:
+            frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+            shown = [argument.hash if isinstance(argument, CutModel) else argument for argument in arguments]
+            key = f"{method} {self.model} {frozen} {self.args} {self.kwargs} {self.target} {shown}"
+            with lock:
+                if key not in known:
+                    known[key] = original(self, *arguments)
+                return known[key]
+
+        return call
+
+    for method in ("cut", "evaluation"):
+        monkeypatch.setattr(WholeModel, method, once(method, getattr(WholeModel, method)))
+
+
+# ---------------------------------------------------------------- models and batches
+
+
+class Perceptron(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x if scale is None else x * scale)
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(3)
+    return Perceptron().double()
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=8,
+        n_layer=4,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).double()
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LENGTH,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(3)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LENGTH,
+        num_local_experts=3,
+        output_router_logits=True,  # all layers' are in the loss
+        experts_implementation="batched_mm",
+    )
+    return MixtralForCausalLM(config).double()
+
+
+class LearnedScale(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 0.3, dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(output * self.scale, target)
+
+
+def vectors() -> Batches:
+    generator = torch.Generator().manual_seed(7)
+    drawn = [torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+    return [((x,), {"scale": x.exp()}, x[:, :2]) for x in drawn]
+
+
+def text() -> Batches:
+    generator = torch.Generator().manual_seed(7)
+    drawn = [torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
+    return [((), {"input_ids": tokens, "labels": tokens}, None) for tokens in drawn]
+
+
+def padded() -> Batches:
+    """Every other row has padding at its end."""
+    batches = []
+    for _, named, _ in text():
+        mask = torch.ones_like(named["input_ids"])
+        mask[::2, -2:] = 0
+        labels = named["labels"].masked_fill(mask == 0, -100)
+        batches.append(((), {**named, "labels": labels, "attention_mask": mask}, None))
+    return batches
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[], Batches]]] = {  # model, its loss, batches
+    "perceptron": (perceptron, lambda: mse_loss, vectors),
+    "learned": (perceptron, LearnedScale, vectors),
+    "gpt2": (gpt2, lambda: None, text),
+    "llama": (llama, lambda: None, padded),
+    "mixtral": (mixtral, lambda: None, text),
+}
+
+
+# ---------------------------------------------------------------- training
+
+
+def trained(
+    host: StageHost, model: nn.Module, loss: Any, batches: Batches, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """This stage's state, and (loss, norm) of each step."""
+    session = session_with(host, seed=5, mesh=Mesh(pp=host.place.stages))
+    args, kwargs, target = batches[0]
+    example = helixrt.ExampleBatch(*args, target=target, **kwargs)
+    compiled = helixrt.compile(model, loss=loss, microbatches=MICROBATCHES, **options)
+    part = session.parallelize(compiled, example=example)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+    session.register(model=part, optimizers=[optimizer], clip_norm=0.5)
+    session.evaluate(lambda: part.evaluate(*args, target=target, **kwargs), every=STEPS)
+    found = []
+    for step in session.steps(batches, until=STEPS):
+        for inputs, named, goal in step:
+            loss_of_batch = step.train(part, *inputs, target=goal, **named)
+        done = step.commit()
+        if done.committed:
+            found.append((loss_of_batch, float(done.grad_norm)))
+    return {name: value.clone() for name, value in part.state_dict().items()}, found
+
+
+def plain(model: nn.Module, loss: Any, batches: Batches) -> tuple[dict[str, torch.Tensor], list[Any], float]:
+    """The same by autograd on one process; the last is the loss in evaluation mode."""
+    both = nn.ModuleDict({"loss": loss} if isinstance(loss, nn.Module) else {})
+    parameters = [*model.parameters(), *both.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def losses(batch: Any) -> list[torch.Tensor]:
+        args, kwargs, target = batch
+        found = []
+        for at in range(MICROBATCHES):
+            part = slice(at * BATCH // MICROBATCHES, (at + 1) * BATCH // MICROBATCHES)
+            output = model(*(x[part] for x in args), **{name: x[part] for name, x in kwargs.items()})
+            found.append(output.loss if loss is None else loss(output, target[part]))
+        return found
+
+    figures = []
+    for batch in batches:
+        optimizer.zero_grad()
+        found = losses(batch)
+        for each in found:
+            (each / MICROBATCHES).backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        figures.append((sum(each.item() for each in found) / MICROBATCHES, float(norm)))
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        validated = sum(each.item() for each in losses(batches[0])) / MICROBATCHES
+    return {**model.state_dict(), **both.state_dict()}, figures, validated
+
+
+def over_stages(run_stages: Any, stages: int, case: str, **options: Any) -> tuple[list[Any], dict[int, StageHost]]:
+    """What `trained` gave on each stage."""
+    build, loss, batches = CASES[case]
+    models = [(build(), loss()) for _ in range(stages)]
+    hosts: dict[int, StageHost] = {}
+
+    def stage(number: int, group: Any) -> Any:
+        hosts[number] = StageHost(number, stages, group)
+        return trained(hosts[number], *models[number], batches(), **options)
+
+    return run_stages(stages, stage, timeout_s=240.0), hosts
+
+
+def check_equal(case: str, found: list[Any], hosts: dict[int, StageHost]) -> None:
+    build, loss, batches = CASES[case]
+    expected, figures, validated = plain(build(), loss(), batches())
+    states = [state for state, _ in found]
+    assert set().union(*states) == set(expected)
+    for state in states:
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    assert all(told == found[0][1] for _, told in found)  # loss and norm are over all stages, and known to each
+    assert found[0][1] == [(pytest.approx(a, rel=1e-6), pytest.approx(b, rel=1e-6)) for a, b in figures]
+    for host in hosts.values():
+        ((step, values),) = host.validated
+        assert step == STEPS and values["value"] == pytest.approx(validated, rel=1e-6)
+
+
+DEFAULT = [("perceptron", 1, "auto"), ("perceptron", 2, "interleaved"), ("perceptron", 2, "zb"), ("gpt2", 2, "1f1b")]
+SLOW = [
+    ("gpt2", 1, "auto"),
+    ("gpt2", 4, "zb-h1"),
+    ("gpt2", 2, "zbv"),  # both ends of the model, which are tied, on the first stage
+    ("gpt2", 2, "dualpipev"),
+    ("llama", 2, "1f1b"),
+    ("llama", 4, "zb"),
+    ("llama", 2, "interleaved"),
+    ("mixtral", 2, "zbv"),
+    ("mixtral", 4, "1f1b"),
+    ("learned", 2, "1f1b"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "stages", "schedule"), [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_stages_train_as_a_plain_loop_does(run_stages: Any, case: str, stages: int, schedule: str) -> None:
+    check_equal(case, *over_stages(run_stages, stages, case, schedule=schedule))
+
+
+def test_cuts_are_where_the_user_says(run_stages: Any) -> None:
+    found, hosts = over_stages(run_stages, 2, "perceptron", cuts=["layers.1"])
+    check_equal("perceptron", found, hosts)
+    assert [sorted({name.rsplit(".", 1)[0] for name in state}) for state, _ in found] == [
+        ["layers.0"],
+        ["head", "layers.1", "layers.2", "layers.3"],
+    ]
+
+
+@pytest.mark.slow
+def test_dropout_is_the_same_for_every_number_of_stages(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "dropout", (lambda: gpt2(0.1), lambda: None, text))
+    whole, *others = (over_stages(run_stages, stages, "dropout")[0] for stages in (1, 2, 4))
+    ((expected, figures),) = whole
+    _, without, _ = plain(gpt2(), None, text())
+    assert figures[0][0] != pytest.approx(without[0][0], rel=1e-6)  # something was dropped
+    for found in others:
+        for state, told in found:
+            assert told == [(pytest.approx(a, rel=1e-12), pytest.approx(b, rel=1e-12)) for a, b in figures]
+            for name, value in state.items():
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-14)
+
+
+def test_dropped_work_is_done_again_with_the_same_result() -> None:
+    calm, disturbed = (trained(StageHost(dropped=dropped), perceptron(), mse_loss, vectors()) for dropped in (set(), {2, 3}))
+    assert calm[1] == disturbed[1] and all(torch.equal(calm[0][name], disturbed[0][name]) for name in calm[0])
+
+
+def test_stages_that_cut_differently_say_so(run_stages: Any) -> None:
+    models = [Perceptron(4).double(), Perceptron(6).double()]
+
+    def stage(number: int, group: Any) -> Any:
+        return trained(StageHost(number, 2, group), models[number], mse_loss, vectors())
+
+    with pytest.raises(DisagreementError, match=r"ranks cut the model differently: line \d+ is .* on rank 0 and .* on rank 1"):
+        run_stages(2, stage)
+
+
+# ---------------------------------------------------------------- what a stage has
+
+
+def part_of(model: nn.Module, stage: int, stages: int, **options: Any) -> CapturedModel:
+    """Of a model over stages, without the others."""
+    (x,), named, target = vectors()[0]
+    step = helixrt.compile(model, loss=mse_loss, microbatches=MICROBATCHES, **options).train_step
+    place = StagePlace(stage, stages, None, FlightRecord("pp"))
+    return CapturedModel(step, helixrt.ExampleBatch(x, target=target, **named), place, seed=5)
+
+
+def test_a_model_on_meta_gets_the_same_weights_for_every_number_of_stages() -> None:
+    def states(stages: int) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for stage in range(stages):
+            with torch.device("meta"):
+                model = Perceptron().double()
+            found |= part_of(model, stage, stages).state_dict()
+        return found
+
+    whole = states(1)
+    assert set(whole) == set(perceptron().state_dict()) and all(value.any() for value in whole.values())
+    for stages in (2, 4):
+        found = states(stages)
+        assert set(found) == set(whole) and all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_what_a_real_model_has_is_taken_and_the_rest_is_freed() -> None:
+    model = perceptron()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    part = part_of(model, 1, 2)
+    state = part.state_dict()
+    assert 0 < len(state) < len(before) and all(torch.equal(state[name], before[name]) for name in state)
+    assert {name for name, value in model.state_dict().items() if not value.is_meta} == set(state)
+
+
+def test_parameters_without_a_gradient_are_not_trained() -> None:
+    model = perceptron()
+    model.spare = nn.Linear(3, 3)
+    model.layers[3].bias.requires_grad_(False)
+    first, second = (part_of(copy.deepcopy(model), stage, 2) for stage in range(2))
+    assert {name for name, p in first.named_parameters() if not p.requires_grad} == {"spare.weight", "spare.bias"}
+    assert [name for name, p in second.named_parameters() if not p.requires_grad] == ["layers.3.bias"]
+
+
+# ---------------------------------------------------------------- wrong calls
+
+
+def started(model: nn.Module | None = None) -> tuple[Any, Any]:
+    session = session_with(StageHost())
+    (x,), named, target = vectors()[0]
+    compiled = helixrt.compile(model or perceptron(), loss=mse_loss, microbatches=MICROBATCHES)
+    part = session.parallelize(compiled, example=helixrt.ExampleBatch(x, target=target, **named))
+    session.register(model=part, optimizers=[torch.optim.SGD(part.parameters(), lr=0.1)])
+    return session, part
+
+
+WRONG: dict[str, tuple[Callable[[Any, Any, Any, Any], object], str]] = {
+    "called": (lambda step, part, x, y: part(x), r"is not called: in a step use step\.train\(model, x, target=y\)"),
+    "backward": (lambda step, part, x, y: step.backward(x.sum()), r"step\.backward was called for a model in stages"),
+    "uneven": (lambda step, part, x, y: step.train(part, x[:7], target=y[:7], scale=x[:7]), "a multiple of microbatches=4"),
+    "shape": (lambda step, part, x, y: step.train(part, x[:, :3], target=y, scale=x), r"argument 0 .* is .*\[2, 3\]"),
+    "dtype": (lambda step, part, x, y: step.train(part, x.float(), target=y, scale=x), "is torch.float32.* not torch.float64"),
+    "missing": (lambda step, part, x, y: step.train(part, x, target=y), "argument scale is in the example alone"),
+    "unknown": (lambda step, part, x, y: step.train(part, x, target=y, scale=x, weight=x), "weight is in this one alone"),
+}
+
+
+def test_a_wrong_call_ends_in_one_clear_error() -> None:
+    session, part = started()
+    (step,) = (next(session.steps(vectors(), until=1)),)
+    for (x,), named, target in step:
+        for call, message in WRONG.values():
+            with pytest.raises(MisuseError, match=message):
+                call(step, part, x, target)
+        step.train(part, x, target=target, **named)
+    assert step.commit().committed
+
+
+class Counting(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        self.seen.add_(1)
+        return super().forward(x, scale)
+
+
+class Ruleless(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x + self.bias, scale)
+
+
+def test_a_model_that_cannot_be_trained_is_refused_by_name() -> None:
+    with pytest.raises(MisuseError, match="forward changes the buffer seen"):
+        part_of(Counting().double(), 0, 1)
+    with torch.device("meta"):
+        model = Ruleless().double()
+    with pytest.raises(ConfigError, match="model=bias: is on the meta device, and no rule gives it values"):
+        part_of(model, 0, 1)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "codegen": ({"codegen": "inductor"}, "codegen=inductor: a pipeline runs operators one by one"),
+    "strict": ({"strict": False}, "strict=False: there is no plain loop for a pipeline"),
+    "too few": ({"schedule": "1f1b", "microbatches": 1}, "microbatches=1: 1f1b needs one per stage"),
+    "cuts": ({"cuts": ["layers.1", "layers.2"]}, "cuts=.*: must name 1 modules: 1f1b over mesh.pp=2 has 2 chunks"),
+    "unknown": ({"schedule": "2f2b"}, "schedule=2f2b: must be auto, a Schedule, or one of gpipe, 1f1b"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_options_that_do_not_fit_are_refused(case: str) -> None:
+    options, rule = REFUSED[case]
+    with pytest.raises(ConfigError, match=rule):
+        compiled = helixrt.compile(perceptron(), loss=mse_loss, **{"microbatches": MICROBATCHES, **options})
+        session_with(StageHost(), mesh=Mesh(pp=2)).parallelize(compiled, example=helixrt.ExampleBatch(torch.zeros(8, WIDTH)))
+
+
+def test_what_is_missing_is_said() -> None:
+    session = session_with(StageHost(), mesh=Mesh(pp=2))
+    compiled = helixrt.compile(perceptron(), loss=mse_loss)
+    with pytest.raises(ConfigError, match=r"mesh\.pp=2: needs session\.parallelize\(helixrt\.compile\(model.*example="):
+        session.parallelize(compiled)
+    with pytest.raises(ConfigError, match="model=Perceptron: is not compiled"):
+        session.parallelize(perceptron(), example=helixrt.ExampleBatch(torch.zeros(8, WIDTH)))
+    with pytest.raises(ConfigError, match="schedule=zb: is for a pipeline"):
+        helixrt.compile(perceptron(), loss=mse_loss, schedule="zb").train_step(torch.zeros(8, WIDTH), target=torch.zeros(8, 2))
