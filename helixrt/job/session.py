@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -32,6 +33,7 @@ from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model
+from helixrt.engines.stage_ranks import check_layouts
 from helixrt.engines.staged import StagedModel, Stages
 from helixrt.engines.update import Policy, UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
@@ -46,6 +48,7 @@ from helixrt.job.step import Committed, SessionEngine, Step
 from helixrt.job.stream import Stream, StreamSettings
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
@@ -108,6 +111,15 @@ class Session:
         process; all ranks make it. Raises MisuseError for a replica of one rank."""
         return self._host.connect(self.device).device_mesh()
 
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """The ranks of this replica that differ from this one in these axes of `Mesh` alone (in any without an axis); None where
+        there is no other. For parts of a model that work together, from the thread that trains. As with `device_mesh` the first
+        use connects the ranks; all ranks ask for the same axes, in the same order."""
+        mesh = self.settings.mesh
+        if mesh.ranks == 1:
+            return None
+        return self._host.connect(self.device).group(*axes)
+
     @property
     def step(self) -> Step | None:
         """The step that the loop is in, or was in last."""
@@ -141,21 +153,19 @@ class Session:
         `fully_shard(..., mesh=session.device_mesh)` stay as they are. dtype="bfloat16" is FSDP2's mixed precision then. Every
         rank builds the whole model with the same values, and calls this; it initializes torch.distributed in this process.
 
-        A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size; it trains on the CPU, in the
-        type of its parameters, by `step.train`.
+        A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size, also with cp and tp where its
+        parts are built for them (`group`, `Stages.layouts`); it trains on the CPU, in the type of its parameters, by
+        `step.train`.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
         stages on another device or in another type; MisuseError for a model on the meta device, and if torch.distributed is
         initialized already.
         """
         mesh = self.settings.mesh
-        mesh.check_supported()
         if isinstance(model, Stages):
-            if mesh.dp_shard > 1:
-                raise ConfigError("mesh.dp_shard", mesh.dp_shard, "must be 1 for a model in stages so far")
+            mesh.check_stages()
             return self._staged(model)
-        if mesh.pp > 1:
-            raise ConfigError("mesh.pp", mesh.pp, "needs session.parallelize(helixrt.Stages(...))")
+        mesh.check_module()
         if mesh.dp_shard > 1:
             model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
         return model.to(self.device)
@@ -167,6 +177,7 @@ class Session:
         if settings.dtype != "float32":
             raise ConfigError("dtype", settings.dtype, "a model in stages trains in the type of its parameters (float32)")
         stages.scheduled(settings.mesh.pp)  # what is wrong is found before the ranks connect
+        check_layouts(asdict(settings.mesh), stages.layouts)
         return StagedModel(stages, self._host.connect_stages())
 
     def register(
