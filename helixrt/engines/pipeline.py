@@ -72,8 +72,7 @@ class PipelineParts:
     chunks. `batches`: for `run`, which finds its batches itself; a user's loop calls `train` instead. `tied`: the name of a
     parameter of which the first and the last chunk have a copy each; "" if there is none. `group` holds the replica's pipeline
     ranks, ordered by stage (Gloo); None for a single stage. `mesh` is that of the whole replica, and `layouts` says for a chunk
-    how its parameters lie on the ranks that share the stage: each has its own part of the batch's sequences (cp), of the matrices
-    (tp). A schedule that moves W or has pairs runs by graphs of the chunks,
+    how its parameters lie on the ranks that share the stage. A schedule that moves W or has pairs runs by graphs of the chunks,
     others by autograd; `graphs`, one of GRAPHS, may say otherwise.
     """
 
@@ -229,7 +228,8 @@ class PipelineEngine(BatchEngine):
         """Forward and backward of a batch, once between `begin` and `end`; its mean loss, on every rank of the replica.
 
         Inputs are read where the first chunk is, targets where the last one is. A context-parallel rank is given its part of
-        both; the loss is that of all parts. Raises MisuseError for a batch that cannot be cut into the schedule's micro-batches.
+        both; the loss is that of all parts. Raises MisuseError for a batch that cannot be cut into the schedule's
+        micro-batches.
         """
         if self._loaded:
             self._check_copies()

@@ -81,8 +81,8 @@ class ReplicaMesh:
         return dict(zip(AXES, (int(i) for i in (self._ranks == group_rank).nonzero()[0]), strict=True))
 
     def separate_group(self, *axes: str) -> dist.ProcessGroup | None:
-        """A new group of the ranks of `group(*axes)`, for collectives of another thread: those of one group must be called in the
-        same order on all its ranks."""
+        """A new group of the ranks of `group(*axes)`, for collectives of another thread: those of one group must be called in
+        the same order on all its ranks."""
         members = self.members(*axes)
         return self._new_group(members) if len(members) > 1 else None
 

@@ -43,5 +43,5 @@ class Mesh:
         """Raises ConfigError (mesh.AXIS) for what a session cannot train a model in stages on: FSDP2 shards no stages."""
         self.check_supported()
         if self.dp_shard > 1:
-            rule = "must be 1 for a model in stages so far, whose parameters FSDP2 does not shard; replicas=, tp, cp and pp remain"
+            rule = "must be 1 for a model in stages so far, whose parameters FSDP2 does not shard; use replicas, tp or cp"
             raise ConfigError("mesh.dp_shard", self.dp_shard, rule)

@@ -106,15 +106,15 @@ class Session:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks of this replica as a device mesh, for `fully_shard` and collectives of your own: its dimensions are the axes
-        of `Mesh` that are larger than 1, by name. Its first use connects the ranks, and initializes torch.distributed in this
+        """The ranks of this replica as a device mesh, for `fully_shard` and collectives of your own: its dimensions are the
+        axes of `Mesh` that are larger than 1, by name. Its first use connects the ranks, and initializes torch.distributed in this
         process; all ranks make it. Raises MisuseError for a replica of one rank."""
         return self._host.connect(self.device).device_mesh()
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        """The ranks of this replica that differ from this one in these axes of `Mesh` alone (in any without an axis); None where
-        there is no other. For parts of a model that work together, from the thread that trains. As with `device_mesh` the first
-        use connects the ranks; all ranks ask for the same axes, in the same order."""
+        """The ranks of this replica that differ from this one in these axes of `Mesh` at most (in any without an axis); None
+        where there is no other. For parts of a model that work together, from the thread that trains. As with `device_mesh` the
+        first use connects the ranks; all ranks ask for the same axes, in the same order."""
         mesh = self.settings.mesh
         if mesh.ranks == 1:
             return None
@@ -225,6 +225,7 @@ class Session:
             return
         if settings.mesh.pp > 1:
             raise MisuseError("with Mesh(pp=...) register the model that session.parallelize(helixrt.Stages(...)) gave")
+        settings.mesh.check_module()
         self._engine = ModuleEngine(
             registered,
             replica=settings.replica,

@@ -43,14 +43,15 @@ def model_stages(
     dtype: torch.dtype = torch.float32,
     groups: ParallelGroups = ALONE,
 ) -> Stages:
-    """The model over `stages` pipeline stages, each shared by the ranks of `groups`. `seed` decides the initial weights, whatever
-    the cut. `seq_len` is that of whole sequences.
+    """The model over `stages` pipeline stages, each shared by the ranks of `groups`. `seed` decides the initial weights,
+    whatever the cut. `seq_len` is that of whole sequences.
 
     Raises ConfigError for a model or a schedule that cannot be built (see `job_schedule`).
     """
     initial = job_schedule(schedule, stages=stages, layers=model.layers, batch=batch)
     microbatches = initial.microbatches
     held = seq_len // (groups.cp.size if groups.cp else 1)  # positions that a rank works on
+    sent = held // groups.tp_size if groups.sequence else held
     tokens = torch.zeros(batch // microbatches, held, dtype=torch.int64)
 
     def parts(numbers: Sequence[int]) -> Mapping[int, nn.Module]:
@@ -64,7 +65,7 @@ def model_stages(
         parts,
         token_loss,
         example=(tokens, tokens),
-        boundary=torch.empty(batch // microbatches, held // groups.tp_size if groups.sequence else held, model.dim, dtype=dtype),
+        boundary=torch.empty(batch // microbatches, sent, model.dim, dtype=dtype),
         microbatches=microbatches,
         schedule=initial,
         tied=TIED_PARAMETER if model.tied else "",

@@ -110,7 +110,7 @@ def layouts(module: nn.Module) -> dict[str, Layout]:
 
 
 def parameter_layouts(module: nn.Module, *, groups: ParallelGroups) -> dict[str, ParameterLayout]:
-    """The same as a session knows it, by the axes of its mesh: gradients of what sees other tokens on other ranks are summed."""
+    """The same as a session knows it, by the axes of its mesh: gradients are summed over ranks that see other tokens."""
     return {name: _on_mesh(layout, groups) for name, layout in layouts(module).items()}
 
 
