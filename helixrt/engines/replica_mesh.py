@@ -96,10 +96,8 @@ class ReplicaMesh:
                 raise MisuseError("a replica of one rank has no device mesh; run with mesh=Mesh(...)")
             groups = [self.group(name) for name in names]
             found = groups[0] if len(groups) == 1 else groups
-            shape = [self._sizes[name] for name in names]
-            self._mesh = DeviceMesh.from_group(  # type: ignore[arg-type]
-                found, self._device, self._ranks.view(shape) if len(groups) > 1 else None, mesh_dim_names=names
-            )
+            ranks = self._ranks.view([self._sizes[name] for name in names]) if len(groups) > 1 else None
+            self._mesh = DeviceMesh.from_group(found, self._device, ranks, mesh_dim_names=names)  # type: ignore[arg-type]
         return self._mesh
 
     def inner(self, axis: str) -> InnerGroup:

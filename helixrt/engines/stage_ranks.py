@@ -206,4 +206,4 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
 
 def _digest(tensor: torch.Tensor) -> int:
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(raw.data, digest_size=8).digest(), "little", signed=True)

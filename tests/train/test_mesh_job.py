@@ -85,7 +85,7 @@ def test_the_rank_that_fails_is_named_and_not_the_one_that_waits_for_it(kind: st
     run = job(fault, *TP, "steps=40", "step_timeout_s=20")
     report = assert_consistent(run, run.run(), lost=[1], steps=40)
     (failure,) = report["failures"]
-    assert "tp1" in failure["rank"] or "tp1" in failure["reason"], failure
+    assert "tp1" in failure["seen"], failure
 
 
 @pytest.mark.slow
