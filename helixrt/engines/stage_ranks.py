@@ -130,14 +130,14 @@ class StageRanks:
         """
         squares = [
             torch.linalg.vector_norm(bucket, dtype=torch.float64).item() ** 2
-            if index not in skipped and self._counts(layout, self._mesh)
+            if index not in skipped and self._counts(layout)
             else 0.0
             for index, (bucket, layout) in enumerate(zip(buckets, layouts, strict=True))
         ]
         mine = math.fsum(squares)
         if self._inner is None:
             return mine
-        sums = [_sum_of_bits(bucket) for bucket in buckets]
+        sums = [_sum_of_bits(b) if self._copied(layout) else 0 for b, layout in zip(buckets, layouts, strict=True)]
         said = torch.tensor([mine], dtype=torch.float64).view(torch.int64)
         table = torch.stack(self._gather(torch.cat((said, torch.tensor(sums, dtype=torch.int64)))))
         for index, layout in enumerate(layouts):
@@ -192,10 +192,13 @@ class StageRanks:
         names = [f"{axis} {place}" for axis, place in self._places[rank].items() if self._mesh.size(axis) > 1]
         return "rank " + ", ".join(names)
 
-    @staticmethod
-    def _counts(layout: ParameterLayout, mesh: ReplicaMesh) -> bool:
+    def _counts(self, layout: ParameterLayout) -> bool:
         """Whether this rank's copy is the one that counts."""
-        return all(mesh.rank(axis) == 0 for axis in STAGE_AXES if axis not in layout.sharded)
+        return all(self._mesh.rank(axis) == 0 for axis in STAGE_AXES if axis not in layout.sharded)
+
+    def _copied(self, layout: ParameterLayout) -> bool:
+        """Whether several ranks hold the same."""
+        return any(self._mesh.size(axis) > 1 for axis in STAGE_AXES if axis not in layout.sharded)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:

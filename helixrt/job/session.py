@@ -107,8 +107,8 @@ class Session:
     @property
     def device_mesh(self) -> DeviceMesh:
         """The ranks of this replica as a device mesh, for `fully_shard` and collectives of your own: its dimensions are the
-        axes of `Mesh` that are larger than 1, by name. Its first use connects the ranks, and initializes torch.distributed in this
-        process; all ranks make it. Raises MisuseError for a replica of one rank."""
+        axes of `Mesh` that are larger than 1, by name. Its first use connects the ranks, and initializes torch.distributed in
+        this process; all ranks make it. Raises MisuseError for a replica of one rank."""
         return self._host.connect(self.device).device_mesh()
 
     def group(self, *axes: str) -> ProcessGroup | None:
