@@ -300,18 +300,19 @@ RANKS, ANSWER_DEADLINE_S = 2, 240
 
 
 class RankAnswers:
-    """What two ranks say of each case, in turn: nothing, or a traceback, after which they are asked no more.
+    """What all ranks say of each case, in turn: nothing, or a traceback, after which they are asked no more.
 
     They go on by themselves; a test waits for no more than its own case.
     """
 
-    def __init__(self, names: Iterable[str], answers: Any) -> None:
+    def __init__(self, names: Iterable[str], answers: Any, ranks: int = RANKS) -> None:
+        self._ranks = ranks
         self.said: dict[str, list[str]] = {name: [] for name in names}
         self.answers = answers
 
     def check(self, name: str) -> None:
-        """Fails unless both ranks come through this case."""
-        while len(self.said[name]) < RANKS:
+        """Fails unless all ranks come through this case."""
+        while len(self.said[name]) < self._ranks:
             for other, said in self.said.items():
                 for problem in filter(None, said):
                     pytest.fail(f"case {other!r}: {problem}", pytrace=False)
@@ -325,14 +326,16 @@ class RankAnswers:
             pytest.fail(f"case {name!r}: {problem}", pytrace=False)
 
 
-def rank_main(rank: int, folder: str, check: Callable[[str], None], names: list[str], answers: Any) -> None:
-    """One of two processes of a Gloo group; see `ask_ranks`."""
+def rank_main(
+    rank: int, ranks: int, folder: str, check: Callable[[str], None], names: list[str], answers: Any
+) -> None:
+    """One of the processes of a Gloo group; see `ask_ranks`."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HELIXRT_CACHE": f"{folder}/cache{rank}"}
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     try:
         for name in names:
             try:
@@ -347,24 +350,25 @@ def rank_main(rank: int, folder: str, check: Callable[[str], None], names: list[
 
 @pytest.fixture(scope="module")
 def ask_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RankAnswers]]:
-    """`ask_ranks(check, names)`: two processes that are ranks call `check(name)`, of a test's module, for each name in turn.
+    """`ask_ranks(check, names)`: two processes that are ranks (or `ranks`) call `check(name)`, of a test's module, for each
+    name in turn.
 
-    One pair of processes for many cases: what they import takes seconds.
+    The same processes for many cases: what they import takes seconds.
     """
     from tests.ranks_context import ranks_context
 
     processes: list[Any] = []
 
-    def ask(check: Callable[[str], None], names: Iterable[str]) -> RankAnswers:
+    def ask(check: Callable[[str], None], names: Iterable[str], ranks: int = RANKS) -> RankAnswers:
         names = list(names)
         folder = str(tmp_path_factory.mktemp("ranks"))
         context = ranks_context()
         said = context.Queue()
-        for rank in range(RANKS):
-            arguments = (rank, folder, check, names, said)
+        for rank in range(ranks):
+            arguments = (rank, ranks, folder, check, names, said)
             processes.append(context.Process(target=rank_main, args=arguments, name=f"rank-{rank}"))
             processes[-1].start()
-        return RankAnswers(names, said)
+        return RankAnswers(names, said, ranks)
 
     yield ask
     for process in processes:

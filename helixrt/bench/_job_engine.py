@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from helixrt.engines.pipeline import Batches, PipelineEngine
 from helixrt.engines.registered import Registered
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagedModel, StagePlace
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import inputs_and_targets, model_stages
+from helixrt.train.models.parallel import ALONE, ParallelGroups
 from helixrt.train.optimizer import adamw, cosine_with_warmup
 
 
@@ -35,8 +37,11 @@ def pipeline_engine(
     validation: Callable[[int], torch.Tensor],
     record: FlightRecord,
     dtype: torch.dtype = torch.float32,
+    mesh: ReplicaMesh | None = None,
+    groups: ParallelGroups = ALONE,
 ) -> PipelineEngine:
-    """The engine of one pipeline stage, without a session; all ranks of a replica build it together.
+    """The engine of one pipeline stage, without a session; all ranks of a replica build it together. Ranks of `groups`, out of
+    `mesh`, share the stage.
 
     `batch_at(position)` and `validation(i)` give int64 tokens [batch, seq_len + 1]; see `Batches`. `steps` is the run's
     number of updates (the learning rate decays towards it).
@@ -49,7 +54,7 @@ def pipeline_engine(
             found = source(position)
             if found.shape != (batch, seq_len + 1):
                 raise ValueError(f"batch {position} is {tuple(found.shape)}, not {(batch, seq_len + 1)}")
-            return inputs_and_targets(found)
+            return inputs_and_targets(found, groups.cp)
 
         return parts
 
@@ -62,8 +67,9 @@ def pipeline_engine(
         seed=seed,
         bucket_bytes=optim.bucket_bytes,
         dtype=dtype,
+        groups=groups,
     )
-    staged = StagedModel(whole, StagePlace(stage, stages, group, record))
+    staged = StagedModel(whole, StagePlace(stage, stages, group, record, mesh or ReplicaMesh({})))
     optimizer = adamw(staged.parameters(), optim)
     scheduler = cosine_with_warmup(optimizer, steps, optim)
     registered = Registered.of(staged, [optimizer], [scheduler], clip_norm=optim.clip or None)

@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=int, required=True, metavar="N", help="how many replicas the run has")
     add("--pp", type=int, default=1, help="pipeline stages of a replica, as in the programs' Mesh")
     add("--dp-shard", type=int, default=1, help="ranks over which a replica shards its parameters, as in the programs' Mesh")
+    add("--cp", type=int, default=1, help="ranks over which a replica cuts sequences, as in the programs' Mesh")
+    add("--tp", type=int, default=1, help="ranks over which a replica cuts matrices, as in the programs' Mesh")
     add("--storage", type=Path, default=Path("outputs"), help="the run's folder is made here; all machines must share it")
     add("--name", default="run", help="of the run")
     add("--host", default="127.0.0.1", help="the address of this machine that the servers bind to, and replicas connect to")
@@ -67,7 +69,7 @@ def _config(args: argparse.Namespace) -> JobConfig:
         least = 1 if key == "replicas" else 0
         if getattr(args, key) < least:
             raise ConfigError(key, getattr(args, key), f"must be at least {least}")
-    mesh = Mesh(pp=args.pp, dp_shard=args.dp_shard)
+    mesh = Mesh(args.pp, args.dp_shard, args.cp, args.tp)
     mesh.check_supported()
     if not args.wait_s > 0:
         raise ConfigError("wait_s", args.wait_s, "must be above 0")
@@ -81,7 +83,7 @@ def _config(args: argparse.Namespace) -> JobConfig:
         membership=args.membership,
         host=args.host,
         port=args.port,
-        mesh=MeshConfig(args.replicas, mesh.pp, mesh.dp_shard),
+        mesh=MeshConfig(args.replicas, mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp),
         checkpoint=replace(CheckpointConfig(), every=args.checkpoint_every),
         output=OutputConfig(str(args.storage.resolve())),
     )
@@ -118,6 +120,6 @@ def _say(driver: ServedDriver, args: argparse.Namespace, given: str) -> None:
     else:
         print("  HELIXRT_SECRET as it is set here")
     numbers = "0" if args.replicas == 1 else f"0 ... {args.replicas - 1}"
-    ranks = args.pp * args.dp_shard
+    ranks = args.pp * args.dp_shard * args.cp * args.tp
     processes = f", of {ranks} processes each (torchrun --nproc-per-node {ranks})" if ranks > 1 else ""
     print(f"  export HELIXRT_REPLICA=R  # {numbers}, another one for each replica{processes}", flush=True)

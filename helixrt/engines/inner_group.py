@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_FUNCTIONAL = "_c10d_functional."  # the namespace of collectives that are operators
+
+
 class InnerGroup:
     """All ranks call the same methods in the same order, from the thread that computes."""
 
@@ -54,14 +57,18 @@ class InnerGroup:
 def lost_rank(error: BaseException) -> str:
     """Why a collective of torch.distributed failed, if it is that which `error` tells; else "".
 
-    FSDP2's collectives run inside the user's forward and backward, and raise a plain RuntimeError when a rank has gone.
+    Collectives of FSDP2 and of parallel layers run inside forward and backward, and raise a plain RuntimeError when a rank has
+    gone; functional ones are operators, and so raise it where any operator does.
     """
-    traceback, module = error.__traceback__, ""
-    while traceback is not None:
-        module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
-    if isinstance(error, RuntimeError) and module.startswith("torch.distributed."):
-        return _first_line(error)
-    return ""
+    traceback = error.__traceback__
+    if traceback is None or not isinstance(error, RuntimeError):
+        return ""
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    frame = traceback.tb_frame
+    module = frame.f_globals.get("__name__", "")
+    operator = str(frame.f_locals.get("self")) if module == "torch._ops" else ""
+    return _first_line(error) if module.startswith("torch.distributed.") or operator.startswith(_FUNCTIONAL) else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ At commit the mean of the sums is copied over the local gradient set, of which `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,9 @@ from torch import nn
 from helixrt.engines.buffers import Buffers
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
+from helixrt.engines.stage_ranks import LayoutsOf, StageRanks
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import Policy, StepGuard, UpdateFunction
 from helixrt.errors import ConfigError, Fatal, MisuseError
@@ -31,6 +33,7 @@ from helixrt.pipeline.channels import Channel, GroupChannel
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
+from helixrt.pipeline.reductions import BucketSums
 from helixrt.pipeline.stage import AutogradStage, StageChunk
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
@@ -70,8 +73,9 @@ class PipelineParts:
     chunks, or one for each two neighbours in order. `batches`: for `run`, which finds its batches itself; a user's loop calls
     `train` instead. `tied`: the name of a parameter of which the first and the last chunk have a copy each, "" if there is
     none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward changes, where
-    that is known, by name. `group` holds the replica's pipeline
-    ranks, ordered by stage (Gloo); None for a single stage. A schedule that moves W or has pairs runs by graphs of the chunks,
+    that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a single stage. `mesh`
+    is that of the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A
+    schedule that moves W or has pairs runs by graphs of the chunks,
     others by autograd; `graphs`, one of GRAPHS, may say otherwise.
     """
 
@@ -93,6 +97,8 @@ class PipelineParts:
     replica: int = 0
     replicas: int = 1  # configured ones, for the policy
     seed: int = 0  # of random numbers, see `seed`
+    mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
+    layouts: LayoutsOf | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +148,20 @@ class PipelineEngine(BatchEngine):
             self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
         self._ties = [tie for tie in _ties(parts) if self.stage in tie.stages]
-        self._buckets = GradientBuckets(dict(self.modules), parts.bucket_bytes, [tie.name for tie in self._ties])
+        self._ranks = StageRanks(parts.mesh, self.modules, parts.layouts)
+        layouts = self._ranks.layouts
+        withheld = [tie.name for tie in self._ties]
+        self._buckets = GradientBuckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
+        first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
+        self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
+        self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
         self._check_registered()
         self._constants = Buffers(self.registered, "mean", 0, 1, changing=parts.changing)
         if self._constants.running:
             raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
         self._state = ReplicatedState(self.registered, self._constants)
+        self._copies_checked = False  # since the state was changed in any way
+        self._loaded = True  # the state was built or loaded, and no pass has checked it yet
         self._unchanged = Unchanged(self.registered)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
         self._chunks = {
@@ -202,7 +216,7 @@ class PipelineEngine(BatchEngine):
             for number, chunk in self._chunks.items()
         }
         try:
-            return GraphStage(self._chunks, examples)
+            return GraphStage(self._chunks, examples, group=self._ranks.group)
         except CaptureError as error:
             rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
             raise ConfigError("schedule.graphs", self._graphs_when, rule) from error
@@ -213,10 +227,10 @@ class PipelineEngine(BatchEngine):
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
         self._passes += 1
-        self._buckets.begin(on_bucket)
+        self._buckets.begin(self._sums.begin(on_bucket))
 
     def seed(self, position: int) -> None:
-        """Set the random state for the batch at this position of the replica's stream: equal on all stages."""
+        """Set the random state for the batch at this position of the replica's stream: equal on all its ranks."""
         set_random_state(self._seed, self._replica, 0, position)
 
     def set_update(self, update: UpdateFunction) -> None:
@@ -231,15 +245,18 @@ class PipelineEngine(BatchEngine):
         return source(number) if self._embeds or self._predicts else self._example
 
     def train(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Forward and backward of a batch, once between `begin` and `end`; its mean loss, on every stage.
+        """Forward and backward of a batch, once between `begin` and `end`; its mean loss, on every rank of the replica.
 
-        Inputs are read where the first chunk is, targets where the last one is. Raises MisuseError for a batch that cannot be
-        cut into the schedule's micro-batches.
+        Inputs are read where the first chunk is, targets where the last one is. A context-parallel rank is given its part of
+        both; the loss is that of all parts. Raises MisuseError for a batch that cannot be cut into the schedule's
+        micro-batches.
         """
         return self._train((inputs, targets))
 
     def _train(self, batch: Any) -> float:
         """`train` with the arguments that `_microbatches` cuts."""
+        if self._loaded:
+            self._check_copies()
         finish_tied = {}
         for tie in self._ties:
             grad = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == tie.name)
@@ -248,6 +265,7 @@ class PipelineEngine(BatchEngine):
         return self._loss
 
     def end(self) -> WorkResult:
+        self._sums.drain()
         self._unchanged.check()
         self._constants.check()
         return WorkResult(self._loss, 1 if self.batches is None else self.batches.items)
@@ -268,7 +286,8 @@ class PipelineEngine(BatchEngine):
             assert buckets is not None
             finish()
             buckets.complete(name)
-        return shared(math.fsum(loss.item() for loss in losses) / len(losses) if self._predicts else None)
+        mine = math.fsum(loss.item() for loss in losses) / len(losses) if self._predicts else None
+        return self._ranks.mean_loss(shared(mine))
 
     def _microbatches(
         self, batch: Any, count: int
@@ -289,7 +308,7 @@ class PipelineEngine(BatchEngine):
         if reduced is None:
             return None
         self._passes += 1
-        self._buckets.install(reduced, len(record.summed))
+        self._buckets.install(reduced, len(record.summed) * self._ranks.streams)
         norm = math.sqrt(math.fsum(self._squared_norms()))
         if not math.isfinite(norm):
             raise Fatal(f"the gradient of step {record.step} is not finite (norm {norm}); lower optim.lr or check the data")
@@ -305,19 +324,27 @@ class PipelineEngine(BatchEngine):
             for scheduler in self.registered.schedulers.values():
                 scheduler.step()
         self._unchanged.record()
+        self._copies_checked = False
         return Update(norm, rate)
 
     def _squared_norms(self) -> list[float]:
         """Each stage's squared norm of the gradient in the local set, in the order of stages; of a tied parameter's copies the
         first counts."""
+        buckets = self._buckets
         elsewhere = {tie.name for tie in self._ties if tie.stages[0] != self.stage}
-        skipped = {slot.bucket for slot in self._buckets.slots if slot.name in elsewhere}
-        mine = math.fsum(
-            torch.linalg.vector_norm(bucket, dtype=torch.float64).item() ** 2
-            for index, bucket in enumerate(self._buckets.flat)
-            if index not in skipped
-        )
+        skipped = frozenset(slot.bucket for slot in buckets.slots if slot.name in elsewhere)
+        mine = self._ranks.squared_norm(buckets.flat, self._layouts, self._gradients_in, skipped)
         return gather(self._channels, self.stage, self.stages, self.generation, self._passes, mine)
+
+    def _gradients_in(self, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for slot, gradient in zip(self._buckets.slots, self._buckets.grads, strict=True):
+            if slot.bucket == bucket:
+                yield slot.name, gradient
+
+    def _check_copies(self) -> None:
+        """Of parameters and optimizer states, among the ranks of the stage. All of them come here at the same call."""
+        self._ranks.check_copies(self.registered)
+        self._copies_checked, self._loaded = True, False
 
     def state(self) -> State:
         return self._state.read()
@@ -325,6 +352,7 @@ class PipelineEngine(BatchEngine):
     def load(self, state: State) -> None:
         self._state.load(state)
         self._unchanged.record()
+        self._copies_checked, self._loaded = False, True
 
     def evaluate(self, batches: int) -> tuple[float, int]:
         found = self.batches
@@ -333,11 +361,14 @@ class PipelineEngine(BatchEngine):
         return math.fsum(losses) / batches, batches * found.items
 
     def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """The mean loss of a batch, on every stage, without gradients; not within a step."""
+        """The mean loss of a batch, on every rank of the replica, without gradients; not within a step."""
+        if not self._copies_checked:
+            self._check_copies()
         self._passes += 1
         return self._forward_pass(self._executor, self._evaluation, (inputs, targets), None)
 
     def close(self) -> None:
         self._guard.close()
+        self._sums.close()
         for channel in self._channels.values():
             channel.close()

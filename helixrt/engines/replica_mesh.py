@@ -38,7 +38,7 @@ class ReplicaMesh:
         self._device, self._timeout, self._rank = device, timeout, group_rank
         shape = tuple(self._sizes.values())
         self._ranks = torch.arange(prod(shape)).view(shape)
-        self._place = dict(zip(AXES, (int(i) for i in (self._ranks == group_rank).nonzero()[0]), strict=True))
+        self._place = self.place_of(group_rank)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._inner: dict[str, InnerGroup] = {}
         self._mesh: DeviceMesh | None = None
@@ -61,14 +61,30 @@ class ReplicaMesh:
         if not key:
             return None
         if key not in self._groups:
-            members = self._members(key)
+            members = self.members(*key)
             if len(members) == dist.get_world_size():
                 world = dist.group.WORLD
                 assert world is not None
                 self._groups[key] = world
             else:
-                self._groups[key] = dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+                self._groups[key] = self._new_group(members)
         return self._groups[key]
+
+    def members(self, *axes: str) -> list[int]:
+        """The group ranks that differ from this one in these axes at most (all without any), ordered as `rank` numbers them."""
+        free = _ordered(axes)
+        spans = [range(self._sizes[axis]) if axis in free else (self._place[axis],) for axis in AXES]
+        return [int(self._ranks[at]) for at in product(*spans)]
+
+    def place_of(self, group_rank: int) -> dict[str, int]:
+        """The place of a rank of this replica on each axis."""
+        return dict(zip(AXES, (int(i) for i in (self._ranks == group_rank).nonzero()[0]), strict=True))
+
+    def separate_group(self, *axes: str) -> dist.ProcessGroup | None:
+        """A new group of the ranks of `group(*axes)`, for collectives of another thread: those of one group must be called in
+        the same order on all its ranks."""
+        members = self.members(*axes)
+        return self._new_group(members) if len(members) > 1 else None
 
     def device_mesh(self) -> DeviceMesh:
         """The axes that are larger than 1, as dimensions of these names. Raises MisuseError for a replica of one rank."""
@@ -94,10 +110,9 @@ class ReplicaMesh:
             self._inner[axis] = InnerGroup(mesh if mesh.ndim == 1 else mesh[axis])
         return self._inner[axis]
 
-    def _members(self, axes: tuple[str, ...]) -> list[int]:
-        """Group ranks that differ from this one in `axes` at most."""
-        spans = [range(self._sizes[axis]) if axis in axes else (self._place[axis],) for axis in AXES]
-        return [int(self._ranks[at]) for at in product(*spans)]
+    def _new_group(self, members: list[int]) -> dist.ProcessGroup:
+        return dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+
 
 
 def _ordered(axes: tuple[str, ...]) -> tuple[str, ...]:

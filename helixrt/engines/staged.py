@@ -18,6 +18,7 @@ from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, Batch, Batches, Pipel
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
+from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
@@ -39,6 +40,10 @@ class Stages:
     parts. Each batch is cut into `microbatches` along dimension 0. `schedule`: a name that `helixrt schedule` knows, or a
     `Schedule`. `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether
     captured graphs run the parts instead of autograd (auto, always, never). `bucket_bytes`: size of a gradient bucket.
+
+    In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
+    `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
+    and `boundary` are of what this rank gets.
     """
 
     modules: Sequence[nn.Module] | Mapping[int, nn.Module] | MakeParts
@@ -50,6 +55,7 @@ class Stages:
     tied: str = ""
     graphs: str = "auto"
     bucket_bytes: int = BUCKET_BYTES
+    layouts: LayoutsOf | None = None
 
     GRAPHS: ClassVar = GRAPHS
     MAX_MICROBATCHES: ClassVar = MAX_MICROBATCHES  # that messages between stages can tell apart
@@ -144,6 +150,8 @@ class StagedModel(PipelinedModel):
                 replica=replica,
                 replicas=replicas,
                 seed=seed,
+                mesh=place.mesh,
+                layouts=stages.layouts,
             )
         )
         return self._engine

@@ -25,11 +25,23 @@ class Mesh:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in asdict(self).items() if size != 1)})"
 
     def check_supported(self) -> None:
-        """Raises ConfigError (mesh.AXIS) for what a session cannot train yet."""
+        """Raises ConfigError (mesh.AXIS) for a size that no mesh can have."""
         for axis, size in asdict(self).items():
             if size < 1:
                 raise ConfigError(f"mesh.{axis}", size, "must be at least 1")
-            if size > 1 and axis not in ("pp", "dp_shard"):
-                raise ConfigError(f"mesh.{axis}", size, "a session's replica has pp or dp_shard ranks alone so far")
-        if self.pp > 1 and self.dp_shard > 1:
-            raise ConfigError("mesh.pp", self.pp, f"with dp_shard={self.dp_shard}: a replica has one of the two so far")
+
+    def check_module(self) -> None:
+        """Raises ConfigError (mesh.AXIS) for what a session cannot train a plain module on."""
+        self.check_supported()
+        if self.pp > 1:
+            raise ConfigError("mesh.pp", self.pp, "needs session.parallelize(helixrt.Stages(...))")
+        for axis, size in (("cp", self.cp), ("tp", self.tp)):
+            if size > 1:
+                raise ConfigError(f"mesh.{axis}", size, "needs session.parallelize(helixrt.Stages(...)) so far")
+
+    def check_stages(self) -> None:
+        """Raises ConfigError (mesh.AXIS) for what a session cannot train a model in stages on: FSDP2 shards no stages."""
+        self.check_supported()
+        if self.dp_shard > 1:
+            rule = "must be 1 for a model in stages so far, whose parameters FSDP2 does not shard; use replicas, tp or cp"
+            raise ConfigError("mesh.dp_shard", self.dp_shard, rule)

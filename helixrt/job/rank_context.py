@@ -23,7 +23,9 @@ from helixrt.timeouts import Timeouts, derive
 
 WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "helixrt.pipeline.channels",
+    "helixrt.pipeline.reductions",
     "helixrt.replica.exchanging",  # for the thread that waits for them, when this rank has given up
+    "helixrt.train.models.collective_functions",
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp._fully_shard",

@@ -60,7 +60,8 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     described = found.facts.description
     title = f"{config.name}: {described.model}" if described.model else config.name
     axes = [_count(mesh.pp, "stage")] if mesh.pp > 1 or mesh.dp_shard == 1 else []
-    axes += [_count(mesh.dp_shard, "shard")] if mesh.dp_shard > 1 else []
+    others = ((mesh.dp_shard, "shard"), (mesh.cp, "context rank"), (mesh.tp, "tensor rank"))
+    axes += [_count(size, what) for size, what in others if size > 1]
     size = " x ".join([_count(mesh.replicas, "replica"), *axes])
     subtitle = f"{size}, {described.work}" if described.work else size
     return _PAGE.format(title=escape(title), subtitle=escape(subtitle), style=_STYLE, body="\n".join(sections), script=_SCRIPT)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -33,6 +34,7 @@ from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model
+from helixrt.engines.stage_ranks import check_layouts
 from helixrt.engines.staged import StagedModel, Stages
 from helixrt.engines.update import Policy, UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
@@ -48,6 +50,7 @@ from helixrt.job.step import Committed, SessionEngine, Step
 from helixrt.job.stream import Stream, StreamSettings
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from helixrt.engines.captured import CapturedModel
@@ -113,6 +116,15 @@ class Session:
         this process; all ranks make it. Raises MisuseError for a replica of one rank."""
         return self._host.connect(self.device).device_mesh()
 
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """The ranks of this replica that differ from this one in these axes of `Mesh` at most (in any without an axis); None
+        where there is no other. For parts of a model that work together, from the thread that trains. As with `device_mesh` the
+        first use connects the ranks; all ranks ask for the same axes, in the same order."""
+        mesh = self.settings.mesh
+        if mesh.ranks == 1:
+            return None
+        return self._host.connect(self.device).group(*axes)
+
     @property
     def step(self) -> Step | None:
         """The step that the loop is in, or was in last."""
@@ -153,8 +165,9 @@ class Session:
         `fully_shard(..., mesh=session.device_mesh)` stay as they are. dtype="bfloat16" is FSDP2's mixed precision then. Every
         rank builds the whole model with the same values, and calls this; it initializes torch.distributed in this process.
 
-        A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size; it trains on the CPU, in the
-        type of its parameters, by `step.train`.
+        A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size, also with cp and tp where its
+        parts are built for them (`group`, `Stages.layouts`); it trains on the CPU, in the type of its parameters, by
+        `step.train`.
 
         A compiled model (`helixrt.compile(model, loss=..., microbatches=...)`) and `example`, a batch as `step.train` takes it,
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
@@ -167,19 +180,15 @@ class Session:
         model on the meta device that is not cut, and if torch.distributed is initialized already.
         """
         mesh = self.settings.mesh
-        mesh.check_supported()
         if isinstance(model, Stages):
-            if mesh.dp_shard > 1:
-                raise ConfigError("mesh.dp_shard", mesh.dp_shard, "must be 1 for a model in stages so far")
+            mesh.check_stages()
             return self._staged(model)
         if example is not None:
             self._check_stages()
             return captured_model(self.settings, self._host, model, example, weights)
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
-        if mesh.pp > 1:
-            given = "session.parallelize(helixrt.compile(model, ...), example=helixrt.ExampleBatch(...))"
-            raise ConfigError("mesh.pp", mesh.pp, f"needs {given}, or helixrt.Stages")
+        mesh.check_module()
         if mesh.dp_shard > 1:
             model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
         return model.to(self.device)
@@ -194,6 +203,7 @@ class Session:
     def _staged(self, stages: Stages) -> StagedModel:
         self._check_stages()
         stages.scheduled(self.settings.mesh.pp)  # what is wrong is found before the ranks connect
+        check_layouts(asdict(self.settings.mesh), stages.layouts)
         return StagedModel(stages, self._host.connect_stages())
 
     def register(
@@ -241,6 +251,7 @@ class Session:
             return
         if settings.mesh.pp > 1:
             raise MisuseError("with Mesh(pp=...) register the model that session.parallelize gave")
+        settings.mesh.check_module()
         self._engine = ModuleEngine(
             registered,
             replica=settings.replica,

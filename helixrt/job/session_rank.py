@@ -183,9 +183,10 @@ def _follow(spec: RankSpec, runtime: RankRuntime, lost: Retryable, error: BaseEx
 
 
 def _label(spec: RankSpec) -> str:
-    """r0, or r0.1 for dp_shard rank 1."""
+    """r0, or r0.1 for dp_shard rank 1; r0.pp1.tp1 for others than the first on these axes."""
     at = spec.coordinate
-    return f"r{at.replica}" + (f".{at.dp_shard}" if at.dp_shard else "")
+    others = [f".{axis}{place}" for axis, place in (("pp", at.pp), ("cp", at.cp), ("tp", at.tp)) if place]
+    return f"r{at.replica}" + (f".{at.dp_shard}" if at.dp_shard else "") + "".join(others)
 
 
 def _print(spec: RankSpec, session: Session | None, error: BaseException, code: int) -> int:

@@ -160,23 +160,29 @@ def _quorums(ordered: Iterable[Event], origin_s: float, until_s: float) -> Itera
 
 
 def _messages(ordered: Sequence[Event], origin_s: float, until_s: float) -> tuple[Message, ...]:
-    """What went between the stages of each replica: a receipt and the last sending before it with the same tag."""
+    """What went between the stages of each replica, along each of its pipelines: a receipt and the last sending before it with
+    the same tag."""
     sent: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in ordered:
         if event.kind is Kind.SEND:
-            sent[event.rank.split(".")[0], str(event.detail.get("tag"))].append(event)
+            sent[_pipeline(event.rank), str(event.detail.get("tag"))].append(event)
     found = []
     for event in ordered:
         tag = str(event.detail.get("tag"))
         named = _BETWEEN_STAGES.search(tag)
         if event.kind is not Kind.RECV or named is None or not origin_s < event.end_s <= until_s:
             continue
-        candidates = [s for s in sent[event.rank.split(".")[0], tag] if s.rank != event.rank and s.begin_s <= event.end_s]
+        candidates = [s for s in sent[_pipeline(event.rank), tag] if s.rank != event.rank and s.begin_s <= event.end_s]
         if candidates and candidates[-1].begin_s >= origin_s:
             begin_s, nbytes = candidates[-1].begin_s - origin_s, int(event.detail.get("bytes", 0))
             took = (begin_s, event.end_s - origin_s)
             found.append(Message(named[2], int(named[1]), candidates[-1].rank, event.rank, *took, nbytes))
     return tuple(found)
+
+
+def _pipeline(rank: str) -> str:
+    """The ranks that a rank's messages go to, named by what they have in common: r1.pp0.tp1 is in r1.tp1."""
+    return ".".join(part for part in rank.split(".") if not part.startswith("pp"))
 
 
 def _told(event: Event, what: str) -> str:

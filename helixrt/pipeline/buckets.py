@@ -8,7 +8,7 @@ is final, while the rest of backward still runs. The layout depends on parameter
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,22 +34,27 @@ def lay_out(
     bucket_bytes: int,
     alone: Collection[str] = (),
     first_bytes: int | None = None,
+    kinds: Sequence[Hashable] = (),
 ) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
     """Slots for parameters (name, tensor), in order, and the elements of each bucket.
 
     A bucket is full with the parameter that brings it to `bucket_bytes`, the first one with `first_bytes` if that is given.
-    Those `alone` get one of their own.
+    Those `alone` get one of their own. Parameters of different `kinds` (one for each parameter, if given) share no bucket;
+    buckets are in the order of their first parameters, whose gradients are their last to be final.
     """
     slots: list[Slot] = []
     sizes: list[int] = []
-    full = True
-    for name, parameter in parameters:
-        if full or name in alone:
+    filling: dict[Hashable, int] = {}  # the bucket of each kind that is not full
+    for (name, parameter), kind in zip(parameters, kinds or (None,) * len(parameters), strict=True):
+        bucket = len(sizes) if name in alone else filling.get(kind, len(sizes))
+        if bucket == len(sizes):
             sizes.append(0)
-        slots.append(Slot(name, len(sizes) - 1, sizes[-1], parameter.shape))
-        sizes[-1] += parameter.numel()
-        limit = bucket_bytes if first_bytes is None or len(sizes) > 1 else first_bytes
-        full = sizes[-1] * parameter.element_size() >= limit or name in alone
+        slots.append(Slot(name, bucket, sizes[bucket], parameter.shape))
+        sizes[bucket] += parameter.numel()
+        limit = bucket_bytes if first_bytes is None or bucket else first_bytes
+        filling[kind] = bucket
+        if sizes[bucket] * parameter.element_size() >= limit or name in alone:
+            del filling[kind]
     return tuple(slots), tuple(sizes)
 
 
@@ -58,14 +63,20 @@ class GradientBuckets:
 
     `named` are their trainable parameters in the model's order, each once: one that several chunks share (a tied embedding,
     where the first and the last chunk meet) stands where the first of them has it, and is final when the last
-    backwards of all of them are done.
+    backwards of all of them are done. Parameters of different `kinds` share no bucket.
 
     A step is `begin`, backwards, `last_backward(chunk)` before the last one of each chunk and
     `finish(chunk)` after it, `complete(name)` for each of `withheld`. Buckets are handed out from the last
     to the first, which is nearly the order in which backward finishes them, and the same everywhere.
     """
 
-    def __init__(self, chunks: dict[int, nn.Module], bucket_bytes: int, withheld: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        chunks: dict[int, nn.Module],
+        bucket_bytes: int,
+        withheld: Collection[str] = (),
+        kinds: Mapping[nn.Parameter, Hashable] | None = None,
+    ) -> None:
         self.named: list[tuple[str, nn.Parameter]] = []
         users: dict[nn.Parameter, set[int]] = {}
         for chunk in sorted(chunks):
@@ -75,7 +86,9 @@ class GradientBuckets:
                 if parameter not in users:
                     self.named.append((name, parameter))
                 users.setdefault(parameter, set()).add(chunk)
-        self.slots, sizes = lay_out(self.named, bucket_bytes, alone=withheld)
+        by_parameter = kinds or {}
+        each = [by_parameter.get(parameter) for _, parameter in self.named]
+        self.slots, sizes = lay_out(self.named, bucket_bytes, alone=withheld, kinds=each)
         self.flat = [torch.zeros(size, dtype=self.named[0][1].dtype) for size in sizes]
         self.withheld = frozenset(withheld)
         self.grads = [slot.view(self.flat) for slot in self.slots]

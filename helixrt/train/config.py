@@ -38,6 +38,13 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks of `mesh` share the model. Experts are spread over dp_shard x cp."""
+
+    sequence: bool = True  # where tp > 1: between matrices each tp rank holds a slice of the sequence, not all of it
+
+
+@dataclass(frozen=True)
 class DataConfig:
     path: str = "stdlib"  # "stdlib": source of the running Python's standard library; else a file or folder
     batch: int = 16  # sequences per replica and step
@@ -60,7 +67,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float = 1.0  # norm over all stages of a replica; 0 turns clipping off
+    clip: float = 1.0  # norm over all ranks of a replica; 0 turns clipping off
     bucket_bytes: int = 1 << 22  # gradient bucket size in bytes; smaller ones overlap more with backward, and cost more
 
 
@@ -76,6 +83,7 @@ class TrainConfig(JobConfig):
 
     steps: int = 200
     model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -86,6 +94,7 @@ class TrainConfig(JobConfig):
         """Inverse of `to_plain`; lists (from JSON) become tuples again."""
         own = {
             "model": ModelConfig(**raw["model"]),
+            "parallel": ParallelConfig(**raw.get("parallel", {})),  # runs of before had none
             "data": DataConfig(**raw["data"]),
             "schedule": ScheduleConfig(**raw["schedule"]),
             "optim": OptimConfig(**{**raw["optim"], "betas": tuple(raw["optim"]["betas"])}),

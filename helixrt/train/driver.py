@@ -11,6 +11,7 @@ from helixrt.errors import Fatal
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import load_corpus
 from helixrt.train.loop import run_rank
+from helixrt.train.mesh import mesh_of
 
 EXIT_GRACE_S = 20.0  # nothing is done behind the loop
 
@@ -53,7 +54,7 @@ def train(config: TrainConfig, function: Callable[..., Any] = run_rank) -> int:
         helixrt.run(
             function,
             replicas=config.mesh.replicas,
-            mesh=helixrt.Mesh(pp=config.mesh.pp),
+            mesh=mesh_of(config),
             storage=config.output.root,
             seed=config.seed,
             device="cpu",

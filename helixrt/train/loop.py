@@ -17,6 +17,7 @@ from helixrt import Session
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import BatchAt, EpochLoader, ReplicaStream, load_corpus
 from helixrt.train.engine import inputs_and_targets, model_stages
+from helixrt.train.mesh import session_groups
 from helixrt.train.optimizer import adamw, cosine_with_warmup
 
 
@@ -40,6 +41,7 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
     data, optim = config.data, config.optim
     corpus = load_corpus(data)
     stream = ReplicaStream(corpus, session.replica, session.replicas, data.batch, data.seq_len, config.seed)
+    groups = session_groups(session, config)
     stages = model_stages(
         config.model,
         config.schedule,
@@ -48,6 +50,7 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
         stages=config.mesh.pp,
         seed=config.seed,
         bucket_bytes=optim.bucket_bytes,
+        groups=groups,
     )
     model = session.parallelize(stages)
     optimizer = adamw(model.parameters(), optim)
@@ -58,7 +61,7 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
     def validate() -> dict[str, float]:
         losses = []
         for index in range(config.eval.batches):
-            inputs, targets = inputs_and_targets(stream.validation_batch(index))
+            inputs, targets = inputs_and_targets(stream.validation_batch(index), groups.cp)
             losses.append(model.evaluate(inputs, target=targets))
         return {"loss_nats": math.fsum(losses) / len(losses), "tokens": len(losses) * data.batch * data.seq_len}
 
@@ -66,7 +69,7 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
     loader = EpochLoader(hooks.batches(stream), stream.batches_per_epoch)
     for step in session.steps(loader, until=config.steps):
         for tokens in step:
-            inputs, targets = inputs_and_targets(tokens)
+            inputs, targets = inputs_and_targets(tokens, groups.cp)
             loss = step.train(model, inputs, target=targets)
         rate = optimizer.param_groups[0]["lr"]
         done = step.commit()

@@ -187,6 +187,7 @@ def main(arguments: Sequence[str]) -> int:
 def run(config: TrainConfig, overrides: Sequence[str]) -> int:
     """Train as the job that the overrides describe; `config` is what they make. Returns an exit code."""
     from helixrt.ray_cluster.head import local_head
+    from helixrt.train.mesh import mesh_of
 
     if os.environ.get("RAY_ADDRESS"):
         use_token()
@@ -197,7 +198,7 @@ def run(config: TrainConfig, overrides: Sequence[str]) -> int:
         if os.environ.get("RAY_ADDRESS"):
             return submit(None, overrides)
         print("starting a Ray head on this machine …", flush=True)
-        with local_head(config.mesh.replicas * config.mesh.pp) as head:
+        with local_head(config.mesh.replicas * mesh_of(config).ranks) as head:
             return submit(head.dashboard, overrides)
     except Fatal as error:
         print(error, file=sys.stderr)

@@ -28,6 +28,7 @@ def validate(config: TrainConfig) -> None:
     if importlib.util.find_spec("torchdata") is None:
         raise MissingExtra("torchdata", "ft", "reading the training data")
     config.check_runtime(config.steps)
+    _mesh(config)
     _schedule(config)
     _data(config)
     _output_root(config.output.root)
@@ -80,7 +81,7 @@ def _numbers(config: TrainConfig) -> Iterator[ConfigError]:
 
 def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     """Rules about names and about settings that must fit each other."""
-    model, mesh = config.model, config.mesh
+    model = config.model
     for key, value, known in (
         ("model.family", model.family, FAMILIES),
         ("model.context", model.context, CONTEXTS),
@@ -88,9 +89,6 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     ):
         if value not in known:
             yield ConfigError(key, value, f"must be one of {', '.join(known)}")
-    for key, size in (("mesh.dp_shard", mesh.dp_shard), ("mesh.cp", mesh.cp), ("mesh.tp", mesh.tp)):
-        if size != 1:
-            yield ConfigError(key, size, "must be 1 for now: only replicas and pp can be larger")
     if model.dim % model.heads:
         yield ConfigError("model.heads", model.heads, f"must divide model.dim={model.dim}")
     if model.family == "llama":
@@ -98,6 +96,13 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
             yield ConfigError("model.kv_heads", model.kv_heads, f"must divide model.heads={model.heads}")
         if (model.dim // model.heads) % 2:
             yield ConfigError("model.heads", model.heads, f"must leave an even size per head of model.dim={model.dim}")
+
+
+def _mesh(config: TrainConfig) -> None:
+    from helixrt.train.mesh import check_sharing, mesh_of
+
+    mesh_of(config).check_stages()
+    check_sharing(config)
 
 
 def _schedule(config: TrainConfig) -> None:
@@ -125,9 +130,6 @@ def _resume(config: TrainConfig) -> None:
     run = helixrt.saved_run(config.output.root)
     if "config" not in run.arguments:
         raise ConfigError("resume", "true", f"the newest run, {run.folder}, is of {run.train}")
-    if run.ranks != config.mesh.pp:
-        rule = f"the checkpoints in {run.folder} have {run.ranks} stages; resuming with others is not supported yet"
-        raise ConfigError("mesh.pp", config.mesh.pp, rule)
     for error in resume_conflicts(TrainConfig.from_plain(run.arguments["config"]), config):
         raise error
 
@@ -136,7 +138,7 @@ def resume_conflicts(before: TrainConfig, now: TrainConfig) -> Iterator[ConfigEr
     """Settings that decide what a batch or a parameter is, and so may not change between a run and its resumption."""
     must_stay = {
         "seed": (before.seed, now.seed),
-        "mesh.replicas": (before.mesh.replicas, now.mesh.replicas),
+        **{f"mesh.{k}": (v, now.to_plain()["mesh"][k]) for k, v in before.to_plain()["mesh"].items()},
         **{f"model.{k}": (v, now.to_plain()["model"][k]) for k, v in before.to_plain()["model"].items()},
         **{f"data.{k}": (v, now.to_plain()["data"][k]) for k, v in before.to_plain()["data"].items()},
     }

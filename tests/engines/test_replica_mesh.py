@@ -31,7 +31,12 @@ def _rank(rank: int, rendezvous: str, results: Any) -> None:
         sums[axes] = (int(bit), dist.get_rank(group), mesh.rank(*axes), group.size(), mesh.size(*axes))
     names = mesh.device_mesh().mesh_dim_names
     inner = mesh.inner("tp").gather(torch.tensor([rank]))
-    results.put((rank, sums, names, [int(each) for each in inner], mesh.group("dp_shard") is None))
+    apart, together = mesh.separate_group("cp", "tp"), mesh.group("cp", "tp")
+    assert apart is not None and together is not None
+    ranks = [dist.get_process_group_ranks(group) for group in (apart, together)]
+    separate = (apart.group_name != together.group_name, *ranks, mesh.members("cp", "tp"), mesh.place_of(rank))
+    alone = mesh.group("dp_shard") is None and mesh.separate_group("dp_shard") is None
+    results.put((rank, sums, names, [int(each) for each in inner], alone, separate))
     results.close()
     results.join_thread()
     dist.barrier()
@@ -50,7 +55,7 @@ def test_groups_hold_the_ranks_that_differ_in_their_axes(tmp_path: Path) -> None
         assert worker.exitcode == 0
     places = list(product(range(2), repeat=3))  # pp, cp, tp by group rank
     number = {"pp": 0, "cp": 1, "tp": 2}
-    for rank, sums, names, inner, alone in found:
+    for rank, sums, names, inner, alone, (differ, apart, together, told, at) in found:
         assert names == ("pp", "cp", "tp") and alone
         for axes, (bits, in_group, own, size, expected_size) in sums.items():
             free = {number[axis] for axis in axes or SIZES if axis in number}
@@ -60,6 +65,8 @@ def test_groups_hold_the_ranks_that_differ_in_their_axes(tmp_path: Path) -> None
             assert bits == sum(1 << member for member in members)
             assert in_group == own == members.index(rank) and size == expected_size == len(members)
         assert inner == [rank & ~1, rank | 1]
+        assert differ and apart == together == told == [rank & 4 | other for other in range(4)]
+        assert tuple(at[axis] for axis in SIZES) == places[rank] and at["dp_shard"] == 0
 
 
 def test_a_replica_of_one_rank_has_no_groups() -> None:

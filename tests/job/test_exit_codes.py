@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from helixrt.errors import ConfigError, Fatal, Retryable, StartAgain
@@ -34,3 +36,17 @@ def test_the_exit_code_tells_the_kind_of_the_end(error: Exception, code: int, mo
     monkeypatch.setenv(RANK_VARIABLE, "")  # `run_rank` sets it
     assert session_rank.run_rank(SPEC) == code
     assert len({CONFIG_EXIT, FATAL_EXIT, RELOAD_EXIT, RETRY_CODE}) == 4
+
+
+@pytest.mark.parametrize(
+    ("at", "name"),
+    [
+        (Coordinate(2), "r2"),
+        (Coordinate(2, dp_shard=1), "r2.1"),
+        (Coordinate(0, pp=1, tp=1), "r0.pp1.tp1"),
+        (Coordinate(0, cp=3), "r0.cp3"),
+    ],
+    ids=str,
+)
+def test_a_rank_is_named_by_its_place(at: Coordinate, name: str) -> None:
+    assert session_rank.place_in(replace(SPEC, coordinate=at), None) == f"{name} (incarnation 0)"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import helixrt
 from helixrt.engines.staged import StagePlace, Stages
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
@@ -223,6 +224,9 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a part is missing": ({}, staged({1: parts(1)[0]}), r"stages.modules=\[1\]: lacks part 0, which 1f1b has on stage 0"),
     "too few micro-batches": ({"mesh": Mesh(pp=8)}, staged(parts(1)), "stages.microbatches=4: 1f1b needs one per stage"),
     "graphs": ({}, staged(parts(1), graphs="never ever"), "stages.graphs=never ever: must be one of"),
+    "a tensor-parallel mesh": ({"mesh": Mesh(tp=2)}, staged(parts(1)), r"mesh\.tp=2: needs Stages\(layouts=\.\.\.\)"),
+    "a context-parallel mesh": ({"mesh": Mesh(pp=2, cp=2)}, staged(parts(2)), r"mesh\.cp=2: needs Stages\(layouts=\.\.\.\)"),
+    "shards of stages": ({"mesh": Mesh(dp_shard=2)}, staged(parts(1)), r"mesh\.dp_shard=2: must be 1 for a model in stages"),
     "type": ({"dtype": "bfloat16"}, staged(parts(1)), "dtype=bfloat16: a model in stages trains in the type of its parameters"),
 }
 
@@ -232,6 +236,15 @@ def test_settings_that_do_not_fit_are_refused(case: str) -> None:
     settings, model, rule = REFUSED[case]
     with pytest.raises(ConfigError, match=rule):
         session_with(StageHost(), **settings).parallelize(model)
+
+
+def test_a_layout_of_no_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stages\.layouts=1\.weights: part 0 has no such parameter"):
+        registered(layouts=lambda module: {"1.weights": helixrt.ParameterLayout(sharded=("tp",))})
+
+
+def test_a_rank_alone_has_no_groups() -> None:
+    assert session_with(StageHost()).group("tp") is None
 
 
 def test_accumulation_is_the_micro_batches() -> None:

@@ -55,6 +55,16 @@ def test_messages_go_from_sent_to_taken() -> None:
     assert backward == Message("B", 3, "r0.pp1", "r0.pp0", about(0.075), about(0.080), 64)
 
 
+def test_messages_stay_within_the_pipeline_of_a_tensor_rank() -> None:
+    """Those of both have the same tags."""
+    twins = [event for event in STEP if event.kind in (Kind.SEND, Kind.RECV)]
+    twins = [event._replace(rank=f"{event.rank}.tp1", begin_s=event.begin_s + 1e-3) for event in twins]
+    drawn = timeline([*STEP, *twins], 7)
+    assert drawn is not None and len(drawn.messages) == 4
+    for message in drawn.messages:
+        assert message.sender.endswith("tp1") == message.receiver.endswith("tp1"), message
+
+
 def test_both_of_a_woven_pair_are_drawn() -> None:
     """In the same time, told from what ran by itself; W has bars of its own."""
     pair = [

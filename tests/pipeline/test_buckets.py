@@ -45,6 +45,23 @@ def test_the_first_bucket_may_have_a_size_of_its_own(seed: int) -> None:
         assert sizes[1:] == rest_sizes and [s.start for s in slots[head:]] == [s.start for s in rest]
 
 
+def test_parameters_of_different_kinds_share_no_bucket(seed: int) -> None:
+    """Each kind lies as it would lie alone; buckets are in the order of their first parameters."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        tensors = [(str(i), torch.empty(rng.randint(1, 50))) for i in range(rng.randint(1, 20))]
+        kinds, limit = [rng.choice("ab") for _ in tensors], rng.randint(1, 400)
+        slots, sizes = lay_out(tensors, limit, kinds=kinds)
+        firsts = [next(place for place, slot in enumerate(slots) if slot.bucket == bucket) for bucket in range(len(sizes))]
+        assert firsts == sorted(firsts), f"seed {seed}"
+        for kind in "ab":
+            mine = [slot for slot, own in zip(slots, kinds, strict=True) if own == kind]
+            alone, alone_sizes = lay_out([t for t, own in zip(tensors, kinds, strict=True) if own == kind], limit)
+            number = {bucket: place for place, bucket in enumerate(sorted({slot.bucket for slot in mine}))}
+            assert [(number[s.bucket], s.start) for s in mine] == [(s.bucket, s.start) for s in alone], f"seed {seed}"
+            assert [sizes[bucket] for bucket in number] == list(alone_sizes), f"seed {seed}"
+
+
 def test_buckets_come_in_one_order_during_the_last_backward_only() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])

@@ -5,6 +5,8 @@ The oracle is the whole model on one rank in float64: same loss, and, put togeth
 
 from __future__ import annotations
 
+import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
 from helixrt.train.config import CONTEXTS, ModelConfig
@@ -214,6 +217,28 @@ def test_captured_without_a_break(run_stages: Any, model: ModelConfig, axes: tup
 
     run_stages(2, body)
     assert counts == expected
+
+
+@pytest.mark.parametrize("during", ["forward", "backward"])
+def test_a_rank_that_is_lost_is_told_from_an_error_of_the_program(run_stages: Any, during: str) -> None:
+    """Also where the collective is an operator, inside autograd."""
+
+    def body(rank: int, backend: Any) -> None:
+        with registered(backend, rank, 2) as tp:
+            module = build_chunk(GPT, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=ParallelGroups(tp=tp))
+            if rank == 1 and during == "forward":
+                return  # its end of the group is closed with it
+            with pytest.raises(RuntimeError) if rank == 0 else nullcontext() as lost:
+                loss = token_loss(module(batch()[:, :-1]), batch()[:, 1:])
+                if rank == 0:
+                    loss.backward()
+            if rank == 0:
+                assert lost_rank(lost.value) != "", "".join(traceback.format_exception(lost.value))
+                with pytest.raises(RuntimeError) as own:
+                    torch.ones(2, 3) @ torch.ones(2, 3)
+                assert lost_rank(own.value) == ""
+
+    run_stages(2, body, 10.0)
 
 
 def test_parts_make_the_whole_again() -> None:

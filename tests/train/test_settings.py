@@ -150,9 +150,10 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("schedule.name=zigzag", r"^schedule\.name=zigzag: must be one of gpipe, 1f1b, .*adaptra, helix"),
         ("schedule.graphs=sometimes", r"^schedule\.graphs=sometimes: must be one of auto, always, never"),
         ("launcher=slurm", r"^launcher=slurm: must be one of auto, local, ray"),
-        ("mesh.tp=2", r"^mesh\.tp=2: must be 1 for now"),
-        ("mesh.cp=2", r"^mesh\.cp=2: must be 1 for now"),
-        ("mesh.dp_shard=2", r"^mesh\.dp_shard=2: must be 1 for now"),
+        ("mesh.tp=0", r"^mesh\.tp=0: must be at least 1"),
+        ("mesh.tp=3", r"^model\.heads=4: must be a multiple of the 3 ranks of tensor parallelism"),
+        ("mesh.cp=3", r"^data\.seq_len=128: must be a multiple of 6"),
+        ("mesh.dp_shard=2", r"^mesh\.dp_shard=2: must be 1 for a model in stages so far"),
         ("model.heads=3", r"^model\.heads=3: must divide model\.dim=128"),
         ("schedule.microbatches=5", r"^schedule\.microbatches=5: must divide data\.batch=16"),
         ("schedule.microbatches=1", r"^schedule\.microbatches=1: 1f1b needs one per stage: mesh\.pp=2"),
@@ -277,11 +278,22 @@ def test_missing_extra_says_what_to_install(
         validate(load_config([text, root, argument]))
 
 
+def test_ranks_of_a_replica_may_share_stages(root: str, text: str) -> None:
+    small = [text, root, "schedule.microbatches=4", "model=llama-tiny"]
+    all_axes, whole = ["mesh.pp=2", "mesh.tp=2", "mesh.cp=2"], ["mesh.tp=2", "parallel.sequence=false"]
+    for mesh in (["mesh.tp=2"], ["mesh.cp=2"], all_axes, whole):
+        validate(load_config([*small, *mesh]))
+    with pytest.raises(ConfigError, match=r"^data\.seq_len=126: must leave a multiple of 4 positions"):
+        validate(load_config([*small, "mesh.tp=4", "model.kv_heads=4", "model.heads=4", "data.seq_len=126"]))
+
+
 def test_what_must_stay_when_a_run_is_resumed() -> None:
     before = TrainConfig()
     assert not list(resume_conflicts(before, dataclasses.replace(before, steps=9, resume=True)))
     changed = dataclasses.replace(before, seed=3, data=dataclasses.replace(before.data, batch=8))
     assert [e.key for e in resume_conflicts(before, changed)] == ["seed", "data.batch"]
+    reshaped = dataclasses.replace(before, mesh=dataclasses.replace(before.mesh, cp=2, tp=2))
+    assert [e.key for e in resume_conflicts(before, reshaped)] == ["mesh.cp", "mesh.tp"]
     another = [dataclasses.replace(before, schedule=ScheduleConfig(name, 4)) for name in ("helix", "zbv")]
     assert [[e.key for e in resume_conflicts(before, now)] for now in another] == [[], ["schedule.name"]]
 

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt import ParameterLayout
 from helixrt.errors import ConfigError
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.collective_functions import all_reduce
 
 Axis = Literal["tp", "ep"]
+EXPERT_AXES = ("dp_shard", "cp")  # of a session's mesh: ranks with other tokens, over which experts are spread
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,21 @@ def layouts(module: nn.Module) -> dict[str, Layout]:
     return {name: declared.get(name, REPLICATED) for name, _ in module.named_parameters()}
 
 
+def parameter_layouts(module: nn.Module, *, groups: ParallelGroups) -> dict[str, ParameterLayout]:
+    """The same as a session knows it, by the axes of its mesh: gradients are summed over ranks that see other tokens."""
+    return {name: _on_mesh(layout, groups) for name, layout in layouts(module).items()}
+
+
+def _on_mesh(layout: Layout, groups: ParallelGroups) -> ParameterLayout:
+    sharded: tuple[str, ...] = ()
+    for shard in layout.shards:
+        group = groups.tp if shard.axis == "tp" else groups.ep
+        if group is not None:
+            sharded += ("tp",) if shard.axis == "tp" else EXPERT_AXES
+    data = () if layout.expert and groups.ep is not None else EXPERT_AXES
+    return ParameterLayout(sharded, (*data, "tp") if layout.partial else data)
+
+
 def take(full: torch.Tensor, shard: Shard, index: int, count: int) -> torch.Tensor:
     """Part `index` of `count`. Every section's size must be a multiple of `count`."""
     sections = full.split(shard.sections or full.shape[shard.dim], dim=shard.dim)
@@ -160,6 +177,7 @@ def check_groups(config: ModelConfig, seq_len: int, groups: ParallelGroups) -> N
 def reduce_gradients(module: nn.Module, groups: ParallelGroups) -> None:
     """Make the gradients of a step those of the mean loss over all tokens of cp and ep. In place.
 
+    For a module that is trained without a session, which sums by `parameter_layouts` while backward runs, and as its oracle.
     Call it on every rank after the last micro-batch, when `p.grad` holds gradients of this rank's mean loss. Sums what
     sequence parallelism and routing leave in parts over tp, averages over cp and ep; an expert's gradient has every
     token of ep in it and is only divided. One all-reduce per group and dtype.

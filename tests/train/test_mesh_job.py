@@ -1,0 +1,98 @@
+"""Whole runs of the main job whose replicas have tensor- and context-parallel ranks, with a replica that is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.jobs import Job, assert_consistent, kills
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only"),
+]
+TP = ("mesh.pp=1", "mesh.tp=2")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    """Makes a `Job` of some overrides; whatever it left is ended with the test."""
+    made: list[Job] = []
+
+    def make(*overrides: str) -> Job:
+        made.append(Job(tmp_path, *overrides, patient=True))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def losses(root: Path, until: int) -> dict[int, float]:
+    """Replica 0's loss of every step below `until`, of the only run under `root`."""
+    (metrics,) = root.glob("[0-9]*/[0-9]*/metrics.jsonl")
+    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return {e["step"]: e["loss_nats"] for e in entries if e.get("participants") and e["replica"] == 0 and e["step"] < until}
+
+
+def test_a_replica_of_tensor_parallel_ranks_is_lost_and_comes_back(job: Any, seed: int) -> None:
+    choice = random.Random(seed)
+    replica, step = choice.randrange(2), choice.randint(3, 16)
+    run = job(kills((replica, step, "exchange_early")), *TP, "steps=40")
+    report = assert_consistent(run, run.run(), lost=[replica], steps=40)
+    (failure,) = report["failures"]
+    assert failure["step"] == step and failure["survivors_recomputed"] == 0 and failure["rejoined_after_s"] is not None
+    assert run.log().head.replicas == (0, 1)
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert "2 replicas x 1 stage x 2 tensor ranks" in page
+    logs = {log.name for log in (run.folder / "logs").iterdir()}
+    assert {"r0.pp0.inc0.log", "r0.pp0.tp1.inc0.log", "r1.pp0.tp1.inc0.log"} <= logs
+
+
+SHAPES = {
+    "pp 2 x tp 2": ("mesh.pp=2", "mesh.tp=2", "model.family=llama", "model.tied=true"),
+    "pp 2 x cp 2": ("mesh.pp=2", "mesh.cp=2", "model.tied=true"),
+    "pp 2 x ep 2": ("mesh.pp=2", "mesh.cp=2", "model.experts=4", "model.capacity=8", "model.auxiliary=0"),
+    "cp 2 x tp 2": ("mesh.pp=1", "mesh.cp=2", "mesh.tp=2", "parallel.sequence=false"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_eight_ranks_train_as_two_do_and_survive_a_kill(shape: str, job: Any, tmp_path: Path) -> None:
+    """Up to the kill the losses are those of replicas of one rank; then the replica comes back whole."""
+    run = job(kills((1, 12, "forward")), *SHAPES[shape], "steps=40")
+    alone = ("mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "parallel.sequence=true", "chaos.kill=[]", "steps=13")
+    plain = run.run(f"output.root={tmp_path / 'plain'}", *alone)
+    assert plain.code == 0, run.why(plain)
+    report = assert_consistent(run, run.run(), lost=[1], steps=40)
+    assert report["failures"][0]["rejoined_after_s"] is not None
+    assert run.log().head.replicas == (0, 1)
+    expected, got = losses(tmp_path / "plain", 12), losses(run.root, 12)
+    assert expected.keys() == got.keys() == set(range(1, 12))
+    assert got == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["exception", "stop"])
+def test_the_rank_that_fails_is_named_and_not_the_one_that_waits_for_it(kind: str, job: Any) -> None:
+    fault = f"chaos.fault=[{{kind: {kind}, replica: 1, rank: 1, step: 6, moment: forward}}]"
+    run = job(fault, *TP, "steps=40", "step_timeout_s=20")
+    report = assert_consistent(run, run.run(), lost=[1], steps=40)
+    (failure,) = report["failures"]
+    assert "tp1" in failure["seen"], failure
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_in_the_same_shape_alone(job: Any) -> None:
+    run = job(kills((-1, 23, "driver")), *TP, "steps=40")
+    died = run.run()
+    assert died.code != 0, run.why(died)
+    other = run.run("resume=true", "mesh.tp=1", "mesh.pp=2")
+    assert other.code == 2 and "mesh.pp=2: was 1 in the run to resume" in other.err, run.why(other)
+    assert_consistent(run, run.run("resume=true"), steps=40)

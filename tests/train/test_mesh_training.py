@@ -1,0 +1,267 @@
+"""A stage of the built-in models that tensor-, context- and expert-parallel ranks share trains as the whole model does.
+
+Four processes are the ranks of one replica. The oracle is the whole model over the whole batch in one process, in float64, with
+torch's own clipping and optimizer; each rank compares its part of every gradient and parameter with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helixrt.bench._job_engine import pipeline_engine
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.replica_mesh import ReplicaMesh
+from helixrt.errors import Fatal
+from helixrt.pipeline.graph_stage import GraphStage
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.record import FlightRecord
+from helixrt.schedule.generators.policies import POLICIES
+from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
+from helixrt.train.engine import inputs_and_targets, token_loss
+from helixrt.train.models.build import build_chunk
+from helixrt.train.models.parallel import Group, Layout, ParallelGroups, layouts, own_part, reduce_gradients
+from helixrt.train.optimizer import adamw, cosine_with_warmup
+
+RANKS, BATCH, SEQ, STEPS = 4, 8, 16, 3
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, clip=0.05, bucket_bytes=4096)
+MODEL = ModelConfig(layers=4, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)
+MODELS = [replace(MODEL, family=family, tied=tied) for family in ("gpt", "llama") for tied in (False, True)]
+MOE = {"experts": 4, "moe_every": 2, "capacity": 4.0, "auxiliary": 0.0}  # every token is served, however the batch is cut
+LOSSY = {"experts": 4, "moe_every": 2, "capacity": 1.0, "auxiliary": 0.5}
+
+
+@dataclass(frozen=True)
+class Case:
+    sizes: dict[str, int]
+    model: ModelConfig
+    policy: str = "1f1b"
+    microbatches: int = 4
+    sequence: bool = True
+    graphs: str = "never"
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+PP_TP, PP_CP, CP_TP = ({"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "tp": 2})
+CASES = {
+    **{
+        f"pp 2 x tp 2, {policy}": Case(PP_TP, MODELS[at % 4], policy, 4 if at % 2 else 8, sequence=at % 3 != 2)
+        for at, policy in enumerate(POLICIES)
+    },
+    "pp 2 x cp 2, gpt": Case(PP_CP, MODELS[0]),
+    "pp 2 x cp 2, llama, tied, dualpipev": Case(PP_CP, MODELS[3], "dualpipev"),
+    "pp 2 x cp 2, gpt, tied": Case(PP_CP, MODELS[1]),
+    "pp 2 x ep 2, gpt": Case(PP_CP, replace(MODELS[0], **MOE)),
+    "pp 2 x ep 2, llama, tied": Case(PP_CP, replace(MODELS[3], **MOE)),
+    "cp 2 x tp 2, ep 2, llama": Case(CP_TP, replace(MODELS[2], **MOE)),
+    "cp 2 x tp 2, gpt, no sequence parallelism": Case(CP_TP, MODELS[1], sequence=False),
+    "tp 4, llama": Case({"tp": 4}, replace(MODELS[2], kv_heads=4)),
+    "cp 4, gpt": Case({"cp": 4}, MODELS[0]),
+}
+SMALL = {"layers": 2}
+WOVEN = {
+    "tp 2, gpt": Case(PP_TP, replace(MODELS[1], layers=4), "dualpipev", 4, graphs="always"),
+    "tp 2, llama": Case(PP_TP, replace(MODELS[2], layers=4), "w", 4, graphs="always"),
+    "tp 2, w": Case(PP_TP, replace(MODELS[0], **SMALL), "zb-h1", 4, graphs="always"),
+    "cp 2": Case(PP_CP, replace(MODELS[3], layers=4), "w", 4, graphs="always"),
+    "ep 2": Case(PP_CP, replace(MODELS[0], layers=4, **MOE), "dualpipev", 4, graphs="always"),
+}
+UNPAIRED = {"zb-h1": "1f1b", "w": "zbv", "dualpipev": "zbv"}  # of the same placement, without pairs
+
+
+def batch_at(position: int) -> torch.Tensor:
+    return torch.randint(0, MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(position))
+
+
+def record_of(step: int) -> CommitRecord:
+    return CommitRecord(step, step, "", ((0, 0),), {0: step}, "run")
+
+
+def mesh_of(case: Case) -> tuple[ReplicaMesh, ParallelGroups]:
+    mesh = ReplicaMesh(case.sizes, dist.get_rank())
+    tp, cp = Group.of(mesh.group("tp")), Group.of(mesh.group("cp"))
+    sequence = tp is not None and case.sequence
+    return mesh, ParallelGroups(tp=tp, sequence=sequence, cp=cp, ep=cp if case.model.experts else None)
+
+
+def engine_of(case: Case, mesh: ReplicaMesh, groups: ParallelGroups, graphs: str = "") -> PipelineEngine:
+    return pipeline_engine(
+        case.model,
+        OPTIM,
+        ScheduleConfig(case.policy, case.microbatches, graphs or case.graphs),
+        batch=BATCH,
+        seq_len=SEQ,
+        steps=10,
+        seed=5,
+        stage=mesh.rank("pp"),
+        stages=mesh.size("pp"),
+        group=mesh.group("pp"),
+        batch_at=batch_at,
+        validation=lambda index: batch_at(1000 + index),
+        record=FlightRecord(f"rank {mesh.rank()}"),
+        dtype=torch.float64,
+        mesh=mesh,
+        groups=groups,
+    )
+
+
+def whole_loss(whole: nn.Module, position: int, microbatches: int) -> torch.Tensor:
+    """By micro-batches where experts see the tokens of one at a time."""
+    cut = [part.chunk(microbatches) for part in inputs_and_targets(batch_at(position))]
+    return torch.stack([token_loss(whole(x), y) for x, y in zip(*cut, strict=True)]).mean()
+
+
+def declared(engine: PipelineEngine) -> dict[str, Layout]:
+    return {name: layout for module in engine.modules.values() for name, layout in layouts(module).items()}
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    difference = (got - expected).abs().max().item()
+    assert difference <= 1e-10 * expected.abs().max().item() + 1e-15, f"{what} differs by {difference}"
+
+
+def check_case(name: str) -> None:
+    case = CASES[name]
+    mesh, groups = mesh_of(case)
+    engine = engine_of(case, mesh, groups)
+    whole = build_chunk(case.model, SEQ, 0, 1, seed=5, dtype=torch.float64)
+    optimizer = adamw(whole.parameters(), OPTIM)
+    scheduler = cosine_with_warmup(optimizer, 10, OPTIM)
+    lies, reference = declared(engine), dict(whole.named_parameters())
+    for step in range(1, STEPS + 1):
+        order: list[int] = []
+        result = engine.run(step, order.append)
+        assert order == list(reversed(range(len(engine.buckets))))
+        optimizer.zero_grad()
+        loss = whole_loss(whole, step, case.microbatches)
+        loss.backward()
+        assert result.loss == pytest.approx(loss.item(), rel=1e-11)
+        streams = mesh.size("dp_shard", "cp")
+        for slot, (key, _) in zip(engine._buckets.slots, engine._buckets.named, strict=True):
+            expected = reference[key].grad
+            assert expected is not None and expected.abs().max() > 0, f"{key} has no gradient, so nothing is compared"
+            close(slot.view(engine.buckets) / streams, own_part(expected, lies[key], groups), f"{name}: gradient of {key}")
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), OPTIM.clip).item()
+        update = engine.apply(record_of(step), [bucket.clone() for bucket in engine.buckets])
+        assert update is not None and float(update.grad_norm) == pytest.approx(norm, rel=1e-10)
+        optimizer.step()
+        scheduler.step()
+    for key, parameter in engine._buckets.named:
+        torch.testing.assert_close(
+            parameter.detach(), own_part(reference[key].detach(), lies[key], groups), rtol=1e-8, atol=1e-11
+        )
+    validation = whole_loss(whole, 1000, case.microbatches).item()
+    assert engine.evaluate(1) == (pytest.approx(validation, rel=1e-10), BATCH * SEQ)
+    figures: list[Any] = [None] * RANKS
+    dist.all_gather_object(figures, (result.loss, update.grad_norm, validation))
+    assert all(found == figures[0] for found in figures), "loss and norm are the same bits on every rank"
+    engine.close()
+
+
+def check_woven(name: str) -> None:
+    """What captured graphs give, with W apart and pairs woven, are the bits that the same graphs give one after the other."""
+    case = WOVEN[name]
+    mesh, groups = mesh_of(case)
+    woven = engine_of(case, mesh, groups)
+    plain = engine_of(replace(case, policy=UNPAIRED[case.policy]), mesh, groups)
+    eager = engine_of(case, mesh, groups, "never")
+    assert isinstance(woven._executor.stage, GraphStage) and (case.policy == "zb-h1" or woven._executor.stage.woven)
+    for step in (1, 2):
+        losses = [engine.run(step, lambda bucket: None).loss for engine in (woven, plain, eager)]
+        assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-11)
+        for one, other, third in zip(woven.buckets, plain.buckets, eager.buckets, strict=True):
+            assert torch.equal(one, other)
+            close(one, third, name)
+        for engine in (woven, plain, eager):
+            engine.apply(record_of(step), [bucket.clone() for bucket in engine.buckets])
+    for engine in (woven, plain, eager):
+        engine.close()
+
+
+def check_dropped_tokens(name: str) -> None:
+    """Ranks that route their own tokens, drop some and have an auxiliary loss: as `reduce_gradients` after all backwards."""
+    case = Case(CP_TP, replace(MODELS[2], **LOSSY), microbatches=2)
+    mesh, groups = mesh_of(case)
+    engine = engine_of(case, mesh, groups)
+    engine.run(1, lambda bucket: None)
+    module = build_chunk(case.model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups, auxiliary_scale=1 / 2)
+    for x, y in zip(*(part.chunk(2) for part in inputs_and_targets(batch_at(1), groups.cp)), strict=True):
+        (token_loss(module(x), y) / 2).backward()
+    reduce_gradients(module, groups)
+    expected = {key: parameter.grad for key, parameter in module.named_parameters()}
+    for slot in engine._buckets.slots:
+        found = expected[slot.name]
+        assert found is not None
+        close(slot.view(engine.buckets) / mesh.size("cp"), found, slot.name)
+    engine.close()
+
+
+def check_flipped(name: str) -> None:
+    """A bit that differs on one of the ranks that hold a parameter is found, and the parameter named."""
+    mesh, groups = mesh_of(case := Case({"cp": 2, "tp": 2}, MODELS[0]))
+    engine = engine_of(case, mesh, groups)
+    engine.run(1, lambda bucket: None)
+    engine.apply(record_of(1), [bucket.clone() for bucket in engine.buckets])
+    state = engine.state()
+    if mesh.rank() == 3:
+        state.tensors["parameter/chunk0.layers.2.ffn_norm.weight"].view(torch.int64)[3] ^= 1
+    engine.load(state)
+    with pytest.raises(
+        Fatal, match=r"the value of chunk0\.layers\.2\.ffn_norm\.weight differs between rank cp 0, tp 0 and rank cp 1, tp 1"
+    ):
+        engine.run(2, lambda bucket: None)
+    engine.close()
+
+
+def check_undeclared(name: str) -> None:
+    """A gradient that should have been summed and was not is found at the update."""
+    mesh, groups = mesh_of(case := Case({"cp": 2, "tp": 2}, MODELS[0]))
+    engine = engine_of(case, mesh, groups)
+    engine.run(1, lambda bucket: None)
+    mine = [bucket.clone() for bucket in engine.buckets]
+    slot = next(slot for slot in engine._buckets.slots if slot.name == "layers.1.qkv.weight")
+    if mesh.rank("cp") == 1:
+        slot.view(mine)[0, 0] += 1e-9
+    with pytest.raises(Fatal, match=r"the gradient of layers\.1\.qkv\.weight differs between rank cp 0, tp \d and rank cp 1"):
+        engine.apply(record_of(1), mine)
+    engine.close()
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    **dict.fromkeys(CASES, check_case),
+    "tokens are dropped": check_dropped_tokens,
+    "a flipped bit": check_flipped,
+    "a gradient that differs": check_undeclared,
+}
+
+
+def check_any(name: str) -> None:
+    CHECKS[name](name)
+
+
+@pytest.fixture(scope="module")
+def answers(ask_ranks: Callable[..., Any]) -> Any:
+    return ask_ranks(check_any, CHECKS, ranks=RANKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_ranks_that_share_stages_train_the_whole_model(answers: Any, name: str) -> None:
+    answers.check(name)
+
+
+@pytest.fixture(scope="module")
+def woven_answers(ask_ranks: Callable[..., Any]) -> Any:
+    return ask_ranks(check_woven, WOVEN, ranks=RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("name", WOVEN)
+def test_woven_graphs_give_the_same_bits(woven_answers: Any, name: str) -> None:
+    woven_answers.check(name)
