@@ -1,12 +1,13 @@
-"""The dp_shard ranks of one replica: what FSDP2 shards over, and small exchanges whose result is the same on all of them.
+"""The ranks of one axis of a replica: what FSDP2 or DTensor cuts over, and exchanges whose result is the same on all of them.
 
 In: a one-dimensional device mesh. Out: tensors of all ranks, in the order of their ranks, so that each rank that sums them gets
-the same bits. A rank that is lost makes every call of the others fail with Retryable: a replica leaves and returns whole.
+the same bits; and sums that go on while the rank computes. A rank that is lost makes every call of the others fail with
+Retryable: a replica leaves and returns whole.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,29 @@ from helixrt.errors import Retryable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_FUNCTIONAL = "_c10d_functional."  # the namespace of collectives that are operators
+
+
+class PendingSum:
+    """A sum in place that was begun; its tensor is left alone until `wait` has returned."""
+
+    def __init__(self, work: Any, failed: RuntimeError | None = None) -> None:
+        self._work, self._failed = work, failed
+
+    def is_done(self) -> bool:
+        """Whether `wait` will not block; False for one that failed."""
+        return self._failed is None and self._work.is_completed()
+
+    def wait(self) -> None:
+        """Until the sum is there; on a device, for work that is queued from now on. Raises Retryable if a rank is lost."""
+        try:
+            if self._failed is not None:
+                raise self._failed
+            self._work.wait()
+        except RuntimeError as error:
+            raise Retryable(f"a rank of this replica is lost: {_first_line(error)}") from error
 
 
 class InnerGroup:
@@ -45,6 +69,13 @@ class InnerGroup:
             total += other
         return total
 
+    def start_sum(self, flat: torch.Tensor) -> PendingSum:
+        """Begin to sum a tensor in place, over all ranks. Never blocks and never raises."""
+        try:
+            return PendingSum(dist.all_reduce(flat, group=self._group, async_op=True))
+        except RuntimeError as error:
+            return PendingSum(None, error)
+
     def mean(self, values: list[float]) -> list[float]:
         """The mean over the ranks of each of these numbers."""
         device = self.mesh.device_type
@@ -54,14 +85,18 @@ class InnerGroup:
 def lost_rank(error: BaseException) -> str:
     """Why a collective of torch.distributed failed, if it is that which `error` tells; else "".
 
-    FSDP2's collectives run inside the user's forward and backward, and raise a plain RuntimeError when a rank has gone.
+    Collectives of FSDP2 and of parallel layers run inside forward and backward, and raise a plain RuntimeError when a rank has
+    gone; functional ones are operators, and so raise it where any operator does.
     """
-    traceback, module = error.__traceback__, ""
-    while traceback is not None:
-        module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
-    if isinstance(error, RuntimeError) and module.startswith("torch.distributed."):
-        return _first_line(error)
-    return ""
+    traceback = error.__traceback__
+    if traceback is None or not isinstance(error, RuntimeError):
+        return ""
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    frame = traceback.tb_frame
+    module = frame.f_globals.get("__name__", "")
+    operator = str(frame.f_locals.get("self")) if module == "torch._ops" else ""
+    return _first_line(error) if module.startswith("torch.distributed.") or operator.startswith(_FUNCTIONAL) else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -25,11 +25,14 @@ class Mesh:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in asdict(self).items() if size != 1)})"
 
     def check_supported(self) -> None:
-        """Raises ConfigError (mesh.AXIS) for what a session cannot train yet."""
+        """Raises ConfigError (mesh.AXIS) for a size that no mesh can have."""
         for axis, size in asdict(self).items():
             if size < 1:
                 raise ConfigError(f"mesh.{axis}", size, "must be at least 1")
-            if size > 1 and axis not in ("pp", "dp_shard"):
-                raise ConfigError(f"mesh.{axis}", size, "a session's replica has pp or dp_shard ranks alone so far")
-        if self.pp > 1 and self.dp_shard > 1:
-            raise ConfigError("mesh.pp", self.pp, f"with dp_shard={self.dp_shard}: a replica has one of the two so far")
+
+    def check_module(self) -> None:
+        """Raises ConfigError (mesh.AXIS) for what a session cannot train a plain module on."""
+        self.check_supported()
+        for axis, size in (("pp", self.pp), ("cp", self.cp)):
+            if size > 1:
+                raise ConfigError(f"mesh.{axis}", size, "needs session.parallelize(helixrt.Stages(...))")

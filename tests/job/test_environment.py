@@ -336,8 +336,6 @@ def test_the_server_is_told_the_ranks_of_a_replica() -> None:
 
     assert config().mesh == MeshConfig(3, 1) and config("--dp-shard", "2").mesh == MeshConfig(3, 1, 2)
     assert config("--pp", "4").mesh == MeshConfig(3, 4)
-    with pytest.raises(ConfigError, match="mesh.pp=2: with dp_shard=2: a replica has one of the two so far"):
-        config("--pp", "2", "--dp-shard", "2")
     with pytest.raises(ConfigError, match="mesh.dp_shard=0: must be at least 1"):
         config("--dp-shard", "0")
 
@@ -353,5 +351,7 @@ def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: py
     assert device(2, 0) == torch.device("cuda", 0) and device(2, -1) == torch.device("cuda", 3)
     assert device(8, 1) == torch.device("cuda", 1), "a replica over two machines"
     assert device(1, 2) == torch.device("cuda", 2)
+    both = SessionSettings(mesh=Mesh(dp_shard=2, tp=2), shard=1, tp_rank=0)
+    assert Session(both, LocalHost()).device == torch.device("cuda", 2), "each tp rank has a device of its own"
     with pytest.raises(ConfigError, match="a replica of 8 ranks needs a CUDA device for each, and this host has 4"):
         device(8, 5)

@@ -32,8 +32,7 @@ def top_level(session: helixrt.Session) -> None: ...
     ("settings", "rule"),
     [
         ({"replicas": 0}, "replicas=0: must be at least 1"),
-        ({"mesh": helixrt.Mesh(tp=2)}, "mesh.tp=2: a session's replica has pp or dp_shard ranks alone so far"),
-        ({"mesh": helixrt.Mesh(dp_shard=2, pp=2)}, "mesh.pp=2: with dp_shard=2: a replica has one of the two so far"),
+        ({"mesh": helixrt.Mesh(tp=-1)}, "mesh.tp=-1: must be at least 1"),
         ({"mesh": helixrt.Mesh(dp_shard=0)}, "mesh.dp_shard=0: must be at least 1"),
         ({"launcher": "environment"}, "HELIXRT_STORE=: is not set; start `helixrt serve --replicas N`"),
         ({"launcher": "environment", "resume": "latest"}, "resume=latest: "),
