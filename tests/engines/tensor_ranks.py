@@ -65,8 +65,10 @@ class Trained:
 
 
 class Replica(Trained):
+    """`compute`: None for everything in float64, else the compute type of a model in float32."""
+
     def __init__(
-        self, replica: int, ranks: Ranks, build: Build, plan: Mapping[str, Any] | None, compute: torch.dtype = torch.float32
+        self, replica: int, ranks: Ranks, build: Build, plan: Mapping[str, Any] | None, compute: torch.dtype | None = None
     ) -> None:
         self.replica, self.ranks, self.plan, self.compute = replica, ranks, plan, compute
         super().__init__(build)
@@ -75,11 +77,11 @@ class Replica(Trained):
         self.handed_out: list[int] = []
 
     def prepare(self) -> None:
-        if self.compute is torch.float32:
+        if self.compute is None:
             self.model.double()
         self.terms = apply_plan(self.model, self.ranks.tensor.mesh, self.plan)
         if self.ranks.group is not None:
-            shard_model(self.model, self.ranks.group, self.compute)
+            shard_model(self.model, self.ranks.group, self.compute or torch.float32)
 
     def made_engine(self) -> ModuleEngine:
         return ModuleEngine(
@@ -88,7 +90,7 @@ class Replica(Trained):
             replicas=REPLICAS,
             seed=SEED,
             bucket_bytes=2048,
-            compute_dtype=self.compute,
+            compute_dtype=self.compute or torch.float32,
             group=self.ranks.group,
             tensor=TensorRanks(self.ranks.tensor, self.terms),
         )
@@ -314,18 +316,15 @@ def bfloat16_runs(ranks: Ranks) -> None:
     """Under autocast, or by FSDP2's policy: parameters and gradients stay float32, and the loss is near that of float32."""
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
-        torch.set_default_dtype(torch.float32)
         replica = Replica(0, ranks, models.llama, None, dtype)
-        replica.model.float() if ranks.group is None else None
         for step in (1, 2):
             replica.work(step)
             update = replica.engine.apply(record(step, (0,)), [bucket.clone() for bucket in replica.engine.buckets])
         replica.engine.check_copies()
         assert update is not None
         losses.append(float(update.loss))
-        if dtype is torch.bfloat16:
-            assert {p.dtype for p in replica.model.parameters()} == {torch.float32}
-            assert {p.grad.dtype for p in replica.model.parameters() if p.grad is not None} == {torch.float32}
+        assert {p.dtype for p in replica.model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in replica.model.parameters() if p.grad is not None} == {torch.float32}
     assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.1 * abs(losses[0]), losses
 
 
