@@ -50,7 +50,7 @@ def apply_style(style: str, module: nn.Module, where: str, mesh: DeviceMesh) -> 
     if style in _WHOLE:
         return
     if style == _EXPERTS:
-        _apply_experts(module, mesh)
+        _apply_experts(module, where, mesh)
     elif _is_transposed(module):
         _apply_transposed(style, module, where, mesh)
     else:
@@ -135,7 +135,7 @@ def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placement: Any) -> Any:
 
 
 def cut_parameter(style: str, module: nn.Module, key: str, where: str, mesh: DeviceMesh) -> None:
-    """Cut a parameter [expert, out, in] of a module of experts, or [expert, out], by its own entry in a plan."""
+    """Cut a parameter [expert, out, in] of a module of experts by its own entry in a plan. Raises as `apply_style` does."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from helixrt.engines.dtensor_private import strided_shard
@@ -155,17 +155,26 @@ def cut_parameter(style: str, module: nn.Module, key: str, where: str, mesh: Dev
         )
     dim, packed = (2 if style == ROWWISE else 1), (2 if style == PACKED else 1)
     if parameter.shape[dim] % (packed * mesh.size()):
-        _check_divides(parameter.shape[dim] // packed, mesh, f"rows of {where}")
+        raise MisuseError(
+            f"dimension {dim} of {where} has {parameter.shape[dim]} elements, which {style!r} cannot cut into {packed} x "
+            f"{mesh.size()} equal parts (mesh.tp={mesh.size()})"
+        )
     placement = strided_shard(dim, packed) if packed > 1 else Shard(dim)
     placed = distribute_tensor(parameter.detach(), mesh, [placement])
     module.register_parameter(key, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
-def _apply_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+def _apply_experts(module: nn.Module, where: str, mesh: DeviceMesh) -> None:
     """The forward of a rank uses its parts of the weights, and gives one term of the output. Gradients of its inputs, the
     hidden states and the routing weights, are terms too, and are summed in backward."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
+    own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    if whole := [key for key, parameter in own.items() if not isinstance(parameter, DTensor)] or ([] if own else ["weights"]):
+        raise MisuseError(
+            f"the plan has {_EXPERTS!r} for {where}, and {whole[0]} is not cut: each rank would add it once more. Give all "
+            f"parameters of {where} entries of their own: {COLWISE}, {ROWWISE} or {PACKED}"
+        )
     cut: dict[str, Any] = {}
 
     def before(part: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -287,6 +287,13 @@ def what_cannot_be_trained_is_refused(ranks: Ranks) -> None:
     )
     odd = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
     raises(MisuseError, "5 outputs of 0 cannot be cut into 2", lambda: apply_plan(odd, mesh, {"0": "colwise", "1": "rowwise"}))
+    experts = "model.layers.*.mlp.experts"
+    raises(
+        MisuseError,
+        "gate_up_proj is not cut: each rank would add it once more",
+        lambda: apply_plan(models.mixtral(), mesh, {experts: "moe_tp_experts", f"{experts}.down_proj": "rowwise"}),
+    )
+    raises(MisuseError, "and others are cut by the entry", lambda: apply_plan(models.Own(), mesh, {"head.weight": "colwise"}))
     with torch.device("meta"):
         empty = models.Own()
     raises(MisuseError, "meta device", lambda: apply_plan(empty, mesh, models.own_plan()))
