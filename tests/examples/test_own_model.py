@@ -53,7 +53,7 @@ def one_process(folder: Path) -> tuple[nn.Module, list[float]]:
 
     def loss(model: nn.Module, tokens: Any) -> tuple[torch.Tensor, float]:
         value, weight = model(tokens, labels=tokens).loss * tokens.numel(), tokens.numel()
-        parts.append((float(value), weight))
+        parts.append((float(value.detach()), weight))
         return value, weight
 
     def update() -> None:
