@@ -18,4 +18,4 @@ def strided_shard(dim: int, factor: int) -> Placement:
 
 def factor_of(placement: Any) -> int | None:
     """Of a strided shard; None for any other placement."""
-    return placement.split_factor if isinstance(placement, _StridedShard) else None
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
