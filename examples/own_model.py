@@ -1,10 +1,11 @@
 """Train a Hugging Face GPT-2 on two replicas; one of them may be killed at any time.
 
-    python examples/own_model.py [STEPS] [FOLDER] [--pp STAGES]
+    python examples/own_model.py [STEPS] [FOLDER] [--pp STAGES | --tp RANKS]
 
 `train` is a plain PyTorch program. Each replica runs it on its own share of the data; gradients are summed over replicas
 while backward runs; a lost replica is started again, fetches the state from the other one, and goes on. With `--pp 2` a replica
-is two processes: the unmodified model is captured as one graph and cut into two pipeline stages.
+is two processes: the unmodified model is captured as one graph and cut into two pipeline stages. With `--tp 2` its matrices are
+cut over two processes.
 """
 
 import argparse
@@ -21,7 +22,16 @@ parser = argparse.ArgumentParser()
 parser.add_argument("steps", nargs="?", type=int, default=40)
 parser.add_argument("folder", nargs="?", default="outputs")
 parser.add_argument("--pp", type=int, default=1)
+parser.add_argument("--tp", type=int, default=1)
 GIVEN, _ = parser.parse_known_args()
+TP_PLAN = {  # GPT-2 has none of its own, as its queries, keys and values are one matrix: each rank gathers them
+    "transformer.wte": "embedding_rowwise",
+    "transformer.h.*.attn.c_attn": "colwise_gather_output",
+    "transformer.h.*.attn.c_proj": "rowwise_split_input",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
 
 
 def text() -> TensorDataset:
@@ -32,7 +42,7 @@ def text() -> TensorDataset:
 
 def parallel(session: helixrt.Session, config: GPT2Config) -> torch.nn.Module:
     if GIVEN.pp == 1:
-        return session.parallelize(GPT2LMHeadModel(config))
+        return session.parallelize(GPT2LMHeadModel(config), tp_plan=TP_PLAN)
     with torch.device("meta"):  # no rank ever holds more than its stage
         model = helixrt.compile(GPT2LMHeadModel(config), microbatches=4)
     tokens = torch.zeros(4, 32, dtype=torch.int64)  # shapes count, values do not
@@ -58,5 +68,6 @@ def train(session: helixrt.Session) -> None:
 
 
 if __name__ == "__main__":
-    result = helixrt.run(train, replicas=2, mesh=helixrt.Mesh(pp=GIVEN.pp), storage=GIVEN.folder, seed=1)
+    mesh = helixrt.Mesh(pp=GIVEN.pp, tp=GIVEN.tp)
+    result = helixrt.run(train, replicas=2, mesh=mesh, storage=GIVEN.folder, seed=1)
     print(f"step {result.step}: {result.folder}")

@@ -2,7 +2,8 @@
 
 In: named parameters. Out: flat tensors, one sequence per dtype and device, cut into buckets in parameter order, of which
 every `p.grad` becomes a view with a batch's first backward; and a call for each bucket once the gradients in it are final.
-Of a DTensor parameter this is the rank's local part; `p.grad` is a DTensor over the view.
+Of a DTensor parameter this is the rank's local part; `p.grad` is a DTensor over the view. Parameters that tp ranks hold whole
+have buckets of their own, which are summed over these ranks before they are handed out, and are handed out last.
 
 A post-accumulate-gradient hook per parameter does this. It never blocks, communicates or raises: what it finds wrong is kept
 and raised by `check`. In the last backward of a batch a gradient is final when its hook has run; those that no backward has
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from helixrt.engines.sharded import is_sharded, local, over, version, versions
 from helixrt.engines.stream_marks import HostMarks, StreamMarks
+from helixrt.engines.tensor_gradients import TensorGradients
 from helixrt.errors import MisuseError
 from helixrt.pipeline.buckets import Slot, lay_out
 
@@ -35,12 +37,20 @@ class FlatGradients:
     `on_bucket(i)` is called from whatever thread finishes bucket i, in the order from the last bucket to the first.
     """
 
-    def __init__(self, named: Named, bucket_bytes: int, marks: StreamMarks) -> None:
+    def __init__(
+        self, named: Named, bucket_bytes: int, marks: StreamMarks, tensor: TensorGradients | None = None, sharded: bool = False
+    ) -> None:
+        """`tensor`: what is summed over tp ranks; `sharded`: FSDP2 gives the gradients of DTensors, in their placements."""
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         parts = [(name, local(parameter)) for name, parameter in named]
-        slots, shapes = _lay_out(parts, bucket_bytes)
-        self._bucket_of = [slot.bucket for slot in slots]
+        self._tensor = tensor
+        whole = [False] * len(parts) if tensor is None else tensor.whole
+        slots, shapes = _lay_out(parts, bucket_bytes, whole)
+        self._bucket_of, self._starts = [slot.bucket for slot in slots], [slot.start for slot in slots]
+        self._summed = {bucket for bucket, there in zip(self._bucket_of, whole, strict=True) if there}
+        # DTensors whose gradient autograd accumulates: in a placement that may be another than theirs, so it is added here
+        self._added = {i for i, p in enumerate(self.parameters) if tensor is not None and not sharded and is_sharded(p)}
         self.flat = [torch.zeros(max(1, size), dtype=dtype, device=device) for size, dtype, device in shapes]
         # `data` has a version counter of its own, and so has each view of it; the local part of a DTensor shares its view's.
         self.views = [_like(p, self.flat[s.bucket].data, s.start) for (_, p), s in zip(parts, slots, strict=True)]
@@ -75,6 +85,8 @@ class FlatGradients:
             self._open, self._next = list(self._sizes), len(self.flat) - 1
             self._on_bucket, self._fault = on_bucket, ""
             self._working, self._backward, self._last = True, False, False
+            if self._tensor is not None:
+                self._tensor.begin()
 
     @property
     def reached(self) -> bool:
@@ -90,12 +102,18 @@ class FlatGradients:
         self.check()
         self._backward, self._last, self._own = True, last, own
         self._reached.clear()
+        for index in self._added:
+            self.parameters[index].grad = None
 
     def after_backward(self) -> None:
         self._backward = False
+        for index in self._added:
+            if self.present[index]:
+                self.parameters[index].grad = self._grads[index]
 
     def end(self) -> None:
-        """All backwards are done: gradients that none has given are zero, and final. Every bucket is handed out on return."""
+        """All backwards are done: gradients that none has given are zero, and final. Every bucket is handed out on return.
+        Raises Retryable if a tp rank is lost."""
         if not self._last:
             raise MisuseError("the step ends without a backward of its last micro-batch; call step.backward(loss) for each")
         self.check()
@@ -106,7 +124,10 @@ class FlatGradients:
                     self._marks.wrote(self._bucket_of[index], self.views[index].device)
                 if not self._final[index]:
                     self._finish(index)
+            self._hand_out(wait=True)
             self._working = False
+        if self._tensor is not None:
+            self._tensor.check()
 
     def check(self) -> None:
         """Raises MisuseError for a gradient that was not made by the step's backwards alone."""
@@ -162,6 +183,7 @@ class FlatGradients:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         view, mine, bucket = self.views[index], self._grads[index], self._bucket_of[index]
+        tensor = self._tensor if index in self._added else None
         plain, device, wrote = not is_sharded(mine), view.device, self._marks.wrote
         on_host = isinstance(self._marks, HostMarks)  # which marks nothing
 
@@ -178,14 +200,23 @@ class FlatGradients:
                     f"the gradient of {self.names[index]} was added to after its bucket was handed out (a second pass within "
                     "one backward: use torch.utils.checkpoint with use_reentrant=False)"
                 )
+            elif tensor is not None and index in self._reached:
+                self._found(
+                    f"one backward gave {self.names[index]}, which is cut over tp ranks, two gradients (use "
+                    "torch.utils.checkpoint with use_reentrant=False)"
+                )
             elif gradient is None or gradient.layout is not torch.strided:
                 self._found(f"{self.names[index]} has a sparse gradient, which replicas cannot sum; use sparse=False")
-            elif gradient is not mine and self.present[index]:
+            elif gradient is not mine and self.present[index] and tensor is None:
                 self._found(self._changed(index))
             else:
                 if gradient is not mine:  # one copy costs less than zeroing and adding, and keeps the sign of zeros
                     given = gradient.detach() if gradient.requires_grad else gradient
-                    view.copy_(given if plain else local(given))
+                    if tensor is not None:
+                        given = tensor.part(index, given, parameter)
+                    elif not plain:
+                        given = local(given)
+                    view.copy_(given) if not self.present[index] else view.add_(given)
                     parameter.grad = mine
                 self.present[index], self._versions[index] = True, mine._version if plain else version(mine)
                 self._reached.add(index)
@@ -207,28 +238,48 @@ class FlatGradients:
 
     def _finish(self, index: int) -> None:
         self._final[index] = True
-        self._open[self._bucket_of[index]] -= 1
+        bucket = self._bucket_of[index]
+        self._open[bucket] -= 1
+        if self._open[bucket] == 0 and bucket in self._summed:
+            self._start_sum(bucket)
+        self._hand_out()
+
+    def _start_sum(self, bucket: int) -> None:
+        assert self._tensor is not None
+        members = [index for index, its in enumerate(self._bucket_of) if its == bucket]
+        self._marks.handed_out(bucket)
+        self._marks.wait(bucket)  # for what other streams have written
+        views = [(index, self._starts[index], self.views[index], self.present[index]) for index in members]
+        self._tensor.start(bucket, self.flat[bucket], views)
+
+    def _hand_out(self, wait: bool = False) -> None:
+        """Buckets that are final, in their order; `wait` for sums over tp ranks."""
         while self._next >= 0 and self._open[self._next] == 0:
             bucket = self._next
+            if self._tensor is not None and bucket in self._summed:
+                if not self._tensor.finished(bucket, wait):
+                    return
+                self._marks.wrote(bucket, self.flat[bucket].device)
             self._next -= 1
             self._marks.handed_out(bucket)
             self._on_bucket(bucket)
 
 
 def _lay_out(
-    named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int
+    named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int, whole: Sequence[bool]
 ) -> tuple[list[Slot], list[tuple[int, torch.dtype, torch.device]]]:
-    """A slot for each parameter, and (elements, dtype, device) of each bucket, in the order of their first parameters."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    """A slot for each parameter, and (elements, dtype, device) of each bucket: first the buckets of parameters that tp ranks
+    hold whole, which have no others, then the rest, in the order of their first parameters."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for index, (_, parameter) in enumerate(named):
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
+        kinds.setdefault((parameter.dtype, parameter.device, whole[index]), []).append(index)
     found: list[tuple[int, int, torch.dtype, torch.device, list[tuple[int, Slot]]]] = []  # first parameter, …
-    for (dtype, device), members in kinds.items():
+    for (dtype, device, _), members in kinds.items():
         slots, sizes = lay_out([named[index] for index in members], bucket_bytes, first_bytes=min(FIRST_BYTES, bucket_bytes))
         for bucket, size in enumerate(sizes):
             inside = [(index, slot) for index, slot in zip(members, slots, strict=True) if slot.bucket == bucket]
             found.append((inside[0][0], size, dtype, device, inside))
-    found.sort(key=lambda each: each[0])
+    found.sort(key=lambda each: (not whole[each[0]], each[0]))
     placed: dict[int, Slot] = {}
     for number, (_, _, _, _, inside) in enumerate(found):
         placed |= {index: Slot(slot.name, number, slot.start, slot.shape) for index, slot in inside}

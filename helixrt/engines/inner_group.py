@@ -1,12 +1,13 @@
-"""The dp_shard ranks of one replica: what FSDP2 shards over, and small exchanges whose result is the same on all of them.
+"""The ranks of one axis of a replica: what FSDP2 or DTensor cuts over, and exchanges whose result is the same on all of them.
 
 In: a one-dimensional device mesh. Out: tensors of all ranks, in the order of their ranks, so that each rank that sums them gets
-the same bits. A rank that is lost makes every call of the others fail with Retryable: a replica leaves and returns whole.
+the same bits; and sums that go on while the rank computes. A rank that is lost makes every call of the others fail with
+Retryable: a replica leaves and returns whole.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,26 @@ if TYPE_CHECKING:
 
 
 _FUNCTIONAL = "_c10d_functional."  # the namespace of collectives that are operators
+
+
+class PendingSum:
+    """A sum in place that was begun; its tensor is left alone until `wait` has returned."""
+
+    def __init__(self, work: Any, failed: RuntimeError | None = None) -> None:
+        self._work, self._failed = work, failed
+
+    def is_done(self) -> bool:
+        """Whether `wait` will not block; False for one that failed."""
+        return self._failed is None and self._work.is_completed()
+
+    def wait(self) -> None:
+        """Until the sum is there; on a device, for work that is queued from now on. Raises Retryable if a rank is lost."""
+        try:
+            if self._failed is not None:
+                raise self._failed
+            self._work.wait()
+        except RuntimeError as error:
+            raise Retryable(f"a rank of this replica is lost: {_first_line(error)}") from error
 
 
 class InnerGroup:
@@ -47,6 +68,13 @@ class InnerGroup:
         for other in others:
             total += other
         return total
+
+    def start_sum(self, flat: torch.Tensor) -> PendingSum:
+        """Begin to sum a tensor in place, over all ranks. Never blocks and never raises."""
+        try:
+            return PendingSum(dist.all_reduce(flat, group=self._group, async_op=True))
+        except RuntimeError as error:
+            return PendingSum(None, error)
 
     def mean(self, values: list[float]) -> list[float]:
         """The mean over the ranks of each of these numbers."""

@@ -1,8 +1,9 @@
 """The engine of any module: `torch.nn.Module`s, `torch.optim` optimizers and the user's own loop.
 
-A replica is one process, or several over which FSDP2 has sharded the parameters (`group`). Then each holds, exchanges and
-updates its shard; FSDP2 sums gradients inside the replica in every micro-batch, and equal ranks of replicas exchange during
-the last backward.
+A replica is one process, or several over which FSDP2 has sharded the parameters (`group`), a tensor-parallel plan has cut them
+(`tensor`), or both. Then each holds, exchanges and updates its part; FSDP2 sums gradients inside the replica in every
+micro-batch, those of parameters that tp ranks hold whole are summed in the last backward, and equal ranks of replicas exchange
+meanwhile.
 
 In: what the user registered; from the loop, a loss per micro-batch. Out: the `Engine` contract of `helixrt.replica.contracts`.
 
@@ -31,6 +32,8 @@ from helixrt.engines.registered import Registered
 from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded import ShardedModels, is_sharded
 from helixrt.engines.stream_marks import StreamMarks, marks_for
+from helixrt.engines.tensor_copies import check_copies, check_tensor
+from helixrt.engines.tensor_gradients import TensorGradients, TensorRanks
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import ModuleUpdate, Policy, StepGuard, UpdateFunction, default_update, gradient_norm
 from helixrt.errors import MisuseError
@@ -46,8 +49,8 @@ class ModuleEngine(Engine):
     `replica` of `replicas` configured ones, `seed` of the run; `buffers`: how running buffers of contributors are united
     ("mean" or "first"); `compute_dtype`: float32, or bfloat16 for forward and loss under autocast, with parameters, gradients
     and optimizer state as they were registered (of sharded models FSDP2's mixed precision decides instead). `group`: the ranks
-    of this replica, over which the models are sharded; all of them make the same calls in the same order. `marks` stands in for
-    the device's events in tests.
+    of this replica over which the models are sharded, and `tensor`: those over which a plan has cut them; all of them make the
+    same calls in the same order, and tp ranks with the same batches. `marks` stands in for the device's events in tests.
 
     Raises MisuseError, here and in every call of the loop, for what cannot be trained or was done in the wrong place;
     `backward`, `end` and `apply` raise Retryable, or what FSDP2 raises, when another rank of the replica is lost.
@@ -65,6 +68,7 @@ class ModuleEngine(Engine):
         bucket_bytes: int = BUCKET_BYTES,
         compute_dtype: torch.dtype = torch.float32,
         group: InnerGroup | None = None,
+        tensor: TensorRanks | None = None,
         marks: StreamMarks | None = None,
     ) -> None:
         registered.check()
@@ -75,14 +79,19 @@ class ModuleEngine(Engine):
             raise MisuseError("the registered models have no parameter that requires a gradient")
         if compute_dtype not in (torch.float32, torch.bfloat16):
             raise MisuseError(f"compute type {compute_dtype}: must be float32 or bfloat16")
-        if group is None and (dtensors := [name for name, parameter in registered.parameters() if is_sharded(parameter)]):
+        dtensors = [name for name, parameter in registered.parameters() if is_sharded(parameter)]
+        if group is None and tensor is None and dtensors:
             raise MisuseError(f"{dtensors[0]} is a DTensor, and a replica is one rank; run with mesh=Mesh(dp_shard=...)")
         self._group, self._sharded = group, None if group is None else ShardedModels(registered, group)
+        self._tensor = tensor
+        if tensor is not None:
+            check_tensor(registered, tensor, group is not None)
         self._parameters = [parameter for _, parameter in trained]
         self._device = self._parameters[0].device
         self._compute_dtype = torch.float32 if group is not None else compute_dtype  # FSDP2 has its own mixed precision
         self._marks = marks or marks_for({parameter.device for parameter in self._parameters})
-        self._gradients = FlatGradients(trained, bucket_bytes, self._marks)
+        sums = None if tensor is None else TensorGradients(trained, tensor)
+        self._gradients = FlatGradients(trained, bucket_bytes, self._marks, sums, group is not None)
         self._buffers = Buffers(registered, buffers, replica, replicas, 1 if group is None else group.size)
         self._book = ExchangeBook(len(trained), self._buffers, self._device, group)
         self._buckets = [*self._book.tensors, *self._gradients.flat]
@@ -240,9 +249,9 @@ class ModuleEngine(Engine):
         rate = self._rate(factor)
         with self._guard.update(factor):
             if self._update is None:
-                norm = default_update(self.registered, self._parameters, record, self._group)
+                norm = default_update(self.registered, self._parameters, record, self._group, self._tensor)
             else:
-                norm = gradient_norm(self._parameters, self.registered.scaler, self._group)
+                norm = gradient_norm(self._parameters, self.registered.scaler, self._group, self._tensor)
                 self._update(record)
         if not record.applied:
             return None
@@ -259,6 +268,10 @@ class ModuleEngine(Engine):
 
     def state(self) -> State:
         return self._state.read()
+
+    def check_copies(self) -> None:
+        if self._tensor is not None:
+            check_copies(self._state, self._tensor)
 
     def load(self, state: State) -> None:
         self._end_autocast()

@@ -38,6 +38,12 @@ class ReplicatedState:
 
     def read(self) -> State:
         """Live tensors, and scalars as they are now. Raises MisuseError for an entry that cannot be stored, with its path."""
+        tensors, scalars = self.entries()
+        scalars |= {PLACEMENTS + path: placement_of(tensor, path) for path, tensor in tensors.items() if is_sharded(tensor)}
+        return State({path: local(tensor) for path, tensor in tensors.items()}, scalars)
+
+    def entries(self) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
+        """The same with DTensors whole, and without their placements."""
         tensors: dict[str, torch.Tensor] = {f"parameter/{name}": p.detach() for name, p in self._parameters.items()}
         tensors |= self._buffers.state()
         scalars: dict[str, Scalar] = {}
@@ -46,8 +52,7 @@ class ReplicatedState:
             flatten(path, read_optimizer(optimizer, self._names, path), tensors, scalars)
         for path, thing in self._things():
             flatten(path, thing.state_dict(), tensors, scalars)
-        scalars |= {PLACEMENTS + path: placement_of(tensor, path) for path, tensor in tensors.items() if is_sharded(tensor)}
-        return State({path: local(tensor) for path, tensor in tensors.items()}, scalars)
+        return tensors, scalars
 
     def load(self, state: State) -> None:
         """Take over a state. Raises Fatal, before anything is changed, for one that is not of the registered objects."""
@@ -77,15 +82,15 @@ class ReplicatedState:
 
     def _placed(self, state: State) -> dict[str, torch.Tensor]:
         """The state's tensors, as DTensors where it says so."""
-        mesh = next((p.device_mesh for p in self._parameters.values() if is_sharded(p)), None)  # type: ignore[attr-defined]
+        meshes = list({p.device_mesh: None for p in self._parameters.values() if is_sharded(p)})  # type: ignore[attr-defined]
         tensors = dict(state.tensors)
         for name, text in state.scalars.items():
             if name.startswith(PLACEMENTS):
                 path = name.removeprefix(PLACEMENTS)
                 if path not in tensors:
                     raise Fatal(f"the state to load describes {path} and does not hold it")
-                device = mesh.device_type if mesh is not None else "cpu"
-                tensors[path] = placed_by(text, tensors[path].to(device), mesh, path)
+                device = meshes[0].device_type if meshes else "cpu"
+                tensors[path] = placed_by(text, tensors[path].to(device), meshes, path)
         return tensors
 
     def _check_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -67,28 +67,53 @@ def _assemble(
         return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def placement_on(tensor: Any, axis: DeviceMesh) -> Any:
+    """How a DTensor is placed over a one-dimensional mesh, which may be an axis of its own mesh; None where it is not."""
+    if tensor.device_mesh == axis:
+        return tensor.placements[0]
+    names, wanted = tensor.device_mesh.mesh_dim_names or (), axis.mesh_dim_names or ("",)
+    return tensor.placements[names.index(wanted[0])] if wanted[0] in names else None
+
+
 def placement_of(tensor: Any, what: str) -> str:
     """Full shape, stride, placements and ranks of a DTensor as JSON. Raises MisuseError for a placement that is neither a shard
     of one dimension nor a replica."""
     from torch.distributed.tensor import Replicate, Shard
 
-    placements: list[int | None] = []  # a dimension, or None for a replica
+    from helixrt.engines.dtensor_private import factor_of
+
+    placements: list[int | list[int] | None] = []  # a dimension, with its factor for a strided shard, or None for a replica
     for placement in tensor.placements:
-        if type(placement) not in (Shard, Replicate):
+        factor = factor_of(placement)
+        if factor is None and type(placement) not in (Shard, Replicate):
             raise MisuseError(f"{what} is a DTensor with the placement {placement}; the state may hold shards and replicas")
-        placements.append(placement.dim if isinstance(placement, Shard) else None)
-    return json.dumps([list(tensor.shape), list(tensor.stride()), placements, tensor.device_mesh.size()])
+        cut = [placement.dim, factor] if factor is not None else None if type(placement) is Replicate else placement.dim
+        placements.append(cut)
+    return json.dumps([list(tensor.shape), list(tensor.stride()), placements, _ranks_of(tensor.device_mesh)])
 
 
-def placed_by(text: object, part: torch.Tensor, mesh: DeviceMesh | None, what: str) -> torch.Tensor:
-    """The DTensor that `placement_of` described, over a local part. Raises Fatal for a description that does not fit."""
+def _ranks_of(mesh: DeviceMesh) -> int | dict[str, int]:
+    """Of a mesh of dp_shard ranks alone their number, of any other the sizes of its axes by name."""
+    names = mesh.mesh_dim_names
+    return mesh.size() if names is None or names == ("dp_shard",) else dict(zip(names, mesh.shape, strict=True))
+
+
+def placed_by(text: object, part: torch.Tensor, meshes: Sequence[DeviceMesh], what: str) -> torch.Tensor:
+    """The DTensor that `placement_of` described, over a local part and one of these meshes. Raises Fatal for a description that
+    does not fit."""
     from torch.distributed.tensor import Replicate, Shard
+
+    from helixrt.engines.dtensor_private import strided_shard
 
     try:
         shape, stride, dims, ranks = json.loads(str(text))
-        placements = [Replicate() if dim is None else Shard(int(dim)) for dim in dims]
-        if mesh is None or mesh.size() != ranks:
-            here = 1 if mesh is None else mesh.size()
+        placements = [
+            Replicate() if dim is None else strided_shard(*map(int, dim)) if isinstance(dim, list) else Shard(int(dim))
+            for dim in dims
+        ]
+        mesh = next((mesh for mesh in meshes if _ranks_of(mesh) == ranks), None)
+        if mesh is None:
+            here = " or ".join(str(_ranks_of(mesh)) for mesh in meshes) or "1"
             raise Fatal(f"the state to load has {what} cut for {ranks} ranks, and this replica has {here}")
         return _assemble(part, mesh, placements, tuple(shape), tuple(stride))
     except (ValueError, TypeError) as error:
@@ -222,15 +247,20 @@ def _fsdp_modules(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
                 yield name or type(module).__name__, module
 
 
-def _check(registered: Registered, group: InnerGroup) -> None:
+def check_kinds(registered: Registered, axis: str) -> None:
+    """Raises MisuseError for what cannot be trained with parameters cut over this axis of the mesh."""
     if registered.scaler is not None:
-        raise MisuseError("a gradient scaler is not supported with Mesh(dp_shard=...); train in bfloat16, which needs none")
+        raise MisuseError(f"a gradient scaler is not supported with Mesh({axis}=...); train in bfloat16, which needs none")
     for key, optimizer in registered.optimizers.items():
         if isinstance(optimizer, torch.optim.Adafactor):
             raise MisuseError(f"optimizer {key}: PyTorch's Adafactor does not work on sharded parameters; take AdamW or SGD")
+
+
+def _check(registered: Registered, group: InnerGroup) -> None:
+    check_kinds(registered, "dp_shard")
     for name, parameter in registered.parameters():
-        placements = getattr(parameter, "placements", ())
-        if not is_sharded(parameter) or parameter.device_mesh != group.mesh or not all(p.is_shard() for p in placements):  # type: ignore[attr-defined]
+        placement = placement_on(parameter, group.mesh) if is_sharded(parameter) else None
+        if placement is None or placement.is_replicate():
             raise MisuseError(
                 f"{name} is not sharded over the {group.size} ranks of this replica; call session.parallelize(model), or "
                 "fully_shard(model, mesh=session.device_mesh), before the optimizer is made"

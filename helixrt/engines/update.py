@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import local
+from helixrt.engines.tensor_gradients import TensorRanks
 from helixrt.errors import MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import Update
@@ -132,23 +133,36 @@ def _before_any_step(guard: StepGuard) -> RemovableHandle:
 
 
 def gradient_norm(
-    parameters: Sequence[nn.Parameter], scaler: Any, group: InnerGroup | None = None
+    parameters: Sequence[nn.Parameter], scaler: Any, group: InnerGroup | None = None, tensor: TensorRanks | None = None
 ) -> torch.Tensor | float:
     """Euclidean norm of all gradients, on the device, over all ranks of the replica with the same bits on each; a registered
-    function sees gradients that are still scaled."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if group is not None:
-        gradients = [local(gradient) for gradient in gradients]
-    if not gradients:
+    function sees gradients that are still scaled. `group`: the ranks over which all parameters are cut; `tensor`: those over
+    which some are; each element counts once."""
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    if not with_gradient:
         return 0.0
-    norm = get_total_norm(gradients)
-    if group is not None:
-        norm = group.sum(norm.double().square()).sqrt().to(norm.dtype)
+    whole = [tensor is not None and not tensor.cuts(parameter) for parameter in with_gradient]
+    gradients = [local(parameter.grad) for parameter in with_gradient]  # type: ignore[arg-type]
+    cut = get_total_norm([gradient for gradient, all_have in zip(gradients, whole, strict=True) if not all_have])
+    norm = cut
+    if group is not None or tensor is not None:
+        alike = get_total_norm([gradient for gradient, all_have in zip(gradients, whole, strict=True) if all_have])
+        squares = torch.stack([cut.to(gradients[0].device).double(), alike.to(gradients[0].device).double()]).square()
+        if group is not None:
+            squares = group.sum(squares)
+        if tensor is not None:
+            parts = tensor.group.gather(squares)
+            squares = torch.stack([torch.stack([part[0] for part in parts]).sum(), parts[0][1]])
+        norm = squares.sum().sqrt().to(gradients[0].dtype)
     return norm if scaler is None else norm / scaler.get_scale()
 
 
 def default_update(
-    registered: Registered, parameters: Sequence[nn.Parameter], record: CommitRecord, group: InnerGroup | None = None
+    registered: Registered,
+    parameters: Sequence[nn.Parameter],
+    record: CommitRecord,
+    group: InnerGroup | None = None,
+    tensor: TensorRanks | None = None,
 ) -> torch.Tensor | float:
     """Clip, step all optimizers, then all schedulers; the norm before clipping. Without an applied record nothing changes, but
     the scale of a scaler is lowered, as after an overflow."""
@@ -160,9 +174,10 @@ def default_update(
     if scaler is not None:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
-    norm = gradient_norm(parameters, None, group)
+    norm = gradient_norm(parameters, None, group, tensor)
     if registered.clip_norm is not None and isinstance(norm, torch.Tensor):
-        clip_grads_with_norm_(parameters, registered.clip_norm, norm)
+        mixed = None if tensor is None else False  # DTensors and plain tensors cannot be scaled in one call
+        clip_grads_with_norm_(parameters, registered.clip_norm, norm, foreach=mixed)
     for optimizer in optimizers:
         if scaler is None:
             optimizer.step()

@@ -34,10 +34,10 @@ class Mesh:
         """Raises ConfigError (mesh.AXIS) for what a session cannot train a plain module on."""
         self.check_supported()
         if self.pp > 1:
-            raise ConfigError("mesh.pp", self.pp, "needs session.parallelize(helixrt.Stages(...))")
-        for axis, size in (("cp", self.cp), ("tp", self.tp)):
-            if size > 1:
-                raise ConfigError(f"mesh.{axis}", size, "needs session.parallelize(helixrt.Stages(...)) so far")
+            rule = "needs a compiled model and an example, session.parallelize(model, example=...), or helixrt.Stages"
+            raise ConfigError("mesh.pp", self.pp, rule)
+        if self.cp > 1:
+            raise ConfigError("mesh.cp", self.cp, "needs session.parallelize(helixrt.Stages(...))")
 
     def check_stages(self) -> None:
         """Raises ConfigError (mesh.AXIS) for what a session cannot train a model in stages on: FSDP2 shards no stages."""

@@ -36,6 +36,8 @@ from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model
 from helixrt.engines.stage_ranks import check_layouts
 from helixrt.engines.staged import StagedModel, Stages
+from helixrt.engines.tensor_gradients import TensorRanks
+from helixrt.engines.tensor_plan import Place, TensorPlan, apply_plan
 from helixrt.engines.update import Policy, UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.captured import captured_model
@@ -70,7 +72,8 @@ class Session:
         self.device = _device(settings)
         if settings.dtype not in _DTYPES:
             raise ConfigError("dtype", settings.dtype, f"must be one of {', '.join(_DTYPES)}")
-        self._inner: InnerGroup | None = None  # of a replica of several ranks
+        self._inner: InnerGroup | None = None  # of a replica of several dp_shard ranks
+        self._terms: list[Place] = []  # of models that plans have cut, what `TensorRanks` calls so
         self._engine: SessionEngine | None = None
         self._per_replica: Mapping[str, Any] = {}
         self._evaluation: tuple[Callable[[], Any], int] | None = None
@@ -143,7 +146,7 @@ class Session:
     # ---------------------------------------------------------------- before the loop
 
     @overload
-    def parallelize(self, model: Module) -> Module: ...
+    def parallelize(self, model: Module, *, tp_plan: TensorPlan | None = None) -> Module: ...
 
     @overload
     def parallelize(self, model: Stages) -> StagedModel: ...
@@ -154,7 +157,12 @@ class Session:
     ) -> CapturedModel: ...
 
     def parallelize(
-        self, model: nn.Module | Stages, *, example: ExampleBatch | None = None, weights: str | Path | None = None
+        self,
+        model: nn.Module | Stages,
+        *,
+        tp_plan: TensorPlan | None = None,
+        example: ExampleBatch | None = None,
+        weights: str | Path | None = None,
     ) -> nn.Module:
         """Place the model for training, before its optimizer is made: on this rank's device. Parameters keep their type; with
         dtype="bfloat16" forward and loss of each micro-batch run under autocast.
@@ -164,6 +172,13 @@ class Session:
         `ModuleList` (or numbered `ModuleDict`) of modules of one class. Modules to which you have applied
         `fully_shard(..., mesh=session.device_mesh)` stay as they are. dtype="bfloat16" is FSDP2's mixed precision then. Every
         rank builds the whole model with the same values, and calls this; it initializes torch.distributed in this process.
+
+        With `Mesh(tp=n)` its parameters are cut by a tensor-parallel plan first: `tp_plan`, else the model's own
+        (`model.tp_plan`, as Hugging Face models have it). A plan maps names of modules, in which `*` stands for any one part
+        between dots, to styles: "colwise", "rowwise" and others of `helixrt.engines.tensor_styles`, or a
+        `torch.distributed.tensor.parallel.ParallelStyle`. tp ranks of a replica read the same stream and begin each batch with
+        the same random state; what draws random numbers for a cut tensor without DTensor (dropout of a rank's own attention
+        heads) draws the same for each rank's part. With tp of 1 the plan is not used.
 
         A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size, also with cp and tp where its
         parts are built for them (`group`, `Stages.layouts`); it trains on the CPU, in the type of its parameters, by
@@ -184,11 +199,15 @@ class Session:
             mesh.check_stages()
             return self._staged(model)
         if example is not None:
+            if tp_plan is not None:
+                raise ConfigError("tp_plan", sorted(map(str, tp_plan)), "is not used for a compiled model over stages so far")
             self._check_stages()
             return captured_model(self.settings, self._host, model, example, weights)
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
         mesh.check_module()
+        if mesh.tp > 1:
+            self._terms += apply_plan(model, self._tensor_group().mesh, tp_plan)
         if mesh.dp_shard > 1:
             model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
         return model.to(self.device)
@@ -260,7 +279,8 @@ class Session:
             policy=Policy(settings.lr_policy),  # type: ignore[arg-type]
             buffers=settings.buffers,  # type: ignore[arg-type]
             compute_dtype=_DTYPES[settings.dtype],
-            group=self._group() if settings.mesh.ranks > 1 else None,
+            group=self._group() if settings.mesh.dp_shard > 1 else None,
+            tensor=TensorRanks(self._tensor_group(), self._terms) if settings.mesh.tp > 1 else None,
         )
 
     def update(self, function: UpdateFunction) -> UpdateFunction:
@@ -404,6 +424,10 @@ class Session:
             self._inner = self._host.connect(self.device).inner("dp_shard")
         return self._inner
 
+    def _tensor_group(self) -> InnerGroup:
+        """The tp ranks of this replica with this one's dp_shard number, connected."""
+        return self._host.connect(self.device).inner("tp")
+
     def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:
         every, checkpoints = self.settings.loader_every, self.settings.checkpoint_every
         name, effect = f"{stream.name}/per_replica", "a replica that starts again begins it anew"
@@ -442,4 +466,4 @@ def _device(settings: SessionSettings) -> torch.device:
     if devices < ranks:
         rule = f"a replica of {ranks} ranks needs a CUDA device for each, and this host has {devices}; device='cpu' needs none"
         raise ConfigError("device", name, rule)
-    return torch.device("cuda", (settings.replica * ranks + settings.shard) % devices)
+    return torch.device("cuda", (settings.replica * ranks + settings.shard * settings.mesh.tp + settings.tp_rank) % devices)

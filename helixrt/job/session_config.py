@@ -36,7 +36,7 @@ class SessionConfig(JobConfig):
         """Inverse of `to_plain`."""
         return SessionConfig(**{**raw, **job_parts(raw), "train": TrainFunction.from_plain(raw["train"])})
 
-    def session(self, replica: int, shard: int = 0, local_rank: int = -1) -> SessionSettings:
+    def session(self, replica: int, shard: int = 0, local_rank: int = -1, tp_rank: int = 0) -> SessionSettings:
         """Of one rank."""
         mesh = Mesh(self.mesh.pp, self.mesh.dp_shard, self.mesh.cp, self.mesh.tp)
         return SessionSettings(
@@ -52,6 +52,7 @@ class SessionConfig(JobConfig):
             self.checkpoint.every,
             shard,
             self.deal,
+            tp_rank,
             local_rank,
         )
 

@@ -40,6 +40,7 @@ class SessionSettings:
     checkpoint_every: int = 0
     shard: int = 0  # this rank's number among the dp_shard ranks of its replica
     deals: tuple[Deal, ...] = ()  # changes of the number of streams before this life of the run
+    tp_rank: int = 0  # this rank's number among the tp ranks with its dp_shard number
     local_rank: int = -1  # its number on this machine, where somebody else starts the ranks; -1: not known
 
     @property

@@ -81,6 +81,7 @@ class RankHost:
         agree_on_plan(self.store, plan.until, plan.accumulate)
         self._layouts = LayoutAgreement(self.store, self._context.group_rank, engine)
         self._layouts.initial()
+        engine.check_copies()
         job = RankJob(
             engine,
             plan.until,
@@ -142,7 +143,7 @@ def opened_session(runtime: RankRuntime, config: SessionConfig, local_rank: int 
     `Place`."""
     at = runtime.context.spec.coordinate
     with RankHost(runtime) as host:
-        session = Session(config.session(at.replica, at.dp_shard, local_rank), host)
+        session = Session(config.session(at.replica, at.dp_shard, local_rank, at.tp), host)
         seed_all(config.seed)
         yield session
 

@@ -148,9 +148,11 @@ class Compute:
                     self._parts.hooks.evaluate(command)
                     self._idle_since = time.monotonic()
                 case Save():
+                    self._parts.engine.check_copies()
                     self._parts.hooks.save(command)
                     self._idle_since = time.monotonic()
                 case Digest():
+                    self._parts.engine.check_copies()
                     self._parts.report(digest(self._parts.engine.state()))
         return None
 

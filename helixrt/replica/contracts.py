@@ -105,6 +105,10 @@ class Engine(ABC):
         and `load` alone.
         """
 
+    def check_copies(self) -> None:  # noqa: B027 an engine may hold nothing twice in a replica
+        """Compare what several ranks of this replica hold alike. Raises Fatal, with an entry's name, where their bits differ.
+        All ranks of the replica call it at the same point, between two steps."""
+
     @abstractmethod
     def load(self, state: State) -> None:
         """Take over a state that `state` of an equal rank gave. Everything must be there. Never steps an optimizer."""

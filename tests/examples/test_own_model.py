@@ -15,6 +15,7 @@ from torch import nn
 
 from helixrt.engines.random_state import set_random_state
 from helixrt.job.sampler import StreamSampler
+from helixrt.record import Kind, read_events
 from tests.examples.runs import KILLED, ROOT, check_killed_run, folder_of, run
 from tests.job.lineage_oracle import chain, follow, parameters_sha256, reported
 
@@ -34,8 +35,8 @@ def example() -> ModuleType:
     return module
 
 
-def one_process(folder: Path) -> nn.Module:
-    """The example's model after the steps of the lineage, in plain PyTorch."""
+def one_process(folder: Path) -> tuple[nn.Module, list[float]]:
+    """The example's model after the steps of the lineage, in plain PyTorch, and the mean loss of each step."""
     module = example()
     torch.manual_seed(SEED)
     model = module.GPT2LMHeadModel(module.GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2))
@@ -43,6 +44,7 @@ def one_process(folder: Path) -> nn.Module:
     windows = module.text().tensors[0]
     samplers = [StreamSampler(len(windows), 2, replica, shuffle=True, seed=SEED) for replica in range(2)]
     batches = -(-len(samplers[0]) // 4)
+    means, parts = [], []
 
     def batch_at(replica: int, position: int) -> torch.Tensor:
         samplers[replica].set_epoch(position // batches)
@@ -50,14 +52,18 @@ def one_process(folder: Path) -> nn.Module:
         return windows[samplers[replica].order()[first : first + 4]]
 
     def loss(model: nn.Module, tokens: Any) -> tuple[torch.Tensor, float]:
-        return model(tokens, labels=tokens).loss * tokens.numel(), tokens.numel()
+        value, weight = model(tokens, labels=tokens).loss * tokens.numel(), tokens.numel()
+        parts.append((float(value.detach()), weight))
+        return value, weight
 
     def update() -> None:
+        means.append(sum(value for value, _ in parts) / sum(weight for _, weight in parts))
+        parts.clear()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     follow(chain(folder), model, batch_at, lambda r, p: set_random_state(SEED, r, 0, p), loss, update)
-    return model
+    return model, means
 
 
 def test_the_example_is_short() -> None:
@@ -71,7 +77,7 @@ def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membersh
     done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, membership)
     folder = folder_of(tmp_path)
     check_killed_run(done, folder, STEPS)
-    expected = parameters_sha256(one_process(folder))
+    expected = parameters_sha256(one_process(folder)[0])
     assert reported(folder) == [expected, expected]
 
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -90,3 +96,23 @@ def test_a_replica_of_two_stages_of_an_unmodified_model_is_killed_and_rejoins(tm
     losses = {line["step"]: line["values"]["loss"] for line in logged if line["replica"] == 0}
     assert set(losses) == set(range(1, STEPS + 1))
     assert 0 < losses[STEPS] < losses[1] < 6
+
+
+@pytest.mark.slow  # four processes that import torch and transformers, two of them twice
+@pytest.mark.timeout(480)
+def test_a_replica_of_tp_ranks_that_loses_one_returns_whole(tmp_path: Path) -> None:
+    """Each rank fetches its own part of the state. Losses are those of one process, but for rounding in float32."""
+    done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, "auto", "--tp", 2)
+    folder = folder_of(tmp_path)
+    check_killed_run(done, folder, STEPS)
+    for suffix in ("", ".tp1"):
+        events = list(read_events(folder / "flight" / f"r1.pp0{suffix}.inc1.jsonl"))
+        assert any(event.kind is Kind.FETCH_END for event in events), f"{suffix or 'tp0'} has fetched nothing"
+    final = reported(folder)
+    assert final[0] == final[1]
+    _, expected = one_process(folder)
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["values"]["loss"] for line in logged if line["replica"] == 0}
+    assert set(losses) == set(range(1, STEPS + 1))
+    for step, mean in enumerate(expected, 1):
+        assert abs(losses[step] - mean) < 1e-3 * mean, f"step {step}: {losses[step]}, one process {mean}"

@@ -56,6 +56,8 @@ def test_one_process_is_no_replica_of_several_ranks(tmp_path: Path) -> None:
         init.init(launcher="local", mesh=Mesh(dp_shard=2), storage=tmp_path / "out")
     with pytest.raises(ConfigError, match="mesh.tp=0: must be at least 1"):
         init.init(launcher="local", mesh=Mesh(tp=0), storage=tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"mesh=Mesh\(tp=2\): this is one process; start 2"):
+        init.init(launcher="local", mesh=Mesh(tp=2), storage=tmp_path / "out")
     assert not (tmp_path / "out").exists() and init._session is None
 
 
@@ -352,5 +354,7 @@ def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: py
     assert device(2, 0) == torch.device("cuda", 0) and device(2, -1) == torch.device("cuda", 3)
     assert device(8, 1) == torch.device("cuda", 1), "a replica over two machines"
     assert device(1, 2) == torch.device("cuda", 2)
+    both = SessionSettings(mesh=Mesh(dp_shard=2, tp=2), shard=1, tp_rank=0)
+    assert Session(both, LocalHost()).device == torch.device("cuda", 2), "each tp rank has a device of its own"
     with pytest.raises(ConfigError, match="a replica of 8 ranks needs a CUDA device for each, and this host has 4"):
         device(8, 5)

@@ -1,0 +1,21 @@
+"""The one part of DTensor (torch 2.11 to 2.13) that is used here and is not public: placements of strided shards.
+
+A strided shard of dimension `dim` over n ranks with `factor` f: the dimension is cut into f equal parts, each part into n, and
+a rank holds its piece of every part. FSDP2 makes them of dimensions that tensor parallelism has cut already (f: over how many
+ranks); weights that pack f matrices into one dimension are cut so over tp ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+def strided_shard(dim: int, factor: int) -> Placement:
+    return _StridedShard(dim, split_factor=factor)
+
+
+def factor_of(placement: Any) -> int | None:
+    """Of a strided shard; None for any other placement."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None

@@ -1,0 +1,66 @@
+"""The module engine on models that a tensor-parallel plan has cut: two tp ranks, and two dp_shard x two tp ranks.
+
+Each world of ranks runs all scenarios of tensor_ranks.py once; each test looks at one of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines import tensor_ranks
+from tests.ranks_context import ranks_context
+
+
+def found_by_ranks(sizes: dict[str, int], names: list[str], folder: Path) -> dict[str, list[str]]:
+    """By scenario, what each rank found wrong."""
+    size, context = sizes.get("dp_shard", 1) * sizes["tp"], ranks_context()
+    results = context.Queue()
+    given = (sizes, str(folder / "rendezvous"), results)
+    ranks = [context.Process(target=tensor_ranks.run, args=(rank, *given)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    found: dict[str, list[str]] = {name: [] for name in names}
+    try:
+        expected = size * len(names) - (1 if names[-1] == "a_lost_rank_is_told" else 0)  # one rank ends in it
+        while sum(map(len, found.values())) < expected:
+            number, name, wrong = results.get(timeout=300)
+            found[name].append(wrong and f"rank {number}: {wrong}")
+            if wrong:
+                break
+    finally:
+        for rank in ranks:
+            rank.join(5)
+            rank.kill()
+    return found
+
+
+def check(found: dict[str, list[str]], name: str) -> None:
+    failures = [wrong for wrong in found[name] if wrong]
+    assert not failures, "\n".join(failures)
+    assert found[name], "an earlier scenario failed, so this one did not run"
+
+
+TENSOR = [scenario.__name__ for scenario in tensor_ranks.TENSOR]
+SHARDED = [scenario.__name__ for scenario in tensor_ranks.SHARDED_TENSOR]
+
+
+@pytest.fixture(scope="module")
+def tensor_world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return found_by_ranks({"tp": 2}, TENSOR, tmp_path_factory.mktemp("tensor"))
+
+
+@pytest.fixture(scope="module")
+def sharded_world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return found_by_ranks({"dp_shard": 2, "tp": 2}, SHARDED, tmp_path_factory.mktemp("sharded_tensor"))
+
+
+@pytest.mark.parametrize("name", TENSOR)
+def test_tensor_ranks(tensor_world: dict[str, list[str]], name: str) -> None:
+    check(tensor_world, name)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_tensor_ranks(sharded_world: dict[str, list[str]], name: str) -> None:
+    check(sharded_world, name)
