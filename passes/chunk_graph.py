@@ -38,7 +38,7 @@ class _Building:
         self.after = None if self.last else between[chunk]
         given = {node: self.port(port) for port, node in ports(joint)}
         self.builder = Builder(given, {node.name: node for node in joint.graph.nodes if node.op != "placeholder"})
-        self.graph = self.builder.graph
+        self.graph = self.builder.rewriter.graph
 
     def port(self, port: Port) -> Port:
         return Port(Role.INPUT, MODEL_0) if self.chunk and port == Port(Role.INPUT, BOUNDARY) else port
