@@ -32,7 +32,8 @@ from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import Group, ParallelGroups
 
-MODELS = ("gpt-tp", "llama-sp", "moe-ep", "gpt-cp")
+CONTEXT_PARALLEL = {"gpt-cp": "gathered", "gpt-ring": "ring"}
+MODELS = ("gpt-tp", "llama-sp", "moe-ep", *CONTEXT_PARALLEL)
 EXPERTS = 4
 SEED = 5
 TOKENS, TARGET = Port(Role.INPUT, "0"), Port(Role.TARGET, "target")
@@ -69,14 +70,22 @@ class Shape:
         heads = max(2, self.dim // 128)
         family = "llama" if self.model == "llama-sp" else "gpt"
         experts = EXPERTS if self.model == "moe-ep" else 0
+        context = CONTEXT_PARALLEL.get(self.model, "gathered")
         return ModelConfig(
-            family=family, layers=self.layers, dim=self.dim, heads=heads, kv_heads=heads, ffn=4 * self.dim, experts=experts
+            family=family,
+            layers=self.layers,
+            dim=self.dim,
+            heads=heads,
+            kv_heads=heads,
+            ffn=4 * self.dim,
+            experts=experts,
+            context=context,
         )
 
     def groups(self, world: Group) -> ParallelGroups:
         if self.model == "moe-ep":
             return ParallelGroups(ep=world)
-        if self.model == "gpt-cp":
+        if self.model in CONTEXT_PARALLEL:
             return ParallelGroups(cp=world)
         return ParallelGroups(tp=world, sequence=self.model == "llama-sp")
 
@@ -88,7 +97,7 @@ class Shape:
 
     def inputs(self, world: Group) -> list[dict[Port, torch.Tensor]]:
         """The micro-batches: the same on ranks that share tokens, others on ranks of ep and cp."""
-        own = world.rank if self.model in ("moe-ep", "gpt-cp") else 0
+        own = world.rank if self.model in ("moe-ep", *CONTEXT_PARALLEL) else 0
         generator = torch.Generator().manual_seed(SEED + own)
         shape = (2, self.microbatches, self.batch, self.seq_len)
         tokens, targets = torch.randint(0, self.config().vocab, shape, generator=generator).to(self.device)

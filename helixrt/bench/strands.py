@@ -37,7 +37,7 @@ from helixrt.errors import ConfigError, Fatal
 from helixrt.lab import machine
 from helixrt.lab.net import Network
 
-MODELS = ("gpt-tp", "llama-sp", "moe-ep", "gpt-cp")
+MODELS = ("gpt-tp", "llama-sp", "moe-ep", "gpt-cp", "gpt-ring")
 HOSTS = 2
 DEADLINE_S = 600.0  # of one answer of a rank; profiling takes longest
 SHARE_TOLERANCE = 0.05  # of communication to compute

@@ -38,6 +38,7 @@ from helixrt.passes.signatures import signature
 from helixrt.passes.verify import collective_order, verify
 from helixrt.passes.weave import weave
 from helixrt.pipeline.strands import planned
+from helixrt.train.models import ring_shift_private  # noqa: F401  (defines the operator)
 
 C10D, ATEN, DTENSOR = torch.ops._c10d_functional, torch.ops.aten, torch.ops._dtensor
 NAMES = ("communicates-0", "communicates-1")  # threads share one registry of groups
@@ -173,6 +174,7 @@ def test_a_dtensor_all_to_all_of_a_gpu_is_communication() -> None:
         ("_c10d_functional::all_gather_into_tensor_coalesced", How.LAUNCHES),
         ("_c10d_functional_autograd::all_to_all_single", How.LAUNCHES),
         ("_c10d_functional::isend", How.LAUNCHES),
+        ("_c10d_functional::helixrt_ring_shift", How.LAUNCHES),
         ("_dtensor::shard_dim_alltoall", How.BLOCKS),
         ("symm_mem::one_shot_all_reduce", How.BLOCKS),
         ("symm_mem::fused_all_gather_matmul", How.BLOCKS),
@@ -207,6 +209,30 @@ def test_every_operator_of_torch_that_takes_a_group_is_known_writes_or_is_refuse
         except VerifyError:
             seen["refused"] += 1
     assert seen["known"] >= 9 and seen["refused"] >= 20 and seen["not"] == 0, seen
+
+
+def test_ranks_measure_a_ring_shift_together_and_agree_on_its_direction(run_stages: Any, tmp_path: Path) -> None:
+    """It sends and receives, and is the same operator on every rank: a collective to all passes."""
+    shift, wait = C10D.helixrt_ring_shift.default, (C10D.wait_tensor.default, ())
+
+    def work(rank: int) -> Any:
+        name, group = NAMES[rank], group_named(NAMES[rank])
+        part = by_hand((ATEN.mul.Tensor, (2.0,)), (shift, (1, name)), wait)
+        verify(part)
+        agree(part, group)
+        with pytest.raises(DisagreementError, match="ring_shift.*1, this group.*ring_shift.*-1, this group"):
+            agree(by_hand((shift, (1 - 2 * rank, name)), wait), group)
+        with pytest.raises(VerifyError, match="without a wait"):
+            verify(by_hand((shift, (1, name)), (ATEN.mul.Tensor, (2.0,))))
+        found = profile(part, group, cache=tmp_path)
+        (given,) = part.run({Port(Role.INPUT, "0"): torch.full((4, 4), float(rank))}).values()
+        assert torch.equal(given, torch.full((4, 4), 2.0 * (1 - rank)))
+        return found.times, [o.kind for o in found.operators(part)]
+
+    (times, kinds), (other, _) = on_two_ranks(run_stages, work)
+    assert times == other and kinds == [Kind.COMPUTE, Kind.INTRA, Kind.WAIT]
+    (shifted,) = (time for name, time in times.items() if "ring_shift" in name)
+    assert shifted.measured and shifted.time_us > 0
 
 
 # ------------------------------------------------------------------------------------------------ unknown operators

@@ -116,9 +116,10 @@ def test_context_parallel_ranks_are_the_whole_model(run_stages: Any, model: Mode
         close(gradients(module), grads)
 
 
-def test_tensor_and_context_parallelism_together(run_stages: Any) -> None:
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_tensor_and_context_parallelism_together(run_stages: Any, context: str) -> None:
     """Four ranks as two by two. The experts take every token, so that capacity is the same for any cut of a sequence."""
-    model = replace(LLAMA, **MOE | {"capacity": 4.0, "auxiliary": 0.0})
+    model = replace(LLAMA, **MOE | {"capacity": 4.0, "auxiliary": 0.0}, context=context)
     expected, grads = alone(model, [batch()])
     stores = {axis: [dist.HashStore() for _ in range(2)] for axis in ("tp", "cp")}
 
@@ -159,8 +160,9 @@ def test_expert_parallel_ranks_are_one_rank_with_their_batches(run_stages: Any, 
     close(put_together([gradients(m) for m in modules], modules[0], "ep"), grads)
 
 
-def test_experts_may_be_spread_over_context_parallel_ranks(run_stages: Any) -> None:
-    model = replace(LLAMA, **MOE | {"capacity": 4.0, "auxiliary": 0.0})
+@pytest.mark.parametrize(("capacity", "context"), [(4.0, "gathered"), (0.0, "ring")])
+def test_experts_may_be_spread_over_context_parallel_ranks(run_stages: Any, capacity: float, context: str) -> None:
+    model = replace(LLAMA, **MOE | {"capacity": capacity, "auxiliary": 0.0}, context=context)
     expected, grads = alone(model, [batch()])
 
     def work(cp: Group) -> tuple[nn.Module, float]:

@@ -103,6 +103,20 @@ def test_sums_over_ranks_lose_no_more_than_one_rank_does(run_stages: Any, dtype:
         assert ring <= 3 * alone, (ring, alone)
 
 
+def test_autocast_casts_as_it_does_on_one_rank(run_stages: Any) -> None:
+    """Queries and keys may come in float32, from tables of positions, where values do not."""
+    q, k, v, _ = sequences(torch.float32)
+
+    def work(cp: Group) -> list[torch.Tensor]:
+        mine = [context_part(each, 2, cp) for each in (q, k, v.bfloat16())]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [causal_attention(*mine, cp, context) for context in ("ring", "gathered")]
+
+    for ring, gathered in on_ranks(run_stages, 2, work):
+        assert ring.dtype == gathered.dtype == torch.bfloat16
+        torch.testing.assert_close(ring, gathered, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "device,dtype,tolerance",

@@ -36,8 +36,10 @@ def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Group)
     """q [batch, heads, seq, head_dim]; k, v [batch, kv_heads, seq, head_dim]; gives q's shape.
 
     `seq`, a multiple of 2, is what this rank holds; query head h uses key-value head h // (heads / kv_heads). Sums over
-    ranks are in float32 at least.
+    ranks are in float32 at least. Under autocast it computes in that dtype, as `scaled_dot_product_attention` does.
     """
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        q, k, v = (each.to(torch.get_autocast_dtype(q.device.type)) for each in (q, k, v))
     return _Ring.apply(q, torch.stack((k, v)), cp.name, cp.rank, cp.size)
 
 
