@@ -155,8 +155,8 @@ class Session:
         type of its parameters, by `step.train`.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
-        stages on another device or in another type; MisuseError for a model on the meta device, and if torch.distributed is
-        initialized already.
+        stages on another device or in another type; MisuseError for a model on the meta device, a plan that is missing or does
+        not fit the model, and if torch.distributed is initialized already.
         """
         mesh = self.settings.mesh
         if isinstance(model, Stages):
