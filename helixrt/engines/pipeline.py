@@ -256,7 +256,7 @@ class PipelineEngine(BatchEngine):
     def _train(self, batch: Any) -> float:
         """`train` with the arguments that `_microbatches` cuts."""
         if self._loaded:
-            self._check_copies()
+            self.check_copies()
         finish_tied = {}
         for tie in self._ties:
             grad = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == tie.name)
@@ -341,10 +341,10 @@ class PipelineEngine(BatchEngine):
             if slot.bucket == bucket:
                 yield slot.name, gradient
 
-    def _check_copies(self) -> None:
-        """Of parameters and optimizer states, among the ranks of the stage. All of them come here at the same call."""
-        self._ranks.check_copies(self.registered)
-        self._copies_checked, self._loaded = True, False
+    def check_copies(self) -> None:
+        if not self._copies_checked:
+            self._ranks.check_copies(self.registered)
+            self._copies_checked, self._loaded = True, False
 
     def state(self) -> State:
         return self._state.read()
@@ -362,8 +362,7 @@ class PipelineEngine(BatchEngine):
 
     def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """The mean loss of a batch, on every rank of the replica, without gradients; not within a step."""
-        if not self._copies_checked:
-            self._check_copies()
+        self.check_copies()
         self._passes += 1
         return self._forward_pass(self._executor, self._evaluation, (inputs, targets), None)
 

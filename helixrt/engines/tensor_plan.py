@@ -62,10 +62,14 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | None = Non
         )
     entries = _entries(model, plan) if plan is not None else _own_entries(model, mesh)
     ties = list(_ties(model))
+    frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     for entry in sorted(entries, key=lambda entry: not entry.key):  # parameters before the modules that use them
         _apply(entry, mesh)
     for tie in ties:
         _tie_again(tie)
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)  # not all styles of torch keep it
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         raise MisuseError(
             "the plan cuts no parameter of the model; with Mesh(tp=...) give session.parallelize(model, tp_plan={...})"

@@ -192,7 +192,8 @@ class Session:
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
         stages on another device or in another type, CaptureError for a model that cannot be captured or cut; MisuseError for a
-        model on the meta device that is not cut, and if torch.distributed is initialized already.
+        model on the meta device that is not cut, a plan that is missing or does not fit the model, and if torch.distributed is
+        initialized already.
         """
         mesh = self.settings.mesh
         if isinstance(model, Stages):

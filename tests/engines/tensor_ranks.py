@@ -202,6 +202,30 @@ def mixtral(ranks: Ranks) -> None:
     trains_as_one_process(ranks, models.mixtral, tolerance=FLOAT32)
 
 
+def checkpointed_activations(ranks: Ranks) -> None:
+    """A forward that is computed again within backward, and stops where it has what it needs, in a layer with experts."""
+
+    def build() -> Any:
+        model = models.mixtral()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    trains_as_one_process(ranks, build, tolerance=FLOAT32, steps=1)
+
+
+def frozen_parameters(ranks: Ranks) -> None:
+    """They stay frozen in every style, and have no gradient."""
+
+    def build() -> nn.Module:
+        model = models.Own()
+        for part in (model.embed, model.layers[0], model.norm):
+            part.requires_grad_(False)
+        return model
+
+    replica = trains_as_one_process(ranks, build, models.own_plan(), steps=1)
+    assert [p.requires_grad for p in replica.model.parameters()] == [p.requires_grad for p in build().parameters()]
+
+
 def qwen2(ranks: Ranks) -> None:
     trains_as_one_process(ranks, models.qwen2, tolerance=FLOAT32)
 
@@ -364,6 +388,8 @@ TENSOR = [
     llama_with_tied_head,
     own_model_with_styles_of_torch,
     mixtral,
+    checkpointed_activations,
+    frozen_parameters,
     qwen2,
     qwen3,
     phi,
