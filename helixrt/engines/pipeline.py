@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 GRAPHS = ("auto", "always", "never")
+PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
 BUCKET_BYTES = 1 << 22
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, cut into micro-batches along dimension 0
@@ -73,7 +74,8 @@ class PipelineParts:
     parameter of which the first and the last chunk have a copy each; "" if there is none. `group` holds the replica's pipeline
     ranks, ordered by stage (Gloo); None for a single stage. `mesh` is that of the whole replica, and `layouts` says for a chunk
     how its parameters lie on the ranks that share the stage. A schedule that moves W or has pairs runs by graphs of the chunks,
-    others by autograd; `graphs`, one of GRAPHS, may say otherwise.
+    others by autograd; `graphs`, one of GRAPHS, may say otherwise. `profile`, one of PROFILES: how the times are found by which
+    pairs that communicate are woven.
     """
 
     modules: Mapping[int, nn.Module]
@@ -89,6 +91,7 @@ class PipelineParts:
     bucket_bytes: int = BUCKET_BYTES
     tied: str = ""
     graphs: str = "auto"
+    profile: str = "auto"
     policy: Policy = field(default_factory=Policy)
     replica: int = 0
     replicas: int = 1  # configured ones, for the policy
@@ -150,6 +153,7 @@ class PipelineEngine(BatchEngine):
             for chunk, module in self.modules.items()
         }
         self._autograd, self._graphs_when = AutogradStage(self._chunks), parts.graphs
+        self._profile = parts.profile
         self._graphs: GraphStage | None = None
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
@@ -196,7 +200,7 @@ class PipelineEngine(BatchEngine):
             for number, chunk in self._chunks.items()
         }
         try:
-            return GraphStage(self._chunks, examples, group=self._ranks.group)
+            return GraphStage(self._chunks, examples, mode=self._profile, group=self._ranks.group)
         except CaptureError as error:
             rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
             raise ConfigError("schedule.graphs", self._graphs_when, rule) from error
