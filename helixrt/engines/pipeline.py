@@ -138,11 +138,11 @@ class PipelineEngine(BatchEngine):
         )
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
-        self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
         self._check_registered()
         self._constants = Buffers(self.registered, "mean", 0, 1)
         if self._constants.running:
             raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
+        self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
         self._state = ReplicatedState(self.registered, self._constants)
         self._copies_checked = False  # since the state was changed in any way
         self._loaded = True  # the state was built or loaded, and no pass has checked it yet
