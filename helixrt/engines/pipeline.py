@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 GRAPHS = ("auto", "always", "never")
+PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
 BUCKET_BYTES = 1 << 22
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, cut into micro-batches along dimension 0
@@ -75,8 +76,8 @@ class PipelineParts:
     none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward changes, where
     that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a single stage. `mesh`
     is that of the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A
-    schedule that moves W or has pairs runs by graphs of the chunks,
-    others by autograd; `graphs`, one of GRAPHS, may say otherwise.
+    schedule that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say
+    otherwise. `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven.
     """
 
     modules: Mapping[int, nn.Module]
@@ -93,6 +94,7 @@ class PipelineParts:
     tied: str | Mapping[str, Sequence[int]] = ""
     changing: Collection[str] | None = None
     graphs: str = "auto"
+    profile: str = "auto"
     policy: Policy = field(default_factory=Policy)
     replica: int = 0
     replicas: int = 1  # configured ones, for the policy
@@ -154,11 +156,11 @@ class PipelineEngine(BatchEngine):
         self._buckets = GradientBuckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
-        self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
         self._check_registered()
         self._constants = Buffers(self.registered, "mean", 0, 1, changing=parts.changing)
         if self._constants.running:
             raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
+        self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
         self._state = ReplicatedState(self.registered, self._constants)
         self._copies_checked = False  # since the state was changed in any way
         self._loaded = True  # the state was built or loaded, and no pass has checked it yet
@@ -169,6 +171,7 @@ class PipelineEngine(BatchEngine):
             for chunk, module in self.modules.items()
         }
         self._autograd, self._graphs_when = AutogradStage(self._chunks), parts.graphs
+        self._profile = parts.profile
         self._graphs: JointStage | None = None
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
@@ -216,7 +219,7 @@ class PipelineEngine(BatchEngine):
             for number, chunk in self._chunks.items()
         }
         try:
-            return GraphStage(self._chunks, examples, group=self._ranks.group)
+            return GraphStage(self._chunks, examples, mode=self._profile, group=self._ranks.group)
         except CaptureError as error:
             rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
             raise ConfigError("schedule.graphs", self._graphs_when, rule) from error

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, Batch, Batches, PipelineEngine, PipelineParts
+from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, PROFILES, Batch, Batches, PipelineEngine, PipelineParts
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
@@ -39,7 +39,9 @@ class Stages:
     micro-batch. `example`: input and target of one micro-batch, of any values; `boundary`: a tensor like what travels between
     parts. Each batch is cut into `microbatches` along dimension 0. `schedule`: a name that `helixrt schedule` knows, or a
     `Schedule`. `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether
-    captured graphs run the parts instead of autograd (auto, always, never). `bucket_bytes`: size of a gradient bucket.
+    captured graphs run the parts instead of autograd (auto, always, never). `profile`: how the times of operators are found
+    where graphs that communicate are woven: from the disk, else measured (auto), measured, or estimated.
+    `bucket_bytes`: size of a gradient bucket.
 
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
@@ -56,8 +58,10 @@ class Stages:
     graphs: str = "auto"
     bucket_bytes: int = BUCKET_BYTES
     layouts: LayoutsOf | None = None
+    profile: str = "auto"
 
     GRAPHS: ClassVar = GRAPHS
+    PROFILES: ClassVar = PROFILES
     MAX_MICROBATCHES: ClassVar = MAX_MICROBATCHES  # that messages between stages can tell apart
     MAX_PARTS: ClassVar = MAX_CHUNKS
 
@@ -65,6 +69,8 @@ class Stages:
         """The schedule over so many stages. Raises ConfigError for settings that do not fit each other."""
         if self.graphs not in GRAPHS:
             raise ConfigError("stages.graphs", self.graphs, f"must be one of {', '.join(GRAPHS)}")
+        if self.profile not in PROFILES:
+            raise ConfigError("stages.profile", self.profile, f"must be one of {', '.join(PROFILES)}")
         return scheduled(self.schedule, stages, self.microbatches, "stages.")
 
 
@@ -145,6 +151,7 @@ class StagedModel(PipelinedModel):
                 bucket_bytes=stages.bucket_bytes,
                 tied=stages.tied,
                 graphs=stages.graphs,
+                profile=stages.profile,
                 batches=batches,
                 policy=policy or Policy(),
                 replica=replica,

@@ -57,6 +57,7 @@ class ScheduleConfig:
     name: str = "1f1b"  # one of helixrt.schedule.generators.policies; those with two chunks per stage need layers >= 2 pp
     microbatches: int = 4
     graphs: str = "auto"  # captured graphs instead of autograd: auto (where the schedule moves W or has pairs) | always | never
+    profile: str = "auto"  # operator times, for weaving graphs that communicate: auto (kept or measured) | measure | estimate
 
 
 @dataclass(frozen=True)

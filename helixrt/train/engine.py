@@ -71,6 +71,7 @@ def model_stages(
         schedule=initial,
         tied=TIED_PARAMETER if model.tied else "",
         graphs=schedule.graphs,
+        profile=schedule.profile,
         bucket_bytes=bucket_bytes,
         layouts=partial(parameter_layouts, groups=groups),
     )

@@ -31,6 +31,8 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
     microbatches = config.microbatches
     if config.graphs not in Stages.GRAPHS:
         raise ConfigError("schedule.graphs", config.graphs, f"must be one of {', '.join(Stages.GRAPHS)}")
+    if config.profile not in Stages.PROFILES:
+        raise ConfigError("schedule.profile", config.profile, f"must be one of {', '.join(Stages.PROFILES)}")
     if stages > layers:
         raise ConfigError("mesh.pp", stages, f"more stages than layers: model.layers={layers}")
     if not 1 <= microbatches <= Stages.MAX_MICROBATCHES:

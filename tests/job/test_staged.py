@@ -224,6 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a part is missing": ({}, staged({1: parts(1)[0]}), r"stages.modules=\[1\]: lacks part 0, which 1f1b has on stage 0"),
     "too few micro-batches": ({"mesh": Mesh(pp=8)}, staged(parts(1)), "stages.microbatches=4: 1f1b needs one per stage"),
     "graphs": ({}, staged(parts(1), graphs="never ever"), "stages.graphs=never ever: must be one of"),
+    "times": ({}, staged(parts(1), profile="guessed"), "stages.profile=guessed: must be one of auto, measure, estimate"),
     "a tensor-parallel mesh": ({"mesh": Mesh(tp=2)}, staged(parts(1)), r"mesh\.tp=2: needs Stages\(layouts=\.\.\.\)"),
     "a context-parallel mesh": ({"mesh": Mesh(pp=2, cp=2)}, staged(parts(2)), r"mesh\.cp=2: needs Stages\(layouts=\.\.\.\)"),
     "shards of stages": ({"mesh": Mesh(dp_shard=2)}, staged(parts(1)), r"mesh\.dp_shard=2: must be 1 for a model in stages"),

@@ -94,7 +94,7 @@ def engine_of(case: Case, mesh: ReplicaMesh, groups: ParallelGroups, graphs: str
     return pipeline_engine(
         case.model,
         OPTIM,
-        ScheduleConfig(case.policy, case.microbatches, graphs or case.graphs),
+        ScheduleConfig(case.policy, case.microbatches, graphs or case.graphs, "estimate"),
         batch=BATCH,
         seq_len=SEQ,
         steps=10,

@@ -148,6 +148,7 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("model.context=ulysses", r"^model\.context=ulysses: must be one of gathered, ring"),
         ("model.family=bert", r"^model\.family=bert: must be one of gpt, llama"),
         ("schedule.name=zigzag", r"^schedule\.name=zigzag: must be one of gpipe, 1f1b, .*adaptra, helix"),
+        ("schedule.profile=guess", r"^schedule\.profile=guess: must be one of auto, measure, estimate"),
         ("schedule.graphs=sometimes", r"^schedule\.graphs=sometimes: must be one of auto, always, never"),
         ("launcher=slurm", r"^launcher=slurm: must be one of auto, local, ray"),
         ("mesh.tp=0", r"^mesh\.tp=0: must be at least 1"),
