@@ -82,12 +82,12 @@ def put_together(shares: list[dict[str, torch.Tensor]], module: nn.Module, axis:
     return whole
 
 
-def close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-11) -> None:
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert value.abs().max() > 0, f"{name} has no gradient, so nothing is compared"
         difference = (got[name] - value).abs().max().item()
-        assert difference <= 1e-11 * value.abs().max().item() + 1e-16, f"{name} differs by {difference}"
+        assert difference <= tolerance * value.abs().max().item() + 1e-16, f"{name} differs by {difference}"
 
 
 Shared = Callable[[Group], tuple[nn.Module, float]]
