@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from helixrt.compile.fake_model import capture_whole
 from helixrt.errors import ConfigError
-from helixrt.passes.cut import CutModel, cut
+from helixrt.passes.cut import cut
+from helixrt.passes.cut_model import CutModel
 from helixrt.passes.parts import Part
 from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced

@@ -28,7 +28,7 @@ from helixrt.engines.staged import StagePlace, scheduled
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.passes.agree import agree_on
-from helixrt.passes.cut import CutModel, ModelChunk
+from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.parts import Port, Role
 from helixrt.pipeline.captured_stage import MicroBatch
 from helixrt.pipeline.held import Values

@@ -21,7 +21,7 @@ from helixrt.engines.captured import CapturedModel
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
-from helixrt.passes.cut import CutModel
+from helixrt.passes.cut_model import CutModel
 from helixrt.passes.errors import DisagreementError
 from helixrt.record import FlightRecord
 from tests.job.session_world import LocalHost, session_with
