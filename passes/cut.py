@@ -108,8 +108,8 @@ def boundary(forward: Sequence[fx.Node], backward: Sequence[fx.Node]) -> Boundar
     count = sum(node.meta["val"].numel() for node in forward)
     back = sum(node.meta["val"].numel() for node in backward)
     if back > count:
-        names = ", ".join(map(str, backward))
-        reason = f"backwards {back} numbers would cross ({names}), more than the {count} of {', '.join(map(str, forward))}"
+        taken, given = (", ".join(map(str, values)) for values in (forward, backward))
+        reason = f"backwards {back} numbers would cross ({given}), more than the {count} of {taken}"
         raise CaptureError(place_of(backward[0]) or "the model", reason, "cut elsewhere")
     shape = tuple(carrier.shape) if len(forward) == 1 and back == count else (count,)
     names = tuple(node.name for node in forward), tuple(node.name for node in backward)

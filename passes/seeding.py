@@ -96,7 +96,7 @@ def order_of(node: fx.Node) -> int | None:
     """The number of an operator that draws from the seed; None for all others."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and len(target._schema.arguments) > 1:
-        return int(node.args[1]) if target._schema.arguments[1].name == ORDER else None  # type: ignore[call-overload]
+        return int(node.args[1]) if target._schema.arguments[1].name == ORDER else None  # type: ignore[arg-type]
     return None
 
 

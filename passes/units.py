@@ -235,7 +235,7 @@ class _Placing:
                 first[name] = min(first.get(name, unit), unit)
         for port, node in zip(self.joint.outputs, returned(self.joint), strict=True):
             if port.role is Role.GRADIENT and port.name in self.used:
-                terms = (node,)
+                terms: tuple[fx.Node, ...] = (node,)
                 if first[port.name] < self.used[port.name]:
                     terms = tuple(self.added(node))
                 if len(terms) > 1:

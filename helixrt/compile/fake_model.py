@@ -72,7 +72,8 @@ def fake_model(model: nn.Module, *, loss: Any = None, device: torch.device | str
     owners = [owner for owner in (model, loss) if isinstance(owner, nn.Module)]
     try:
         for module in (module for owner in owners for module in owner.modules()):
-            for held in (module._parameters, module._buffers):
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for held in holders:
                 for name, tensor in held.items():
                     if tensor is not None:
                         before.append((held, name, tensor))

@@ -8,8 +8,9 @@ loss), which are otherwise installed in the first forward, where Dynamo cannot t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -37,7 +38,8 @@ def install_hooks(model: nn.Module) -> None:
         from transformers.utils import output_capturing
     except ImportError:
         return
-    recorded = output_capturing._CAN_RECORD_REGISTRY
+    recorded: Any = output_capturing._CAN_RECORD_REGISTRY
+    install: Callable[[Any], None] = output_capturing.maybe_install_capturing_hooks
     for module in model.modules():  # models before those inside of them, which are then done
         if hasattr(module, "config") and recorded.get(module):
-            output_capturing.maybe_install_capturing_hooks(module)
+            install(module)
