@@ -19,7 +19,7 @@ from helixrt.compile.materialize import Tensors, materialize, persistent_names, 
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
-from helixrt.compile.whole_model import WholeModel
+from helixrt.compile.whole_model import WholeModel, shapes_of
 from helixrt.engines.captured_engine import CapturedEngine, CapturedParts
 from helixrt.engines.example_batch import ExampleBatch
 from helixrt.engines.pipelined import PipelinedModel
@@ -75,7 +75,8 @@ class CapturedModel(PipelinedModel):
         options = step.options
         self.place, self._options, self._busy = place, options, busy
         self._schedule = pipeline_schedule(options, place.stages)
-        self._example = Batch(example.inputs, example.named, example.target, options.microbatches, options.chunk_dims)
+        args, kwargs, target = shapes_of((example.inputs, dict(example.named), example.target))
+        self._example = Batch(args, kwargs, target, options.microbatches, options.chunk_dims)
         model = step.model
         with busy("captures the model", CAPTURE_S):
             self._whole = WholeModel(model, options.loss, self._example.calls[0])
