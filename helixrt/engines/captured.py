@@ -22,6 +22,7 @@ from helixrt.compile.train_step import TrainStep
 from helixrt.compile.whole_model import WholeModel, shapes_of
 from helixrt.engines.captured_engine import CapturedEngine, CapturedParts
 from helixrt.engines.example_batch import ExampleBatch
+from helixrt.engines.pipeline import Batches
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.staged import StagePlace, scheduled
@@ -101,8 +102,9 @@ class CapturedModel(PipelinedModel):
         replica: int = 0,
         replicas: int = 1,
         seed: int = 0,
-        batches: None = None,
+        batches: Batches | None = None,
     ) -> CapturedEngine:
+        assert batches is None, "a user's loop gives the batches"
         mine = self._mine(self._cut)
         self._engine = engine = CapturedEngine(
             CapturedParts(
