@@ -229,14 +229,20 @@ def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def test_our_gpt() -> None:
-    config = ModelConfig(family="gpt", layers=LAYERS, dim=8, heads=2, kv_heads=2, ffn=12, vocab=VOCAB, tied=True)
-    model = build_chunk(config, SEQ, 0, 1, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("family", "experts", "tied"),
+    [("gpt", 0, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", 0, False), ("gpt", 4, False)))],
+)
+def test_our_models(family: str, experts: int, tied: bool) -> None:
+    """Experts have an auxiliary loss, whose gradient each layer adds by itself."""
+    sizes = {"layers": LAYERS, "dim": 8, "heads": 2, "kv_heads": 2, "ffn": 12, "vocab": VOCAB}
+    config = ModelConfig(family=family, tied=tied, experts=experts, capacity=0.9, auxiliary=0.5, **sizes)
+    model = build_chunk(config, SEQ, 0, 1, dtype=torch.float64, auxiliary_scale=0.5)
     tokens = torch.randint(0, VOCAB, (MICROBATCHES, 2, ROWS, SEQ))
     calls: Calls = [((x,), {}, target) for x, target in tokens]
     joint = capture(model, calls[0][0], loss=token_loss, target=calls[0][2])
     made = check_cuts(model, joint, calls, {2: ("layers.2",), 4: (2, 3, 4)}, token_loss)
-    assert [chunk.gradients.count("embedding.weight") for chunk in made[4].chunks] == [1, 0, 0, 1]
+    assert [chunk.gradients.count("embedding.weight") for chunk in made[4].chunks] == [1, 0, 0, int(tied)]
 
 
 class Block(nn.Module):
