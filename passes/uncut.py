@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 
-from helixrt.passes.cut import CutModel, ModelChunk, ModelInput, check_joint, described, draws
+from helixrt.passes.cut import check_joint, described, draws
+from helixrt.passes.cut_model import CutModel, ModelChunk, ModelInput
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.seeding import SEED, seeded
 from helixrt.passes.verify import order_hash

@@ -8,6 +8,7 @@ of what a micro-batch saves for its backward. Rates are not measured here: all r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,11 +56,22 @@ def balanced(
 ) -> Balanced:
     """Where to cut a captured model: its `starts` are boundaries for `cut`. Arguments as of `unit_costs` and `balance`.
 
-    Raises ConfigError as these do, CaptureError for a model without layers.
+    What is before or after the layers stays with them where it has no parameters: no chunk could train there. Raises
+    ConfigError as these do, CaptureError for a model without layers.
     """
     found = units(joint)
-    costs = unit_costs(joint, found, rates=rates, measured=measured)
-    return balance(costs, placement, limit_bytes=limit_bytes, in_flight=in_flight)
+    costs = list(unit_costs(joint, found, rates=rates, measured=measured))
+    joined = int(not costs[0].lasting_bytes)
+    if joined:
+        costs[:2] = [_sum(*costs[:2])]
+    if not costs[-1].lasting_bytes:
+        costs[-2:] = [_sum(*costs[-2:])]
+    best = balance(costs, placement, limit_bytes=limit_bytes, in_flight=in_flight)
+    return replace(best, starts=tuple(start + joined for start in best.starts))
+
+
+def _sum(one: UnitCost, other: UnitCost) -> UnitCost:
+    return UnitCost(one.time + other.time, one.lasting_bytes + other.lasting_bytes, one.saved_bytes + other.saved_bytes)
 
 
 def _measured(found: Units, measured: Mapping[str, float]) -> list[float]:

@@ -67,7 +67,7 @@ class Fresh:
 
 def places(model: nn.Module, loss: Any = None) -> dict[str, Place]:
     """Of all parameters and buffers, under all their names, those of a loss that is a module after `LOSS`."""
-    found = {}
+    found: dict[str, Place] = {}
     for prefix, root in (("", model), (LOSS, loss)):
         for path, owner in root.named_modules(remove_duplicate=False) if isinstance(root, nn.Module) else ():
             above = f"{prefix}{path}." if path else prefix

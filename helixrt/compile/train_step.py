@@ -92,8 +92,8 @@ class TrainStep:
         if options.loss is lost_loss:
             lost_loss(None, None)
         if options.schedule != "auto" or options.cuts is not None:
-            key, value = ("cuts", options.cuts) if options.schedule == "auto" else ("schedule", options.schedule)
-            raise ConfigError(key, value, "is for a pipeline: session.parallelize(model, example=...), then step.train")
+            name, value = ("cuts", options.cuts) if options.schedule == "auto" else ("schedule", options.schedule)
+            raise ConfigError(name, value, "is for a pipeline: session.parallelize(model, example=...), then step.train")
         if target is not None and options.loss is None:
             raise ConfigError("target", type(target).__name__, "needs a loss: helixrt.compile(..., loss=...)")
         batch = Batch(inputs, kwargs, target, options.microbatches, options.chunk_dims)

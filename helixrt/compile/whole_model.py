@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from helixrt.compile.fake_model import capture_whole
 from helixrt.errors import ConfigError
-from helixrt.passes.cut import CutModel, cut
+from helixrt.passes.cut import cut
+from helixrt.passes.cut_model import CutModel
 from helixrt.passes.parts import Part
 from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced
@@ -30,7 +31,7 @@ class WholeModel:
 
     def __init__(self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu") -> None:
         self.model, self.loss, self.device = model, loss, device
-        self.args, self.kwargs, self.target = pytree.tree_map_only(torch.Tensor, _shape_of, call)
+        self.args, self.kwargs, self.target = shapes_of(call)
 
     def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
         """One chunk for each entry of `placement`, its stage; `cuts` are the modules that later chunks begin with, else
@@ -73,6 +74,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Without memory, and without autograd: a pipeline gives no gradients of its inputs."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def shapes_of(call: Call) -> Call:
+    """The same arguments without memory, and without autograd: a pipeline gives no gradients of its inputs."""
+
+    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return cast(Call, pytree.tree_map_only(torch.Tensor, shape_of, call))

@@ -19,16 +19,17 @@ from helixrt.compile.materialize import Tensors, materialize, persistent_names, 
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
-from helixrt.compile.whole_model import WholeModel
+from helixrt.compile.whole_model import WholeModel, shapes_of
 from helixrt.engines.captured_engine import CapturedEngine, CapturedParts
 from helixrt.engines.example_batch import ExampleBatch
+from helixrt.engines.pipeline import Batches
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.staged import StagePlace, scheduled
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.passes.agree import agree_on
-from helixrt.passes.cut import CutModel, ModelChunk
+from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.parts import Port, Role
 from helixrt.pipeline.captured_stage import MicroBatch
 from helixrt.pipeline.held import Values
@@ -75,7 +76,8 @@ class CapturedModel(PipelinedModel):
         options = step.options
         self.place, self._options, self._busy = place, options, busy
         self._schedule = pipeline_schedule(options, place.stages)
-        self._example = Batch(example.inputs, example.named, example.target, options.microbatches, options.chunk_dims)
+        args, kwargs, target = shapes_of((example.inputs, dict(example.named), example.target))
+        self._example = Batch(args, kwargs, target, options.microbatches, options.chunk_dims)
         model = step.model
         with busy("captures the model", CAPTURE_S):
             self._whole = WholeModel(model, options.loss, self._example.calls[0])
@@ -100,8 +102,9 @@ class CapturedModel(PipelinedModel):
         replica: int = 0,
         replicas: int = 1,
         seed: int = 0,
-        batches: None = None,
+        batches: Batches | None = None,
     ) -> CapturedEngine:
+        assert batches is None, "a user's loop gives the batches"
         mine = self._mine(self._cut)
         self._engine = engine = CapturedEngine(
             CapturedParts(

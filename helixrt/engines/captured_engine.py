@@ -21,7 +21,7 @@ from helixrt.engines.pipeline import BUCKET_BYTES, PipelineEngine, PipelineParts
 from helixrt.engines.random_state import micro_batch_seed
 from helixrt.engines.registered import Registered
 from helixrt.engines.update import Policy
-from helixrt.passes.cut import CutModel, ModelChunk
+from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import seed_of
 from helixrt.pipeline.captured_stage import CapturedStage, EvaluationStage, MicroBatch, ModelInputs

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from helixrt.passes.cut import BOUNDARY, SEED, ModelChunk
+from helixrt.passes.cut_model import BOUNDARY, ModelChunk
 from helixrt.passes.executable import Executable
 from helixrt.passes.forward import forward_alone
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.profile import Mode
+from helixrt.passes.seeding import SEED
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.gradients import ParameterGradients
 from helixrt.pipeline.graph_stage import JointStage

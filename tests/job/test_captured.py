@@ -6,6 +6,7 @@ Stages are threads; what each of them would capture is captured once (`cut_once`
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import helixrt
+from helixrt.compile.fake_tensors_private import is_fake
 from helixrt.compile.whole_model import WholeModel
 from helixrt.engines.captured import CapturedModel
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
-from helixrt.passes.cut import CutModel
+from helixrt.passes.cut_model import CutModel
 from helixrt.passes.errors import DisagreementError
 from helixrt.record import FlightRecord
 from tests.job.session_world import LocalHost, session_with
@@ -359,6 +361,26 @@ def test_what_a_real_model_has_is_taken_and_the_rest_is_freed() -> None:
     state = part.state_dict()
     assert 0 < len(state) < len(before) and all(torch.equal(state[name], before[name]) for name in state)
     assert {name for name, value in model.state_dict().items() if not value.is_meta} == set(state)
+
+
+def real_bytes() -> dict[int, int]:
+    """Of the memory of all tensors of this process, by address."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not is_fake(each)]
+    storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided and not each.is_meta]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def test_a_stage_of_a_model_on_meta_holds_no_more_than_the_stage() -> None:
+    before = real_bytes()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x = torch.empty(MICROBATCHES, 64)
+    step = helixrt.compile(model, loss=mse_loss, microbatches=MICROBATCHES).train_step
+    part = CapturedModel(step, helixrt.ExampleBatch(x, target=x), StagePlace(1, 4, None, FlightRecord("pp")))
+    own = sum(parameter.nbytes for parameter in part.parameters())
+    new = sum(size for address, size in real_bytes().items() if address not in before)
+    assert own == 65 * 64 * 4 and own <= new <= own + x.nbytes + 64 < 2 * own  # nothing else but a seed or a constant
 
 
 def test_parameters_without_a_gradient_are_not_trained() -> None:
