@@ -20,7 +20,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -35,36 +34,30 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from helixrt.passes.errors import CaptureError
-from helixrt.passes.parts import Layout
+from helixrt.passes.parts import Layout, Role
 
 TORCH_FOLDER = inspect.getfile(torch).rsplit("/", 1)[0]
 ONE_AT_A_TIME = threading.Lock()  # what capture sets in torch is the process's, not the thread's
 
 
-class Meaning(StrEnum):
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    ARGUMENT = "argument"  # leaf of the arguments, by index
-    OUTPUT = "output"  # leaf of the output, by index
-    TANGENT = "tangent"  # of an output
-    MUTATION = "mutation"  # new value of an argument or buffer
-    GRADIENT = "gradient"  # of a parameter, buffer or argument
-    OTHER = "other"  # the mesh of a DTensor and the like
-
-
 @dataclass(frozen=True, slots=True)
 class End:
-    """One placeholder or output; `key` is a qualified name or an index."""
+    """One placeholder or output. `key` is a qualified name, for an INPUT or OUTPUT the index among the leaves of the arguments
+    or of the output.
 
-    meaning: Meaning
+    `of`: what a TANGENT or GRADIENT belongs to. An output that is a PARAMETER, BUFFER or INPUT is its new value. `role` is None
+    for the mesh of a DTensor and the like; `aliased`: the output is a view that torch would rebuild outside the graph.
+    """
+
+    role: Role | None
     key: str | int
-    of: Meaning | None = None
-    aliased: bool = False  # the output is a view that torch would rebuild outside the graph
+    of: Role | None = None
+    aliased: bool = False
 
 
 @dataclass(frozen=True)
 class Joint:
-    """`graph`'s placeholders and flat outputs with their meaning; outputs without one are None."""
+    """`graph`'s placeholders and flat outputs; outputs that are no tensors are None."""
 
     graph: fx.Graph
     root: nn.Module
@@ -215,33 +208,33 @@ def silenced(logger: logging.Logger) -> Iterator[None]:
 
 def input_end(desc: Any) -> End:
     if isinstance(desc, aot.SubclassGetAttrAOTInput):
-        return input_end(desc.base) if desc.attr == "_local_tensor" else End(Meaning.OTHER, desc.attr)
+        return input_end(desc.base) if desc.attr == "_local_tensor" else End(None, desc.attr)
     if isinstance(desc, aot.ParamAOTInput):
-        return End(Meaning.PARAMETER, desc.target)
+        return End(Role.PARAMETER, desc.target)
     if isinstance(desc, aot.BufferAOTInput):
-        return End(Meaning.BUFFER, desc.target)
+        return End(Role.BUFFER, desc.target)
     if isinstance(desc, aot.PlainAOTInput):
-        return End(Meaning.ARGUMENT, desc.idx)
+        return End(Role.INPUT, desc.idx)
     if isinstance(desc, aot.TangentAOTInput):
         base = output_end(desc.output)
-        return End(Meaning.TANGENT, base.key, of=base.meaning)
-    return End(Meaning.OTHER, desc.expr())
+        return End(Role.TANGENT, base.key, of=base.role)
+    return End(None, desc.expr())
 
 
 def output_end(desc: Any) -> End:
     if isinstance(desc, aot.SubclassGetAttrAOTOutput):
-        return output_end(desc.base) if desc.attr == "_local_tensor" else End(Meaning.OTHER, desc.attr)
+        return output_end(desc.base) if desc.attr == "_local_tensor" else End(None, desc.attr)
     if isinstance(desc, aot.PlainAOTOutput):
-        return End(Meaning.OUTPUT, desc.idx)
+        return End(Role.OUTPUT, desc.idx)
     if isinstance(desc, aot.InputMutationAOTOutput):
         base = input_end(desc.mutated_input)
-        return End(Meaning.MUTATION, base.key, of=base.meaning)
+        return base if base.role is not None else End(Role.INPUT, base.key)
     if isinstance(desc, aot.GradAOTOutput):
         base = input_end(desc.grad_of)
-        return End(Meaning.GRADIENT, base.key, of=base.meaning)
+        return End(Role.GRADIENT, base.key, of=base.role)
     if isinstance(desc, aot.IntermediateBaseAOTOutput):
-        return End(Meaning.OTHER, desc.expr(), aliased=True)
-    return End(Meaning.OTHER, desc.expr())
+        return End(None, desc.expr(), aliased=True)
+    return End(None, desc.expr())
 
 
 def paths_of(spec: Any) -> Iterator[str]:

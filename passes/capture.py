@@ -38,7 +38,6 @@ from helixrt.passes import nodes
 from helixrt.passes.aot_private import (
     End,
     Joint,
-    Meaning,
     check_static,
     forward_ends,
     is_backward,
@@ -223,7 +222,7 @@ class Flattening:
     # inputs
 
     def place(self, node: fx.Node, end: End) -> None:
-        if end.meaning is Meaning.OTHER:
+        if end.role is None:
             if node.users and any(user.op != "output" for user in node.users):
                 raise CaptureError(self.where, f"{end.key} enters the graph", "pass it as a tensor, or make it a constant")
             return
@@ -237,13 +236,13 @@ class Flattening:
         self.copies[node] = self.inputs[port]
 
     def input_port(self, end: End) -> Port:
-        if end.meaning is Meaning.PARAMETER:
+        if end.role is Role.PARAMETER:
             return Port(Role.PARAMETER, self.parameter_name(str(end.key)))
-        if end.meaning is Meaning.BUFFER:
+        if end.role is Role.BUFFER:
             return Port(Role.BUFFER, local_name(str(end.key)))
-        if end.meaning is Meaning.ARGUMENT:
+        if end.role is Role.INPUT:
             return self.arguments[int(end.key)]
-        if end.of is not Meaning.OUTPUT:
+        if end.of is not Role.OUTPUT:
             raise CaptureError(
                 self.where, f"forward changes {local_name(str(end.key))!r} in place, for autograd to see", "clone it first"
             )
@@ -295,7 +294,7 @@ class Flattening:
         values = pytree.tree_leaves(self.joint.graph.output_node().args[0])
         found: dict[Port, fx.Node] = {}
         for value, end in zip(values, self.joint.outputs, strict=True):
-            if end is None or not isinstance(value, fx.Node) or end.meaning is Meaning.OTHER:
+            if end is None or not isinstance(value, fx.Node) or end.role is None:
                 continue
             port, node = self.output_port(end), self.copies[value]
             if port.role is Role.BUFFER and (port in found or not self.changes(port, node)):
@@ -319,18 +318,18 @@ class Flattening:
         return not (node.target is torch.ops.aten.clone.default and node.args[0] is self.inputs.get(port))
 
     def output_port(self, end: End) -> Port:
-        if end.meaning is Meaning.OUTPUT and (assigned := self.output_name(int(end.key))).startswith(ASSIGNED):
+        if end.role is Role.OUTPUT and (assigned := self.output_name(int(end.key))).startswith(ASSIGNED):
             return Port(Role.BUFFER, local_name(assigned.removeprefix(ASSIGNED).removesuffix("']")))
-        if end.meaning is Meaning.OUTPUT:
+        if end.role is Role.OUTPUT:
             return Port(Role.OUTPUT, self.output_name(int(end.key)))
-        if end.meaning is Meaning.MUTATION:
-            if end.of is not Meaning.BUFFER:
+        if end.role is not Role.GRADIENT:
+            if end.role is not Role.BUFFER:
                 name = self.arguments[int(end.key)].name if isinstance(end.key, int) else local_name(end.key)
-                raise CaptureError(self.where, f"forward changes its {end.of} {name!r} in place", "clone it first")
+                raise CaptureError(self.where, f"forward changes its {end.role} {name!r} in place", "clone it first")
             return Port(Role.BUFFER, local_name(str(end.key)))
-        if end.of is Meaning.PARAMETER:
+        if end.of is Role.PARAMETER:
             return Port(Role.GRADIENT, self.parameter_name(str(end.key)))
-        return Port(Role.INPUT_GRADIENT, self.input_port(End(end.of or Meaning.ARGUMENT, end.key)).name)
+        return Port(Role.INPUT_GRADIENT, self.input_port(End(end.of or Role.INPUT, end.key)).name)
 
     def owned(self, node: fx.Node, outputs: dict[Port, fx.Node]) -> fx.Node:
         """`node`, or a copy of it where its memory is not a gradient's alone."""

@@ -308,7 +308,7 @@ def test_inputs_that_change_and_nothing_to_train() -> None:
             x.add_(1)
             return super().forward(x).sum()
 
-    with pytest.raises(CaptureError, match="changes its argument '0' in place"):
+    with pytest.raises(CaptureError, match="changes its input '0' in place"):
         capture(InPlace(3, 3), (torch.randn(2, 3),))
     with pytest.raises(CaptureError, match="requires grad"):
         capture(nn.Linear(3, 3).requires_grad_(False), (torch.randn(2, 3),))
