@@ -34,7 +34,7 @@ class Mesh:
         """Raises ConfigError (mesh.AXIS) for what a session cannot train a plain module on."""
         self.check_supported()
         if self.pp > 1:
-            rule = "needs session.parallelize(helixrt.compile(model, ...), example=helixrt.ExampleBatch(...)), or helixrt.Stages"
+            rule = "needs session.parallelize(helixrt.compile(model, ...), example=...), or helixrt.Stages"
             raise ConfigError("mesh.pp", self.pp, rule)
         if self.cp > 1:
             raise ConfigError("mesh.cp", self.cp, "needs session.parallelize(helixrt.Stages(...))")
