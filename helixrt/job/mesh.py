@@ -25,10 +25,12 @@ class Mesh:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in asdict(self).items() if size != 1)})"
 
     def check_supported(self) -> None:
-        """Raises ConfigError (mesh.AXIS) for a size that no mesh can have."""
+        """Raises ConfigError (mesh.AXIS) for what a session can train no model on."""
         for axis, size in asdict(self).items():
             if size < 1:
                 raise ConfigError(f"mesh.{axis}", size, "must be at least 1")
+        if self.pp > 1 or self.cp > 1:  # only models in stages have these
+            self._check_not_sharded()
 
     def check_module(self) -> None:
         """Raises ConfigError (mesh.AXIS) for what a session cannot train a plain module on."""
@@ -42,6 +44,9 @@ class Mesh:
     def check_stages(self) -> None:
         """Raises ConfigError (mesh.AXIS) for what a session cannot train a model in stages on: FSDP2 shards no stages."""
         self.check_supported()
+        self._check_not_sharded()
+
+    def _check_not_sharded(self) -> None:
         if self.dp_shard > 1:
             rule = "must be 1 for a model in stages so far, whose parameters FSDP2 does not shard; use replicas, tp or cp"
             raise ConfigError("mesh.dp_shard", self.dp_shard, rule)
