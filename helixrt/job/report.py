@@ -43,6 +43,7 @@ class RunFacts:
     history: tuple[LifeEvent, ...]
     seconds: float
     advance: int = 1  # batches of a stream that a step takes
+    goodput: float = 0.0  # see `helixrt.job.goodput`
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
         "stopped": found.chain[-1].last if found.chain else "",
         "seconds": facts.seconds,
         "tokens_per_s": found.tokens_per_s,
+        "goodput": facts.goodput,
         "replicas": [
             {
                 "replica": f.replica,

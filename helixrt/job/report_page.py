@@ -81,6 +81,7 @@ def _tiles(found: Figures, report: dict[str, Any]) -> str:
         ("validation", "&ndash;" if reached is None else f"{reached:.3f}", bits, ""),
         ("updates", f"{report['steps']:,}", f"in {report['seconds']:.0f} s", ""),
         ("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", ""),
+        ("goodput", f"{report['goodput']:.0%}", "of the replicas' time went into committed steps", ""),
         ("failures", str(len(found.failures)), _back(found.failures), ""),
         ("batches", f"{audit['batches']:,}", f"{'' if clean else 'NOT '}each exactly once", "ok" if clean else "bad"),
         ("replicas", "equal" if alike else "differ", "final parameters, bit for bit", "ok" if alike else "bad"),

@@ -10,6 +10,7 @@ import helixrt
 from helixrt.errors import Fatal
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import load_corpus
+from helixrt.train.flops import flops_per_token
 from helixrt.train.loop import run_rank
 from helixrt.train.mesh import mesh_of
 
@@ -27,6 +28,7 @@ def describe(config: TrainConfig) -> helixrt.Description:
             f" {data.batch} x {data.seq_len} bytes per replica and step"
         ),
         tokens_per_batch=data.batch * data.seq_len,
+        flops_per_step=data.batch * data.seq_len * flops_per_token(model, data.seq_len),
         corpus=helixrt.Corpus(
             path=corpus.path,
             bytes=corpus.nbytes,
