@@ -18,8 +18,13 @@ OperationKey = tuple[Op, int]  # operation, chunk
 PairKey = tuple[int, Op, int]  # as in `Costs.pair_ms`: forward chunk, B or BW, backward chunk
 Way = tuple[int, int]  # from stage, to stage
 
-_OF_MEDIAN = 1.96 * 1.2533  # 95% interval of a median of normal samples, in standard errors of their mean
+_OF_MEDIAN = 1.96 * 1.2533  # half of the 95% interval of a median of normal samples, in standard errors of their mean
 _LEAST_MS = 1e-9  # a pair's cost must be above 0
+
+
+def interval_of_median(spread: float, samples: int) -> float:
+    """Half of the 95% interval of the median of independent samples with this standard deviation."""
+    return _OF_MEDIAN * spread / math.sqrt(max(1, samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +34,12 @@ class Estimate:
     value_ms: float
     spread_ms: float = 0.0
     samples: int = 0
-    systematic_ms: float = 0.0  # bound of an error that all samples share: the offset of two clocks
+    systematic_ms: float = 0.0  # of an error that samples share: the offset of two clocks, what differs from step to step
 
     @property
     def uncertainty_ms(self) -> float:
         """Half of the 95% interval of the value, the shared error added in full."""
-        return self.systematic_ms + _OF_MEDIAN * self.spread_ms / math.sqrt(max(1, self.samples))
+        return self.systematic_ms + interval_of_median(self.spread_ms, self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class MeasuredCosts:
         return _placed(self._values(base, uncertain=False), placement)
 
     def spread(self, placement: Sequence[int] | None = None, base: Costs | None = None) -> Costs:
-        """As `costs`; each time is the uncertainty (`Estimate.uncertainty_ms`) of the one in its place; 0 where `base` gave it."""
+        """As `costs`, with the uncertainty (`Estimate.uncertainty_ms`) in the place of each time; 0 where `base` gave it."""
         return _placed(self._values(base, uncertain=True), placement)
 
     def _values(self, base: Costs | None, uncertain: bool) -> Costs:
