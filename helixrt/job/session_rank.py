@@ -20,6 +20,7 @@ import numpy
 import torch
 
 from helixrt.engines.inner_group import lost_rank
+from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import Departed, HelixError, MisuseError, Retryable
@@ -33,6 +34,7 @@ from helixrt.job.rank_context import RankJob
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_host import Plan
+from helixrt.job.slow_stages import slowdown_of
 from helixrt.job.step import SessionEngine, Worker
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.commands import Evaluate, StopAsked
@@ -91,6 +93,10 @@ class RankHost:
             advance=plan.accumulate,
             initial=self._digest_of_replica(digest(engine.state()).state),
         )
+        at, chaos = self._context.spec.coordinate, self._context.config.chaos
+        slowdown = slowdown_of(chaos.slow, at.replica, at.pp)
+        if slowdown is not None and isinstance(engine, PipelineEngine):
+            engine.slow_down(slowdown)
         worker = self._runtime.open(job)
         self._open.enter_context(worker)
         return worker

@@ -22,6 +22,7 @@ WARM_UP = 1  # steps of a rank's life that are not counted
 _FLOOR_MS = 0.05  # of an operation; a smaller difference is no change
 _LINK_FLOOR_MS = 0.5  # of a delay
 _PASSES = 4  # of a flow that wait to be matched
+_FRESH = 3  # steps for which a measured delay holds although newer messages only bound it
 _MOST_SHIFTS = 1000
 
 Key = OperationKey | PairKey | Way
@@ -44,6 +45,40 @@ class _Flow:
     name: str  # F or B and the chunk that takes it in
 
 
+class _Delay:
+    """Of a flow: what arrivals show, and apart from it what bounds show where nobody waited."""
+
+    def __init__(self, steps: int) -> None:
+        self._windows = {bound: Window(_LINK_FLOOR_MS, steps) for bound in (False, True)}
+        self._steps = {False: -_FRESH, True: -_FRESH}  # the newest one of each
+        self._samples: dict[bool, tuple[FlowSample, Offset]] = {}
+        self._wire = Window(_LINK_FLOOR_MS, steps)
+
+    def add(self, step: int, sample: FlowSample, offset: Offset) -> Change | None:
+        bound = sample.upper_bound
+        self._samples[bound], self._steps[bound] = (sample, offset), step
+        if not bound:
+            self._wire.add(step, sample.wire)
+        delay = sample.delay._replace(median=sample.delay.median - offset.offset_s * 1e3)
+        change = self._windows[bound].add(step, delay)
+        return None if bound else change
+
+    def estimate(self) -> tuple[LinkEstimate, int]:
+        """And the step since which it is so; after the first `add`."""
+        measured, most = self._windows[False].estimate(), self._windows[True].estimate()
+        stale = self._steps[True] - self._steps[False] > _FRESH
+        bound = measured is None or (most is not None and stale and most.value_ms < measured.value_ms)
+        delay = most if bound else measured
+        assert delay is not None
+        sample, offset = self._samples[bound]
+        wire = self._wire.estimate() if not bound and sample.wire.count else None
+        value_ms = max(0.0, delay.value_ms)
+        systematic_ms = delay.systematic_ms + offset.uncertainty_s * 1e3 + bound * value_ms
+        estimate = Estimate(value_ms, delay.spread_ms, delay.samples, systematic_ms)
+        found = LinkEstimate(estimate, wire or Estimate(0.0), sample.nbytes, bound, offset.offset_s * 1e3)
+        return found, self._windows[bound].since
+
+
 class Estimator:
     """Of one replica. `steps`: of the window; `warm_up`: steps of each rank that are left out first."""
 
@@ -51,9 +86,7 @@ class Estimator:
         self._steps, self._warm_up = steps, warm_up
         self._begun: dict[str, int] = {}  # rank -> summaries so far
         self._operations: dict[tuple[str, Key], Window] = {}  # by rank
-        self._delays: dict[_Flow, Window] = {}
-        self._wires: dict[_Flow, Window] = {}
-        self._newest: dict[_Flow, tuple[FlowSample, Offset]] = {}
+        self._delays: dict[_Flow, _Delay] = {}
         self._offsets: defaultdict[tuple[str, Way], OffsetTracker] = defaultdict(OffsetTracker)  # of a lane, lower stage first
         self._clocks: dict[tuple[str, int], str] = {}  # of a lane's stage
         self._unmatched = _Unmatched()
@@ -85,6 +118,7 @@ class Estimator:
     def renewed(self, rank: str) -> None:
         """A new life of a rank begins: it warms up again, and the costs of before say nothing of it."""
         self._begun.pop(rank, None)
+        self._unmatched = _Unmatched()
         for key in [key for key in self._operations if key[0] == rank]:
             del self._operations[key]
         lane, stage = place_of(rank)
@@ -140,15 +174,7 @@ class Estimator:
         offset = None if way is None else self._offset(flow, way, sample.at_s)
         if way is None or offset is None:
             return
-        delay = sample.delay._replace(median=sample.delay.median - offset.offset_s * 1e3)
-        before = self._newest.get(flow)
-        self._newest[flow] = (sample, offset)
-        if before is not None and before[0].upper_bound != sample.upper_bound:
-            self._delays.pop(flow, None)  # bounds and arrivals are different things
-        window = self._delays.setdefault(flow, Window(_LINK_FLOOR_MS, self._steps))
-        self._shifted("link", way, window.add(step, delay))
-        wire = self._wires.setdefault(flow, Window(_LINK_FLOOR_MS, self._steps))
-        wire.add(step, sample.wire)
+        self._shifted("link", way, self._delays.setdefault(flow, _Delay(self._steps)).add(step, sample, offset))
 
     def _shifted(self, what: str, key: Key, change: Change | None) -> None:
         if change is not None and len(self.shifts) < _MOST_SHIFTS:
@@ -182,26 +208,16 @@ class Estimator:
     def _links(self) -> tuple[dict[Way, LinkEstimate], dict[Key, int]]:
         links: dict[Way, LinkEstimate] = {}
         since: dict[Key, int] = {}
-        for flow, window in self._delays.items():
-            way, delay = self._way(flow), window.estimate()
-            if way is None or delay is None:
+        for flow, delay in self._delays.items():
+            way = self._way(flow)
+            if way is None:
                 continue
-            sample, offset = self._newest[flow]
-            wire = self._wires[flow].estimate() if sample.wire.count else None
-            value_ms = max(0.0, delay.value_ms)
-            systematic_ms = delay.systematic_ms + offset.uncertainty_s * 1e3 + sample.upper_bound * value_ms
-            found = LinkEstimate(
-                Estimate(value_ms, delay.spread_ms, delay.samples, systematic_ms),
-                wire or Estimate(0.0),
-                sample.nbytes,
-                sample.upper_bound,
-                offset.offset_s * 1e3,
-            )
+            found, step = delay.estimate()
             if way not in links or found.total_ms > links[way].total_ms:
                 links[way] = found
                 since.pop(way, None)
-                if window.since:
-                    since[way] = window.since
+                if step:
+                    since[way] = step
         return links, since
 
 

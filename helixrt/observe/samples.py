@@ -9,7 +9,6 @@ and a_i = begin_i + wire + delay + offset of the clocks. `delay` is therefore me
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -97,11 +96,3 @@ def _wire(ordered: Sequence[Stamped], transits_ms: Sequence[float], least_ms: fl
         return NO_SAMPLE
     found = summary(gaps_ms)
     return found if found.spread <= _SAME_GAP * found.median else NO_SAMPLE
-
-
-def spread_of(values: Sequence[float]) -> float:
-    """Robust standard deviation of values; 0 for fewer than two."""
-    if len(values) < 2:
-        return 0.0
-    middle = statistics.median(values)
-    return _TO_SIGMA * statistics.median(abs(value - middle) for value in values)

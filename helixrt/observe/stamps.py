@@ -1,7 +1,7 @@
 """What one rank measured in its newest steps, reduced to a few numbers: the summaries that reach the replica's leader.
 
 In: the events of the rank's flight record, as they are written (`StampCollector` is a sink) or read from a file. Out: a
-`RankTimes` at each step boundary. Memory is bounded; the sink only appends, the reduction is done in `take`.
+`RankTimes` for each step boundary. Memory is bounded; the sink only appends, the reduction is done in `take`.
 
 Durations are those of the operations between the begin and the end of a step's work: evaluation is left out. A message counts
 from `sent_s` (sender's clock, in its header) to `arrived_s`. Channels that do not carry a sender's stamp leave the two apart:
@@ -92,11 +92,11 @@ def _flow(at_s: float, least_ms: float, delay: Sequence[Any], wire: Sequence[Any
 
 
 class StampCollector:
-    """Of one rank. Call it with every event, from any thread; `take` from one thread."""
+    """Of one rank. Call it with every event, from any thread; `mark` from one thread, `take` from one that may be another."""
 
     def __init__(self, rank: str, clock: str = "") -> None:
         self._rank, self._clock = rank, clock
-        self._events: deque[Event] = deque(maxlen=CAPACITY)
+        self._events: deque[Event | int] = deque(maxlen=CAPACITY)  # a number: that step ended here
         self._working = True  # not behind the end of a step's work
         self._senders_stamps = False  # messages that came in carried them, so those that went out do
 
@@ -104,11 +104,20 @@ class StampCollector:
         if event.kind in _KINDS:
             self._events.append(event)
 
+    def mark(self, step: int) -> None:
+        """The step ends here."""
+        self._events.append(step)
+
     def take(self, step: int) -> RankTimes | None:
-        """The measurements since the last call, as those of `step`; None if there was no operation."""
+        """The measurements up to the mark of `step`, those of earlier steps that were not taken included; None if there was no
+        operation."""
         reduction = _Reduction()
-        for _ in range(len(self._events)):
+        while self._events:
             event = self._events.popleft()
+            if not isinstance(event, Event):
+                if event == step:
+                    break
+                continue
             match event.kind:
                 case Kind.WORK_BEGIN:
                     self._working = True
@@ -212,6 +221,7 @@ def rank_times(events: Iterable[Event], clock: str = "") -> list[RankTimes]:
     step = 0
     for event in events:
         if event.kind is Kind.WORK_BEGIN and collector is not None:
+            collector.mark(step)
             if (times := collector.take(step)) is not None:
                 found.append(times)
         if event.kind in _KINDS:

@@ -7,12 +7,11 @@ itself (a garbage collection, a checkpoint, a warm-up) is no change; two in a ro
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from helixrt.observe.estimates import Estimate, interval_of_median
-from helixrt.observe.samples import Sample, spread_of
+from helixrt.observe.samples import Sample, summary
 
 STEPS = 16  # of a window
 CONFIRMED = 2  # steps in a row that differ, for a change
@@ -34,44 +33,45 @@ class Window:
     """`floor_ms`: smaller differences are no change."""
 
     def __init__(self, floor_ms: float, steps: int = STEPS) -> None:
-        self._floor_ms = floor_ms
-        self._steps: deque[tuple[int, Sample]] = deque(maxlen=steps)
+        self._floor_ms, self._most = floor_ms, steps
+        self._steps: list[tuple[int, Sample]] = []
+        self._estimate: Estimate | None = None  # of `_steps`; None: not made yet
         self.since = 0  # the first step of the present value; 0: that of the beginning
 
     def add(self, step: int, sample: Sample) -> Change | None:
         """Take in a step's measurement. The change that it confirms, if it does."""
         self._steps.append((step, sample))
+        self._estimate = None
+        if len(self._steps) > self._most:
+            del self._steps[0]
         if len(self._steps) < _BEFORE + CONFIRMED:
             return None
-        entries = list(self._steps)
-        before, after = entries[:-CONFIRMED], entries[-CONFIRMED:]
-        medians = [each.median for _, each in before]
-        usual_ms = statistics.median(medians)
-        limit_ms = max(self._floor_ms, _SHARE * abs(usual_ms), _DEVIATIONS * self._deviation_ms(before))
-        differences = [each.median - usual_ms for _, each in after]
-        if not (all(d > limit_ms for d in differences) or all(d < -limit_ms for d in differences)):
+        before, after = self._steps[:-CONFIRMED], self._steps[-CONFIRMED:]
+        usual = summary([each.median for _, each in before])
+        least_ms = max(self._floor_ms, _SHARE * abs(usual.median))
+        differences = [each.median - usual.median for _, each in after]
+        if not (all(d > least_ms for d in differences) or all(d < -least_ms for d in differences)):
             return None
-        self._steps = deque(after, maxlen=self._steps.maxlen)
-        self.since = after[0][0]
-        return Change(self.since, usual_ms, statistics.median(each.median for _, each in after))
-
-    @staticmethod
-    def _deviation_ms(entries: list[tuple[int, Sample]]) -> float:
-        """Of a step's median: what was seen from step to step, and what its samples make of it."""
-        within = statistics.median(each.spread / math.sqrt(max(1, each.count)) for _, each in entries)
-        return max(within, spread_of([each.median for _, each in entries]))
+        if min(abs(d) for d in differences) <= _DEVIATIONS * max(usual.spread, _within([each for _, each in before])):
+            return None
+        self._steps, self.since = after, after[0][0]
+        return Change(self.since, usual.median, summary([each.median for _, each in after]).median)
 
     def estimate(self) -> Estimate | None:
         """None before the first step."""
-        if not self._steps:
-            return None
-        samples = [each for _, each in self._steps]
-        medians = [each.median for each in samples]
-        from_step_to_step = spread_of(medians)
-        within = statistics.median(each.spread for each in samples)
-        return Estimate(
-            value_ms=statistics.median(medians),
-            spread_ms=math.hypot(within, from_step_to_step),
-            samples=sum(each.count for each in samples),
-            systematic_ms=interval_of_median(from_step_to_step, len(samples)),
-        )
+        if self._estimate is None and self._steps:
+            samples = [each for _, each in self._steps]
+            steps = summary([each.median for each in samples])
+            within = summary([each.spread for each in samples]).median
+            self._estimate = Estimate(
+                value_ms=steps.median,
+                spread_ms=math.hypot(within, steps.spread),
+                samples=sum([each.count for each in samples]),
+                systematic_ms=interval_of_median(steps.spread, len(samples)),
+            )
+        return self._estimate
+
+
+def _within(samples: Sequence[Sample]) -> float:
+    """The deviation of a step's median that the spread of its samples makes."""
+    return summary([each.spread / math.sqrt(each.count or 1) for each in samples]).median
