@@ -67,7 +67,7 @@ class Leading:
     def __init__(self, context: RankContext, job: RankJob, parts: LeaderParts) -> None:
         self._context, self._job, self._parts = context, job, parts
         store, patience_s = context.store, context.timeouts.step_s
-        self.costs = ReplicaCosts()
+        self.costs = ReplicaCosts(context.config.mesh.pp)
         """What the ranks of this replica have measured."""
         self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
         self._orders = Channel(store, f"orders/{context.life}", patience_s)

@@ -25,8 +25,8 @@ PERIOD_S = 0.05  # between two reports of a rank; steps that are shorter share o
 class ReplicaCosts:
     """Of the replica that this rank leads; from any thread."""
 
-    def __init__(self) -> None:
-        self._estimator = Estimator()
+    def __init__(self, stages: int) -> None:
+        self._estimator = Estimator(stages)
         self._lock = threading.Lock()
 
     def add(self, times: RankTimes) -> None:

@@ -174,7 +174,13 @@ def _costs(found: dict[str, Any]) -> str:
         for each in found["operations"]
     ]
     pairs = [
-        (f"F of chunk {each['forward']}, {each['op']} of chunk {each['backward']}", "woven", shown(each), "", str(each["samples"]))
+        (
+            f"F of chunk {each['forward']}",
+            f"woven with {each['op']} of chunk {each['backward']}",
+            shown(each),
+            "",
+            str(each["samples"]),
+        )
         for each in found["pairs"]
     ]
     links = [

@@ -2,12 +2,12 @@
 
 In: differences of stamps (receiver's clock less sender's) of messages each way, the smallest of each step. Out: `Offset`.
 No message arrives before it is sent, so a message from a to b shows that clock b less clock a is at most its difference, and
-one from b to a that it is at least the negative of its. Each bound holds at its time; in between the offset drifts, by at most
-`MOST_DRIFT`.
-The offset now is somewhere in what all bounds of the past and one drift allow (a linear program of two unknowns, as in Moon,
-Skelly and Towsley, 1999); steps with a quiet link make it narrow, and what a later slow link does not show then stays known. If
-nothing fits all bounds, a clock was set: only the newest bounds are kept. Where a link was slow from the beginning and one way
-only, no method can tell half of that delay from an offset: the uncertainty says so.
+one from b to a that it is at least the negative of its. Each bound holds at its time; in between the offset drifts, at a rate
+that is constant but for `WANDER`, and at most `MOST_DRIFT`. The offset now is somewhere in what all bounds of the past and one
+rate allow (a linear program of two unknowns; of the bounds only those on a convex hull count: Moon, Skelly and Towsley, 1999).
+Steps with a quiet link make it narrow, and stay known when the link is slow later. If nothing fits all bounds, a clock was set:
+only the newest bounds are kept. Where a link was slow from the beginning and one way only, no method can tell half of that
+delay from an offset: the uncertainty says so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_DRIFT = 500e-6  # the most by which NTP slews a clock; oscillators stay below
+WANDER = 1e-6  # by which a clock's rate changes, with temperature
 _MOST_BOUNDS = 24  # of each side that are kept
-_ROUNDS = 40  # of halving: a drift is found to 1e-12
+_ROUNDS = 30  # of narrowing an interval of drifts by a third: to 5e-9
 _GRAIN_S = 5e-6  # resolution of stamps
 
 
@@ -34,44 +35,70 @@ class Offset:
 SAME_CLOCK = Offset(0.0, 0.0)
 
 
+class _Hull:
+    """Bounds on one side (`sign` 1: the offset is at most, -1: at least), those that count: the convex hull towards it."""
+
+    def __init__(self, sign: float) -> None:
+        self._sign = sign
+        self.bounds: list[tuple[float, float]] = []  # (time, bound), by time
+
+    def add(self, at_s: float, bound_s: float) -> None:
+        """Of a later time than all before; one of an earlier time is left out."""
+        bounds = self.bounds
+        if bounds and at_s <= bounds[-1][0]:
+            return
+        while len(bounds) > 1 and self._above(bounds[-2], bounds[-1], (at_s, bound_s)) >= 0:
+            bounds.pop()
+        bounds.append((at_s, bound_s))
+        if len(bounds) > _MOST_BOUNDS:  # the one without which the hull changes least
+            inner = range(1, len(bounds) - 1)
+            bounds.pop(min(inner, key=lambda i: abs(self._above(bounds[i - 1], bounds[i], bounds[i + 1]))))
+
+    def _above(self, before: tuple[float, float], bound: tuple[float, float], after: tuple[float, float]) -> float:
+        """By how much a bound is looser than the line between its neighbours."""
+        share = (bound[0] - before[0]) / (after[0] - before[0])
+        return self._sign * (bound[1] - before[1] - share * (after[1] - before[1]))
+
+    def seen_from(self, now_s: float) -> list[tuple[float, float]]:
+        """(time less now, bound), looser by what rates wander in that time."""
+        sign = self._sign
+        return [(at_s - now_s, b + sign * (_GRAIN_S + WANDER * abs(now_s - at_s))) for at_s, b in self.bounds]
+
+    def only_newest(self) -> float:
+        """Forget all others; this one."""
+        del self.bounds[:-1]
+        return self.bounds[0][1]
+
+
 class OffsetTracker:
     """Of the hosts a and b. Times are of clock a, in s."""
 
     def __init__(self) -> None:
-        self._upper: list[tuple[float, float]] = []  # (time, the offset is at most)
-        self._lower: list[tuple[float, float]] = []
+        self._upper = _Hull(1.0)
+        self._lower = _Hull(-1.0)
         self._answer: Offset | None = None
         self._answered_s = -math.inf
 
     def to_b(self, at_s: float, difference_s: float) -> None:
         """A message from a to b, sent at `at_s`: arrival by clock b less sending by clock a."""
-        self._add(self._upper, at_s, difference_s, min)
+        self._answer = None
+        self._upper.add(at_s, difference_s)
 
     def to_a(self, at_s: float, difference_s: float) -> None:
         """A message from b to a that arrived at `at_s`: arrival by clock a less sending by clock b."""
-        self._add(self._lower, at_s, -difference_s, max)
-
-    def _add(
-        self, bounds: list[tuple[float, float]], at_s: float, bound_s: float, tighter: Callable[[float, float], float]
-    ) -> None:
         self._answer = None
-        bounds.append((at_s, bound_s))
-        if len(bounds) > _MOST_BOUNDS:  # of two neighbours the tighter one stays, in the older half
-            half = bounds[: _MOST_BOUNDS // 2]
-            pairs = zip(half[::2], half[1::2], strict=True)
-            bounds[: len(half)] = [a if tighter(a[1], b[1]) == a[1] else b for a, b in pairs]
+        self._lower.add(at_s, -difference_s)
 
     def at(self, now_s: float) -> Offset | None:
         """None until there was a message each way."""
-        if not self._upper or not self._lower:
+        if not self._upper.bounds or not self._lower.bounds:
             return None
         if self._answer is None or abs(now_s - self._answered_s) > 1e-3:
             self._answer, self._answered_s = self._solved(now_s), now_s
         return self._answer
 
     def _solved(self, now_s: float) -> Offset:
-        upper = [(at_s - now_s, bound_s + _GRAIN_S) for at_s, bound_s in self._upper]
-        lower = [(at_s - now_s, bound_s - _GRAIN_S) for at_s, bound_s in self._lower]
+        upper, lower = self._upper.seen_from(now_s), self._lower.seen_from(now_s)
 
         def most(drift: float) -> float:
             return min([bound_s - drift * age_s for age_s, bound_s in upper])
@@ -84,8 +111,7 @@ class OffsetTracker:
 
         widest = _highest(room, -MOST_DRIFT, MOST_DRIFT)
         if room(widest) < 0:
-            self._upper, self._lower = self._upper[-1:], self._lower[-1:]
-            at_most, at_least = self._upper[0][1], self._lower[0][1]
+            at_most, at_least = self._upper.only_newest(), self._lower.only_newest()
             return Offset((at_most + at_least) / 2, abs(at_most - at_least) / 2)
         slowest, fastest = _edge(room, widest, -MOST_DRIFT), _edge(room, widest, MOST_DRIFT)
         at_most = most(_highest(most, slowest, fastest))

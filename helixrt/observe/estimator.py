@@ -60,7 +60,7 @@ class _Delay:
         if not bound:
             self._wire.add(step, sample.wire)
         delay = sample.delay._replace(median=sample.delay.median - offset.offset_s * 1e3)
-        change = self._windows[bound].add(step, delay)
+        change = self._windows[bound].add(step, delay, offset.uncertainty_s * 1e3)
         return None if bound else change
 
     def estimate(self) -> tuple[LinkEstimate, int]:
@@ -80,10 +80,11 @@ class _Delay:
 
 
 class Estimator:
-    """Of one replica. `steps`: of the window; `warm_up`: steps of each rank that are left out first."""
+    """Of one replica, of so many `stages` (0: those that report). `steps`: of the window; `warm_up`: steps of each rank that are
+    left out first."""
 
-    def __init__(self, steps: int = STEPS, warm_up: int = WARM_UP) -> None:
-        self._steps, self._warm_up = steps, warm_up
+    def __init__(self, stages: int = 0, steps: int = STEPS, warm_up: int = WARM_UP) -> None:
+        self._stages, self._steps, self._warm_up = stages, steps, warm_up
         self._begun: dict[str, int] = {}  # rank -> summaries so far
         self._operations: dict[tuple[str, Key], Window] = {}  # by rank
         self._delays: dict[_Flow, _Delay] = {}
@@ -185,7 +186,7 @@ class Estimator:
     def estimates(self) -> MeasuredCosts | None:
         """As of now; None before every stage has been heard of for more than its warm-up."""
         placement = tuple(self._homes.get(chunk, -1) for chunk in range(max(self._homes, default=-1) + 1))
-        if not placement or set(placement) != set(range(max(placement) + 1)):
+        if not placement or set(placement) != set(range(self._stages or max(placement) + 1)):
             return None
         found: dict[Key, tuple[Estimate, int]] = {}
         for (_, key), window in self._operations.items():

@@ -38,8 +38,8 @@ class Window:
         self._estimate: Estimate | None = None  # of `_steps`; None: not made yet
         self.since = 0  # the first step of the present value; 0: that of the beginning
 
-    def add(self, step: int, sample: Sample) -> Change | None:
-        """Take in a step's measurement. The change that it confirms, if it does."""
+    def add(self, step: int, sample: Sample, error_ms: float = 0.0) -> Change | None:
+        """Take in a step's measurement, whose median has this error at most. The change that it confirms, if it does."""
         self._steps.append((step, sample))
         self._estimate = None
         if len(self._steps) > self._most:
@@ -48,7 +48,7 @@ class Window:
             return None
         before, after = self._steps[:-CONFIRMED], self._steps[-CONFIRMED:]
         usual = summary([each.median for _, each in before])
-        least_ms = max(self._floor_ms, _SHARE * abs(usual.median))
+        least_ms = max(self._floor_ms, error_ms, _SHARE * abs(usual.median))
         differences = [each.median - usual.median for _, each in after]
         if not (all(d > least_ms for d in differences) or all(d < -least_ms for d in differences)):
             return None

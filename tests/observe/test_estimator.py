@@ -15,7 +15,7 @@ from helixrt.schedule.generators import policies
 from helixrt.schedule.ir import Op, Schedule, linear
 from tests.observe.measured_world import World
 
-SEEDS = range(12)
+SEEDS = range(6)
 
 
 def some_costs(seed: int, placement: tuple[int, ...], least_ms: float = 5.0) -> Costs:
@@ -133,7 +133,7 @@ def test_a_pure_delay_with_many_messages_under_way_is_no_rate() -> None:
     assert found.links[0, 1].delay.value_ms == pytest.approx(100.0, abs=0.5)
 
 
-@pytest.mark.parametrize("policy", ["zbv", "interleaved", "dhelix"])
+@pytest.mark.parametrize("policy", ["zbv", "interleaved", "dualpipev"])
 def test_several_chunks_a_stage_and_woven_pairs_are_measured(policy: str) -> None:
     linear_costs = uniform(4, 10.0, 12.0, 8.0)
     true = policies.costs_for(policy, linear_costs)
@@ -144,8 +144,8 @@ def test_several_chunks_a_stage_and_woven_pairs_are_measured(policy: str) -> Non
     assert found.costs().forward == pytest.approx(true.forward, rel=0.03)
     pairs = {entry for entries in schedule.entries for entry in entries if not hasattr(entry, "op")}
     assert len(found.pairs) == len({(p.forward.chunk, p.backward.op, p.backward.chunk) for p in pairs})
-    for (f, _, b), estimate in found.pairs.items():
-        both = true.forward[f] + true.backward[b] + true.weight[b]
+    for (f, op, b), estimate in found.pairs.items():
+        both = true.forward[f] + true.backward[b] + (true.weight[b] if op is Op.BW else 0.0)
         assert estimate.value_ms == pytest.approx(0.8 * both, rel=0.05)
     per_stage = found.costs(linear(4))
     assert per_stage.forward == pytest.approx(linear_costs.forward, rel=0.03)
@@ -203,14 +203,14 @@ def test_costs_take_what_was_not_measured_from_others() -> None:
     with pytest.raises(ConfigError, match="must be the one measured"):
         found.costs(base=uniform(4))
     lacking = replace(found, operations={key: value for key, value in found.operations.items() if key != (Op.F, 1)})
-    with pytest.raises(ConfigError, match="F of chunk 1 was not measured"):
+    with pytest.raises(ConfigError, match="F of chunk 1: was not measured"):
         lacking.costs()
     assert lacking.costs(base=true).forward[1] == 10.0
 
 
 def test_nothing_is_said_before_every_stage_was_heard() -> None:
     true = uniform(3)
-    estimator = Estimator()
+    estimator = Estimator(stages=3)
     for times in World(zb(true), lambda step: true).times(2):
         if times.rank != "r0.pp2":
             estimator.add(times)
