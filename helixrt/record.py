@@ -56,6 +56,7 @@ class Kind(StrEnum):
     HOP = "hop"  # peer, old, path, reason, old_rtt_s (null: no answer), rtt_s: new messages to the peer take another path
     PATH_PROBED = "path_probed"  # peer, path, rtt_s
     FAILURE = "failure"  # replica, reason
+    COSTS_CHANGED = "costs_changed"  # what (such as link 1>2), since, before_ms, after_ms: as the leader found out in a step
     STORAGE_FAILED = "storage_failed"  # what (checkpoint | lineage | metrics), reason, failures: attempts in a row that failed
     STORAGE_BACK = "storage_back"  # what, failures: that came before
     CHAOS = "chaos"  # command; has a duration

@@ -33,11 +33,13 @@ from helixrt.job.step_rules import (
     step_rules,
     waiting_text,
 )
+from helixrt.observe.run_costs import cost_key
 from helixrt.observe.stamps import RankTimes
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
+from helixrt.record import Kind
 from helixrt.replica.commands import Channel, Evaluate, RankCommand, RankReport
 from helixrt.replica.contracts import Formed
 from helixrt.replica.evidence import Holders
@@ -186,7 +188,10 @@ class Leading:
 
     def measured(self, times: RankTimes) -> None:
         """What a rank of the replica measured; from any thread."""
-        self.costs.add(times)
+        for shift in self.costs.add(times):
+            change, what = shift.change, cost_key(shift.key)
+            detail = {"what": what, "since": change.step, "before_ms": change.before_ms, "after_ms": change.after_ms}
+            self._context.record.write(Kind.COSTS_CHANGED, step=times.step, **detail)
 
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 

@@ -29,10 +29,12 @@ class ReplicaCosts:
         self._estimator = Estimator(stages)
         self._lock = threading.Lock()
 
-    def add(self, times: RankTimes) -> None:
-        """What a rank of the replica measured."""
+    def add(self, times: RankTimes) -> list[Shift]:
+        """What a rank of the replica measured; the changes that it confirms."""
         with self._lock:
+            before = len(self._estimator.shifts)
             self._estimator.add(times)
+            return self._estimator.shifts[before:]
 
     def estimates(self) -> MeasuredCosts | None:
         """As of now; None until every stage has reported more than its warm-up."""

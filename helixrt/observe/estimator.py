@@ -80,8 +80,8 @@ class _Delay:
 
 
 class Estimator:
-    """Of one replica, of so many `stages` (0: those that report). `steps`: of the window; `warm_up`: steps of each rank that are
-    left out first."""
+    """Of one replica of so many `stages` (0: those that report). `steps`: of the window; `warm_up`: steps of each rank that
+    are left out first."""
 
     def __init__(self, stages: int = 0, steps: int = STEPS, warm_up: int = WARM_UP) -> None:
         self._stages, self._steps, self._warm_up = stages, steps, warm_up

@@ -56,6 +56,16 @@ class World:
             self._random.shuffle(reports)
             yield from (RankTimes.from_json(report.to_json()) for report in reports)
 
+    def events(self, steps: int, begin: int = 1) -> list[Event]:
+        """What all ranks write in steps `begin` to `steps`, and that a life of each begins, by time."""
+        clock = {"clock": "host"} if self.one_host else {}
+        born = (
+            Event(Kind.RANK_START, f"r0.pp{s}", 0, t := self.clock(s, self._now_s), t, clock)
+            for s in range(self.schedule.stages)
+        )
+        found = [*born, *(event for step in range(begin, steps + 1) for stage in self._step(step) for event in stage)]
+        return sorted(found, key=lambda event: event.end_s)
+
     def estimator(self, steps: int, **options: int) -> Estimator:
         found = Estimator(**options)
         for report in self.times(steps):
