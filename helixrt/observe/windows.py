@@ -34,33 +34,34 @@ class Window:
 
     def __init__(self, floor_ms: float, steps: int = STEPS) -> None:
         self._floor_ms, self._most = floor_ms, steps
-        self._steps: list[tuple[int, Sample]] = []
+        self._steps: list[tuple[int, Sample, float]] = []  # step, measurement, error that its samples share
         self._estimate: Estimate | None = None  # of `_steps`; None: not made yet
         self.since = 0  # the first step of the present value; 0: that of the beginning
 
     def add(self, step: int, sample: Sample, error_ms: float = 0.0) -> Change | None:
-        """Take in a step's measurement, whose median has this error at most. The change that it confirms, if it does."""
-        self._steps.append((step, sample))
+        """Take in a step's measurement; `error_ms` bounds an error of all its samples. The change that it confirms, if any."""
+        self._steps.append((step, sample, error_ms))
         self._estimate = None
         if len(self._steps) > self._most:
             del self._steps[0]
         if len(self._steps) < _BEFORE + CONFIRMED:
             return None
         before, after = self._steps[:-CONFIRMED], self._steps[-CONFIRMED:]
-        usual = summary([each.median for _, each in before])
-        least_ms = max(self._floor_ms, error_ms, _SHARE * abs(usual.median))
-        differences = [each.median - usual.median for _, each in after]
+        usual = summary([each.median for _, each, _ in before])
+        errors_ms = summary([error for _, _, error in before]).median + max(error for _, _, error in after)
+        least_ms = max(self._floor_ms, errors_ms, _SHARE * abs(usual.median))
+        differences = [each.median - usual.median for _, each, _ in after]
         if not (all(d > least_ms for d in differences) or all(d < -least_ms for d in differences)):
             return None
-        if min(abs(d) for d in differences) <= _DEVIATIONS * max(usual.spread, _within([each for _, each in before])):
+        if min(abs(d) for d in differences) <= _DEVIATIONS * max(usual.spread, _within([each for _, each, _ in before])):
             return None
         self._steps, self.since = after, after[0][0]
-        return Change(self.since, usual.median, summary([each.median for _, each in after]).median)
+        return Change(self.since, usual.median, summary([each.median for _, each, _ in after]).median)
 
     def estimate(self) -> Estimate | None:
         """None before the first step."""
         if self._estimate is None and self._steps:
-            samples = [each for _, each in self._steps]
+            samples = [each for _, each, _ in self._steps]
             steps = summary([each.median for each in samples])
             within = summary([each.spread for each in samples]).median
             self._estimate = Estimate(
