@@ -125,11 +125,9 @@ class FlightRecord:
         """Call `sink(event)` for every later event, in the writer's thread."""
         self._sinks.append(sink)
 
-    def write(
-        self, kind: Kind, *, begin_s: float | None = None, end_s: float | None = None, step: int | None = None, **detail: Any
-    ) -> Event:
-        """Record an event that ends now, or ended at `end_s` (and began at `begin_s`, if given)."""
-        now = self.clock() if end_s is None else end_s
+    def write(self, kind: Kind, *, begin_s: float | None = None, step: int | None = None, **detail: Any) -> Event:
+        """Record an event that ends now (and began at `begin_s`, if given)."""
+        now = self.clock()
         event = Event(kind, self.rank, self.step if step is None else step, now if begin_s is None else begin_s, now, detail)
         with self._lock:
             self._events.append(event)

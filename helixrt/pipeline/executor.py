@@ -118,7 +118,6 @@ class Executor:
                     assert buckets is not None
                     buckets.last_backward(chunk)
                 results = self._compute(tasks, buckets)
-                end_s = self.record.clock()  # to hand a result on may take time of its own
                 for action, result in zip(entry, results, strict=True):
                     if action.op is Op.F and action.gives is None:
                         assert result is not None
@@ -127,7 +126,7 @@ class Executor:
                 for chunk in ending:
                     assert buckets is not None
                     buckets.finish(chunk)
-                self._note(entry, begin_s, end_s)
+                self._note(entry, begin_s)
         return [losses[m] for m in sorted(losses)]
 
     def _compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
@@ -144,9 +143,8 @@ class Executor:
             return self.boundary
         return self.boundary[transfer.chunk - 1 if transfer.lane is Lane.F else transfer.chunk]
 
-    def _note(self, entry: Sequence[Action], begin_s: float, end_s: float) -> None:
+    def _note(self, entry: Sequence[Action], begin_s: float) -> None:
         woven = {"woven": True} if len(entry) > 1 else {}
         for action in entry:
             op, chunk, microbatch = action.op.value, action.chunk, action.microbatch
-            detail = {"op": op, "chunk": chunk, "microbatch": microbatch, **woven}
-            self.record.write(Kind.OPERATION, begin_s=begin_s, end_s=end_s, **detail)
+            self.record.write(Kind.OPERATION, begin_s=begin_s, op=op, chunk=chunk, microbatch=microbatch, **woven)
