@@ -21,10 +21,11 @@ from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel, RecvHandle, SendHandle, Tag
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.graph_stage import Example, GraphStage
-from helixrt.pipeline.program import compile_program, whole_backwards
+from helixrt.pipeline.program import Transfer, compile_program, given, whole_backwards
 from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.check import check
+from helixrt.schedule.generators.classic import build
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import (
     Entry,
@@ -277,3 +278,78 @@ def test_what_cannot_be_run_is_refused_before_anything_runs() -> None:
         compile_program(replace(good, entries=(below, above[:-1])), 0)
     with pytest.raises(ScheduleError, match="blocks itself"):
         compile_program(replace(good, entries=((f[0], b[0], f[1], b[1]), above)), 0)
+
+
+def sent_to(schedule: Schedule, stage: int, done: int) -> set[Transfer]:
+    """What the others have sent to a stage that stopped after so many entries, when all have gone as far as they can."""
+    made: set[Operation] = set()
+    at = [0] * schedule.stages
+    moved = True
+    while moved:
+        moved = False
+        for other, entries in enumerate(schedule.entries):
+            limit = done if other == stage else len(entries)
+            while at[other] < limit and all(
+                n in made for o in operations_of(entries[at[other]]) for n in needs(schedule, o)
+            ):
+                made |= {r for o in operations_of(entries[at[other]]) for r in provides(o)}
+                at[other] += 1
+                moved = True
+    sent = {given(schedule, o) for o in made if schedule.placement[o.chunk] != stage}
+    return {t for t in sent if t is not None and schedule.placement[t.chunk] == stage}
+
+
+def test_every_message_is_expected_as_soon_as_it_can_be_sent_and_no_sooner(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        schedule = random_schedule(rng, rng.randint(1, 5))
+        for stage in range(schedule.stages):
+            expected: set[Transfer] = set()
+            for done, arrivals in enumerate(compile_program(schedule, stage).arrivals):
+                expected |= {arrival.transfer for arrival in arrivals}
+                assert expected == sent_to(schedule, stage, done), f"seed {seed}: stage {stage} after {done} of {schedule}"
+
+
+class PostedChannel(MemoryChannel):
+    """Counts what is expected and not taken in yet."""
+
+    waiting = 0
+    most = 0
+
+    def recv(self, tag: Tag, like: torch.Tensor) -> RecvHandle:
+        type(self).waiting += 1
+        type(self).most = max(self.most, self.waiting)
+        handle = super().recv(tag, like)
+
+        class Counted(RecvHandle):
+            def wait(self) -> torch.Tensor:
+                PostedChannel.waiting -= 1
+                return handle.wait()
+
+        return Counted()
+
+
+@pytest.mark.parametrize(("messages", "most"), [(None, 8), (3, 3), (0, 1)])
+def test_what_is_expected_ahead_has_a_limit_in_bytes(messages: int | None, most: int) -> None:
+    """All eight forwards of GPipe can come at once; with a limit only what it holds, and always what is needed next."""
+    schedule = build("gpipe", 2, 8)
+    mail = Mail()
+    below, above = MemoryChannel(mail, 0, 1), PostedChannel(mail, 1, 0)
+    PostedChannel.waiting = PostedChannel.most = 0
+    boundary = torch.empty(ROWS, DIM, dtype=torch.float64)
+    inputs, targets = data(8)
+
+    def run(stage: int, channel: Channel, peer: int) -> None:
+        module = layer(stage)
+        chunk = StageChunk(module, nn.functional.mse_loss if stage else None)
+        limit = None if messages is None else messages * boundary.nbytes
+        executor = Executor(AutogradStage({stage: chunk}), {peer: channel}, boundary, FlightRecord("r"), limit)
+        buckets = GradientBuckets({stage: module}, bucket_bytes=8)
+        buckets.begin(lambda bucket: None)
+        executor.run(compile_program(whole_backwards(schedule), stage), inputs, targets, buckets, generation=0, step=0)
+
+    other = threading.Thread(target=run, args=(0, below, 1))
+    other.start()
+    run(1, above, 0)
+    other.join()
+    assert PostedChannel.most == most and PostedChannel.waiting == 0
