@@ -7,19 +7,18 @@ schedule, passed in at a step boundary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
 import torch
 
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import Channel, Lane, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.channels import AHEAD_BYTES, Channel, Lane, RecvHandle, SendHandle, Tag
 from helixrt.pipeline.program import Action, Arrival, Program, Transfer
 from helixrt.pipeline.stage import Stage, Task
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.ir import Op
-
-AHEAD_BYTES = 1 << 30  # of messages that a stage expects before it needs them
 
 
 class Executor:
@@ -29,9 +28,8 @@ class Executor:
     (one micro-batch's hidden states; contents do not matter): one tensor for all, or one for each two neighbours in order.
 
     A message is expected from the moment on at which the schedule lets it be sent, so that a slow link carries as many at once
-    as the order allows. What is expected and not needed yet has at most `ahead_bytes` (None: whatever the schedule allows);
-    the message that is needed next is expected in any case. A bound can hold up a link on which sends block others (direct
-    communication), even for ever.
+    as the order allows. What is expected and not needed yet has at most `ahead_bytes`, unless a channel `expects_all`; the
+    message that is needed next is expected in any case.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class Executor:
         channels: Mapping[int, Channel],
         boundary: torch.Tensor | Sequence[torch.Tensor],
         record: FlightRecord,
-        ahead_bytes: int | None = AHEAD_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self.stage, self.channels, self.boundary, self.record = stage, channels, boundary, record
         self.ahead_bytes = ahead_bytes
@@ -109,16 +107,16 @@ class Executor:
                     assert buckets is not None
                     buckets.last_backward(chunk)
                 results = self.stage.compute(tasks, buckets)
+                self._note(entry, begin_s)  # before sends, which may hold up this stage
+                expected.may_come(arrivals)
                 for action, result in zip(entry, results, strict=True):
                     if action.op is Op.F and action.gives is None:
                         assert result is not None
                         losses[action.microbatch] = result
                     hand_on(action, result)
-                expected.may_come(arrivals)
                 for chunk in ending:
                     assert buckets is not None
                     buckets.finish(chunk)
-                self._note(entry, begin_s)
         return [losses[m] for m in sorted(losses)]
 
     def like(self, transfer: Transfer) -> torch.Tensor:
@@ -139,6 +137,8 @@ class _Expected:
 
     def __init__(self, executor: Executor, tag: Callable[[Transfer], Tag]) -> None:
         self.tag, self._executor = tag, executor
+        bounded = not any(channel.expects_all for channel in executor.channels.values())
+        self._limit = executor.ahead_bytes if bounded else math.inf
         self._possible: list[tuple[int, Transfer, int]] = []  # heap by place; those that `take` expected stay in it
         self._posted: dict[Transfer, RecvHandle] = {}
         self._taken: set[Transfer] = set()
@@ -161,11 +161,10 @@ class _Expected:
         return tensor
 
     def _post(self) -> None:
-        limit = self._executor.ahead_bytes
         while self._possible:
             _, transfer, source = self._possible[0]
             if transfer not in self._taken and transfer not in self._posted:
-                if limit is not None and self._bytes + self._executor.like(transfer).nbytes > limit:
+                if self._bytes + self._executor.like(transfer).nbytes > self._limit:
                     return
                 self._expect(transfer, source)
             heappop(self._possible)

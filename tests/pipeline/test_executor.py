@@ -2,14 +2,14 @@
 split backwards, pairs; by autograd, and by graphs with W apart and pairs woven.
 
 Stages are threads. Most runs go over channels in memory that check what the executor claims: a send that it waits for
-in a step has been taken in already. Some go over Gloo.
+in a step has been taken in already. Some go over Gloo and over endpoints.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import Channel, GroupChannel, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.channels import Channel, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.graph_stage import Example, GraphStage
 from helixrt.pipeline.program import Transfer, compile_program, given, whole_backwards
@@ -41,6 +42,8 @@ from helixrt.schedule.ir import (
     operations_of,
     provides,
 )
+from helixrt.schedule.simulate import DELEGATED, Direct
+from helixrt.transport.contract import Endpoint
 
 DIM, ROWS = 5, 3
 DEADLINE_S = 20.0
@@ -233,20 +236,41 @@ def test_random_schedules_give_the_whole_models_gradients(seed: int, graphs: boo
             raise
 
 
-def test_random_schedules_over_gloo(run_stages: Any, seed: int, captured_once: None) -> None:
-    """Many schedules in turn over the same channels: nothing of one is taken for another's."""
-    rng = random.Random(seed)
-    schedules = [s for s in (random_schedule(rng, rng.randint(2, 6)) for _ in range(60)) if s.stages == 3]
+def three_stages(rng: random.Random) -> list[Schedule]:
+    return [s for s in (random_schedule(rng, rng.randint(2, 6)) for _ in range(60)) if s.stages == 3]
 
-    def body(stage: int, group: Any) -> None:
-        channels = {peer: GroupChannel(group, peer, FlightRecord(f"pp{stage}")) for peer in range(3) if peer != stage}
+
+def test_random_schedules_over_real_channels(any_stages: Any, seed: int, captured_once: None) -> None:
+    """Many schedules in turn over the same channels: nothing of one is taken for another's."""
+    schedules = three_stages(random.Random(seed))
+
+    def body(stage: int, channels_of: Any) -> None:
+        channels = channels_of(FlightRecord(f"pp{stage}"))
         for number, schedule in enumerate(schedules):
             run_on(schedule, stage, channels, bool(number % 2), step=2 * number)
         for channel in channels.values():
             channel.close()
 
     assert len(schedules) >= 5
-    run_stages(3, body)
+    any_stages.run(3, body)
+
+
+def test_random_schedules_under_direct_communication_and_changes_of_it(endpoint_stages: Any, seed: int) -> None:
+    """Queues of one to three communications, and delegated between them: no deadlock that the order does not have."""
+    rng = random.Random(seed)
+    schedules = [(schedule, rng.choice([DELEGATED, Direct(1), Direct(2), Direct(3)])) for schedule in three_stages(rng)]
+
+    def body(stage: int, endpoints: Sequence[Endpoint]) -> None:
+        channels = StageChannels(endpoints, stage, 3, FlightRecord(f"pp{stage}"), host_bytes=300)
+        try:
+            for number, (schedule, comm) in enumerate(schedules):
+                channels.use(comm)
+                run_on(schedule, stage, channels.channels, graphs=False, step=2 * number)
+        finally:
+            channels.close()
+
+    assert len(schedules) >= 5
+    endpoint_stages.connected(3, body)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +353,8 @@ class PostedChannel(MemoryChannel):
         return Counted()
 
 
-@pytest.mark.parametrize(("messages", "most"), [(None, 8), (3, 3), (0, 1)])
-def test_what_is_expected_ahead_has_a_limit_in_bytes(messages: int | None, most: int) -> None:
+@pytest.mark.parametrize(("messages", "most"), [(100, 8), (3, 3), (0, 1)])
+def test_what_is_expected_ahead_has_a_limit_in_bytes(messages: int, most: int) -> None:
     """All eight forwards of GPipe can come at once; with a limit only what it holds, and always what is needed next."""
     schedule = build("gpipe", 2, 8)
     mail = Mail()
@@ -342,7 +366,7 @@ def test_what_is_expected_ahead_has_a_limit_in_bytes(messages: int | None, most:
     def run(stage: int, channel: Channel, peer: int) -> None:
         module = layer(stage)
         chunk = StageChunk(module, nn.functional.mse_loss if stage else None)
-        limit = None if messages is None else messages * boundary.nbytes
+        limit = messages * boundary.nbytes
         executor = Executor(AutogradStage({stage: chunk}), {peer: channel}, boundary, FlightRecord("r"), limit)
         buckets = GradientBuckets({stage: module}, bucket_bytes=8)
         buckets.begin(lambda bucket: None)
