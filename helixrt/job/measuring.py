@@ -17,7 +17,6 @@ from helixrt.errors import Retryable
 from helixrt.observe.estimates import MeasuredCosts
 from helixrt.observe.estimator import Estimator, Shift
 from helixrt.observe.stamps import RankTimes, StampCollector
-from helixrt.record import Event
 
 PERIOD_S = 0.05  # between two reports of a rank; steps that are shorter share one
 
@@ -48,24 +47,21 @@ class ReplicaCosts:
 
 
 class Measuring:
-    """Of one rank: attach it to the flight record, and call `step_done` at the end of each step. `send` gets the summaries, in
+    """Of one rank: attach `collector` to the flight record, and call `step_done` at the end of each step. `send` gets the summaries, in
     a thread of this object; one that it cannot send (Retryable) is dropped, for the next one says as much."""
 
     CLOSE_S = 1.0
 
     def __init__(self, rank: str, clock: str, send: Callable[[RankTimes], None]) -> None:
-        self._collector, self._send = StampCollector(rank, clock), send
+        self.collector, self._send = StampCollector(rank, clock), send
         self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # that have ended; None: no more
         self.spent_s = 0.0  # of the thread's time; written by the thread
         self._thread = threading.Thread(target=self._run, name="helixrt-measuring", daemon=True)
         self._thread.start()
 
-    def __call__(self, event: Event) -> None:
-        self._collector(event)
-
     def step_done(self, step: int) -> None:
         """From the thread that computes; returns at once."""
-        self._collector.mark(step)
+        self.collector.mark(step)
         self._steps.put(step)
 
     def close(self) -> None:
@@ -84,7 +80,7 @@ class Measuring:
                     step = later
                 return
             sent_s = time.monotonic()
-            if (times := self._collector.take(step)) is not None:
+            if (times := self.collector.take(step)) is not None:
                 with suppress(Retryable):
                     self._send(times)
             self.spent_s = time.thread_time()

@@ -76,7 +76,7 @@ class RankRuntime:
         self._measuring: Measuring | None = None
         if config.mesh.pp > 1:
             self._measuring = Measuring(context.label, boot_identity(), self._measured)
-            context.record.attach(self._measuring)
+            context.record.attach(self._measuring.collector)
         self.metrics: MetricsSender | None = None  # to the driver; of the leading rank
         self._lineage: LineageWriter | None = None
         if context.leads:

@@ -50,7 +50,7 @@ def test_each_step_is_in_one_summary_and_short_steps_share_one() -> None:
     measuring = Measuring("r0.pp1", "host", sent)
     for step, events in enumerate(steps_of("r0.pp1", 12), start=1):
         for event in events:
-            measuring(event)
+            measuring.collector(event)
         measuring.step_done(step)
     sent.wait(12)
     measuring.close()
@@ -68,7 +68,7 @@ def test_what_could_not_be_sent_is_dropped_and_the_next_one_comes() -> None:
     first, second = steps_of("r0.pp0", 2)
     for step, events in ((1, first), (2, second)):
         for event in events:
-            measuring(event)
+            measuring.collector(event)
         measuring.step_done(step)
         if step == 1:
             while sent.refuse:
