@@ -47,8 +47,8 @@ class ReplicaCosts:
 
 
 class Measuring:
-    """Of one rank: attach `collector` to the flight record, and call `step_done` at the end of each step. `send` gets the summaries, in
-    a thread of this object; one that it cannot send (Retryable) is dropped, for the next one says as much."""
+    """Of one rank: attach `collector` to the flight record, and call `step_done` at the end of each step. `send` gets the
+    summaries, in a thread of this object; one that it cannot send (Retryable) is dropped, for the next one says as much."""
 
     CLOSE_S = 1.0
 

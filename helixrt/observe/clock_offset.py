@@ -12,7 +12,6 @@ delay from an offset: the uncertainty says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +20,8 @@ WANDER = 1e-6  # by which a clock's rate changes, with temperature
 _MOST_BOUNDS = 24  # of each side that are kept
 _ROUNDS = 30  # of narrowing an interval of drifts by a third: to 5e-9
 _GRAIN_S = 5e-6  # resolution of stamps
+_HOLDS_S = 2.0  # for so long what was worked out goes on by its drifts, unless a message shows more
+_TIGHTER = 0.1  # of the uncertainty, by which a bound shows more
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,33 @@ class Offset:
 
 
 SAME_CLOCK = Offset(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """At `now_s`: the offset's bounds, and those of its drift."""
+
+    now_s: float
+    most_s: float
+    least_s: float
+    slowest: float
+    fastest: float
+    drift: float
+
+    @property
+    def little_s(self) -> float:
+        """Less than this makes no difference."""
+        return _GRAIN_S + _TIGHTER * (self.most_s - self.least_s)
+
+    def at_most(self, at_s: float) -> float:
+        """The offset at another time."""
+        later_s = at_s - self.now_s
+        return self.most_s + (self.fastest if later_s > 0 else self.slowest) * later_s
+
+    def at_least(self, at_s: float) -> float:
+        """The offset at another time."""
+        later_s = at_s - self.now_s
+        return self.least_s + (self.slowest if later_s > 0 else self.fastest) * later_s
 
 
 class _Hull:
@@ -76,28 +104,31 @@ class OffsetTracker:
     def __init__(self) -> None:
         self._upper = _Hull(1.0)
         self._lower = _Hull(-1.0)
-        self._answer: Offset | None = None
-        self._answered_s = -math.inf
+        self._known: _Known | None = None
 
     def to_b(self, at_s: float, difference_s: float) -> None:
         """A message from a to b, sent at `at_s`: arrival by clock b less sending by clock a."""
-        self._answer = None
         self._upper.add(at_s, difference_s)
+        if self._known is not None and difference_s < self._known.at_most(at_s) - self._known.little_s:
+            self._known = None
 
     def to_a(self, at_s: float, difference_s: float) -> None:
         """A message from b to a that arrived at `at_s`: arrival by clock a less sending by clock b."""
-        self._answer = None
         self._lower.add(at_s, -difference_s)
+        if self._known is not None and -difference_s > self._known.at_least(at_s) + self._known.little_s:
+            self._known = None
 
     def at(self, now_s: float) -> Offset | None:
         """None until there was a message each way."""
         if not self._upper.bounds or not self._lower.bounds:
             return None
-        if self._answer is None or abs(now_s - self._answered_s) > 1e-3:
-            self._answer, self._answered_s = self._solved(now_s), now_s
-        return self._answer
+        known = self._known
+        if known is None or abs(now_s - known.now_s) > _HOLDS_S:
+            known = self._known = self._solved(now_s)
+        at_most, at_least = known.at_most(now_s), known.at_least(now_s)
+        return Offset((at_most + at_least) / 2, (at_most - at_least) / 2, known.drift)
 
-    def _solved(self, now_s: float) -> Offset:
+    def _solved(self, now_s: float) -> _Known:
         upper, lower = self._upper.seen_from(now_s), self._lower.seen_from(now_s)
 
         def most(drift: float) -> float:
@@ -111,12 +142,12 @@ class OffsetTracker:
 
         widest = _highest(room, -MOST_DRIFT, MOST_DRIFT)
         if room(widest) < 0:
-            at_most, at_least = self._upper.only_newest(), self._lower.only_newest()
-            return Offset((at_most + at_least) / 2, abs(at_most - at_least) / 2)
+            one, other = self._upper.only_newest(), self._lower.only_newest()
+            return _Known(now_s, max(one, other), min(one, other), -MOST_DRIFT, MOST_DRIFT, 0.0)
         slowest, fastest = _edge(room, widest, -MOST_DRIFT), _edge(room, widest, MOST_DRIFT)
         at_most = most(_highest(most, slowest, fastest))
         at_least = least(_highest(lambda drift: -least(drift), slowest, fastest))
-        return Offset((at_most + at_least) / 2, (at_most - at_least) / 2, widest)
+        return _Known(now_s, at_most, at_least, slowest, fastest, widest)
 
 
 def _highest(concave: Callable[[float], float], low: float, high: float) -> float:

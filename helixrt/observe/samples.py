@@ -58,6 +58,11 @@ def summary(values: Sequence[float]) -> Sample:
     return Sample(middle, _TO_SIGMA * _middle(sorted([abs(value - middle) for value in ordered])), len(ordered))
 
 
+def median(values: Sequence[float]) -> float:
+    """Of at least one value."""
+    return _middle(sorted(values))
+
+
 def _middle(ordered: Sequence[float]) -> float:
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
