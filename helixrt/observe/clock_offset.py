@@ -18,7 +18,8 @@ from dataclasses import dataclass
 MOST_DRIFT = 500e-6  # the most by which NTP slews a clock; oscillators stay below
 WANDER = 1e-6  # by which a clock's rate changes, with temperature
 _MOST_BOUNDS = 24  # of each side that are kept
-_ROUNDS = 30  # of narrowing an interval of drifts by a third: to 5e-9
+_ROUNDS, _ROUNDS_AGAIN = 30, 12  # of narrowing an interval of drifts by a third: all of them, those that were possible before
+_ALL = (-MOST_DRIFT, MOST_DRIFT)
 _GRAIN_S = 5e-6  # resolution of stamps
 _HOLDS_S = 2.0  # for so long what was worked out goes on by its drifts, unless a message shows more
 _TIGHTER = 0.1  # of the uncertainty, by which a bound shows more
@@ -105,6 +106,7 @@ class OffsetTracker:
         self._upper = _Hull(1.0)
         self._lower = _Hull(-1.0)
         self._known: _Known | None = None
+        self._drifts = _ALL  # those that were possible, and a few more
 
     def to_b(self, at_s: float, difference_s: float) -> None:
         """A message from a to b, sent at `at_s`: arrival by clock b less sending by clock a."""
@@ -125,10 +127,14 @@ class OffsetTracker:
         known = self._known
         if known is None or abs(now_s - known.now_s) > _HOLDS_S:
             known = self._known = self._solved(now_s)
+        if known is None:  # a clock was set; what was known is wrong, and one of these may be, too
+            one, other = self._upper.only_newest(), self._lower.only_newest()
+            return Offset((one + other) / 2, abs(one - other) / 2)
         at_most, at_least = known.at_most(now_s), known.at_least(now_s)
         return Offset((at_most + at_least) / 2, (at_most - at_least) / 2, known.drift)
 
-    def _solved(self, now_s: float) -> _Known:
+    def _solved(self, now_s: float) -> _Known | None:
+        """None if nothing fits all bounds."""
         upper, lower = self._upper.seen_from(now_s), self._lower.seen_from(now_s)
 
         def most(drift: float) -> float:
@@ -140,19 +146,25 @@ class OffsetTracker:
         def room(drift: float) -> float:
             return most(drift) - least(drift)
 
-        widest = _highest(room, -MOST_DRIFT, MOST_DRIFT)
+        (low, high), rounds = self._drifts, _ROUNDS_AGAIN
+        widest = _highest(room, low, high, rounds)
         if room(widest) < 0:
-            one, other = self._upper.only_newest(), self._lower.only_newest()
-            return _Known(now_s, max(one, other), min(one, other), -MOST_DRIFT, MOST_DRIFT, 0.0)
-        slowest, fastest = _edge(room, widest, -MOST_DRIFT), _edge(room, widest, MOST_DRIFT)
-        at_most = most(_highest(most, slowest, fastest))
-        at_least = least(_highest(lambda drift: -least(drift), slowest, fastest))
+            (low, high), rounds = _ALL, _ROUNDS
+            widest = _highest(room, low, high, rounds)
+        if room(widest) < 0:
+            self._drifts = _ALL
+            return None
+        slowest, fastest = _edge(room, widest, low, rounds), _edge(room, widest, high, rounds)
+        spare = WANDER + 0.1 * (fastest - slowest)
+        self._drifts = (max(-MOST_DRIFT, slowest - spare), min(MOST_DRIFT, fastest + spare))
+        at_most = most(_highest(most, slowest, fastest, rounds))
+        at_least = least(_highest(lambda drift: -least(drift), slowest, fastest, rounds))
         return _Known(now_s, at_most, at_least, slowest, fastest, widest)
 
 
-def _highest(concave: Callable[[float], float], low: float, high: float) -> float:
+def _highest(concave: Callable[[float], float], low: float, high: float, rounds: int) -> float:
     """Where a concave function is highest."""
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         third = (high - low) / 3
         if concave(low + third) < concave(high - third):
             low += third
@@ -161,11 +173,11 @@ def _highest(concave: Callable[[float], float], low: float, high: float) -> floa
     return (low + high) / 2
 
 
-def _edge(room: Callable[[float], float], inside: float, outside: float) -> float:
+def _edge(room: Callable[[float], float], inside: float, outside: float, rounds: int) -> float:
     """The last drift from `inside` towards `outside` that all bounds allow."""
     if room(outside) >= 0:
         return outside
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         middle = (inside + outside) / 2
         inside, outside = (middle, outside) if room(middle) >= 0 else (inside, middle)
-    return inside
+    return outside

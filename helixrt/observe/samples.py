@@ -16,7 +16,6 @@ _TO_SIGMA = 1.4826  # of normal samples: standard deviation by median absolute d
 _QUEUED_SHARE = 0.5  # a message that arrived later than an unqueued one by this share of the gap before it had queued
 _LEAST_QUEUED = 3  # messages, for a rate
 _SAME_GAP = 0.25  # spread of the gaps behind queued messages, by their median, up to which they are the wire's
-_LEAST_WAITED = 3  # messages that were waited for, to go by them alone
 
 
 class Sample(NamedTuple):
@@ -71,15 +70,15 @@ def _middle(ordered: Sequence[float]) -> float:
 def flow_sample(messages: Sequence[Stamped], nbytes: int) -> FlowSample:
     """Of at least one message.
 
-    A message whose arrival nobody recorded was there at the latest when it was taken. If enough of the others were waited for,
-    the delay is theirs; else it is at most the smallest difference there is.
+    A message whose arrival nobody recorded was there at the latest when it was taken. Those that were waited for are the late
+    ones: the delay is theirs if they are at least half of all, else it is at most the smallest difference there is.
     """
     ordered = sorted(messages)
     transits_ms = [(m.arrived_s - m.sent_s) * 1e3 for m in ordered]
     least_ms, at_s = min(transits_ms), ordered[len(ordered) // 2].sent_s
     exact = [m.exact for m in ordered]
     known = sum(exact)
-    if known < min(_LEAST_WAITED, len(ordered)):
+    if 2 * known < len(ordered):
         return FlowSample(at_s, least_ms, Sample(least_ms, 0.0, len(ordered)), NO_SAMPLE, nbytes, upper_bound=True)
     wire = _wire(ordered, transits_ms, least_ms) if known == len(ordered) else NO_SAMPLE
     wire_ms, begin_s, delays_ms = wire.median, -1e300, []

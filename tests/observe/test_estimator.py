@@ -111,8 +111,13 @@ def test_without_arrival_stamps_what_nobody_waited_for_is_an_upper_bound(seed: i
             assert link.delay.value_ms - link.delay.uncertainty_ms <= delay_ms
         else:
             assert abs(link.delay.value_ms - delay_ms) < 0.3, f"seed {seed}, {way}: {link} for {delay_ms}"
-    exact = [link for link in found.links.values() if not link.upper_bound]
-    assert exact, "somebody waited"
+
+
+def test_without_arrival_stamps_a_link_that_holds_the_next_stage_up_is_measured() -> None:
+    true = with_delays(uniform(4, 10.0, 10.0, 10.0), {(1, 2): 60.0})
+    found = measured(World(zb(true), lambda step: true, stamped=False, one_host=True), steps=20)
+    link = found.links[1, 2]
+    assert not link.upper_bound and link.delay.value_ms == pytest.approx(60.0, abs=0.5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -188,7 +193,7 @@ def test_a_clock_that_is_set_to_another_time_is_followed(seed: int) -> None:
     found = measured(world, steps=24)
     for way in ((0, 1), (1, 0), (1, 2), (2, 1)):
         link = found.links[way]
-        assert abs(link.delay.value_ms - 2.0) <= link.delay.uncertainty_ms + 0.3 <= 5.0, f"{way}: {link}"
+        assert abs(link.delay.value_ms - 2.0) <= link.delay.uncertainty_ms + 0.3 <= 8.0, f"{way}: {link}"
 
 
 def test_costs_take_what_was_not_measured_from_others() -> None:
