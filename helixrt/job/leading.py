@@ -24,6 +24,7 @@ from helixrt.job.leader_reports import MetricsSender
 from helixrt.job.leaving import Departure
 from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.loss_acceptance import WAITING_LINE_S, note_waiting
+from helixrt.job.measuring import ReplicaCosts
 from helixrt.job.rank_context import RankContext, RankJob
 from helixrt.job.step_rules import (
     agreed_memory,
@@ -32,10 +33,13 @@ from helixrt.job.step_rules import (
     step_rules,
     waiting_text,
 )
+from helixrt.observe.run_costs import cost_key
+from helixrt.observe.stamps import RankTimes
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
+from helixrt.record import Kind
 from helixrt.replica.commands import Channel, Evaluate, RankCommand, RankReport
 from helixrt.replica.contracts import Formed
 from helixrt.replica.evidence import Holders
@@ -65,6 +69,8 @@ class Leading:
     def __init__(self, context: RankContext, job: RankJob, parts: LeaderParts) -> None:
         self._context, self._job, self._parts = context, job, parts
         store, patience_s = context.store, context.timeouts.step_s
+        self.costs = ReplicaCosts(context.config.mesh.pp)
+        """What the ranks of this replica have measured."""
         self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
         self._orders = Channel(store, f"orders/{context.life}", patience_s)
         self._reports = [
@@ -104,6 +110,7 @@ class Leading:
             self._agree,
             self._newest_durable,
             partial(context.progress.doing, thread=LEADER),
+            lambda times: self.measured(RankTimes.from_json(times)),
         )
         self._leader = Leader(
             machine, self._membership, RunLog(store), holders, addresses, self.tell, context.record, context.timeouts, hooks
@@ -178,6 +185,13 @@ class Leading:
     def report(self, report: RankReport) -> None:
         """The leading rank's own report; from any thread."""
         self._leader.report(self._context.group_rank, report)
+
+    def measured(self, times: RankTimes) -> None:
+        """What a rank of the replica measured; from any thread."""
+        for shift in self.costs.add(times):
+            change, what = shift.change, cost_key(shift.key)
+            detail = {"what": what, "since": change.step, "before_ms": change.before_ms, "after_ms": change.after_ms}
+            self._context.record.write(Kind.COSTS_CHANGED, step=times.step, **detail)
 
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 

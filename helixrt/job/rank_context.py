@@ -11,6 +11,7 @@ from pathlib import Path
 
 from helixrt.collectives.endpoints import interface_towards
 from helixrt.job.config import JobConfig
+from helixrt.job.machine import boot_identity
 from helixrt.job.places import group_rank, group_world_size
 from helixrt.record import BoundedSink, FlightRecord, Kind
 from helixrt.replica.commands import Evaluate
@@ -23,6 +24,7 @@ from helixrt.timeouts import Timeouts, derive
 
 WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "helixrt.pipeline.channels",
+    "helixrt.pipeline.endpoint_channels",
     "helixrt.pipeline.reductions",
     "helixrt.replica.exchanging",  # for the thread that waits for them, when this rank has given up
     "helixrt.train.models.collective_functions",
@@ -113,5 +115,5 @@ def open_context(spec: RankSpec, config: JobConfig) -> RankContext:
     flight = context.output / "flight" / f"{context.label}.inc{spec.incarnation}.jsonl"
     record.attach(BoundedSink(flight, config.output.detail_mb << 20))
     record.attach(progress)
-    record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
+    record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation, clock=boot_identity())
     return context

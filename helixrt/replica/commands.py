@@ -92,6 +92,13 @@ class StopAsked:
     reason: str
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What this rank measured in its newest steps, as text (`helixrt.observe.stamps.RankTimes`)."""
+
+    times: str
+
+
 RankCommand = (
     p.Work
     | p.Exchange
@@ -112,7 +119,18 @@ RankCommand = (
     | LoadDurable
     | Exit
 )
-RankReport = p.RankDone | p.RankFailed | p.Examined | p.Fetched | p.FetchFailed | Digested | LoadedDurable | Broken | StopAsked
+RankReport = (
+    p.RankDone
+    | p.RankFailed
+    | p.Examined
+    | p.Fetched
+    | p.FetchFailed
+    | Digested
+    | LoadedDurable
+    | Broken
+    | StopAsked
+    | Measured
+)
 
 _TYPES: dict[str, Any] = {t.__name__: t for t in (*RankCommand.__args__, *RankReport.__args__)}
 

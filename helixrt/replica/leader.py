@@ -24,7 +24,7 @@ from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.commands import Broken, Digested, LoadDurable, LoadedDurable, RankCommand, RankReport, StopAsked
+from helixrt.replica.commands import Broken, Digested, LoadDurable, LoadedDurable, Measured, RankCommand, RankReport, StopAsked
 from helixrt.replica.contracts import Formed, Membership
 from helixrt.replica.evidence import Holders
 from helixrt.replica.runlog import RunLog
@@ -58,7 +58,8 @@ class LeaderHooks:
     when this replica may leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits
     for a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable state of
     the chain with a higher step (that of the initial parameters if there is no other and `newer_than` is -1), or None; called
-    in the coordination thread. `doing(what)`: while an event is handled, for the progress report.
+    in the coordination thread. `doing(what)`: while an event is handled, for the progress report. `measured(times)`: what a
+    rank measured.
     """
 
     decided: Callable[[int, CommitRecord], None]
@@ -71,6 +72,7 @@ class LeaderHooks:
     agree: Callable[[Formed, Member], p.Event | None] = lambda formed, me: None
     durable: Callable[[int], str | None] = lambda newer_than: None
     doing: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+    measured: Callable[[str], None] = lambda times: None
 
 
 class Leader:
@@ -188,6 +190,9 @@ class Leader:
                 return None
             case StopAsked():
                 self.machine.stop = self.machine.stop or report.reason  # in every account of this replica from now on
+                return None
+            case Measured():
+                self.hooks.measured(report.times)
                 return None
             case Broken():
                 raise StartAgain(f"rank {group_rank} of replica {self.machine.replica}: {report.reason}")

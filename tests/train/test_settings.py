@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.job.config import CommandConfig, FaultConfig, KillConfig
+from helixrt.job.config import CommandConfig, FaultConfig, KillConfig, SlowConfig
 from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train import validate as rules
 from helixrt.train.config import ScheduleConfig, TrainConfig
@@ -81,9 +81,15 @@ def test_faults_are_settings_of_one_rank() -> None:
     assert config.chaos.fault == (FaultConfig("hang_lock", 1, 1, 3, "exchange_early"), FaultConfig("slow", seconds=2.0))
 
 
+def test_stages_are_slowed_down_in_steps() -> None:
+    config = load_config(["mesh.pp=4", "chaos.slow=[{stage: 2, factor: 1.5, steps: [20, 60]}, {stage: 1, replica: 0}]"])
+    assert TrainConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config
+    assert config.chaos.slow == (SlowConfig(2, 1.5, (20, 60)), SlowConfig(1, replica=0))
+
+
 def test_a_run_of_before_these_settings_can_be_resumed() -> None:
     plain = TrainConfig().to_plain()
-    del plain["chaos"]["fault"], plain["on_poison"], plain["restart_window_s"], plain["start"]
+    del plain["chaos"]["fault"], plain["chaos"]["slow"], plain["on_poison"], plain["restart_window_s"], plain["start"]
     del plain["transport"], plain["chaos"]["run"], plain["checkpoint"]["after_failover"]
     del plain["checkpoint"]["retry_s"], plain["catchup"]["memory_gb"], plain["catchup"]["serve_cpu"]
     assert TrainConfig.from_plain(plain) == TrainConfig()
