@@ -86,12 +86,8 @@ class CapturedModel(PipelinedModel):
         model = step.model
         with busy("captures the model", CAPTURE_S):
             over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
-            self._whole = WholeModel(
-                model if over is None else over.model,
-                options.loss,
-                self._example.calls[0],
-                agreed=tuple if over is None else lambda starts: agreed_starts(place.mesh, starts, CAPTURE_S),
-            )
+            captured = model if over is None else over.model
+            self._whole = WholeModel(captured, options.loss, self._example.calls[0], agreed=self._agreed)
             self._cut = self._whole.cut(self._schedule.placement, options.cuts)
             self._agree(self._cut)
             _check_changed(self._cut.chunks)
@@ -102,6 +98,10 @@ class CapturedModel(PipelinedModel):
         self._trained = _freeze_others(self._cut, tensors, place)
         self._tensors = tensors
         fill(self, tensors, mine)
+
+    def _agreed(self, starts: Sequence[int]) -> Sequence[int]:
+        mesh = self.place.mesh
+        return starts if mesh.size("tp") == 1 else agreed_starts(mesh, starts, CAPTURE_S)
 
     def _agree(self, cut: CutModel) -> None:
         if self.place.group is not None:

@@ -138,7 +138,8 @@ def _under_all_names(layouts: Mapping[str, ParameterLayout], model: nn.Module) -
 def agreed_starts(mesh: ReplicaMesh, starts: Sequence[int], limit_s: float) -> Sequence[int]:
     """Those of the replica's first rank: ranks with parts of other sizes may estimate other times. Raises DisagreementError if
     it does not answer within `limit_s`."""
-    return json.loads(broadcast(json.dumps(list(starts)).encode(), mesh.group(), limit_s, "cpu"))
+    told = broadcast(json.dumps(list(starts)).encode(), mesh.group(), limit_s, "cpu")
+    return [int(start) for start in json.loads(told)]
 
 
 def check_optimizers(registered: Registered) -> None:

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from helixrt.engines.replica_mesh import ReplicaMesh
+from helixrt.errors import Fatal
 from tests.engines import tensor_models
-from tests.job.test_captured import BATCH, STEPS, Batches, StageHost, plain, trained
+from tests.job.test_captured import BATCH, STEPS, WIDTH, Batches, StageHost, plain, trained, vectors
 
 LAYERS, LENGTH = 4, 6
 VOCABULARY = 21  # two ranks have 11 and 10 rows
@@ -35,6 +36,33 @@ SMALL: dict[str, Any] = {
 def own() -> nn.Module:
     """Its plan cuts the hidden state along the sequence between the layers' parts."""
     return tensor_models.Own()
+
+
+class Gained(nn.Module):
+    """Its layers' gains are whole on every rank, which sees a part of what they are applied to."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+            self.gain = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.tanh(self.up(x)) * self.gain)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x * scale)
+
+
+GAINED: dict[str, Any] = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+SUMMED = {"layers.*.gain": "replicated_with_grad_allreduce"}
 
 
 def gpt2() -> nn.Module:
@@ -80,26 +108,31 @@ def next_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+def labelled() -> Batches:
+    return [((), {"input_ids": tokens, "labels": tokens}, None) for tokens in texts()]
+
+
+def texts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
+
+
 @dataclass(frozen=True)
 class Case:
     build: Callable[[], nn.Module]
     loss: Any = None
     plan: Callable[[], Mapping[str, Any] | None] = lambda: None  # the model's own
+    batches: Callable[[], Batches] = labelled
 
     def model(self) -> nn.Module:
         torch.manual_seed(3)
         return self.build().double()
 
-    def batches(self) -> Batches:
-        generator = torch.Generator().manual_seed(7)
-        drawn = [torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
-        if self.loss is not None:
-            return [((tokens,), {}, tokens) for tokens in drawn]
-        return [((), {"input_ids": tokens, "labels": tokens}, None) for tokens in drawn]
-
 
 CASES = {
-    "own": Case(own, next_token, tensor_models.own_plan),
+    "own": Case(own, next_token, tensor_models.own_plan, lambda: [((tokens,), {}, tokens) for tokens in texts()]),
+    "gained": Case(Gained, mse_loss, lambda: GAINED | SUMMED, vectors),
+    "unsummed": Case(Gained, mse_loss, lambda: GAINED, vectors),
     "gpt2": Case(gpt2, plan=lambda: tensor_models.GPT2_PLAN),
     "llama": Case(llama),
     "mixtral": Case(mixtral),
@@ -128,6 +161,10 @@ def check(said: str) -> None:
     mesh = ReplicaMesh({axis[:2]: int(axis[2:]) for axis in axes}, dist.get_rank(), timeout=timedelta(seconds=600))
     host = StageHost(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), mesh)
     tp_plan = case.plan() if mesh.size("tp") > 1 else None
+    if name == "unsummed":
+        with pytest.raises(Fatal, match=r"the gradient of layers\.\d\.gain differs between rank tp 0 and rank tp 1"):
+            trained(host, case.model(), case.loss, case.batches(), tp_plan, schedule=schedule)
+        return
     state, found = trained(host, case.model(), case.loss, case.batches(), tp_plan, schedule=schedule)
     expected, figures, validated = plain(case.model(), case.loss, case.batches())
     assert found == [(pytest.approx(a, rel=1e-6), pytest.approx(b, rel=1e-6)) for a, b in figures]
@@ -146,7 +183,7 @@ def check(said: str) -> None:
 
 FAMILIES = ("gpt2", "llama", "mixtral", "qwen2", "gpt_neox", "phi")
 MESHES = {  # the ranks, and what they train by which schedule
-    "pp2 tp2": ["own 1f1b"],
+    "pp2 tp2": ["own 1f1b", "gained zb", "unsummed 1f1b"],
     "pp2 tp2 families": [f"{name} {schedule}" for name, schedule in zip(FAMILIES, ("1f1b", "zb") * 3, strict=True)],
     "pp4": [f"{name} 1f1b" for name in FAMILIES],
     "tp2": [f"{name} auto" for name in FAMILIES],
@@ -177,7 +214,7 @@ def worlds(ask_ranks: Any) -> Callable[[str], Any]:
 @pytest.mark.parametrize(
     ("mesh", "name"),
     [
-        pytest.param(mesh, name, id=name.replace(" ", "-"), marks=() if name.startswith("own") else pytest.mark.slow)
+        pytest.param(mesh, name, id=name.replace(" ", "-"), marks=() if mesh == "pp2 tp2" else pytest.mark.slow)
         for mesh in MESHES
         for name in asked(mesh)
     ],
