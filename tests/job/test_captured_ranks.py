@@ -168,11 +168,13 @@ def check(said: str) -> None:
     state, found = trained(host, case.model(), case.loss, case.batches(), tp_plan, schedule=schedule)
     expected, figures, validated = plain(case.model(), case.loss, case.batches())
     assert found == [(pytest.approx(a, rel=1e-6), pytest.approx(b, rel=1e-6)) for a, b in figures]
+    # sums in another order may be rounded another way where losses and routers take float32 of them
+    atol = 1e-9 if case.batches is labelled and mesh.size("tp") > 1 else 1e-12
     cuts = 0
     for key, part in state.items():
         cuts += part.shape != expected[key].shape
         together = part if mesh.size("tp") == 1 else whole(mesh, key, part, expected[key].shape)
-        torch.testing.assert_close(together, expected[key], rtol=0, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(together, expected[key], rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
     assert (cuts > 0) == (mesh.size("tp") > 1)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, set(state))
