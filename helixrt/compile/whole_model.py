@@ -6,7 +6,7 @@ held, so that it can be captured again; its tensors may be replaced meanwhile by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -23,14 +23,18 @@ from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced
 from helixrt.passes.units import units
 
+Agreed = Callable[[Sequence[int]], Sequence[int]]  # what this rank has chosen, to what all ranks take
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
 
 
 class WholeModel:
-    """`device` is the one that the graphs run on."""
+    """`device` is the one that the graphs run on. `agreed` makes ranks that hold other parts of the model, and so estimate
+    other times, cut it alike: it is given the first units of later chunks."""
 
-    def __init__(self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu") -> None:
-        self.model, self.loss, self.device = model, loss, device
+    def __init__(
+        self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu", agreed: Agreed = tuple
+    ) -> None:
+        self.model, self.loss, self.device, self._agreed = model, loss, device, agreed
         self.args, self.kwargs, self.target = shapes_of(call)
 
     def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
@@ -43,7 +47,7 @@ class WholeModel:
         if len(placement) == 1:
             return uncut(joint)
         if cuts is None:
-            return cut(joint, balanced(joint, placement).starts)
+            return cut(joint, self._agreed(balanced(joint, placement).starts))
         try:
             return cut(joint, cuts)
         except ConfigError as error:

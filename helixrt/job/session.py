@@ -153,7 +153,12 @@ class Session:
 
     @overload
     def parallelize(
-        self, model: nn.Module, *, example: ExampleBatch, weights: str | Path | None = None
+        self,
+        model: nn.Module,
+        *,
+        tp_plan: TensorPlan | None = None,
+        example: ExampleBatch,
+        weights: str | Path | None = None,
     ) -> CapturedModel: ...
 
     def parallelize(
@@ -188,7 +193,8 @@ class Session:
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
         and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with
         the run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
-        the rest of it is freed.
+        the rest of it is freed. With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. cp and
+        dp_shard must be 1.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
         stages on another device or in another type, CaptureError for a model that cannot be captured or cut; MisuseError for a
@@ -200,10 +206,8 @@ class Session:
             mesh.check_stages()
             return self._staged(model)
         if example is not None:
-            if tp_plan is not None:
-                raise ConfigError("tp_plan", sorted(map(str, tp_plan)), "is not used for a compiled model over stages so far")
             self._check_stages()
-            return captured_model(self.settings, self._host, model, example, weights)
+            return captured_model(self.settings, self._host, model, example, weights, tp_plan)
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
         mesh.check_module()

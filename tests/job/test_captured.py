@@ -20,6 +20,9 @@ import helixrt
 from helixrt.compile.fake_tensors_private import is_fake
 from helixrt.compile.whole_model import WholeModel
 from helixrt.engines.captured import CapturedModel
+from helixrt.engines.captured_tensor import check_optimizers
+from helixrt.engines.registered import Registered
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
@@ -37,9 +40,12 @@ Batches = list[tuple[tuple[Any, ...], dict[str, Any], Any]]  # positional argume
 class StageHost(LocalHost):
     """Of one stage; the stages of a test are threads of this process."""
 
-    def __init__(self, stage: int = 0, stages: int = 1, group: Any = None, **others: Any) -> None:
+    def __init__(
+        self, stage: int = 0, stages: int = 1, group: Any = None, mesh: ReplicaMesh | None = None, **others: Any
+    ) -> None:
         super().__init__(**others)
-        self.place = StagePlace(stage, stages, group if stages > 1 else None, FlightRecord(f"pp{stage}"))
+        record = FlightRecord(f"pp{stage}")
+        self.place = StagePlace(stage, stages, group if stages > 1 else None, record, mesh or ReplicaMesh({}))
 
     def connect_stages(self) -> StagePlace:
         return self.place
@@ -188,14 +194,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[], 
 
 
 def trained(
-    host: StageHost, model: nn.Module, loss: Any, batches: Batches, **options: Any
+    host: StageHost, model: nn.Module, loss: Any, batches: Batches, tp_plan: Any = None, **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """This stage's state, and (loss, norm) of each step."""
-    session = session_with(host, seed=5, mesh=Mesh(pp=host.place.stages))
+    session = session_with(host, seed=5, mesh=Mesh(pp=host.place.stages, tp=host.place.mesh.size("tp")))
     args, kwargs, target = batches[0]
     example = helixrt.ExampleBatch(*args, target=target, **kwargs)
     compiled = helixrt.compile(model, loss=loss, microbatches=MICROBATCHES, **options)
-    part = session.parallelize(compiled, example=example)
+    part = session.parallelize(compiled, example=example, tp_plan=tp_plan)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
     session.register(model=part, optimizers=[optimizer], clip_norm=0.5)
     session.evaluate(lambda: part.evaluate(*args, target=target, **kwargs), every=STEPS)
@@ -480,3 +486,20 @@ def test_what_is_missing_is_said() -> None:
         session.parallelize(perceptron(), example=helixrt.ExampleBatch(torch.zeros(8, WIDTH)))
     with pytest.raises(ConfigError, match="schedule=zb: is for a pipeline"):
         helixrt.compile(perceptron(), loss=mse_loss, schedule="zb").train_step(torch.zeros(8, WIDTH), target=torch.zeros(8, 2))
+
+
+@pytest.mark.parametrize(("axis", "why"), [("dp_shard", "FSDP2 gathers parameters in hooks"), ("cp", "sees the positions")])
+def test_axes_that_no_graph_has_are_refused(axis: str, why: str) -> None:
+    compiled = helixrt.compile(perceptron(), loss=mse_loss, microbatches=MICROBATCHES)
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis}=2: must be 1 for a captured model: .*{why}"):
+        session_with(StageHost(), mesh=Mesh(pp=2, **{axis: 2})).parallelize(
+            compiled, example=helixrt.ExampleBatch(torch.zeros(8, WIDTH))
+        )
+
+
+def test_optimizers_of_whole_matrices_are_refused_over_tp() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    for optimizer, why in ((torch.optim.Muon, "Muon needs whole matrices"), (torch.optim.Adafactor, "Adafactor does not work")):
+        with pytest.raises(MisuseError, match=why):
+            check_optimizers(Registered.of(model, [optimizer(model.parameters())]))
+    check_optimizers(Registered.of(model, [torch.optim.AdamW(model.parameters())]))
