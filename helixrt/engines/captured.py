@@ -122,6 +122,7 @@ class CapturedModel(PipelinedModel):
                 replica=replica,
                 replicas=replicas,
                 seed=seed,
+                adaptation=self._options.adapt,
             )
         )
         return engine

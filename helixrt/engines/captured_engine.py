@@ -29,6 +29,7 @@ from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.graph_stage import JointStage
 from helixrt.pipeline.held import Values
 from helixrt.record import FlightRecord
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.ir import Schedule
 
 _EVALUATION = -1  # in place of a batch's position
@@ -55,6 +56,7 @@ class CapturedParts:
     replica: int = 0
     replicas: int = 1
     seed: int = 0
+    adaptation: Adaptation | None = None
 
     def chunks(self, cut: CutModel) -> dict[int, ModelChunk]:
         """Those of this stage."""
@@ -93,6 +95,7 @@ class CapturedEngine(PipelineEngine):
                 replica=parts.replica,
                 replicas=parts.replicas,
                 seed=parts.seed,
+                adaptation=parts.adaptation,
             )
         )
 

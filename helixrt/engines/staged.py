@@ -23,6 +23,7 @@ from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
 from helixrt.record import FlightRecord
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
 
@@ -41,7 +42,8 @@ class Stages:
     `Schedule`. `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether
     captured graphs run the parts instead of autograd (auto, always, never). `profile`: how the times of operators are found
     where graphs that communicate are woven: from the disk, else measured (auto), measured, or estimated.
-    `bucket_bytes`: size of a gradient bucket.
+    `bucket_bytes`: size of a gradient bucket. `adapt`: the job may change the order of the schedule while it runs, by what it
+    measures, as readily as this `helixrt.Adaptation` says; parts then run by captured graphs, unless `graphs` says never.
 
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
@@ -59,6 +61,7 @@ class Stages:
     bucket_bytes: int = BUCKET_BYTES
     layouts: LayoutsOf | None = None
     profile: str = "auto"
+    adapt: Adaptation | None = None
 
     GRAPHS: ClassVar = GRAPHS
     PROFILES: ClassVar = PROFILES
@@ -159,6 +162,7 @@ class StagedModel(PipelinedModel):
                 seed=seed,
                 mesh=place.mesh,
                 layouts=stages.layouts,
+                adaptation=stages.adapt,
             )
         )
         return self._engine

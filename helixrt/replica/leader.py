@@ -30,7 +30,6 @@ from helixrt.replica.commands import (
     LoadDurable,
     LoadedDurable,
     OrderPrepared,
-    PrepareOrder,
     RankCommand,
     RankReport,
     StopAsked,
@@ -54,7 +53,6 @@ class _Leave:
 
 
 _Call = Callable[[], p.Event | LoadDurable | _Leave | None]
-_Item = tuple[int, RankReport] | p.Event | LoadDurable | PrepareOrder | _Leave  # what is handled
 
 
 @dataclasses.dataclass
@@ -70,8 +68,8 @@ class LeaderHooks:
     for a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable state of
     the chain with a higher step (that of the initial parameters if there is no other and `newer_than` is -1), or None; called
     in the coordination thread. `doing(what)`: while an event is handled, for the progress report. `prepared(order, seconds,
-    failed)`: all ranks have answered `prepare`, the slowest after so long; `failed` is why one of them cannot work by the
-    order, "" if all can: then the next work that is ordered is by it.
+    failed)`: all ranks have answered a `PrepareOrder` that the job told them, the slowest after so long; `failed` is why one
+    of them cannot work by the order, "" if all can: then work is by it from the next quorum on.
     """
 
     decided: Callable[[int, CommitRecord], None]
@@ -107,7 +105,7 @@ class Leader:
         self.tell, self.record, self.timeouts, self.hooks = tell, record, timeouts, hooks
         self.digests: dict[int, Digested] = {}
         self.initial = ""  # digest of the state that this replica began with; "" if nobody compares it
-        self._events: deque[_Item] = deque()  # not handled yet
+        self._events: deque[tuple[int, RankReport] | p.Event | LoadDurable | _Leave] = deque()  # not handled yet
         self._handling = threading.Lock()  # held by the thread that handles events
         self._blocking: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._own: deque[_Call] = deque()  # calls that the thread that handles events makes itself
@@ -128,11 +126,6 @@ class Leader:
         """A rank of this replica speaks; from any thread. May handle this and other events before it returns; never raises."""
         self._take((group_rank, report))
 
-    def prepare(self, order: str) -> None:
-        """Have all ranks make this order of the schedule ready; the work after that is by it (`LeaderHooks.prepared` tells).
-        From any thread, one order at a time."""
-        self._take(PrepareOrder(order))
-
     def close(self) -> None:
         """End the thread; a quorum call under way is left to end by its own deadline. Idempotent."""
         self._closed.set()
@@ -144,7 +137,7 @@ class Leader:
 
     # ---------------------------------------------------------------- events
 
-    def _take(self, item: _Item) -> None:
+    def _take(self, item: tuple[int, RankReport] | p.Event | LoadDurable | _Leave) -> None:
         """Handle this after what came before, here or in the thread that is at it."""
         self._events.append(item)
         while self._events and not (self._closed.is_set() or self._failed):  # again: one may have come while the lock was held
@@ -162,17 +155,13 @@ class Leader:
             finally:
                 self._handling.release()
 
-    def _handle(self, item: _Item) -> None:
+    def _handle(self, item: tuple[int, RankReport] | p.Event | LoadDurable | _Leave) -> None:
         if isinstance(item, _Leave):
             self.hooks.departed(self.machine, item.why)
             self._closed.set()
             return
         if isinstance(item, LoadDurable):
             self._loaded.clear()
-            self._order(item)
-            return
-        if isinstance(item, PrepareOrder):
-            self._prepared.clear()
             self._order(item)
             return
         event = self._hear(*item) if isinstance(item, tuple) else item

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from helixrt.schedule.adaptation.judge import Answer, Observed, Question, timed
-from helixrt.schedule.adaptation.policy import AdaptationConfig, Ask, OrderPolicy, Switch
+from helixrt.schedule.adaptation.policy import Adaptation, Ask, OrderPolicy, Switch
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.ir import Schedule
@@ -45,7 +45,7 @@ class OrderWorld:
     first: Schedule
     delays: Callable[[int], Delays]
     steps: int = 120
-    rules: AdaptationConfig = field(default_factory=lambda: AdaptationConfig(effort=0.01))
+    rules: Adaptation = field(default_factory=lambda: Adaptation(effort=0.01))
     noise: float = 0.02
     offset_ms: float = 0.3
     lag: int = 1

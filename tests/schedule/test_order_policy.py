@@ -8,7 +8,7 @@ import pytest
 
 from helixrt.errors import ConfigError
 from helixrt.schedule.adaptation.judge import Observed, Question, judge
-from helixrt.schedule.adaptation.policy import AdaptationConfig, Ask, OrderPolicy, Stay, Switch, differs
+from helixrt.schedule.adaptation.policy import Adaptation, Ask, OrderPolicy, Stay, Switch, differs
 from helixrt.schedule.costs import uniform, with_delays
 from helixrt.schedule.exchange.as_json import key_of, order_key, order_text, read
 from helixrt.schedule.generators.classic import build

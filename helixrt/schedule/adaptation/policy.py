@@ -37,7 +37,7 @@ _SLIVER = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptationConfig:
+class Adaptation:
     """How readily a run changes its order.
 
     Raises ConfigError for values out of their range.
@@ -106,7 +106,7 @@ class OrderPolicy:
     that starts again). `last_step` is the number of the run's last step, 0 for none."""
 
     def __init__(
-        self, first: Schedule, rules: AdaptationConfig, last_step: int, in_use: Schedule | None = None, comm: Comm = DELEGATED
+        self, first: Schedule, rules: Adaptation, last_step: int, in_use: Schedule | None = None, comm: Comm = DELEGATED
     ) -> None:
         self.rules, self.last_step, self.comm = rules, last_step, comm
         self.first = order_key(first)
@@ -182,6 +182,10 @@ class OrderPolicy:
         self.lost_ms += took_ms
         if took_ms > 0:
             self._switch_ms = took_ms
+
+    def postpone(self) -> None:
+        """The switch that was decided cannot be made now: it is decided again."""
+        self._switching = False
 
     def refuse(self, key: str, took_ms: float) -> None:
         """Some rank could not make this order ready: it is never proposed again."""
@@ -275,7 +279,7 @@ class OrderPolicy:
         return Switch(to.key, to.order, present.middle_ms, to.middle_ms, why)
 
 
-def differs(then: Observed, now: Observed, rules: AdaptationConfig) -> str | None:
+def differs(then: Observed, now: Observed, rules: Adaptation) -> str | None:
     """The first cost that differs by more than the band and the noise of both, as text; None if none does."""
     least_ms = rules.band * _turn_ms(then.costs)
     ways = sorted({*then.costs.links, *now.costs.links})
