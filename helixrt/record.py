@@ -31,7 +31,7 @@ class Kind(StrEnum):
     STEP_END = "step_end"  # loss, tokens, stall_s
     OPERATION = "operation"  # op (F/B/W/BW), chunk, microbatch; woven, if it ran as one with its pair; has a duration
     SEND = "send"  # tag, bytes; duration from queued to done
-    RECV = "recv"  # tag, bytes; duration from posted to arrived
+    RECV = "recv"  # tag, bytes, needed_s; sent_s (by the sender's clock), arrived_s, where known; duration from posted to taken
     QUORUM_JOIN = "quorum_join"  # lineage
     QUORUM = "quorum"  # generation, members, contributors, behind
     WORK_BEGIN = "work_begin"  # position
@@ -63,7 +63,7 @@ class Kind(StrEnum):
     ORDER_READY = "order_ready"  # order, seconds, failed: why a rank cannot work by it, "" if all can
     ORDER_GAIN = "order_gain"  # order, before_ms, after_ms: medians of measured steps, predicted_ms: the gain that was expected
     CHAOS = "chaos"  # command; has a duration
-    RANK_START = "rank_start"  # pid, incarnation
+    RANK_START = "rank_start"  # pid, incarnation, clock: equal for ranks of one machine
     RANK_END = "rank_end"  # code
 
     __hash__ = str.__hash__  # that of an enum is a call in Python

@@ -218,6 +218,10 @@ class PipelineEngine(BatchEngine):
         self._graphs.prepare(program)
         return self._graphs, program
 
+    def slow_down(self, factor: Callable[[int], float]) -> None:
+        """Have the operations of this stage take `factor(step)` times as long from now on, on purpose."""
+        self._executor.slowdown = factor
+
     def _captured(self) -> JointStage:
         from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
 

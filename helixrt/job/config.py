@@ -6,7 +6,7 @@ its own in a subclass, as `helixrt.train.config.TrainConfig` does.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from helixrt.protocol.step.deal import Deal
@@ -87,6 +87,17 @@ class FaultConfig:
 
 
 @dataclass(frozen=True)
+class SlowConfig:
+    """Have the operations of a pipeline stage take `factor` times as long, in steps `steps[0]` to `steps[1]` - 1: the stage
+    sleeps behind each, and its results leave when it wakes."""
+
+    stage: int = 0
+    factor: float = 1.5
+    steps: tuple[int, ...] = ()  # [first, end]; (): all
+    replica: int = -1  # -1: of all replicas
+
+
+@dataclass(frozen=True)
 class CommandConfig:
     """Run a command once, at a moment of a step of a replica, on that rank's machine: to cut a cable, or to mend it."""
 
@@ -98,6 +109,7 @@ class CommandConfig:
 
 @dataclass(frozen=True)
 class ChaosConfig:
+    slow: tuple[SlowConfig, ...] = field(default=(), kw_only=True)
     kill: tuple[KillConfig, ...] = ()
     run: tuple[CommandConfig, ...] = ()
     fault: tuple[FaultConfig, ...] = ()
@@ -166,6 +178,8 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
     transport = dict(raw.get("transport", {}))
     if "rails" in transport:
         transport["rails"] = tuple(transport["rails"])
+    slow = tuple(SlowConfig(**{**each, "steps": tuple(each["steps"])}) for each in raw["chaos"].get("slow", ()))
+    chaos = replace(chaos, slow=slow)
     return {
         "mesh": MeshConfig(**raw["mesh"]),
         "checkpoint": CheckpointConfig(**raw["checkpoint"]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from helixrt.job.leader_reports import MetricsSender
 from helixrt.job.leaving import Departure
 from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.loss_acceptance import WAITING_LINE_S, note_waiting
+from helixrt.job.measuring import ReplicaCosts
+from helixrt.job.order_adapter import OrderAdapter
 from helixrt.job.rank_context import RankContext, RankJob
 from helixrt.job.step_rules import (
     agreed_memory,
@@ -32,6 +35,7 @@ from helixrt.job.step_rules import (
     step_rules,
     waiting_text,
 )
+from helixrt.observe.stamps import RankTimes
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
@@ -65,6 +69,8 @@ class Leading:
     def __init__(self, context: RankContext, job: RankJob, parts: LeaderParts) -> None:
         self._context, self._job, self._parts = context, job, parts
         store, patience_s = context.store, context.timeouts.step_s
+        self.costs = ReplicaCosts()
+        """What the ranks of this replica have measured."""
         self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
         self._orders = Channel(store, f"orders/{context.life}", patience_s)
         self._reports = [
@@ -72,7 +78,9 @@ class Leading:
         ]
         holders = Holders(store, context.replica, context.spec.incarnation)
         holders.end_predecessors()
-        machine, addresses = self._machine(), self._addresses()
+        entries = RunLog(context.store).read_from(0)
+        order = self._order(entries)
+        machine, addresses = self._machine(entries, order), self._addresses()
         self._membership = ObservedMembership(membership(context))
         self._checkpoint_orders = CheckpointOrders(
             context.replica,
@@ -104,10 +112,13 @@ class Leading:
             self._agree,
             self._newest_durable,
             partial(context.progress.doing, thread=LEADER),
+            lambda times: self.measured(RankTimes.from_json(times)),
+            lambda order, seconds, failed: self._adapter.prepared(order, seconds, failed) if self._adapter else None,
         )
         self._leader = Leader(
             machine, self._membership, RunLog(store), holders, addresses, self.tell, context.record, context.timeouts, hooks
         )
+        self._adapter = self._order_adapter(order)
         self._leader.initial = parts.genesis.mine if machine.held else ""
         self._end_of_run = EndOfRun(
             context.replica,
@@ -121,9 +132,35 @@ class Leading:
             context.timeouts.evaluate_s,
         )
 
-    def _machine(self) -> StepMachine:
+    def _order(self, entries: Sequence[CommitRecord]) -> str:
+        """The hash of the schedule's order that this replica begins with: that of the newest record, if its engine can work by
+        it."""
+        order, orders = entries[-1].orders.get(self._context.replica, ""), self._job.orders
+        if not order:
+            return ""
+        why = "the schedule of this run is not adapted" if orders is None else orders.fits(order)
+        if why:
+            self._parts.metrics.say(f"the replica begins with the first order of its schedule, not with {order}: {why}")
+        return "" if why else order
+
+    def _order_adapter(self, in_use: str) -> OrderAdapter | None:
+        orders, context = self._job.orders, self._context
+        if orders is None or orders.engine.adaptation is None:
+            return None
+        return OrderAdapter(
+            orders,
+            orders.engine.adaptation,
+            self._job.steps,
+            in_use,
+            self.costs.estimates,
+            self._leader.prepare,
+            context.record,
+            self._parts.metrics.say,
+            self._parts.worker.fail,
+        )
+
+    def _machine(self, entries: Sequence[CommitRecord], order: str) -> StepMachine:
         context = self._context
-        entries = RunLog(context.store).read_from(0)
         for index, entry in enumerate(entries):
             self._parts.lineage.append(index, entry)
         memory = agreed_memory(context.store, context.life, context.group_world_size, context.timeouts.start_s)
@@ -137,6 +174,7 @@ class Leading:
             step_rules(context.config, memory, self._job.advance),
             context.spec.life,
             skipped_positions(context.store, context.replica, entries[-1], context.config.deal),
+            order,
         )
 
     def _addresses(self) -> tuple[str, ...]:
@@ -152,6 +190,8 @@ class Leading:
         if self._context.spec.incarnation == 0:
             self._membership.announce()  # before the others join: they wait for whom they know to live
             self._await_the_others()
+        if self._adapter is not None:
+            self._adapter.start()
         self._leader.start()
 
     def _await_the_others(self) -> None:
@@ -179,11 +219,19 @@ class Leading:
         """The leading rank's own report; from any thread."""
         self._leader.report(self._context.group_rank, report)
 
+    def measured(self, times: RankTimes) -> None:
+        """What a rank of the replica measured; from any thread."""
+        self.costs.add(times)
+        if self._adapter is not None:
+            self._adapter.measured()
+
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 
     def _ordered(self, command: RankCommand) -> None:
         if isinstance(command, p.Exchange):
             self._say_running()
+        if isinstance(command, p.Apply) and self._adapter is not None:
+            self._adapter.step_done(command.record.step)
         if isinstance(command, p.Apply) and checkpoints.writer_of(command.record) == self._context.replica:
             self._after_update(command.record)
 
@@ -234,6 +282,8 @@ class Leading:
         """End the leader's threads and the membership; idempotent."""
         for reports in self._reports:
             reports.close()
+        if self._adapter is not None:
+            self._adapter.close()
         self._leader.close()
         self._membership.close()
 

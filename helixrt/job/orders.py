@@ -43,13 +43,13 @@ class OrderBook:
                 rule = f"is neither in the run's store nor in {self._folder}; copy that folder to where the run goes on"
                 raise ConfigError("schedule order", key, rule) from None
             if key_of(text) != key:
-                raise ConfigError("schedule order", key, f"has another hash in {self._folder}: the file was changed; delete it")
+                raise ConfigError("schedule order", key, f"its file in {self._folder} was changed; delete the file")
             self._store.put_if_absent(order_key(key), text)  # for ranks of other machines
         return read(text, f"order {key}")
 
 
 class RankOrders:
-    """One rank's side: the two hooks of its worker, called in its main thread at the same points on all ranks of the replica."""
+    """One rank's side: the hooks of its worker, called in its main thread at the same points on all ranks of the replica."""
 
     def __init__(self, engine: PipelineEngine, book: OrderBook) -> None:
         self.engine, self.book = engine, book

@@ -23,6 +23,8 @@ from helixrt.job.metrics import StepMetrics, ValidationMetrics, read_metrics
 from helixrt.job.step_rules import exclusion_text
 from helixrt.observe.failures import Failure, Loss, failures, replica_of
 from helixrt.observe.rails import RailOutage, rail_outages
+from helixrt.observe.run_costs import Observed, observed, profile
+from helixrt.observe.run_costs import to_plain as costs_to_plain
 from helixrt.observe.timeline import Timeline, timeline, typical_step
 from helixrt.protocol.step.lineage import Audit, CommitRecord, Log, audit
 from helixrt.record import Event, Kind, read_events
@@ -59,6 +61,7 @@ class Figures:
     rails: tuple[RailOutage, ...]
     ways: tuple[tuple[str, int, str, str], ...]  # (rank, its peer's rank in the exchange, transport, why), each once
     checkpoints: tuple[Event, ...]  # that were written whole
+    costs: tuple[Observed, ...]  # of replicas in stages
     storage: tuple[Event, ...]  # what could not be written, and that it was written later
     commits: tuple[tuple[float, CommitRecord], ...]  # when each record of the chain was first applied
     lives: tuple[tuple[int, float], ...]  # (replica, Unix time) of every start of a replica
@@ -74,13 +77,17 @@ class Figures:
 
 
 def write_report(folder: Path, facts: RunFacts) -> dict[str, Any]:
-    """Write both files into the run's folder; returns what `report.json` holds."""
+    """Write both files into the run's folder; returns what `report.json` holds. With stages, `profile.json` has the measured
+    costs of the first replica that was measured, for `helixrt schedule --profile`."""
     from helixrt.job.report_page import page
 
     found = figures(folder, facts)
     report = to_plain(found)
     write_durably(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_durably(folder / "report.html", page(found, report))
+    whole = [each.measured for each in found.costs if each.measured.stages > 1 and not each.measured.lacking()]
+    if whole:
+        write_durably(folder / "profile.json", json.dumps(profile(whole[0]), indent=1) + "\n")
     return report
 
 
@@ -104,6 +111,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         rails=tuple(rail_outages(events)),
         ways=_ways(events),
         checkpoints=tuple(e for e in events if e.kind is Kind.CHECKPOINT_END),
+        costs=tuple(each for each in observed(events) if each.measured.stages > 1),
         storage=tuple(e for e in events if e.kind in (Kind.STORAGE_FAILED, Kind.STORAGE_BACK)),
         commits=commits,
         lives=_lives(events),
@@ -190,6 +198,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
         "transports": [
             {"rank": rank, "peer": peer, "transport": transport, "why": why} for rank, peer, transport, why in found.ways
         ],
+        "costs": [costs_to_plain(each) for each in found.costs],
         "checkpoints": [{"step": c.step, "after_failover": bool(c.detail.get("after_failover"))} for c in found.checkpoints],
         "storage": [
             {

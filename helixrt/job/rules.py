@@ -21,6 +21,7 @@ from helixrt.job.launchers import chosen_launcher
 from helixrt.job.places import group_world_size
 from helixrt.job.policies import ON_POISON
 from helixrt.job.reach import NO_HOPPING, POLICIES, reach
+from helixrt.job.slow_stages import check_slow
 from helixrt.job.warm_up import chosen_start
 from helixrt.timeouts import derive
 from helixrt.transport.auto import TRANSPORTS, check_transport
@@ -30,7 +31,7 @@ EXCHANGES = ("ftar", "gloo")
 
 def check(config: JobConfig, steps: int = 0) -> None:
     """Check every rule, cheap ones first. `steps`: of the run, 0 if they are not known. Raises the first ConfigError."""
-    for error in (*_numbers(config), *_relations(config), *_chaos(config, steps)):
+    for error in (*_numbers(config), *_relations(config), *_chaos(config, steps), *check_slow(config, steps)):
         raise error
     chosen_start(config.start)
     derive(config.step_timeout_s, config.heartbeat_s)

@@ -7,8 +7,9 @@ schedule, passed in at a step boundary.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -37,6 +38,8 @@ class Executor:
         record: FlightRecord,
     ) -> None:
         self.stage, self.channels, self.boundary, self.record = stage, channels, boundary, record
+        self.slowdown: Callable[[int], float] | None = None
+        """By step, how many times as long every operation takes: chaos, on purpose."""
 
     def run(
         self,
@@ -114,7 +117,7 @@ class Executor:
                 for chunk in ending:
                     assert buckets is not None
                     buckets.last_backward(chunk)
-                results = self.stage.compute(tasks, buckets)
+                results = self._compute(tasks, buckets)
                 for action, result in zip(entry, results, strict=True):
                     if action.op is Op.F and action.gives is None:
                         assert result is not None
@@ -125,6 +128,14 @@ class Executor:
                     buckets.finish(chunk)
                 self._note(entry, begin_s)
         return [losses[m] for m in sorted(losses)]
+
+    def _compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+        if self.slowdown is None:
+            return self.stage.compute(tasks, buckets)
+        begin_s = time.perf_counter()
+        results = self.stage.compute(tasks, buckets)
+        time.sleep(max(0.0, (self.slowdown(self.record.step) - 1.0) * (time.perf_counter() - begin_s)))
+        return results
 
     def like(self, transfer: Transfer) -> torch.Tensor:
         """A tensor of the shape and dtype of what is transferred."""

@@ -108,6 +108,13 @@ class StopAsked:
     reason: str
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What this rank measured in its newest steps, as text (`helixrt.observe.stamps.RankTimes`)."""
+
+    times: str
+
+
 RankCommand = (
     p.Work
     | p.Exchange
@@ -140,6 +147,7 @@ RankReport = (
     | OrderPrepared
     | Broken
     | StopAsked
+    | Measured
 )
 
 _TYPES: dict[str, Any] = {t.__name__: t for t in (*RankCommand.__args__, *RankReport.__args__)}

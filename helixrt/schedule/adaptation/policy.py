@@ -122,6 +122,7 @@ class OrderPolicy:
         self._answer: Answer | None = None
         self._asked: Observed | None = None  # what the question under way is about
         self._asked_at = 0
+        self._counted = 0  # the newest step that is in the account
         self._unjudged = 0  # steps under costs that no answer is about yet
         self._changed_at = 0  # when the present condition began
         self._spells: list[int] = []  # how many steps the newest conditions before it lasted
@@ -136,15 +137,17 @@ class OrderPolicy:
     # ---------------------------------------------------------------- events
 
     def observed(self, step: int, now: Observed) -> Decision:
-        """`step` steps are done, and this was measured. Raises ConfigError for costs of another placement."""
+        """`step` steps are done, and this was measured; several calls may come within a step. Raises ConfigError for costs of
+        another placement."""
         if now.costs.placement != self.known[self.first].order.placement:
             raise ConfigError("costs.placement", now.costs.placement, "must be that of the order in use")
         answer = self._answer
         change = "first costs" if answer is None else differs(answer.observed, now, self.rules)
+        steps, self._counted = max(0, step - self._counted), step
         if self._asked is not None or change is not None:
-            self._unjudged += 1
+            self._unjudged += steps
         else:
-            self._account(1)
+            self._account(steps)
         if self._asked is not None or self._switching:
             return Stay("the planner is asked" if self._asked is not None else "the order is made ready")
         if change is None:
