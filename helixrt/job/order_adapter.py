@@ -20,7 +20,7 @@ from helixrt.job.order_planner import OrderPlanner
 from helixrt.job.orders import RankOrders
 from helixrt.observe.estimates import MeasuredCosts
 from helixrt.record import FlightRecord, Kind
-from helixrt.schedule.adaptation.judge import Answer, Observed
+from helixrt.schedule.adaptation.judge import Answer, CostEstimate
 from helixrt.schedule.adaptation.policy import Adaptation, Ask, Decision, OrderPolicy, Switch
 from helixrt.schedule.costs import uniform
 from helixrt.schedule.exchange.as_json import order_key
@@ -128,7 +128,7 @@ class OrderAdapter:
             self._broken(error)
 
     def _judge(self, measured: MeasuredCosts) -> None:
-        observed = Observed(measured.costs(base=self._base), measured.spread(base=self._base))
+        observed = CostEstimate(measured.costs(base=self._base), measured.spread(base=self._base))
         decision = self._policy.observed(self._done.step, observed)
         if isinstance(decision, Ask):
             self._record.write(Kind.REPLAN, step=self._done.step, why=decision.why)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from helixrt.job.lineage_files import write_durably
 from helixrt.job.metrics import StepMetrics, ValidationMetrics, read_metrics
 from helixrt.job.step_rules import exclusion_text
 from helixrt.observe.failures import Failure, Loss, failures, replica_of
+from helixrt.observe.order_changes import OrderChange, order_changes
 from helixrt.observe.rails import RailOutage, rail_outages
 from helixrt.observe.run_costs import Observed, observed, profile
 from helixrt.observe.run_costs import to_plain as costs_to_plain
@@ -59,6 +60,7 @@ class Figures:
     audit: Audit
     failures: tuple[Failure, ...]
     rails: tuple[RailOutage, ...]
+    orders: tuple[OrderChange, ...]  # of schedules
     ways: tuple[tuple[str, int, str, str], ...]  # (rank, its peer's rank in the exchange, transport, why), each once
     checkpoints: tuple[Event, ...]  # that were written whole
     costs: tuple[Observed, ...]  # of replicas in stages
@@ -109,6 +111,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         audit=audit(chain, facts.advance),
         failures=found,
         rails=tuple(rail_outages(events)),
+        orders=order_changes(events),
         ways=_ways(events),
         checkpoints=tuple(e for e in events if e.kind is Kind.CHECKPOINT_END),
         costs=tuple(each for each in observed(events) if each.measured.stages > 1),
@@ -178,6 +181,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
             for e in facts.history
             if e.kind is Happening.SKIPPED
         ],
+        "order_changes": [asdict(change) for change in found.orders],
         "rails_left": [
             {
                 "rank": r.rank,

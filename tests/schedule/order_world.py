@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from helixrt.schedule.adaptation.judge import Answer, Observed, Question, timed
+from helixrt.schedule.adaptation.judge import Answer, CostEstimate, Question, timed
 from helixrt.schedule.adaptation.policy import Adaptation, Ask, OrderPolicy, Switch
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.exchange.as_json import order_key
@@ -98,7 +98,7 @@ class OrderWorld:
             self.timed[key] = makespan_ms(order, with_delays(self.true, delays))
         return self.timed[key]
 
-    def measured(self, delays: Delays) -> Observed:
+    def measured(self, delays: Delays) -> CostEstimate:
         """What the estimates say of this step: each value with noise, one in five hundred far off."""
 
         def noisy(value: float) -> float:
@@ -112,7 +112,7 @@ class OrderWorld:
         values = {name: tuple(map(noisy, getattr(true, name))) for name in ("forward", "backward", "weight")}
         spreads = {name: tuple(self.noise * v for v in getattr(true, name)) for name in ("forward", "backward", "weight")}
         spread = {way: Link(self.offset_ms + self.noise * true.link(*way).delay_ms) for way in ways}
-        return Observed(replace(true, links=links, **values), replace(true, links=spread, **spreads))
+        return CostEstimate(replace(true, links=links, **values), replace(true, links=spread, **spreads))
 
 
 def both(link: int, delay_ms: float) -> dict[tuple[int, int], float]:

@@ -19,7 +19,7 @@ from helixrt.schedule.simulate import DELEGATED, Comm, makespan_ms
 
 
 @dataclass(frozen=True)
-class Observed:
+class CostEstimate:
     """Measured costs, and the spread of each value in ms, in the same form; memory and pairs of `spread` are not looked at.
 
     Raises ConfigError for a spread of another placement.
@@ -44,7 +44,7 @@ class Observed:
 class Question:
     """`before` are the costs that the last answer was about, None for the first question. `effort` is the planner's."""
 
-    observed: Observed
+    observed: CostEstimate
     in_use: Schedule
     known: tuple[Schedule, ...] = ()
     before: Costs | None = None
@@ -74,7 +74,7 @@ class Timed:
 class Answer:
     """`timed[0]` is the order in use. `by_equation`: equation (1) holds on every link that it speaks of."""
 
-    observed: Observed
+    observed: CostEstimate
     timed: tuple[Timed, ...]
     by_equation: bool
 

@@ -1,7 +1,7 @@
 """When a running job changes the order of its schedule: a policy with hysteresis, without I/O and without a clock.
 
-In: what was measured at each step boundary (`Observed`), answers of the planner (`judge.Answer`), switches that were made or
-have failed. Out: a `Decision`: stay, ask the planner, or switch to an order, with the gain that is predicted. The same inputs
+In: what was measured at each step boundary (`CostEstimate`), answers of the planner (`judge.Answer`), switches that were
+made or have failed. Out: a `Decision`: stay, ask the planner, or switch to an order, with the gain that is predicted. The same inputs
 give the same decisions. After ADAPTRA section 6, whose profiler tells the scheduler of slow links; what the paper leaves open:
 
 - The planner is asked when a cost has left its band: it differs from what the newest answer was about by more than noise.
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.adaptation.judge import Answer, Observed, Question, Timed
+from helixrt.schedule.adaptation.judge import Answer, CostEstimate, Question, Timed
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.ir import Schedule
@@ -98,7 +98,7 @@ class _Known:
     """An order that was used, or is in use, and the costs for which it was chosen."""
 
     order: Schedule
-    chosen_for: Observed | None  # None: before anything was measured
+    chosen_for: CostEstimate | None  # None: before anything was measured
 
 
 class OrderPolicy:
@@ -120,7 +120,7 @@ class OrderPolicy:
         self.switches = 0
         self._switch_ms = rules.switch_ms  # what making an order ready costs, as measured last
         self._answer: Answer | None = None
-        self._asked: Observed | None = None  # what the question under way is about
+        self._asked: CostEstimate | None = None  # what the question under way is about
         self._asked_at = 0
         self._counted = 0  # the newest step that is in the account
         self._unjudged = 0  # steps under costs that no answer is about yet
@@ -136,7 +136,7 @@ class OrderPolicy:
 
     # ---------------------------------------------------------------- events
 
-    def observed(self, step: int, now: Observed) -> Decision:
+    def observed(self, step: int, now: CostEstimate) -> Decision:
         """`step` steps are done, and this was measured; several calls may come within a step. Raises ConfigError for costs of
         another placement."""
         if now.costs.placement != self.known[self.first].order.placement:
@@ -282,7 +282,7 @@ class OrderPolicy:
         return Switch(to.key, to.order, present.middle_ms, to.middle_ms, why)
 
 
-def differs(then: Observed, now: Observed, rules: Adaptation) -> str | None:
+def differs(then: CostEstimate, now: CostEstimate, rules: Adaptation) -> str | None:
     """The first cost that differs by more than the band and the noise of both, as text; None if none does."""
     least_ms = rules.band * _turn_ms(then.costs)
     ways = sorted({*then.costs.links, *now.costs.links})
