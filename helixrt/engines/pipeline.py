@@ -79,7 +79,7 @@ class PipelineParts:
     is that of the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A
     schedule that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say
     otherwise. `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation`
-    the job may change the schedule; then all run by graphs, unless `graphs` says never, so that they give the same bits.
+    the job may change the schedule; then all run by graphs, which give the same bits.
     """
 
     modules: Mapping[int, nn.Module]

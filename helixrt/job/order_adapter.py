@@ -8,6 +8,7 @@ of the flight record; lines for the user. A thread of its own judges and waits f
 
 from __future__ import annotations
 
+import math
 import queue
 import statistics
 import threading
@@ -70,7 +71,8 @@ class OrderAdapter:
         first = orders.first
         self._policy = OrderPolicy(first, rules, last_step, orders.schedule(in_use) if in_use else None)
         self._first = order_key(first)
-        self._base = uniform(first.stages).split(first.placement)  # divides a backward that was measured whole
+        # What is not measured: the caps, and how a backward that ran whole divides.
+        self._base = uniform(first.stages, memory=rules.memory or math.inf).split(first.placement)
         self._planner = OrderPlanner()
         self._news: queue.SimpleQueue[_StepDone | _Prepared | _Measured | None] = queue.SimpleQueue()
         self._unread = threading.Event()  # there is a `_Measured` in `_news`
@@ -137,7 +139,8 @@ class OrderAdapter:
                 decision = self._policy.answered(self._done.step, answer)
             else:
                 self._policy.unanswered()
-                self._say(f"the schedule's order stays as it is: {answer}")
+                if answer is not None:
+                    self._say(f"the schedule's order stays as it is: {answer}")
         self._carry_out(decision)
 
     def _carry_out(self, decision: Decision) -> None:

@@ -27,11 +27,11 @@ class OrderPlanner:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def ask(self, question: Question) -> Answer | str:
-        """The answer, or why there is none: blocks for `limit_s` at most."""
+    def ask(self, question: Question) -> Answer | str | None:
+        """The answer, or why there is none: blocks for `limit_s` at most. None after `close`."""
         process = self._running()
         if process is None:
-            return "the planner was closed"
+            return None
         assert process.stdin is not None and process.stdout is not None
         limit = threading.Timer(self._limit_s, process.kill)
         limit.start()
@@ -41,7 +41,7 @@ class OrderPlanner:
             return answer
         except (OSError, EOFError):
             self._end(process)
-            return f"the planner has ended, or has not answered within {self._limit_s:g} s"
+            return None if self._closed else f"the planner has ended, or has not answered within {self._limit_s:g} s"
         finally:
             limit.cancel()
             limit.join()

@@ -43,6 +43,9 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
         raise ConfigError("schedule.adapt", config.adapt, f"must be one of {', '.join(ADAPT)}")
     if config.adapt == "on" and stages == 1:
         raise ConfigError("schedule.adapt", config.adapt, "needs mesh.pp above 1: a model that is one stage has one order")
+    if config.adapt == "on" and config.graphs == "never":
+        rule = "cannot be with schedule.adapt=on: orders give the same bits, and take the times predicted, by graphs"
+        raise ConfigError("schedule.graphs", config.graphs, rule)
     if stages > layers:
         raise ConfigError("mesh.pp", stages, f"more stages than layers: model.layers={layers}")
     if not 1 <= microbatches <= Stages.MAX_MICROBATCHES:

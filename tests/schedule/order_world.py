@@ -47,6 +47,7 @@ class OrderWorld:
     steps: int = 120
     rules: Adaptation = field(default_factory=lambda: Adaptation(effort=0.01))
     noise: float = 0.02
+    outliers: float = 0.002  # of all values
     offset_ms: float = 0.3
     lag: int = 1
     ready_ms: float = 300.0
@@ -99,10 +100,10 @@ class OrderWorld:
         return self.timed[key]
 
     def measured(self, delays: Delays) -> CostEstimate:
-        """What the estimates say of this step: each value with noise, one in five hundred far off."""
+        """What the estimates say of this step: each value with noise, some far off."""
 
         def noisy(value: float) -> float:
-            off = 1.5 if self.random.random() < 0.002 else 1.0
+            off = 1.5 if self.random.random() < self.outliers else 1.0
             return max(0.0, value * off * (1 + self.random.gauss(0.0, self.noise)))
 
         self.errors = [error + self.random.gauss(0.0, self.offset_ms / 20) for error in self.errors]  # clocks drift

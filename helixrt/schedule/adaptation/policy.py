@@ -1,8 +1,9 @@
 """When a running job changes the order of its schedule: a policy with hysteresis, without I/O and without a clock.
 
-In: what was measured at each step boundary (`CostEstimate`), answers of the planner (`judge.Answer`), switches that were
-made or have failed. Out: a `Decision`: stay, ask the planner, or switch to an order, with the gain that is predicted. The same inputs
-give the same decisions. After ADAPTRA section 6, whose profiler tells the scheduler of slow links; what the paper leaves open:
+In: what was measured at each step boundary (`CostEstimate`), answers of the planner (`judge.Answer`), switches that were made
+or have failed. Out: a `Decision`: stay, ask the planner, or switch to an order, with the gain that is predicted. The same
+inputs give the same decisions. After ADAPTRA section 6, whose profiler tells the scheduler of slow links; what the paper
+leaves open:
 
 - The planner is asked when a cost has left its band: it differs from what the newest answer was about by more than noise.
 - A switch must pay. Its gain per step, at the end of the measured spread where it is least, times the steps that the present
@@ -51,6 +52,7 @@ class Adaptation:
     loss_share: float = 0.02  # of the run's time, lost against the first order, before it is returned to
     switch_ms: float = 500.0  # what making an order ready is taken to cost, until it was measured
     effort: float = 0.1  # of the planner
+    memory: float = 0.0  # activations that a stage may hold, 1 per micro-batch of all its layers; 0: no cap
 
     def __post_init__(self) -> None:
         for field in fields(self):
