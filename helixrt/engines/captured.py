@@ -117,6 +117,7 @@ class CapturedModel(PipelinedModel):
                 registered=registered,
                 stage=self.place.stage,
                 group=self.place.group,
+                channels=self.place.channels,
                 record=self.place.record,
                 profile=self._options.profile,
                 policy=policy or Policy(),

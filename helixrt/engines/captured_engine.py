@@ -25,6 +25,7 @@ from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import seed_of
 from helixrt.pipeline.captured_stage import CapturedStage, EvaluationStage, MicroBatch, ModelInputs
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.graph_stage import JointStage
 from helixrt.pipeline.held import Values
@@ -50,6 +51,7 @@ class CapturedParts:
     stage: int
     group: dist.ProcessGroup | None
     record: FlightRecord
+    channels: StageChannels | None = None
     profile: Mode | str = Mode.AUTO
     bucket_bytes: int = BUCKET_BYTES
     policy: Policy = field(default_factory=Policy)
@@ -86,6 +88,7 @@ class CapturedEngine(PipelineEngine):
                 registered=parts.registered,
                 stage=parts.stage,
                 group=parts.group,
+                channels=parts.channels,
                 record=parts.record,
                 bucket_bytes=parts.bucket_bytes,
                 tied={tie.name: tie.chunks for tie in parts.cut.ties},

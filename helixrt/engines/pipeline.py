@@ -30,6 +30,7 @@ from helixrt.errors import ConfigError, Fatal, MisuseError
 from helixrt.passes.errors import CaptureError
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
@@ -41,6 +42,7 @@ from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
+from helixrt.schedule.simulate import Comm, Direct
 
 if TYPE_CHECKING:
     from helixrt.pipeline.graph_stage import JointStage
@@ -72,14 +74,15 @@ class PipelineParts:
     `modules`: this stage's chunks of the model, by number, as `schedule` places them. `registered`: the same modules, with
     the optimizers and schedulers of their parameters; `clip_norm` is taken over all stages. `loss(output, target)` is the
     mean over a micro-batch; `example` is one micro-batch, of any values; `boundary`: a tensor like what travels between
-    chunks, or one for each two neighbours in order. `batches`: for `run`, which finds its batches itself; a user's loop calls
-    `train` instead. `tied`: the name of a parameter of which the first and the last chunk have a copy each, "" if there is
-    none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward changes, where
-    that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a single stage. `mesh`
-    is that of the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A
-    schedule that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say
-    otherwise. `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation`
-    the job may change the schedule; then all run by graphs, which give the same bits.
+    chunks, or one for each two neighbours in order. `batches`: for `run`, which finds its batches itself; a user's loop
+    calls `train` instead. `tied`: the name of a parameter of which the first and the last chunk have a copy each, "" if
+    there is none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward
+    changes, where that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a
+    single stage. `channels` lead to the other stages, and are closed with the engine; None: over `group`. `mesh` is that of
+    the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A schedule
+    that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
+    `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
+    change the schedule; then all run by graphs, which give the same bits.
     """
 
     modules: Mapping[int, nn.Module]
@@ -98,6 +101,7 @@ class PipelineParts:
     graphs: str = "auto"
     profile: str = "auto"
     policy: Policy = field(default_factory=Policy)
+    channels: StageChannels | None = None
     replica: int = 0
     replicas: int = 1  # configured ones, for the policy
     seed: int = 0  # of random numbers, see `seed`
@@ -148,7 +152,10 @@ class PipelineEngine(BatchEngine):
         self._passes = 0
         self._loss = math.nan  # of the batch that was worked on last
         self._channels: dict[int, Channel] = {}
-        if parts.group is not None:
+        self._stage_channels = parts.channels
+        if parts.channels is not None:
+            self._channels = dict(parts.channels.channels)
+        elif parts.group is not None:
             peers = (peer for peer in range(self.stages) if peer != self.stage)
             self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
@@ -221,6 +228,16 @@ class PipelineEngine(BatchEngine):
     def slow_down(self, factor: Callable[[int], float]) -> None:
         """Have the operations of this stage take `factor(step)` times as long from now on, on purpose."""
         self._executor.slowdown = factor
+
+    def use_communication(self, comm: Comm) -> None:
+        """From the next `run` on, send and receive directly or delegated; each stage may do so by itself.
+
+        Raises MisuseError for direct communication over Gloo, Retryable when a stage of this replica is lost.
+        """
+        if self._stage_channels is not None:
+            self._stage_channels.use(comm)
+        elif isinstance(comm, Direct):
+            raise MisuseError("channels over Gloo know delegated communication only; run with pipeline.channels=endpoint")
 
     def _captured(self) -> JointStage:
         from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds

@@ -22,6 +22,7 @@ from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.record import FlightRecord
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.classic import build
@@ -113,6 +114,7 @@ class StagePlace:
     group: dist.ProcessGroup | None
     record: FlightRecord
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))  # of the whole replica
+    channels: StageChannels | None = None  # over endpoints; None: over `group`
 
 
 class StagedModel(PipelinedModel):
@@ -162,6 +164,7 @@ class StagedModel(PipelinedModel):
                 registered=registered,
                 stage=place.stage,
                 group=place.group,
+                channels=place.channels,
                 record=place.record,
                 bucket_bytes=stages.bucket_bytes,
                 tied=stages.tied,

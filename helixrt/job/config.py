@@ -61,6 +61,16 @@ class TransportConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """How the stages of a replica reach each other, with mesh.pp above 1."""
+
+    channels: str = "endpoint"  # endpoint (as `transport` says, where exchange=ftar) | gloo
+    queues: int = 2  # connections to each stage, each with a thread; micro-batches take turns
+    direct: int = 0  # sends and receives of a stage that may be unfinished before it waits, in order; 0: sends never hold it up
+    host_mb: int = 1024  # of host memory per rank for messages on their way out
+
+
+@dataclass(frozen=True)
 class KillConfig:
     """Kill a replica (or the driver, replica = -1) with SIGKILL once, at a moment of a step."""
 
@@ -113,6 +123,7 @@ class ChaosConfig:
     kill: tuple[KillConfig, ...] = ()
     run: tuple[CommandConfig, ...] = ()
     fault: tuple[FaultConfig, ...] = ()
+    link: tuple[dict[str, Any], ...] = ()  # {from: 1, to: 2, delay_ms: 60, steps: [20, 60]}: see `helixrt.job.link_delays`
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class JobConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     catchup: CatchupConfig = field(default_factory=CatchupConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     deal: tuple[Deal, ...] = ()  # of a run that was resumed: changes of the number of streams so far
@@ -174,6 +186,7 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         tuple(KillConfig(**kill) for kill in raw["chaos"]["kill"]),
         tuple(CommandConfig(**command) for command in raw["chaos"].get("run", ())),  # runs of before had none
         tuple(FaultConfig(**fault) for fault in raw["chaos"].get("fault", ())),
+        tuple(dict(link) for link in raw["chaos"].get("link", ())),
     )
     transport = dict(raw.get("transport", {}))
     if "rails" in transport:
@@ -185,6 +198,7 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         "checkpoint": CheckpointConfig(**raw["checkpoint"]),
         "catchup": CatchupConfig(**raw["catchup"]),
         "transport": TransportConfig(**transport),
+        "pipeline": PipelineConfig(**raw.get("pipeline", {})),
         "chaos": chaos,
         "output": OutputConfig(**raw["output"]),
         "deal": tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),

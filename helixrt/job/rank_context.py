@@ -25,6 +25,7 @@ from helixrt.timeouts import Timeouts, derive
 
 WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "helixrt.pipeline.channels",
+    "helixrt.pipeline.endpoint_channels",
     "helixrt.pipeline.reductions",
     "helixrt.replica.exchanging",  # for the thread that waits for them, when this rank has given up
     "helixrt.train.models.collective_functions",

@@ -25,7 +25,7 @@ from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import Departed, HelixError, MisuseError, Retryable
 from helixrt.job.agreements import LayoutAgreement, agree_on_plan
-from helixrt.job.connections import replica_mesh
+from helixrt.job.connections import replica_mesh, stage_channels
 from helixrt.job.logs import configure_logging
 from helixrt.job.metrics import Logged
 from helixrt.job.orders import OrderBook, RankOrders
@@ -54,6 +54,7 @@ class RankHost:
         self._seconds = 0.0  # between the newest two updates
         self._layouts: LayoutAgreement | None = None
         self._mesh: ReplicaMesh | None = None
+        self._models = 0  # in stages
 
     def __enter__(self) -> RankHost:
         return self
@@ -77,7 +78,9 @@ class RankHost:
 
     def connect_stages(self) -> StagePlace:
         mesh = self.connect(torch.device("cpu"))
-        return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), self._context.record, mesh)
+        channels = stage_channels(self._context, mesh, self._models)
+        self._models += 1
+        return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), self._context.record, mesh, channels)
 
     def open(self, engine: SessionEngine, plan: Plan) -> Worker:
         """Raises MisuseError if the replicas' scripts differ in what they train or how far."""
