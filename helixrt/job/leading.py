@@ -16,7 +16,7 @@ from helixrt.errors import Fatal, Retryable
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint_orders import CheckpointOrders
 from helixrt.job.checkpoint_writer import Checkpointer
-from helixrt.job.connections import membership
+from helixrt.job.connections import communication, membership
 from helixrt.job.durable_state import DurableState
 from helixrt.job.failover import FailoverNews
 from helixrt.job.finish import EndOfRun, ObservedMembership
@@ -151,12 +151,14 @@ class Leading:
             orders,
             orders.engine.adaptation,
             self._job.steps,
+            context.group_world_size,
             in_use,
             self.costs.estimates,
             self._leader.prepare,
             context.record,
             self._parts.metrics.say,
             self._parts.worker.fail,
+            communication(context.config.pipeline),
         )
 
     def _machine(self, entries: Sequence[CommitRecord], order: str) -> StepMachine:

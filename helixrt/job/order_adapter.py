@@ -25,8 +25,10 @@ from helixrt.schedule.adaptation.judge import Answer, CostEstimate
 from helixrt.schedule.adaptation.policy import Adaptation, Ask, Decision, OrderPolicy, Switch
 from helixrt.schedule.costs import uniform
 from helixrt.schedule.exchange.as_json import order_key
+from helixrt.schedule.simulate import DELEGATED, Comm
 
 _GAIN_STEPS = 5  # before and after a switch, whose median times are compared
+_REST = 4  # times as long as the last answer took, until the next question
 _CLOSE_S = 5.0
 
 
@@ -49,9 +51,9 @@ class _Prepared:
 
 
 class OrderAdapter:
-    """Of one replica, on its leading rank; begins with `start`. `in_use`: the hash of the order that the replica begins with,
-    "" for the first one. `estimates()`: what was measured so far, None while that is not enough. `prepare(order)`: see
-    `Leader.prepare`. `broken(error)` ends this rank.
+    """Of one replica of so many `ranks`, on its leading rank; begins with `start`. `in_use`: the hash of the order that the
+    replica begins with, "" for the first one. `estimates()`: what was measured so far, None while that is not enough.
+    `prepare(order)`: see `Leader.prepare`. `broken(error)` ends this rank.
     """
 
     def __init__(
@@ -59,25 +61,28 @@ class OrderAdapter:
         orders: RankOrders,
         rules: Adaptation,
         last_step: int,
+        ranks: int,
         in_use: str,
         estimates: Callable[[], MeasuredCosts | None],
         prepare: Callable[[str], None],
         record: FlightRecord,
         say: Callable[[str], None],
         broken: Callable[[BaseException], None],
+        comm: Comm = DELEGATED,
     ) -> None:
-        self._orders, self._estimates, self._prepare = orders, estimates, prepare
+        self._orders, self._ranks, self._estimates, self._prepare = orders, ranks, estimates, prepare
         self._record, self._say, self._broken = record, say, broken
         first = orders.first
-        self._policy = OrderPolicy(first, rules, last_step, orders.schedule(in_use) if in_use else None)
+        self._policy = OrderPolicy(first, rules, last_step, orders.schedule(in_use) if in_use else None, comm)
         self._first = order_key(first)
         # What is not measured: the caps, and how a backward that ran whole divides.
         self._base = uniform(first.stages, memory=rules.memory or math.inf).split(first.placement)
         self._planner = OrderPlanner()
         self._news: queue.SimpleQueue[_StepDone | _Prepared | _Measured | None] = queue.SimpleQueue()
-        self._unread = threading.Event()  # there is a `_Measured` in `_news`
         self._thread = threading.Thread(target=self._run, name="helixrt-order-adapter", daemon=True)
         # Below: of the thread.
+        self._heard = 0  # reports of ranks since costs were judged: all ranks', so that both ends of a link are in them
+        self._rests_until_s = 0.0  # no question before, however costs change
         self._ready = {self._first, self._policy.in_use}  # orders that all ranks have made ready
         self._pending: Switch | None = None  # the ranks make it ready
         self._done = _StepDone(0, record.clock())
@@ -96,9 +101,7 @@ class OrderAdapter:
 
     def measured(self) -> None:
         """A rank has measured something new."""
-        if not self._unread.is_set():
-            self._unread.set()
-            self._news.put(_Measured())
+        self._news.put(_Measured())
 
     def prepared(self, order: str, seconds: float, failed: str) -> None:
         """All ranks have answered `prepare`."""
@@ -122,19 +125,25 @@ class OrderAdapter:
                     case _Prepared():
                         self._prepared(news)
                     case _Measured():
-                        self._unread.clear()
-                        measured = self._estimates()
-                        if measured is not None and not measured.lacking():
-                            self._judge(measured)
+                        self._heard += 1
+                        if self._heard >= self._ranks and self._record.clock() >= self._rests_until_s:
+                            self._heard = 0
+                            self._judge()
         except BaseException as error:
             self._broken(error)
 
-    def _judge(self, measured: MeasuredCosts) -> None:
+    def _judge(self) -> None:
+        measured = self._estimates()
+        if measured is None or measured.lacking():
+            return
         observed = CostEstimate(measured.costs(base=self._base), measured.spread(base=self._base))
         decision = self._policy.observed(self._done.step, observed)
         if isinstance(decision, Ask):
             self._record.write(Kind.REPLAN, step=self._done.step, why=decision.why)
+            begin_s = self._record.clock()
             answer = self._planner.ask(decision.question)
+            end_s = self._record.clock()
+            self._rests_until_s = end_s + _REST * (end_s - begin_s)
             if isinstance(answer, Answer):
                 decision = self._policy.answered(self._done.step, answer)
             else:

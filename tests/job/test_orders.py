@@ -169,6 +169,7 @@ def replica(tmp_path: Path) -> Iterator[Callable[..., Replica]]:
             found.orders,
             Adaptation(**rules),
             0,
+            1,
             in_use,
             lambda: found.news,
             found.asked.put,
