@@ -31,6 +31,7 @@ from helixrt.protocol.step.lineage import Audit, CommitRecord, Log, audit
 from helixrt.record import Event, Kind, read_events
 from helixrt.replica.rank_log import last_traceback
 
+_TAKEN_UP = 3  # steps after the decision, at most, an order is worked by
 _MOST_TRACEBACK = 8000  # characters of one in the report
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
 
@@ -99,7 +100,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
     steps, validations = _newest(folder / "metrics.jsonl")
     log = Log(facts.entries)
     chain = tuple(log.chain()) if facts.entries else ()
-    found = tuple(failures(events, _losses(facts.history)))
+    found, orders = tuple(failures(events, _losses(facts.history))), order_changes(events)
     commits = _commits(events, chain)
     first_s = min((e.begin_s for e in events), default=0.0)
     return Figures(
@@ -111,7 +112,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         audit=audit(chain, facts.advance),
         failures=found,
         rails=tuple(rail_outages(events)),
-        orders=order_changes(events),
+        orders=orders,
         ways=_ways(events),
         checkpoints=tuple(e for e in events if e.kind is Kind.CHECKPOINT_END),
         costs=tuple(each for each in observed(events) if each.measured.stages > 1),
@@ -120,7 +121,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         lives=_lives(events),
         begin_s=first_s,
         tokens_per_s=_speed(commits, facts),
-        timelines=_timelines(events, found),
+        timelines=_timelines(events, found, orders),
         tracebacks=tuple(_tracebacks(folder / "logs", facts.history)),
         versions=versions(),
     )
@@ -310,7 +311,9 @@ def _speed(commits: Sequence[tuple[float, CommitRecord]], facts: RunFacts) -> fl
     return tokens / (commits[-1][0] - commits[0][0])
 
 
-def _timelines(events: Sequence[Event], found: Sequence[Failure]) -> tuple[tuple[str, Timeline], ...]:
+def _timelines(
+    events: Sequence[Event], found: Sequence[Failure], orders: Sequence[OrderChange]
+) -> tuple[tuple[str, Timeline], ...]:
     hit = [f.step for f in found]
     drawn: list[tuple[str, Timeline]] = []
     usual = typical_step(events, avoid=hit)
@@ -319,4 +322,9 @@ def _timelines(events: Sequence[Event], found: Sequence[Failure]) -> tuple[tuple
     for failure in found[:1]:
         if (lanes := timeline(events, failure.step)) is not None:
             drawn.append((f"Step {failure.step}, in which replica {failure.replica} was lost", lanes))
+    if used := [change for change in orders if change.ready_s is not None and not change.failed]:
+        change = max(used, key=lambda each: each.present_ms - each.predicted_ms)
+        for step, when in ((change.step, "before"), (change.step + _TAKEN_UP, "after")):
+            if (lanes := timeline(events, step)) is not None:
+                drawn.append((f"Step {step}, {when} replica {change.replica} changed the order of its schedule", lanes))
     return tuple(drawn)
