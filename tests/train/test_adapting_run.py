@@ -177,12 +177,12 @@ def test_a_slow_link_changes_the_order_and_its_end_brings_it_back(job: Any) -> N
     run = job(
         kills((1, 35, "forward")),
         f"chaos.link=[{slow}]",
-        *("mesh.pp=2", "steps=100", "schedule.adapt=on", "schedule.name=1f1b", "schedule.microbatches=8"),
+        *("mesh.pp=2", "steps=100", "schedule.adapt=on", "schedule.name=zb", "schedule.microbatches=8"),
         *("schedule.adaptation.switch_ms=0", "schedule.adaptation.least_gain=0.1", "step_timeout_s=60"),
         patient=True,
     )
     report = assert_consistent(run, run.run(), lost=[1], steps=100)
-    first = order_key(build("1f1b", 2, 8))
+    first = order_key(build("zb", 2, 8))
     chain = run.log().chain()
     for replica in (0, 1):
         slowed = [record.orders.get(replica, "") for record in chain if 25 <= record.step < 60 and replica in record.replicas]

@@ -34,6 +34,7 @@ _KNOWN = 6  # orders that are kept beside the first one
 _SPELLS = 5  # past conditions that say how long one lasts
 _ENDLESS = 1000  # steps that a run without a last one is taken to have left
 _MOST_DOUBLINGS = 10
+_ALIKE = 3.0  # bands within which costs are like those for which an order was chosen
 _SLIVER = 1e-9
 
 
@@ -260,7 +261,7 @@ class OrderPolicy:
 
         def alike(key: str) -> bool:
             then = self.known[key].chosen_for
-            return then is not None and differs(then, answer.observed, self.rules) is None
+            return then is not None and differs(then, answer.observed, self.rules, _ALIKE) is None
 
         if alike(self.in_use):
             return None
@@ -284,9 +285,9 @@ class OrderPolicy:
         return Switch(to.key, to.order, present.middle_ms, to.middle_ms, why)
 
 
-def differs(then: CostEstimate, now: CostEstimate, rules: Adaptation) -> str | None:
-    """The first cost that differs by more than the band and the noise of both, as text; None if none does."""
-    least_ms = rules.band * _turn_ms(then.costs)
+def differs(then: CostEstimate, now: CostEstimate, rules: Adaptation, bands: float = 1.0) -> str | None:
+    """The first cost that differs by more than so many bands and the noise of both, as text; None if none does."""
+    least_ms = bands * rules.band * _turn_ms(then.costs)
     ways = sorted({*then.costs.links, *now.costs.links})
     columns = (_values(costs, ways) for costs in (then.costs, then.spread, now.costs, now.spread))
     for (name, was_ms), (_, was_spread_ms), (_, is_ms), (_, spread_ms) in zip(*columns, strict=True):
