@@ -2,8 +2,8 @@
 
 The ranks are those of `helixrt bench adaptation`. The loop is that of a job: stamps of the ranks, estimates, the policy, the
 planner in a process of its own, and a new order, taken up one step after it was decided, as if it had to be made ready. Beside
-it orders that stay: 1f1b and zb, direct and delegated. Scenarios: a link that is slow for a while (ADAPTRA, Figure 14), the trace
-of the paper's Table 3 without its NIC failure, and a link that flaps, which must do no harm.
+it orders that stay: 1f1b and zb, direct and delegated. Scenarios: a link that is slow for a while (ADAPTRA, Figure 14), the
+trace of the paper's Table 3 without its NIC failure, and a link that flaps, which must do no harm.
 """
 
 from __future__ import annotations

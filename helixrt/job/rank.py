@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -33,7 +34,6 @@ from helixrt.job.leaving import TermSignal
 from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.machine import boot_identity
 from helixrt.job.measuring import Measuring
-from helixrt.job.orders import RankOrders
 from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
 from helixrt.job.rank_context import RankContext, RankJob, open_context
 from helixrt.job.step_rules import publish_memory
@@ -128,6 +128,15 @@ class RankRuntime:
             job.initial,
             context.timeouts.start_s,
         )
+        hooks = Hooks(
+            updated=lambda done: self._updated(job, checkpointer, done),
+            evaluate=job.evaluate,
+            save=lambda command: self._save(job, checkpointer, command),
+            stuck=self._stuck,
+            load=lambda lineage, initial: durable.load(lineage, initial) and (not initial or genesis.holds()),
+        )
+        if job.orders is not None:
+            hooks = replace(hooks, prepare_order=job.orders.prepare, use_order=job.orders.use)
         worker = RankWorker(
             RankParts(
                 context.replica,
@@ -139,14 +148,7 @@ class RankRuntime:
                 context.timeouts,
                 f"{context.spec.store}/exchange/{context.group_rank}",
                 self.report,
-                Hooks(
-                    updated=lambda done: self._updated(job, checkpointer, done),
-                    evaluate=job.evaluate,
-                    save=lambda command: self._save(job, checkpointer, command),
-                    stuck=self._stuck,
-                    **_order_hooks(job.orders),
-                    load=lambda lineage, initial: durable.load(lineage, initial) and (not initial or genesis.holds()),
-                ),
+                hooks,
                 context.config.catchup.max_wait_s,
                 context.progress,
                 LayoutBook(context.store, context.group_rank, int(context.config.catchup.memory_gb * GB)),
@@ -261,11 +263,6 @@ class RankRuntime:
             if part is not None:
                 part.close()
         self.context.record.write(Kind.RANK_END, code=0)
-
-
-def _order_hooks(orders: RankOrders | None) -> dict[str, Callable[[str], None]]:
-    """Of a rank whose schedule may change."""
-    return {} if orders is None else {"prepare_order": orders.prepare, "use_order": orders.use}
 
 
 def exit_code(spec: RankSpec, error: BaseException) -> int:
