@@ -20,6 +20,7 @@ from helixrt.emulate.step_exchanges import Exchanges
 from helixrt.emulate.step_faults import FAULTS, Faults
 from helixrt.emulate.step_membership import Lighthouse
 from helixrt.emulate.step_node import Node, Verdict, Violation
+from helixrt.emulate.step_orders import Orders
 from helixrt.emulate.step_state import States
 from helixrt.emulate.step_store import Batch, SimulatedStore, State
 from helixrt.protocol.step import messages as p
@@ -77,8 +78,7 @@ class StepWorld:
         self.count: Counter[str] = Counter()
         self.crashed: set[int] = set()
         self.left_out: set[int] = set()
-        self.order_random = random.Random(f"orders {seed}") if orders else None  # of its own: nothing else changes
-        self.ordered: dict[Batch, str] = {}  # batch -> the order that its newest work was by
+        self.orders = Orders(seed) if orders else None
         self.until_all = True  # the run ends when every replica holds the last state, not only one
 
     # ---- running
@@ -90,7 +90,7 @@ class StepWorld:
         options = (
             f"--seed {self.seed} --replicas {self.replicas} --group-world-size {self.group_world_size} --steps {self.steps}"
         )
-        options += " --orders" if self.order_random else ""
+        options += " --orders" if self.orders else ""
         replay = f"python -m helixrt.emulate.step_world {options} --faults {','.join(self.faults)}"
         return Violation(f"{what}; at t={self.now:.3f}; replay: {replay}")
 
@@ -135,7 +135,8 @@ class StepWorld:
         for before, record in zip(chain, chain[1:], strict=False):
             if is_last(before, self.steps, record.life):
                 raise self.fail(f"step {record.step} follows step {before.step}, with which the run ended")
-        self.check_orders(chain)
+        if self.orders and (complaint := self.orders.complaint(chain)):
+            raise self.fail(complaint)
         expected = self.content(log.head)
         for node in self.nodes.values():
             if node.state != (log.head.hash, expected) and self.until_all:
@@ -167,18 +168,6 @@ class StepWorld:
             stopped=int(log.head.last != ""),
             switched=len({(r, order) for record in chain for r, order in record.orders.items()}),
         )
-
-    def check_orders(self, chain: list[CommitRecord]) -> None:
-        """Along the chain no replica goes back to an earlier order, and a record never names an older one than that of the
-        work in it: so whoever starts again does not, either."""
-        for before, record in zip(chain, chain[1:], strict=False):
-            for replica in {*before.orders, *record.orders}:
-                if record.orders.get(replica, "") < before.orders.get(replica, ""):
-                    raise self.fail(f"replica {replica} goes back to an earlier order with step {record.step}")
-            for replica in record.replicas:
-                order = self.ordered[replica, before.position(replica, record.deal)]
-                if order > record.orders.get(replica, ""):
-                    raise self.fail(f"step {record.step} has work of replica {replica} by an order that it does not name")
 
     def content(self, record: CommitRecord) -> tuple[frozenset[Batch], ...]:
         """What was summed into the state of `record` according to the lineage, update by update."""
@@ -226,7 +215,7 @@ class StepWorld:
             self.steps,
             self.rules,
             self.store.life,
-            order=log.head.orders.get(replica, ""),
+            order=None,
         )
         node = Node(replica, incarnation, self.store.life, machine, state)
         self.nodes[replica] = node
@@ -264,9 +253,8 @@ class StepWorld:
             self.perform(node, action)
             if not node.alive:
                 return
-        if self.order_random is not None and self.order_random.random() < 0.05:
-            self.count["order"] += 1
-            node.machine.on(p.OrderReady(f"{self.count['order']:04d}"))
+        if self.orders:
+            self.orders.handled(node)
 
     def answer(self, node: Node, event: p.Event, low: float = 0.001, high: float = 0.05) -> None:
         self.at(self.random.uniform(low, high), lambda: self.deliver(node, event))
@@ -348,7 +336,8 @@ class StepWorld:
         if node.state[0] != action.base:
             raise self.fail(f"replica {node.replica} works on a state it does not hold")
         node.work, node.gradients = wanted, False
-        self.ordered[node.replica, action.position] = action.order
+        if self.orders:
+            self.orders.works(node, action)
         self.worked[(node.life, node.incarnation, (node.replica, action.position))] += 1
 
         def finish() -> None:

@@ -79,8 +79,7 @@ class Leading:
         holders = Holders(store, context.replica, context.spec.incarnation)
         holders.end_predecessors()
         entries = RunLog(context.store).read_from(0)
-        order = self._order(entries)
-        machine, addresses = self._machine(entries, order), self._addresses()
+        machine, addresses = self._machine(entries), self._addresses()
         self._membership = ObservedMembership(membership(context))
         self._checkpoint_orders = CheckpointOrders(
             context.replica,
@@ -118,7 +117,7 @@ class Leading:
         self._leader = Leader(
             machine, self._membership, RunLog(store), holders, addresses, self.tell, context.record, context.timeouts, hooks
         )
-        self._adapter = self._order_adapter(order)
+        self._adapter = self._order_adapter()
         self._leader.initial = parts.genesis.mine if machine.held else ""
         self._end_of_run = EndOfRun(
             context.replica,
@@ -132,18 +131,18 @@ class Leading:
             context.timeouts.evaluate_s,
         )
 
-    def _order(self, entries: Sequence[CommitRecord]) -> str:
-        """The hash of the schedule's order that this replica begins with: that of the newest record, if its engine can work by
+    def _order(self, entries: Sequence[CommitRecord]) -> str | None:
+        """The schedule's order that this replica begins with: None for the one that the log names, if its engine can work by
         it."""
         order, orders = entries[-1].orders.get(self._context.replica, ""), self._job.orders
-        if not order:
+        if orders is None and not order:
             return ""
         why = "the schedule of this run is not adapted" if orders is None else orders.fits(order)
         if why:
             self._parts.metrics.say(f"the replica begins with the first order of its schedule, not with {order}: {why}")
-        return "" if why else order
+        return "" if why else None
 
-    def _order_adapter(self, in_use: str) -> OrderAdapter | None:
+    def _order_adapter(self) -> OrderAdapter | None:
         orders, context = self._job.orders, self._context
         if orders is None or orders.engine.adaptation is None:
             return None
@@ -152,7 +151,7 @@ class Leading:
             orders.engine.adaptation,
             self._job.steps,
             context.group_world_size,
-            in_use,
+            lambda: self._leader.machine.order,
             self.costs.estimates,
             self._leader.prepare,
             context.record,
@@ -161,7 +160,7 @@ class Leading:
             communication(context.config.pipeline),
         )
 
-    def _machine(self, entries: Sequence[CommitRecord], order: str) -> StepMachine:
+    def _machine(self, entries: Sequence[CommitRecord]) -> StepMachine:
         context = self._context
         for index, entry in enumerate(entries):
             self._parts.lineage.append(index, entry)
@@ -176,7 +175,7 @@ class Leading:
             step_rules(context.config, memory, self._job.advance),
             context.spec.life,
             skipped_positions(context.store, context.replica, entries[-1], context.config.deal),
-            order,
+            self._order(entries),
         )
 
     def _addresses(self) -> tuple[str, ...]:

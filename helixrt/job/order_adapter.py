@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from helixrt.errors import Retryable
 from helixrt.job.order_planner import OrderPlanner
@@ -51,9 +52,9 @@ class _Prepared:
 
 
 class OrderAdapter:
-    """Of one replica of so many `ranks`, on its leading rank; begins with `start`. `in_use`: the hash of the order that the
-    replica begins with, "" for the first one. `estimates()`: what was measured so far, None while that is not enough.
-    `prepare(order)`: see `Leader.prepare`. `broken(error)` ends this rank.
+    """Of one replica of so many `ranks`, on its leading rank; begins with `start`. `in_use()`: the hash of the order that the
+    replica works by when the first costs come, "" for the first one. `estimates()`: what was measured so far, None while that
+    is not enough. `prepare(order)`: see `Leader.prepare`. `broken(error)` ends this rank.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class OrderAdapter:
         rules: Adaptation,
         last_step: int,
         ranks: int,
-        in_use: str,
+        in_use: Callable[[], str],
         estimates: Callable[[], MeasuredCosts | None],
         prepare: Callable[[str], None],
         record: FlightRecord,
@@ -73,7 +74,7 @@ class OrderAdapter:
         self._orders, self._ranks, self._estimates, self._prepare = orders, ranks, estimates, prepare
         self._record, self._say, self._broken = record, say, broken
         first = orders.first
-        self._policy = OrderPolicy(first, rules, last_step, orders.schedule(in_use) if in_use else None, comm)
+        self._rules, self._last_step, self._in_use, self._comm = rules, last_step, in_use, comm
         self._first = order_key(first)
         # What is not measured: the caps, and how a backward that ran whole divides.
         self._base = uniform(first.stages, memory=rules.memory or math.inf).split(first.placement)
@@ -83,7 +84,7 @@ class OrderAdapter:
         # Below: of the thread.
         self._heard = 0  # reports of ranks since costs were judged: all ranks', so that both ends of a link are in them
         self._rests_until_s = 0.0  # no question before, however costs change
-        self._ready = {self._first, self._policy.in_use}  # orders that all ranks have made ready
+        self._ready = {self._first}  # orders that all ranks have made ready
         self._pending: Switch | None = None  # the ranks make it ready
         self._done = _StepDone(0, record.clock())
         self._took_ms: deque[float] = deque(maxlen=_GAIN_STEPS)  # of the newest steps by the order in use
@@ -131,6 +132,14 @@ class OrderAdapter:
                             self._judge()
         except BaseException as error:
             self._broken(error)
+
+    @cached_property
+    def _policy(self) -> OrderPolicy:
+        """Made when the first costs come: by then a replica that starts again has the order that the run's log names for it."""
+        in_use = self._in_use()
+        found = self._orders.schedule(in_use)
+        self._ready.add(order_key(found))
+        return OrderPolicy(self._orders.first, self._rules, self._last_step, found if in_use else None, self._comm)
 
     def _judge(self) -> None:
         measured = self._estimates()

@@ -170,7 +170,7 @@ def replica(tmp_path: Path) -> Iterator[Callable[..., Replica]]:
             Adaptation(**rules),
             0,
             1,
-            in_use,
+            lambda: in_use,
             lambda: found.news,
             found.asked.put,
             found.record,

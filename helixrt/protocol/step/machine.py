@@ -88,7 +88,7 @@ class StepMachine:
 
     `held` is the lineage hash of the state it starts with ("": none), `steps` the number of updates after which it
     rests, `life` the run's life, `skips` the positions of its stream whose batches are not computed, `order` the
-    hash of the schedule's order that it starts with.
+    hash of the schedule's order that it starts with; None: the one that the log names for it, also in entries to come.
     """
 
     def __init__(
@@ -102,12 +102,14 @@ class StepMachine:
         rules: StepRules | None = None,
         life: int = 0,
         skips: Collection[int] = (),
-        order: str = "",
+        order: str | None = "",
     ) -> None:
         self.replica, self.incarnation, self.group_world_size = replica, incarnation, group_world_size
         self.log, self.held, self.steps = log, held, steps
         self.rules, self.life, self.skips = rules or StepRules(), life, frozenset(skips)
-        self.order = self.ready = order  # of the schedule: by which work is begun; that from the next quorum on
+        self.follows = order is None  # until its own program says which order is ready
+        self.ready = log.head.orders.get(replica, "") if order is None else order
+        self.order = self.ready  # of the schedule: by which work is begun; `ready` from the next quorum on
         self.phase = Phase.NEW
         self.attempt: Attempt | None = None
         self.work: tuple[str, int] | None = None  # (base, position) of running or preserved gradients
@@ -163,7 +165,7 @@ class StepMachine:
             case HoldEnded():
                 return [self._join()] if self.phase is Phase.HOLDING else []
             case OrderReady():
-                self.ready = event.order
+                self.ready, self.follows = event.order, False
                 return []
             case Rested():
                 return self._next_step() if self.phase is Phase.RESTING else []
@@ -293,6 +295,8 @@ class StepMachine:
         for entry in entries:
             actions.append(Persist(len(self.log), entry))
             self.log.append(entry)
+        if self.follows:  # a predecessor's last record may come after this incarnation's start
+            self.ready = self.log.head.orders.get(self.replica, "")
         return actions + self.following.learned()
 
     # ---- catch-up
