@@ -37,10 +37,12 @@ if TYPE_CHECKING:  # for tools that check types; at run time `__getattr__` loads
     from helixrt.job.session import Session as Session
     from helixrt.job.step import Step as Step
     from helixrt.job.warm_up import warm_up as warm_up
+    from helixrt.schedule.adaptation.policy import Adaptation as Adaptation
 
 __version__ = "0.1.0"
 
 _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
+    "Adaptation": "helixrt.schedule.adaptation.policy",
     "ConfigError": "helixrt.errors",
     "Corpus": "helixrt.job.description",
     "CsvLogger": "helixrt.job.loggers",

@@ -59,6 +59,10 @@ class Kind(StrEnum):
     COSTS_CHANGED = "costs_changed"  # what (such as link 1>2), since, before_ms, after_ms: as the leader found out in a step
     STORAGE_FAILED = "storage_failed"  # what (checkpoint | lineage | metrics), reason, failures: attempts in a row that failed
     STORAGE_BACK = "storage_back"  # what, failures: that came before
+    REPLAN = "replan"  # why: what the planner of orders is asked for
+    ORDER = "order"  # of the schedule, that all ranks are to make ready: order, before (hashes), why, present_ms, predicted_ms
+    ORDER_READY = "order_ready"  # order, seconds, failed: why a rank cannot work by it, "" if all can
+    ORDER_GAIN = "order_gain"  # order, before_ms, after_ms: medians of measured steps, predicted_ms: the gain that was expected
     CHAOS = "chaos"  # command; has a duration
     RANK_START = "rank_start"  # pid, incarnation, clock: equal for ranks of one machine
     RANK_END = "rank_end"  # code

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from helixrt.collectives.endpoints import Reach, open_endpoint
+from helixrt.observe.stamps import RankTimes, StampCollector
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.executor import Executor
@@ -46,12 +47,13 @@ class Round:
 @dataclass(frozen=True)
 class Measured:
     """Of one rank and round: when its last operation ended after the beginning of each step; by how much its sleeps ended too
-    late; processor time and time by the clock of all steps together."""
+    late; processor time and time by the clock of all steps together; what its flight record says of each step."""
 
     ends_ms: list[float]
     late_ms: list[float]
     processor_s: float
     clock_s: float
+    times: list[RankTimes]
 
 
 @dataclass
@@ -88,6 +90,8 @@ class SleepingRank:
     def __init__(self, stage: int, stages: int, channels: StageChannels, begin_together: Callable[[], float]) -> None:
         self.stage, self.stages, self.channels, self.begin_together = stage, stages, channels, begin_together
         self._steps = 0
+        self._collector = StampCollector(channels.record.rank, "of this machine")
+        channels.record.attach(self._collector)
 
     def run(self, asked: Round) -> Measured:
         self.channels.use(asked.comm)
@@ -100,6 +104,7 @@ class SleepingRank:
         nothing = [like] * asked.schedule.microbatches
         ends_ms: list[float] = []
         processor_s = clock_s = 0.0
+        found: list[RankTimes] = []
         for _ in range(asked.steps):
             self._steps += 1
             self.channels.record.step = self._steps
@@ -111,7 +116,10 @@ class SleepingRank:
             ends_ms.append((time.time() - begin_s) * 1e3)
             processor_s += _processor_s() - used_s
             clock_s += ends_ms[-1] / 1e3
-        return Measured(ends_ms, [late * 1e3 for late in sleeping.late_s], processor_s, clock_s)
+            self._collector.mark(self._steps)
+            if (times := self._collector.take(self._steps)) is not None:
+                found.append(times)
+        return Measured(ends_ms, [late * 1e3 for late in sleeping.late_s], processor_s, clock_s, found)
 
 
 def _processor_s() -> float:
@@ -142,7 +150,7 @@ def main(stage: int, stages: int, transport: str, pipe: Connection, barrier: Any
         barrier.wait(TIMEOUT_S)
         return float(beginning.value)
 
-    channels = StageChannels(endpoints, stage, stages, FlightRecord(f"pp{stage}"), timeout_s=TIMEOUT_S, delay=delay_s)
+    channels = StageChannels(endpoints, stage, stages, FlightRecord(f"r0.pp{stage}"), timeout_s=TIMEOUT_S, delay=delay_s)
     try:
         rank = SleepingRank(stage, stages, channels, begin_together)
         while (asked := pipe.recv()) is not None:

@@ -27,7 +27,7 @@ from helixrt.engines.example_batch import ExampleBatch
 from helixrt.engines.pipeline import Batches
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
-from helixrt.engines.staged import StagePlace, scheduled
+from helixrt.engines.staged import StagePlace, check_adaptation, scheduled
 from helixrt.engines.tensor_plan import TensorPlan
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
@@ -49,6 +49,7 @@ def pipeline_schedule(options: Options, stages: int) -> Schedule:
         raise ConfigError("codegen", options.codegen, "a pipeline runs operators one by one so far: codegen='eager'")
     if not options.strict:
         raise ConfigError("strict", False, "there is no plain loop for a pipeline: a model is captured, or it is an error")
+    check_adaptation(options.adapt, stages, "adapt")
     schedule = scheduled("1f1b" if options.schedule == "auto" else options.schedule, stages, options.microbatches)
     if options.cuts is not None and len(options.cuts) + 1 != schedule.chunks:
         rule = f"must name {schedule.chunks - 1} modules: {schedule.name} over mesh.pp={stages} has {schedule.chunks} chunks"
@@ -140,6 +141,7 @@ class CapturedModel(PipelinedModel):
                 seed=seed,
                 mesh=self.place.mesh,
                 forms=self._forms,
+                adaptation=self._options.adapt,
             )
         )
         return engine

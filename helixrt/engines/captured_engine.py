@@ -32,6 +32,7 @@ from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.graph_stage import JointStage
 from helixrt.pipeline.held import Values
 from helixrt.record import FlightRecord
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.ir import Schedule
 
 _EVALUATION = -1  # in place of a batch's position
@@ -61,6 +62,7 @@ class CapturedParts:
     seed: int = 0
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
     forms: GradientForms = field(default_factory=GradientForms)
+    adaptation: Adaptation | None = None
 
     def chunks(self, cut: CutModel) -> dict[int, ModelChunk]:
         """Those of this stage."""
@@ -102,6 +104,7 @@ class CapturedEngine(PipelineEngine):
                 seed=parts.seed,
                 mesh=parts.mesh,
                 layouts=parts.forms.of,
+                adaptation=parts.adaptation,
             )
         )
 

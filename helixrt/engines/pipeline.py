@@ -35,10 +35,11 @@ from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
 from helixrt.pipeline.reductions import BucketSums
-from helixrt.pipeline.stage import AutogradStage, StageChunk
+from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
 from helixrt.schedule.simulate import Comm, Direct
@@ -80,7 +81,8 @@ class PipelineParts:
     single stage. `channels` lead to the other stages, and are closed with the engine; None: over `group`. `mesh` is that of
     the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A schedule
     that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
-    `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven.
+    `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
+    change the schedule; then all run by graphs, which give the same bits.
     """
 
     modules: Mapping[int, nn.Module]
@@ -105,6 +107,7 @@ class PipelineParts:
     seed: int = 0  # of random numbers, see `seed`
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
     layouts: LayoutsOf | None = None
+    adaptation: Adaptation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +180,9 @@ class PipelineEngine(BatchEngine):
             chunk: StageChunk(module, parts.loss if chunk + 1 == schedule.chunks else None)
             for chunk, module in self.modules.items()
         }
-        self._autograd, self._graphs_when = AutogradStage(self._chunks), parts.graphs
+        self.schedule, self.adaptation = schedule, parts.adaptation  # the one in use; how readily the job changes it
+        self._autograd = AutogradStage(self._chunks)
+        self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs
         self._profile = parts.profile
         self._graphs: JointStage | None = None
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
@@ -197,10 +202,16 @@ class PipelineEngine(BatchEngine):
     def use_schedule(self, schedule: Schedule) -> None:
         """From the next `run` on, work by another schedule of the same placement and as many micro-batches.
 
-        All ranks of the replica do so before the same step. Graphs that it needs are made now, once. Raises ScheduleError
-        if it cannot be run, ValueError for one that is for other chunks or micro-batches, ConfigError for chunks that
-        cannot be captured.
+        All ranks of the replica do so before the same step. Graphs that it needs are made now, unless `prepare_schedule` has
+        made them. Raises ScheduleError if it cannot be run, ValueError for one that is for other chunks or micro-batches,
+        ConfigError for chunks that cannot be captured.
         """
+        self._executor.stage, self._program = self.prepare_schedule(schedule)
+        self.schedule = schedule
+
+    def prepare_schedule(self, schedule: Schedule) -> tuple[Stage, Program]:
+        """Make what `use_schedule` would, so that it takes no time then; the schedule in use stays. All ranks of the replica
+        call it at the same point, between two steps. Raises as `use_schedule`."""
         if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
             raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
         if schedule.placement != self.placement:
@@ -208,12 +219,11 @@ class PipelineEngine(BatchEngine):
                 f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
             )
         if not runs_by_graphs(schedule, self._graphs_when):
-            self._executor.stage, self._program = self._autograd, compile_program(whole_backwards(schedule), self.stage)
-            return
+            return self._autograd, compile_program(whole_backwards(schedule), self.stage)
         program = compile_program(schedule, self.stage)
         self._graphs = self._graphs or self._captured()
         self._graphs.prepare(program)
-        self._executor.stage, self._program = self._graphs, program
+        return self._graphs, program
 
     def slow_down(self, factor: Callable[[int], float]) -> None:
         """Have the operations of this stage take `factor(step)` times as long from now on, on purpose."""

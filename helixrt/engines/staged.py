@@ -24,6 +24,7 @@ from helixrt.errors import ConfigError, MisuseError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.record import FlightRecord
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
 
@@ -42,7 +43,8 @@ class Stages:
     `Schedule`. `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether
     captured graphs run the parts instead of autograd (auto, always, never). `profile`: how the times of operators are found
     where graphs that communicate are woven: from the disk, else measured (auto), measured, or estimated.
-    `bucket_bytes`: size of a gradient bucket.
+    `bucket_bytes`: size of a gradient bucket. `adapt`: the job may change the order of the schedule while it runs, by what it
+    measures, as readily as this `helixrt.Adaptation` says; parts then run by captured graphs.
 
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
@@ -60,6 +62,7 @@ class Stages:
     bucket_bytes: int = BUCKET_BYTES
     layouts: LayoutsOf | None = None
     profile: str = "auto"
+    adapt: Adaptation | None = None
 
     GRAPHS: ClassVar = GRAPHS
     PROFILES: ClassVar = PROFILES
@@ -72,7 +75,19 @@ class Stages:
             raise ConfigError("stages.graphs", self.graphs, f"must be one of {', '.join(GRAPHS)}")
         if self.profile not in PROFILES:
             raise ConfigError("stages.profile", self.profile, f"must be one of {', '.join(PROFILES)}")
+        check_adaptation(self.adapt, stages, "stages.adapt")
+        if self.adapt is not None and self.graphs == "never":
+            rule = "cannot be with stages.adapt: orders give the same bits, and take the times predicted, by graphs"
+            raise ConfigError("stages.graphs", self.graphs, rule)
         return scheduled(self.schedule, stages, self.microbatches, "stages.")
+
+
+def check_adaptation(adapt: Adaptation | None, stages: int, key: str) -> None:
+    """Raise ConfigError for what is no adaptation, and where there is nothing to adapt."""
+    if adapt is not None and not isinstance(adapt, Adaptation):
+        raise ConfigError(key, adapt, "must be a helixrt.Adaptation, or None")
+    if adapt is not None and stages == 1:
+        raise ConfigError(key, "given", "needs mesh.pp above 1: a model that is one stage has one order")
 
 
 def scheduled(schedule: str | Schedule, stages: int, microbatches: int, settings: str = "") -> Schedule:
@@ -162,6 +177,7 @@ class StagedModel(PipelinedModel):
                 seed=seed,
                 mesh=place.mesh,
                 layouts=stages.layouts,
+                adaptation=stages.adapt,
             )
         )
         return self._engine

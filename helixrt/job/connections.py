@@ -9,6 +9,7 @@ import ipaddress
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -22,7 +23,7 @@ from helixrt.collectives.gloo import GlooExchange
 from helixrt.collectives.rendezvous import StoreClients, all_connected, meet
 from helixrt.engines.replica_mesh import AXES, ReplicaMesh
 from helixrt.errors import MisuseError, Retryable
-from helixrt.job.config import TransportConfig
+from helixrt.job.config import PipelineConfig, TransportConfig
 from helixrt.job.link_delays import delay_towards, link_delays
 from helixrt.job.places import axes_of
 from helixrt.job.rank_context import RankContext
@@ -34,7 +35,7 @@ from helixrt.replica.rank_monitor import monitors
 from helixrt.replica.run_keys import ended_key
 from helixrt.replica.store import split_address
 from helixrt.replica.store_membership import StoreMembership
-from helixrt.schedule.simulate import DELEGATED, Direct
+from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 from helixrt.transport.auto import pack_addresses, unpack_addresses
 from helixrt.transport.tcp.interfaces import interface_of
 
@@ -91,18 +92,24 @@ def _connect_ranks(context: RankContext, backend: str, timeout: timedelta) -> No
     )
 
 
+def communication(settings: PipelineConfig) -> Comm:
+    """How stages send and receive."""
+    return Direct(settings.direct) if settings.direct else DELEGATED
+
+
 def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> StageChannels | None:
     """Over endpoints to the other stages, among ranks that are alike on the other axes; None for a single stage, and where the
     settings ask for Gloo. `number` counts the models of this rank: each has its own.
 
-    Raises Retryable if a rank does not come.
+    They notice a peer that is gone; one that hangs or is stopped is the controller's to end, as over Gloo. Raises Retryable if
+    a rank does not come.
     """
     settings, timeouts = context.config.pipeline, context.timeouts
     stage, stages = mesh.rank("pp"), mesh.size("pp")
     if stages == 1 or settings.channels != "endpoint":
         return None
     transport = context.config.transport if context.config.exchange == "ftar" else TransportConfig()
-    towards = reach(transport, context.replica, timeouts)
+    towards = replace(reach(transport, context.replica, timeouts), heartbeat_s=None)
     deadline = Deadline(timeouts.start_s)
     prefix = f"stages/{context.life}/{number}/{mesh.members('pp')[0]}"
     secret, made = context.spec.secret.encode(), ExitStack()
@@ -125,7 +132,7 @@ def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> Stag
             timeout_s=timeouts.step_s,
             host_bytes=settings.host_mb << 20,
             delay=delay_towards(link_delays(context.config.chaos.link, stages), stage),
-            comm=Direct(settings.direct) if settings.direct else DELEGATED,
+            comm=communication(settings),
         )
         made.pop_all()  # they are the channels' now
         made.callback(channels.close)

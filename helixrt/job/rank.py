@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -127,6 +128,15 @@ class RankRuntime:
             job.initial,
             context.timeouts.start_s,
         )
+        hooks = Hooks(
+            updated=lambda done: self._updated(job, checkpointer, done),
+            evaluate=job.evaluate,
+            save=lambda command: self._save(job, checkpointer, command),
+            stuck=self._stuck,
+            load=lambda lineage, initial: durable.load(lineage, initial) and (not initial or genesis.holds()),
+        )
+        if job.orders is not None:
+            hooks = replace(hooks, prepare_order=job.orders.prepare, use_order=job.orders.use)
         worker = RankWorker(
             RankParts(
                 context.replica,
@@ -138,13 +148,7 @@ class RankRuntime:
                 context.timeouts,
                 f"{context.spec.store}/exchange/{context.group_rank}",
                 self.report,
-                Hooks(
-                    updated=lambda done: self._updated(job, checkpointer, done),
-                    evaluate=job.evaluate,
-                    save=lambda command: self._save(job, checkpointer, command),
-                    stuck=self._stuck,
-                    load=lambda lineage, initial: durable.load(lineage, initial) and (not initial or genesis.holds()),
-                ),
+                hooks,
                 context.config.catchup.max_wait_s,
                 context.progress,
                 LayoutBook(context.store, context.group_rank, int(context.config.catchup.memory_gb * GB)),

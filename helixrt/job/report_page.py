@@ -48,6 +48,7 @@ def page(found: Figures, report: dict[str, Any]) -> str:
             if found.rails
             else []
         ),
+        *([_section("Changes of the schedule's order", _orders_lead(), _orders(report))] if found.orders else []),
         *(_section(f"Measured costs, replica {each['replica']}", _costs_lead(each), _costs(each)) for each in report["costs"]),
         *([_section("Storage", "What could not be written at once.", _storage(report))] if found.storage else []),
         *(
@@ -158,6 +159,29 @@ def _rails(report: dict[str, Any]) -> str:
         for r in report["rails_left"]
     ]
     return _table(head, rows)
+
+
+def _orders_lead() -> str:
+    return "Predicted by simulation under the costs measured then; measured: medians of the steps before and after."
+
+
+def _orders(report: dict[str, Any]) -> str:
+    def times(first: float | None, second: float | None) -> str:
+        return "" if first is None or second is None else f"{first:.1f} &rarr; {second:.1f} ms"
+
+    rows = [
+        (
+            str(each["step"]),
+            str(each["replica"]),
+            escape(each["order"]),
+            escape(f"not used: {each['failed']}" if each["failed"] else each["why"]),
+            times(each["present_ms"], each["predicted_ms"]),
+            times(each["before_ms"], each["after_ms"]),
+            "" if each["ready_s"] is None else f"{each['ready_s']:.2f} s",
+        )
+        for each in report["order_changes"]
+    ]
+    return _table(("after step", "replica", "order", "why", "predicted step", "measured step", "made ready in"), rows)
 
 
 def _costs_lead(found: dict[str, Any]) -> str:

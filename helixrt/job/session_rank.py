@@ -28,6 +28,7 @@ from helixrt.job.agreements import LayoutAgreement, agree_on_plan
 from helixrt.job.connections import replica_mesh, stage_channels
 from helixrt.job.logs import configure_logging
 from helixrt.job.metrics import Logged
+from helixrt.job.orders import OrderBook, RankOrders
 from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT
 from helixrt.job.rank import RankRuntime, exit_code, run_as_process
 from helixrt.job.rank_context import RankJob
@@ -95,6 +96,7 @@ class RankHost:
             updated=self._updated,
             advance=plan.accumulate,
             initial=self._digest_of_replica(digest(engine.state()).state),
+            orders=self._orders_of(engine),
         )
         at, chaos = self._context.spec.coordinate, self._context.config.chaos
         slowdown = slowdown_of(chaos.slow, at.replica, at.pp)
@@ -103,6 +105,11 @@ class RankHost:
         worker = self._runtime.open(job)
         self._open.enter_context(worker)
         return worker
+
+    def _orders_of(self, engine: SessionEngine) -> RankOrders | None:
+        if not isinstance(engine, PipelineEngine) or engine.adaptation is None or engine.stages == 1:
+            return None
+        return RankOrders(engine, OrderBook(self.store, self._context.output))
 
     def say(self, text: str) -> None:
         self._runtime.say(text)

@@ -71,6 +71,22 @@ class Exit:
 
 
 @dataclass(frozen=True)
+class PrepareOrder:
+    """Make the order of the schedule with this hash, which the run's store has, ready to work by. Answers `OrderPrepared`."""
+
+    order: str
+
+
+@dataclass(frozen=True)
+class OrderPrepared:
+    """The answer to `PrepareOrder`: how long it took, and why this rank cannot work by the order ("": it can)."""
+
+    order: str
+    seconds: float
+    failed: str = ""
+
+
+@dataclass(frozen=True)
 class Digested:
     """The answer to `Digest`, hexadecimal."""
 
@@ -117,6 +133,7 @@ RankCommand = (
     | Save
     | Digest
     | LoadDurable
+    | PrepareOrder
     | Exit
 )
 RankReport = (
@@ -127,6 +144,7 @@ RankReport = (
     | p.FetchFailed
     | Digested
     | LoadedDurable
+    | OrderPrepared
     | Broken
     | StopAsked
     | Measured

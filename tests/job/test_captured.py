@@ -26,9 +26,12 @@ from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
+from helixrt.job.session_host import Plan
 from helixrt.passes.cut_model import CutModel
 from helixrt.passes.errors import DisagreementError
 from helixrt.record import FlightRecord
+from helixrt.replica.rank import WorkOrder
+from helixrt.schedule.generators.classic import build
 from tests.job.session_world import LocalHost, session_with
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 4, 3
@@ -304,6 +307,37 @@ def test_cuts_are_where_the_user_says(run_stages: Any) -> None:
     ]
 
 
+class ReorderingHost(StageHost):
+    """Each step is by another order of the schedule."""
+
+    def open(self, engine: Any, plan: Plan) -> Any:
+        worker, orders = super().open(engine, plan), iter(("zb", "gpipe", "zb-h2"))
+        assert engine.adaptation == helixrt.Adaptation()
+        following = worker.next_work
+
+        def next_work() -> WorkOrder | None:
+            order = following()
+            if order is not None:
+                engine.use_schedule(build(next(orders), engine.stages, MICROBATCHES))
+            return order
+
+        worker.next_work = next_work
+        return worker
+
+
+def test_a_model_whose_order_changes_every_step_has_the_same_bits(run_stages: Any) -> None:
+    _, loss, batches = CASES["perceptron"]
+    models = {host: [(perceptron(), loss()) for _ in range(2)] for host in (StageHost, ReorderingHost)}
+
+    def stage(number: int, group: Any) -> list[Any]:
+        options = {"schedule": "1f1b", "adapt": helixrt.Adaptation()}
+        return [trained(made(number, 2, group), *models[made][number], batches(), **options) for made in models]
+
+    for (state, told), (state_, told_) in run_stages(2, stage, timeout_s=240.0):
+        assert told == told_ and len(told) == STEPS
+        assert state.keys() == state_.keys() and all(torch.equal(value, state_[name]) for name, value in state.items())
+
+
 @pytest.mark.slow
 def test_dropout_is_the_same_for_every_number_of_stages(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CASES, "dropout", (lambda: gpt2(0.1), lambda: None, text))
@@ -465,6 +499,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "strict": ({"strict": False}, "strict=False: there is no plain loop for a pipeline"),
     "too few": ({"schedule": "1f1b", "microbatches": 1}, "microbatches=1: 1f1b needs one per stage"),
     "cuts": ({"cuts": ["layers.1", "layers.2"]}, "cuts=.*: must name 1 modules: 1f1b over mesh.pp=2 has 2 chunks"),
+    "adapt": ({"adapt": "on"}, "adapt=on: must be a helixrt.Adaptation, or None"),
     "unknown": ({"schedule": "2f2b"}, "schedule=2f2b: must be auto, a Schedule, or one of gpipe, 1f1b"),
 }
 
