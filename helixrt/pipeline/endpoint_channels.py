@@ -259,18 +259,18 @@ class StageChannels:
         if not message.wants_arrival:
             self._note_send(message)
 
-    def _arrived_there(self, message: _Outgoing) -> None:
+    def _arrived_there(self, message: _Outgoing, came_s: float) -> None:
         self._note_send(message)
         self._over(message.communication)
 
-    def _came(self, queue: StageQueue, message: _Incoming) -> None:
-        """All of it is in the endpoint's hands."""
-        now_s, wall_s = time.monotonic(), self.record.clock()
+    def _came(self, queue: StageQueue, message: _Incoming, came_s: float) -> None:
+        """All of it is there, since `came_s` (monotonic)."""
+        wall_s = self.record.clock() - (time.monotonic() - came_s)
         message.queued_s, message.sent_s, step, wants_arrival = _HEADER.unpack_from(_bytes_of(message.buffer))
         delay_s = self._delay(message.peer, step)
         message.arrived_s = wall_s + delay_s
         with self._changed:
-            message.due_s = now_s + delay_s
+            message.due_s = came_s + delay_s
             self._changed.notify_all()
         shows = partial(self._shows, queue, message, wants_arrival)
         if delay_s > 0.0:

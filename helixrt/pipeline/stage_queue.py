@@ -27,6 +27,7 @@ _LONGEST_S = 1.0  # one wait
 
 Name = tuple[int, int]  # (op, index) of a message, as the endpoint's contract has it
 Call = Callable[[], None]
+Came = Callable[[float], None]  # with the monotonic time of an arrival
 Order = Callable[["StageQueue"], None]
 
 _log = logging.getLogger("helixrt.pipeline")
@@ -43,7 +44,7 @@ class StageQueue:
         self._timers: list[tuple[float, int, Call]] = []
         self._numbers = count()
         self._sending: dict[tuple[int, Name], tuple[Buffer, Call]] = {}
-        self._receiving: dict[tuple[int, Name], tuple[Buffer, Call]] = {}
+        self._receiving: dict[tuple[int, Name], tuple[Buffer, Came]] = {}
         self._gone: set[int] = set()
         self._closing = threading.Event()
         self._until_s = math.inf
@@ -51,7 +52,9 @@ class StageQueue:
         self._thread.start()
 
     def call(self, order: Order) -> None:
-        """Have the thread carry it out soon, after those given before. Never blocks; any thread."""
+        """Have the thread carry it out soon, after those given before; nothing once it is closed. Never blocks; any thread."""
+        if self._closing.is_set():
+            return
         self._orders.append(order)
         if threading.current_thread() is not self._thread:
             self._poller.wake()
@@ -77,8 +80,9 @@ class StageQueue:
             self._sending[peer, name] = (data, done)
             self._endpoint.send(peer, *name, data)
 
-    def receive(self, peer: int, name: Name, into: Buffer, done: Call) -> None:
-        """`done` is called when the message is there; never, if the peer is lost before."""
+    def receive(self, peer: int, name: Name, into: Buffer, done: Came) -> None:
+        """`done` is called when the message is there, with the time at which it came: before now, if it came before it was
+        asked for and the endpoint knows that. Never, if the peer is lost before."""
         if peer not in self._gone:
             self._receiving[peer, name] = (into, done)
             self._endpoint.receive(peer, *name, into)
@@ -123,13 +127,12 @@ class StageQueue:
             _, done = self._sending.pop((outcome.peer, (outcome.op, outcome.index)))
             done()
         elif isinstance(outcome, Received):
-            _, done = self._receiving.pop((outcome.peer, (outcome.op, outcome.index)))
-            done()
+            _, came = self._receiving.pop((outcome.peer, (outcome.op, outcome.index)))
+            came(outcome.came_s or time.monotonic())
         else:
             self._gone.add(outcome.peer)
-            for table in (self._sending, self._receiving):
-                for key in [key for key in table if key[0] == outcome.peer]:
-                    del table[key]
+            self._sending = {key: value for key, value in self._sending.items() if key[0] != outcome.peer}
+            self._receiving = {key: value for key, value in self._receiving.items() if key[0] != outcome.peer}
             self._lost(outcome.peer, outcome.cause)
 
     def _wait(self) -> None:
