@@ -31,7 +31,7 @@ from helixrt.errors import Cause, MisuseError, Retryable
 from helixrt.pipeline.channels import Channel, RecvHandle, SendHandle, Tag, wire_tag
 from helixrt.pipeline.host_tier import HostTier
 from helixrt.pipeline.in_order import Communication, InOrder
-from helixrt.pipeline.stage_queue import Name, StageQueue
+from helixrt.pipeline.stage_queue import LINGER_S, Name, StageQueue
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 from helixrt.transport.contract import Buffer, Endpoint
@@ -151,7 +151,7 @@ class StageChannels:
             with contextlib.suppress(Retryable):
                 self.settle(self._peers)
         for queue in self._queues:
-            queue.close()
+            queue.close(0.0 if self._lost else LINGER_S)
 
     # ---- what the channels call, in the thread that computes
 

@@ -21,8 +21,8 @@ from helixrt.errors import Cause
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Received, Sent
 from helixrt.transport.poller import Poller
 
-LINGER_S = 5.0  # `close` waits so long for what is being sent
-_JOIN_S = LINGER_S + 5.0
+LINGER_S = 5.0  # `close` waits so long for what is being sent, at most
+_JOIN_S = 5.0  # for the thread to end after that
 _LONGEST_S = 1.0  # one wait
 
 Name = tuple[int, int]  # (op, index) of a message, as the endpoint's contract has it
@@ -59,16 +59,16 @@ class StageQueue:
         if threading.current_thread() is not self._thread:
             self._poller.wake()
 
-    def close(self) -> None:
-        """Send what was begun, for at most LINGER_S, and end the thread and the endpoint; idempotent."""
+    def close(self, linger_s: float = LINGER_S) -> None:
+        """Send what was begun, for at most `linger_s`, and end the thread and the endpoint; idempotent."""
         if self._closing.is_set():
             return
-        self._until_s = time.monotonic() + LINGER_S
+        self._until_s = time.monotonic() + linger_s
         self._closing.set()
         self._poller.wake()
-        self._thread.join(_JOIN_S)
+        self._thread.join(linger_s + _JOIN_S)
         if self._thread.is_alive():
-            _log.error("%s did not end within %g s", self._thread.name, _JOIN_S)
+            _log.error("%s did not end within %g s", self._thread.name, linger_s + _JOIN_S)
         else:
             self._poller.close()
 

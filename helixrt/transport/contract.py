@@ -50,7 +50,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """`came_s`: of a message that came before it was asked for, the monotonic time at which it did, if that is known; else 0."""
+    """`came_s`: of a message that came before it was asked for, the monotonic time at which it did, if known; else 0."""
 
     peer: int
     op: int
