@@ -30,8 +30,8 @@ class Kind(StrEnum):
     STEP_BEGIN = "step_begin"  # position
     STEP_END = "step_end"  # loss, tokens, stall_s
     OPERATION = "operation"  # op (F/B/W/BW), chunk, microbatch; woven, if it ran as one with its pair; has a duration
-    SEND = "send"  # tag, bytes; duration from queued to done
-    RECV = "recv"  # tag, bytes; duration from posted to arrived
+    SEND = "send"  # tag, bytes; duration from queued to done; over endpoints begun_s, copy_s (to host memory)
+    RECV = "recv"  # tag, bytes, needed_s; duration from posted to taken; over endpoints arrived_s, queued_s, sent_s
     QUORUM_JOIN = "quorum_join"  # lineage
     QUORUM = "quorum"  # generation, members, contributors, behind
     WORK_BEGIN = "work_begin"  # position

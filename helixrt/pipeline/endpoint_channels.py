@@ -56,7 +56,7 @@ def _name(tag: Tag) -> Name:
 
 
 def _bytes_of(buffer: torch.Tensor) -> Buffer:
-    return memoryview(buffer.numpy())
+    return buffer.numpy().data
 
 
 def _tensor_in(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -298,8 +298,15 @@ class StageChannels:
             communication.begin()
 
     def _note_send(self, message: _Outgoing) -> None:
-        detail = {"bytes": message.bytes, "begun_s": message.begun_s, "copy_s": message.copy_s}
-        self.record.write(Kind.SEND, begin_s=message.queued_s, step=message.step, tag=str(message.tag), **detail)
+        self.record.write(
+            Kind.SEND,
+            begin_s=message.queued_s,
+            step=message.step,
+            tag=str(message.tag),
+            bytes=message.bytes,
+            begun_s=message.begun_s,
+            copy_s=message.copy_s,
+        )
 
     def _peer_lost(self, peer: int | None, cause: Cause) -> None:
         with self._changed:
@@ -349,6 +356,14 @@ class _EndpointRecv(RecvHandle):
         needed_s = record.clock()
         self.channels.wait_here(message)
         tensor = _tensor_in(message.buffer, self.like)
-        stamps = {"needed_s": needed_s, "arrived_s": message.arrived_s, "sent_s": message.sent_s, "queued_s": message.queued_s}
-        record.write(Kind.RECV, begin_s=message.posted_s, tag=str(message.tag), bytes=tensor.nbytes, **stamps)
+        record.write(
+            Kind.RECV,
+            begin_s=message.posted_s,
+            tag=str(message.tag),
+            bytes=tensor.nbytes,
+            needed_s=needed_s,
+            arrived_s=message.arrived_s,
+            sent_s=message.sent_s,
+            queued_s=message.queued_s,
+        )
         return tensor
