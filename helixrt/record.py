@@ -30,8 +30,9 @@ class Kind(StrEnum):
     STEP_BEGIN = "step_begin"  # position
     STEP_END = "step_end"  # loss, tokens, stall_s
     OPERATION = "operation"  # op (F/B/W/BW), chunk, microbatch; woven, if it ran as one with its pair; has a duration
-    SEND = "send"  # tag, bytes; duration from queued to done
-    RECV = "recv"  # tag, bytes, needed_s; sent_s (by the sender's clock), arrived_s, where known; duration from posted to taken
+    SEND = "send"  # tag, bytes; duration from queued to done; over endpoints begun_s, copy_s (to host memory)
+    # tag, bytes, needed_s; duration from posted to taken; over endpoints arrived_s, and queued_s and sent_s by the sender's clock
+    RECV = "recv"
     QUORUM_JOIN = "quorum_join"  # lineage
     QUORUM = "quorum"  # generation, members, contributors, behind
     WORK_BEGIN = "work_begin"  # position

@@ -35,6 +35,7 @@ from helixrt.schedule.simulate import makespan_ms
 ANSWER_S = 600.0  # a rank that says nothing for so long has failed
 PRELOAD = ["torch", "helixrt.bench._sleeping_rank", "helixrt.transport.auto"]
 FACTORS = (0.0, 1.0, 2.0, 4.0, 6.0)
+NOISE = 0.02  # of two measured steps that are equal by the simulation
 HEALTHY = Place("none", ())
 
 
@@ -242,11 +243,20 @@ def _summary(results: Sequence[Result]) -> dict[str, Any]:
     single = [r.step_ms for r in helix if r.factor > 0 and r.place != "three"]
     if alone and single:
         said["helix, one slow link / undisturbed, worst"] = round(max(single) / alone[0], 4)
+    fastest = [min(r.step_ms for r in _beside(one, results)) for one in helix]
+    if helix:
+        near = sum(one.step_ms <= (1 + NOISE) * least for one, least in zip(helix, fastest, strict=True))
+        said[f"helix delegated within {NOISE:.0%} of the fastest"] = f"{near} of {len(helix)} cases"
     said["sleeps end late by, ms (p20, p50, p80)"] = [
         round(median(getattr(r.late_ms, part) for r in results), 3) for part in ("p20", "p50", "p80")
     ]
     said["processors used by all ranks"] = round(median(r.processors for r in results), 3)
     return said
+
+
+def _beside(one: Result, results: Sequence[Result]) -> list[Result]:
+    """The results under the same delays."""
+    return [r for r in results if (r.place, r.factor) == (one.place, one.factor)]
 
 
 def _write(args: argparse.Namespace, found: dict[str, list[Result]]) -> None:

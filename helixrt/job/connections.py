@@ -115,7 +115,7 @@ def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> Stag
     secret, made = context.spec.secret.encode(), ExitStack()
     try:
         store = StoreClients().at(f"{context.spec.store}/{prefix}", timeouts.start_s)
-        endpoints = [open_endpoint(secret, context.interface, towards, context.record) for _ in range(settings.queues)]
+        endpoints = [open_endpoint(secret, context.interface, towards) for _ in range(settings.queues)]
         for endpoint in endpoints:
             made.callback(endpoint.close)
         mine = pack_addresses({str(queue): endpoint.address() for queue, endpoint in enumerate(endpoints)})

@@ -31,7 +31,7 @@ from helixrt.errors import Cause, MisuseError, Retryable
 from helixrt.pipeline.channels import Channel, RecvHandle, SendHandle, Tag, wire_tag
 from helixrt.pipeline.host_tier import HostTier
 from helixrt.pipeline.in_order import Communication, InOrder
-from helixrt.pipeline.stage_queue import Name, StageQueue
+from helixrt.pipeline.stage_queue import LINGER_S, Name, StageQueue
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 from helixrt.transport.contract import Buffer, Endpoint
@@ -56,7 +56,7 @@ def _name(tag: Tag) -> Name:
 
 
 def _bytes_of(buffer: torch.Tensor) -> Buffer:
-    return memoryview(buffer.numpy())
+    return buffer.numpy().data
 
 
 def _tensor_in(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ class StageChannels:
             with contextlib.suppress(Retryable):
                 self.settle(self._peers)
         for queue in self._queues:
-            queue.close()
+            queue.close(0.0 if self._lost else LINGER_S)
 
     # ---- what the channels call, in the thread that computes
 
@@ -259,18 +259,18 @@ class StageChannels:
         if not message.wants_arrival:
             self._note_send(message)
 
-    def _arrived_there(self, message: _Outgoing) -> None:
+    def _arrived_there(self, message: _Outgoing, came_s: float) -> None:
         self._note_send(message)
         self._over(message.communication)
 
-    def _came(self, queue: StageQueue, message: _Incoming) -> None:
-        """All of it is in the endpoint's hands."""
-        now_s, wall_s = time.monotonic(), self.record.clock()
+    def _came(self, queue: StageQueue, message: _Incoming, came_s: float) -> None:
+        """All of it is there, since `came_s` (monotonic)."""
+        wall_s = self.record.clock() - (time.monotonic() - came_s)
         message.queued_s, message.sent_s, step, wants_arrival = _HEADER.unpack_from(_bytes_of(message.buffer))
         delay_s = self._delay(message.peer, step)
         message.arrived_s = wall_s + delay_s
         with self._changed:
-            message.due_s = now_s + delay_s
+            message.due_s = came_s + delay_s
             self._changed.notify_all()
         shows = partial(self._shows, queue, message, wants_arrival)
         if delay_s > 0.0:
@@ -298,8 +298,15 @@ class StageChannels:
             communication.begin()
 
     def _note_send(self, message: _Outgoing) -> None:
-        detail = {"bytes": message.bytes, "begun_s": message.begun_s, "copy_s": message.copy_s}
-        self.record.write(Kind.SEND, begin_s=message.queued_s, step=message.step, tag=str(message.tag), **detail)
+        self.record.write(
+            Kind.SEND,
+            begin_s=message.queued_s,
+            step=message.step,
+            tag=str(message.tag),
+            bytes=message.bytes,
+            begun_s=message.begun_s,
+            copy_s=message.copy_s,
+        )
 
     def _peer_lost(self, peer: int | None, cause: Cause) -> None:
         with self._changed:
@@ -349,6 +356,14 @@ class _EndpointRecv(RecvHandle):
         needed_s = record.clock()
         self.channels.wait_here(message)
         tensor = _tensor_in(message.buffer, self.like)
-        stamps = {"needed_s": needed_s, "arrived_s": message.arrived_s, "sent_s": message.sent_s, "queued_s": message.queued_s}
-        record.write(Kind.RECV, begin_s=message.posted_s, tag=str(message.tag), bytes=tensor.nbytes, **stamps)
+        record.write(
+            Kind.RECV,
+            begin_s=message.posted_s,
+            tag=str(message.tag),
+            bytes=tensor.nbytes,
+            needed_s=needed_s,
+            arrived_s=message.arrived_s,
+            sent_s=message.sent_s,
+            queued_s=message.queued_s,
+        )
         return tensor

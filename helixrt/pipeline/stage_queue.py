@@ -21,12 +21,13 @@ from helixrt.errors import Cause
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Received, Sent
 from helixrt.transport.poller import Poller
 
-LINGER_S = 5.0  # `close` waits so long for what is being sent
-_JOIN_S = LINGER_S + 5.0
+LINGER_S = 5.0  # `close` waits so long for what is being sent, at most
+_JOIN_S = 5.0  # for the thread to end after that
 _LONGEST_S = 1.0  # one wait
 
 Name = tuple[int, int]  # (op, index) of a message, as the endpoint's contract has it
 Call = Callable[[], None]
+Came = Callable[[float], None]  # with the monotonic time of an arrival
 Order = Callable[["StageQueue"], None]
 
 _log = logging.getLogger("helixrt.pipeline")
@@ -43,7 +44,7 @@ class StageQueue:
         self._timers: list[tuple[float, int, Call]] = []
         self._numbers = count()
         self._sending: dict[tuple[int, Name], tuple[Buffer, Call]] = {}
-        self._receiving: dict[tuple[int, Name], tuple[Buffer, Call]] = {}
+        self._receiving: dict[tuple[int, Name], tuple[Buffer, Came]] = {}
         self._gone: set[int] = set()
         self._closing = threading.Event()
         self._until_s = math.inf
@@ -51,21 +52,23 @@ class StageQueue:
         self._thread.start()
 
     def call(self, order: Order) -> None:
-        """Have the thread carry it out soon, after those given before. Never blocks; any thread."""
+        """Have the thread carry it out soon, after those given before; nothing once it is closed. Never blocks; any thread."""
+        if self._closing.is_set():
+            return
         self._orders.append(order)
         if threading.current_thread() is not self._thread:
             self._poller.wake()
 
-    def close(self) -> None:
-        """Send what was begun, for at most LINGER_S, and end the thread and the endpoint; idempotent."""
+    def close(self, linger_s: float = LINGER_S) -> None:
+        """Send what was begun, for at most `linger_s`, and end the thread and the endpoint; idempotent."""
         if self._closing.is_set():
             return
-        self._until_s = time.monotonic() + LINGER_S
+        self._until_s = time.monotonic() + linger_s
         self._closing.set()
         self._poller.wake()
-        self._thread.join(_JOIN_S)
+        self._thread.join(linger_s + _JOIN_S)
         if self._thread.is_alive():
-            _log.error("%s did not end within %g s", self._thread.name, _JOIN_S)
+            _log.error("%s did not end within %g s", self._thread.name, linger_s + _JOIN_S)
         else:
             self._poller.close()
 
@@ -77,8 +80,9 @@ class StageQueue:
             self._sending[peer, name] = (data, done)
             self._endpoint.send(peer, *name, data)
 
-    def receive(self, peer: int, name: Name, into: Buffer, done: Call) -> None:
-        """`done` is called when the message is there; never, if the peer is lost before."""
+    def receive(self, peer: int, name: Name, into: Buffer, done: Came) -> None:
+        """`done` is called when the message is there, with the time at which it came: before now, if it came before it was
+        asked for and the endpoint knows that. Never, if the peer is lost before."""
         if peer not in self._gone:
             self._receiving[peer, name] = (into, done)
             self._endpoint.receive(peer, *name, into)
@@ -123,13 +127,12 @@ class StageQueue:
             _, done = self._sending.pop((outcome.peer, (outcome.op, outcome.index)))
             done()
         elif isinstance(outcome, Received):
-            _, done = self._receiving.pop((outcome.peer, (outcome.op, outcome.index)))
-            done()
+            _, came = self._receiving.pop((outcome.peer, (outcome.op, outcome.index)))
+            came(outcome.came_s or time.monotonic())
         else:
             self._gone.add(outcome.peer)
-            for table in (self._sending, self._receiving):
-                for key in [key for key in table if key[0] == outcome.peer]:
-                    del table[key]
+            self._sending = {key: value for key, value in self._sending.items() if key[0] != outcome.peer}
+            self._receiving = {key: value for key, value in self._receiving.items() if key[0] != outcome.peer}
             self._lost(outcome.peer, outcome.cause)
 
     def _wait(self) -> None:

@@ -65,6 +65,33 @@ def test_arrival_is_stamped_when_it_comes_and_not_when_it_is_wanted(endpoint_sta
     assert all(e.end_s - e.detail["arrived_s"] > 0.1 and e.end_s - e.detail["needed_s"] < 0.1 for e in late)
 
 
+def test_a_message_that_comes_before_it_is_expected_has_its_own_time(endpoint_stages: Any) -> None:
+    """A delay counts from there, too: the receiver is no later because it was busy."""
+    wanted = threading.Event()
+
+    def talk(stage: int, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+        record = FlightRecord(f"pp{stage}")
+        channels = StageChannels(endpoints, stage, 2, record, delay=lambda source, step: 0.05)
+        channel = channels.channels[1 - stage]
+        try:
+            if stage == 0:
+                channel.send(tag(0), value(0)).wait()
+                channel.send(tag(2), value(2)).wait()  # by the same queue, behind the first
+                wanted.wait(60)
+                return {}
+            assert channel.recv(tag(2), LIKE).wait().equal(value(2))
+            time.sleep(0.2)
+            posted = channel.recv(tag(0), LIKE)
+            assert posted.wait().equal(value(0))
+            wanted.set()
+            return {"posted_s": record.events()[-1].begin_s, **record.events()[-1].detail}
+        finally:
+            channels.close()
+
+    late = endpoint_stages.connected(2, talk)[1]
+    assert late["sent_s"] + 0.05 <= late["arrived_s"] <= late["posted_s"] - 0.05
+
+
 @pytest.mark.parametrize("comm", [DELEGATED, Direct(2)], ids=["delegated", "direct"])
 def test_a_delayed_link_shows_messages_later_and_blocks_as_the_mode_says(endpoint_stages: Any, comm: Any) -> None:
     """Six messages at once: delegated they are all seen one delay later; direct one after the other, and the third `send` waits

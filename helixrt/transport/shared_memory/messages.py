@@ -10,6 +10,7 @@ time, and summed while it is in the cache (`intake`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from helixrt.protocol.calls import Agreement
@@ -170,7 +171,7 @@ class Receiving:
         self._box = Inbox(memory is not None, forgotten, agreement, limits)
         self._into: dict[Name, Buffer | Intake] = {}  # memory that waits for a message, or gets it now
         self._addresses: dict[Name, int] = {}  # of what is read into, unless it is taken in
-        self._held: dict[Name, bytes] = {}
+        self._held: dict[Name, tuple[bytes, float]] = {}  # and when it came (monotonic)
         self.whole = False
 
     @property
@@ -193,7 +194,8 @@ class Receiving:
         way = self._box.receive(name, len(into))
         if way is _DELIVER:
             self._free()
-            self._deliver(name, self._held.pop(name), into)
+            content, came_s = self._held.pop(name)
+            self._deliver(name, content, into, came_s)
             return
         self._into[name] = into
         if way is not _WAIT:
@@ -219,7 +221,7 @@ class Receiving:
         name = (frame.op, frame.index)
         way = self._box.eager(frame)
         if way is _HOLD:
-            self._held[name] = bytes(payload)
+            self._held[name] = bytes(payload), time.monotonic()
             return
         self._free()
         if way is _DELIVER:
@@ -291,9 +293,9 @@ class Receiving:
             into.restart()
         self._put(Frame(Kind.PULL, name[1], name[0]))
 
-    def _deliver(self, name: Name, content: bytes | memoryview, into: Buffer | Intake) -> None:
+    def _deliver(self, name: Name, content: bytes | memoryview, into: Buffer | Intake, came_s: float = 0.0) -> None:
         fill(into, content)
-        self._outcome(Received(self._peer, *name))
+        self._outcome(Received(self._peer, *name, came_s))
 
     def _free(self) -> None:
         """The peer may use the memory of short messages again that are held no more."""
