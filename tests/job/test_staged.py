@@ -227,7 +227,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "times": ({}, staged(parts(1), profile="guessed"), "stages.profile=guessed: must be one of auto, measure, estimate"),
     "a tensor-parallel mesh": ({"mesh": Mesh(tp=2)}, staged(parts(1)), r"mesh\.tp=2: needs Stages\(layouts=\.\.\.\)"),
     "a context-parallel mesh": ({"mesh": Mesh(pp=2, cp=2)}, staged(parts(2)), r"mesh\.cp=2: needs Stages\(layouts=\.\.\.\)"),
-    "shards of stages": ({"mesh": Mesh(dp_shard=2)}, staged(parts(1)), r"mesh\.dp_shard=2: must be 1 for a model in stages"),
+    "shards and captured graphs": (
+        {"mesh": Mesh(dp_shard=2)},
+        staged(parts(1), graphs="always"),
+        r"mesh\.dp_shard=2: cannot be with schedule 1f1b run by captured graphs, .* or graphs=never",
+    ),
     "type": ({"dtype": "bfloat16"}, staged(parts(1)), "dtype=bfloat16: a model in stages trains in the type of its parameters"),
 }
 
