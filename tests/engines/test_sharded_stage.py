@@ -65,7 +65,7 @@ def engine_of(model: StagedModel, mesh: ReplicaMesh, optimizer: torch.optim.Opti
 def counted() -> Iterator[Counter[str]]:
     """The collectives that FSDP2 begins within."""
     counts: Counter[str] = Counter()
-    gathering, reducing = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    gathering, reducing = dist.all_gather_single, dist.reduce_scatter_single
 
     def gather(*args: Any, **named: Any) -> Any:
         counts["gathered"] += 1
@@ -76,8 +76,8 @@ def counted() -> Iterator[Counter[str]]:
         return reducing(*args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_into_tensor", gather)
-        patch.setattr(dist, "reduce_scatter_tensor", reduce)
+        patch.setattr(dist, "all_gather_single", gather)
+        patch.setattr(dist, "reduce_scatter_single", reduce)
         yield counts
 
 

@@ -41,18 +41,28 @@ def losses(root: Path, until: int, replica: int = 0) -> dict[int, float]:
     return {e["step"]: e["loss_nats"] for e in steps}
 
 
-def test_a_replica_of_tensor_parallel_ranks_is_lost_and_comes_back(job: Any, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "said", "log"),
+    [
+        (TP, "2 replicas x 1 stage x 2 tensor ranks", "r1.pp0.tp1.inc0.log"),
+        (("mesh.pp=1", "mesh.dp_shard=2"), "2 replicas x 2 shards", "r1.pp0.dp1.inc0.log"),
+    ],
+    ids=["tp", "dp_shard"],
+)
+def test_a_replica_of_two_ranks_is_lost_and_comes_back(
+    shape: tuple[str, ...], said: str, log: str, job: Any, seed: int
+) -> None:
     choice = random.Random(seed)
     replica, step = choice.randrange(2), choice.randint(3, 16)
-    run = job(kills((replica, step, "exchange_early")), *TP, "steps=40")
+    run = job(kills((replica, step, "exchange_early")), *shape, "steps=40")
     report = assert_consistent(run, run.run(), lost=[replica], steps=40)
     (failure,) = report["failures"]
     assert failure["step"] == step and failure["survivors_recomputed"] == 0 and failure["rejoined_after_s"] is not None
     assert run.log().head.replicas == (0, 1)
     page = (run.folder / "report.html").read_text(encoding="utf-8")
-    assert "2 replicas x 1 stage x 2 tensor ranks" in page
+    assert said in page
     logs = {log.name for log in (run.folder / "logs").iterdir()}
-    assert {"r0.pp0.inc0.log", "r0.pp0.tp1.inc0.log", "r1.pp0.tp1.inc0.log"} <= logs
+    assert {"r0.pp0.inc0.log", log} <= logs
 
 
 SHAPES = {
