@@ -1,5 +1,5 @@
-"""`python staged_script.py FOLDER STAGES [SHARDS]`: two replicas of a small model in so many pipeline stages, each of which so many
-dp_shard ranks (1) share.
+"""`python staged_script.py FOLDER STAGES [SHARDS]`: two replicas of a small model in so many pipeline stages, each of which is
+shared by so many dp_shard ranks (1).
 
 The last stage of replica 1 is killed once; replica 0 waits for its new process before it goes on, so that many steps are left
 for it."""
