@@ -29,7 +29,8 @@ from helixrt.pipeline.buckets import GradientBuckets
 
 def shard_chunks(chunks: Mapping[int, nn.Module], mesh: ReplicaMesh, declared: LayoutsOf | None) -> None:
     """Apply `fully_shard` to the chunks of a stage, in place; nothing where `mesh` has one dp_shard rank. A parameter that is
-    cut over dp_shard already stays as it is, and one that two chunks share is sharded with the first of them.
+    cut over dp_shard already stays as it is. One that two chunks share is sharded with the first of them, whose forward gathers
+    it for both, and whose backward comes last and reduces the gradients of both.
 
     Raises ConfigError (stages.layouts) for a parameter whose gradient is neither summed over dp_shard nor that of a part;
     MisuseError for a parameter on the meta device.

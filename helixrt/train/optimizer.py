@@ -19,11 +19,13 @@ from helixrt.train.config import OptimConfig
 def adamw(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
     """Decoupled weight decay on parameters with two or more dimensions, none on the others. Experts that dp_shard ranks share
     are plain tensors where all else is sharded by FSDP2; one call cannot update both, so they have groups of their own."""
-    filled: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in sorted(parameters, key=lambda p: p.dim() < 2):
-        decay = optim.weight_decay if parameter.dim() >= 2 else 0.0
-        filled.setdefault((decay, hasattr(parameter, "device_mesh")), []).append(parameter)
-    groups = [{"params": members, "weight_decay": decay} for (decay, _), members in filled.items()]
+        kinds.setdefault((parameter.dim() >= 2, hasattr(parameter, "device_mesh")), []).append(parameter)
+    groups = [
+        {"params": members, "weight_decay": optim.weight_decay if matrices else 0.0}
+        for (matrices, _), members in kinds.items()
+    ]
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
