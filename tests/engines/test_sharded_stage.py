@@ -135,6 +135,20 @@ def uneven_buckets(mesh: ReplicaMesh) -> None:
     engine.close()
 
 
+def streams_draw(mesh: ReplicaMesh) -> None:
+    """Each dp_shard rank draws the numbers of its own stream, the same ones each time that it is at a position."""
+    engine = engine_of(staged(Part(), mesh), mesh)
+    drawn = []
+    for position in (4, 5, 4):
+        engine.seed(position)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, drawn)
+    assert found[0][0] != found[1][0]
+    engine.close()
+
+
 class Gated(Part):
     """With a parameter of which each rank has its own."""
 
@@ -170,6 +184,7 @@ CASES: dict[str, Callable[[ReplicaMesh], None]] = {
     "gathered once in a pass": gathered_once,
     "sharded by the user": users_own,
     "buckets of uneven shards": uneven_buckets,
+    "random numbers": streams_draw,
     "refused": refused,
 }
 
