@@ -170,9 +170,6 @@ class PipelineEngine(BatchEngine):
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
         self._check_registered()
-        self._sharded: ShardedStage | None = None
-        if self._shards > 1:
-            self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
         self._constants = Buffers(self.registered, "mean", 0, 1, changing=parts.changing)
         if self._constants.running:
             raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
@@ -180,6 +177,9 @@ class PipelineEngine(BatchEngine):
         self._state = ReplicatedState(self.registered, self._constants)
         self._copies_checked = False  # since the state was changed in any way
         self._loaded = True  # the state was built or loaded, and no pass has checked it yet
+        self._sharded: ShardedStage | None = None
+        if self._shards > 1:
+            self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
         self._unchanged = Unchanged(self.registered)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
         self._chunks = {
@@ -208,7 +208,7 @@ class PipelineEngine(BatchEngine):
 
         All ranks of the replica do so before the same step. Graphs that it needs are made now, once. Raises ScheduleError
         if it cannot be run, ValueError for one that is for other chunks or micro-batches, ConfigError for chunks that
-        cannot be captured, or not with dp_shard.
+        cannot be captured.
         """
         if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
             raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
