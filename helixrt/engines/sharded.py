@@ -148,18 +148,19 @@ def shard_model(
         outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     if isinstance(model, FSDPModule):
         return model
-    others = set(ignored)
-    inside = [(block, inner) for block in blocks(model) if not isinstance(block, FSDPModule)]
-    for module, policy in (*inside, (model, outer)):
-        fully_shard(
-            module,
-            mesh=group.mesh,
-            mp_policy=policy,
-            ignored_params=others,
-            reshard_after_forward=False if gathered else None,
+    others, freed = set(ignored), False if gathered else None
+
+    def shard(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        sharded = fully_shard(
+            module, mesh=group.mesh, mp_policy=policy, ignored_params=others, reshard_after_forward=freed
         )
         if gathered:
-            module.set_reshard_after_backward(False, recurse=False)  # type: ignore[operator]
+            sharded.set_reshard_after_backward(False, recurse=False)
+
+    for block in blocks(model):
+        if not isinstance(block, FSDPModule):
+            shard(block, inner)
+    shard(model, outer)
     return model
 
 
