@@ -23,6 +23,7 @@ from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
+from helixrt.engines.sharded_stage import ShardedBuckets, ShardedStage
 from helixrt.engines.stage_ranks import LayoutsOf, StageRanks
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import Policy, StepGuard, UpdateFunction
@@ -134,6 +135,16 @@ def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
     return setting == "always" or (setting == "auto" and needs_graphs(schedule))
 
 
+def check_shards(schedule: Schedule, setting: str, shards: int) -> None:
+    """Raises ConfigError if graphs were to run chunks that are sharded over so many dp_shard ranks."""
+    if shards > 1 and runs_by_graphs(schedule, setting):
+        rule = (
+            f"cannot be with schedule {schedule.name} run by captured graphs, which gather no shards; take 1f1b, gpipe or "
+            "interleaved, or graphs=never, by which autograd runs any schedule with whole backwards"
+        )
+        raise ConfigError("mesh.dp_shard", shards, rule)
+
+
 class PipelineEngine(BatchEngine):
     """One pipeline stage of one replica.
 
@@ -163,7 +174,9 @@ class PipelineEngine(BatchEngine):
         self._ranks = StageRanks(parts.mesh, self.modules, parts.layouts)
         layouts = self._ranks.layouts
         withheld = [tie.name for tie in self._ties]
-        self._buckets = GradientBuckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
+        self._shards, self._shard = parts.mesh.size("dp_shard"), parts.mesh.rank("dp_shard")
+        buckets = GradientBuckets if self._shards == 1 else ShardedBuckets
+        self._buckets = buckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
         self._check_registered()
@@ -174,6 +187,9 @@ class PipelineEngine(BatchEngine):
         self._state = ReplicatedState(self.registered, self._constants)
         self._copies_checked = False  # since the state was changed in any way
         self._loaded = True  # the state was built or loaded, and no pass has checked it yet
+        self._sharded: ShardedStage | None = None
+        if self._shards > 1:
+            self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
         self._unchanged = Unchanged(self.registered)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
         self._chunks = {
@@ -218,6 +234,7 @@ class PipelineEngine(BatchEngine):
             raise ValueError(
                 f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
             )
+        check_shards(schedule, self._graphs_when, self._shards)
         if not runs_by_graphs(schedule, self._graphs_when):
             return self._autograd, compile_program(whole_backwards(schedule), self.stage)
         program = compile_program(schedule, self.stage)
@@ -261,11 +278,13 @@ class PipelineEngine(BatchEngine):
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
         self._passes += 1
+        if self._sharded is not None:
+            self._sharded.begin()
         self._buckets.begin(self._sums.begin(on_bucket))
 
     def seed(self, position: int) -> None:
-        """Set the random state for the batch at this position of the replica's stream: equal on all its ranks."""
-        set_random_state(self._seed, self._replica, 0, position)
+        """Set the random state for the batch at this position of the rank's stream: equal on all ranks that read it."""
+        set_random_state(self._seed, self._replica, self._shard, position)
 
     def set_update(self, update: UpdateFunction) -> None:
         """Raises MisuseError: the update of a pipeline is the default one."""
@@ -316,6 +335,8 @@ class PipelineEngine(BatchEngine):
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs, targets = self._microbatches(batch, program.schedule.microbatches)
         losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=self._passes)
+        if self._sharded is not None:
+            self._sharded.end_pass()
         for name, finish in finish_tied.items():
             assert buckets is not None
             finish()
@@ -377,7 +398,7 @@ class PipelineEngine(BatchEngine):
 
     def check_copies(self) -> None:
         if not self._copies_checked:
-            self._ranks.check_copies(self.registered)
+            self._ranks.check_copies(self.registered, self._state)
             self._copies_checked, self._loaded = True, False
 
     def state(self) -> State:
@@ -403,5 +424,7 @@ class PipelineEngine(BatchEngine):
     def close(self) -> None:
         self._guard.close()
         self._sums.close()
+        if self._sharded is not None:
+            self._sharded.close()
         for channel in self._channels.values():
             channel.close()

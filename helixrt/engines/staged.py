@@ -14,10 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, PROFILES, Batch, Batches, PipelineEngine, PipelineParts
+from helixrt.engines.pipeline import (
+    BUCKET_BYTES,
+    GRAPHS,
+    PROFILES,
+    Batch,
+    Batches,
+    PipelineEngine,
+    PipelineParts,
+    check_shards,
+)
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
+from helixrt.engines.sharded_stage import shard_chunks
 from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
@@ -49,6 +59,10 @@ class Stages:
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
     and `boundary` are of what this rank gets.
+
+    With dp_shard above 1 every dp_shard rank builds its parts whole, with the same values, and gives its own batch. FSDP2
+    shards them (`helixrt.engines.sharded_stage`), but for parameters whose layout is `sharded` over dp_shard. Captured graphs
+    do not run them.
     """
 
     modules: Sequence[nn.Module] | Mapping[int, nn.Module] | MakeParts
@@ -68,6 +82,7 @@ class Stages:
     PROFILES: ClassVar = PROFILES
     MAX_MICROBATCHES: ClassVar = MAX_MICROBATCHES  # that messages between stages can tell apart
     MAX_PARTS: ClassVar = MAX_CHUNKS
+    check_shards: ClassVar = staticmethod(check_shards)
 
     def scheduled(self, stages: int) -> Schedule:
         """The schedule over so many stages. Raises ConfigError for settings that do not fit each other."""
@@ -129,6 +144,7 @@ class StagedModel(PipelinedModel):
             rule = f"lacks part {missing[0]}, which {self.schedule.name} has on stage {place.stage}"
             raise ConfigError("stages.modules", sorted(found), rule)
         self.chunks = {number: found[number] for number in mine}
+        shard_chunks(self.chunks, place.mesh, stages.layouts)
         for number, module in self.chunks.items():
             self.add_module(f"chunk{number}", module)
 

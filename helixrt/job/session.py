@@ -30,7 +30,7 @@ from torch import nn
 
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.module import ModuleEngine
-from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipeline import PipelineEngine, check_shards
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model
@@ -186,8 +186,8 @@ class Session:
         heads) draws the same for each rank's part. With tp of 1 the plan is not used.
 
         A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size, also with cp and tp where its
-        parts are built for them (`group`, `Stages.layouts`); it trains on the CPU, in the type of its parameters, by
-        `step.train`.
+        parts are built for them (`group`, `Stages.layouts`), and with dp_shard, over which FSDP2 shards the parts of each
+        stage, by schedules that need no captured graphs; it trains on the CPU, in the type of its parameters, by `step.train`.
 
         A compiled model (`helixrt.compile(model, loss=..., microbatches=...)`) and `example`, a batch as `step.train` takes it,
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
@@ -203,7 +203,6 @@ class Session:
         """
         mesh = self.settings.mesh
         if isinstance(model, Stages):
-            mesh.check_stages()
             return self._staged(model)
         if example is not None:
             self._check_stages()
@@ -226,9 +225,14 @@ class Session:
 
     def _staged(self, stages: Stages) -> StagedModel:
         self._check_stages()
-        stages.scheduled(self.settings.mesh.pp)  # what is wrong is found before the ranks connect
-        check_layouts(asdict(self.settings.mesh), stages.layouts)
-        return StagedModel(stages, self._host.connect_stages())
+        mesh = self.settings.mesh
+        mesh.check_supported()  # what is wrong is found before the ranks connect
+        check_shards(stages.scheduled(mesh.pp), stages.graphs, mesh.dp_shard)
+        check_layouts(asdict(mesh), stages.layouts)
+        model = StagedModel(stages, self._host.connect_stages())
+        if mesh.dp_shard > 1:
+            self._group()  # for `_evaluate`
+        return model
 
     def register(
         self,

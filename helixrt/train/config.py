@@ -48,7 +48,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: str = "stdlib"  # "stdlib": source of the running Python's standard library; else a file or folder
-    batch: int = 16  # sequences per replica and step
+    batch: int = 16  # sequences per step of a stream: of each replica, or each dp_shard rank of one
     seq_len: int = 128  # bytes predicted per sequence
     validation: float = 0.05  # fraction of files held out
 
