@@ -70,14 +70,15 @@ def mean_of(lines: Sequence[Line]) -> Line:
     first = lines[0]
     if len(lines) == 1:
         return first
-    slowest = {"seconds": max(line.seconds for line in lines), "stall_s": max(line.stall_s for line in lines)}
+    seconds, stall_s = max(line.seconds for line in lines), max(line.stall_s for line in lines)
     if isinstance(first, StepMetrics):
-        return replace(_mean_of_text([line for line in lines if isinstance(line, StepMetrics)]), **slowest)
+        mean = _mean_of_text([line for line in lines if isinstance(line, StepMetrics)])
+        return replace(mean, seconds=seconds, stall_s=stall_s)
     names = dict.fromkeys(name for line in lines if isinstance(line, Logged) for name in line.values)
     values = {
         name: fmean(line.values[name] for line in lines if isinstance(line, Logged) and name in line.values) for name in names
     }
-    return replace(first, rank=_ranks(lines), values=values, **slowest)
+    return replace(first, rank=_ranks(lines), values=values, seconds=seconds, stall_s=stall_s)
 
 
 def _mean_of_text(lines: Sequence[StepMetrics]) -> StepMetrics:
