@@ -55,7 +55,7 @@ class Received:
     peer: int
     op: int
     index: int
-    came_s: float = field(default=0.0, compare=False)
+    came_s: float = field(default=0.0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
