@@ -36,12 +36,13 @@ ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Round:
-    """Run a schedule so many times, under costs whose links are slowed down by their delays."""
+    """Run a schedule so many times, under costs whose links are delayed as they say. A message is `elements` float32."""
 
     schedule: Schedule
     costs: Costs
     comm: Comm
     steps: int
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class SleepingRank:
 
     def run(self, asked: Round) -> Measured:
         self.channels.use(asked.comm)
-        like = torch.zeros(4)
+        like = torch.zeros(asked.elements)
         program = compile_program(asked.schedule, self.stage)
         chunks: dict[int, nn.Module] = {chunk: nn.Identity() for chunk in asked.schedule.held[self.stage]}
         buckets = GradientBuckets(chunks, bucket_bytes=1)

@@ -103,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--comms", nargs="+", default=list(COMMS), choices=list(COMMS))
     parser.add_argument("--steps", type=int, default=3, help="of each case; the median counts")
+    parser.add_argument("--elements", type=int, default=4, help="float32 in a message between stages")
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shared_memory"])
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
 
@@ -110,14 +111,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0."""
     sizes = [Size.parse(text) for text in args.sizes]
-    if args.steps < 1:
-        raise ConfigError("--steps", args.steps, "must be at least 1")
+    for key, value in (("--steps", args.steps), ("--elements", args.elements)):
+        if value < 1:
+            raise ConfigError(key, value, "must be at least 1")
     found: dict[str, list[Result]] = {}
     for size in sizes:
         cases = list(_cases(size, args.places, args.factors, args.policies, args.comms))
         with _ranks(size.stages, args.transport) as ranks:
-            _ask(ranks, Round(cases[0].schedule, cases[0].costs, COMMS[cases[0].comm], 1))  # the first step warms up
-            found[str(size)] = [_measure(ranks, case, args.steps) for case in cases]
+            warm_up = Round(cases[0].schedule, cases[0].costs, COMMS[cases[0].comm], 1, args.elements)
+            _ask(ranks, warm_up)
+            found[str(size)] = [_measure(ranks, case, args.steps, args.elements) for case in cases]
         _print(size, found[str(size)])
     if args.json is not None:
         _write(args, found)
@@ -197,8 +200,8 @@ def _answers(ranks: Sequence[Connection]) -> list[Any]:
     return found
 
 
-def _measure(ranks: Sequence[Connection], case: Case, steps: int) -> Result:
-    answers = _ask(ranks, Round(case.schedule, case.costs, COMMS[case.comm], steps))
+def _measure(ranks: Sequence[Connection], case: Case, steps: int, elements: int) -> Result:
+    answers = _ask(ranks, Round(case.schedule, case.costs, COMMS[case.comm], steps, elements))
     steps_ms = [max(answer.ends_ms[step] for answer in answers) for step in range(steps)]
     return Result(
         case.place.name,
@@ -260,6 +263,7 @@ def _beside(one: Result, results: Sequence[Result]) -> list[Result]:
 
 
 def _write(args: argparse.Namespace, found: dict[str, list[Result]]) -> None:
-    settings = {"sizes": args.sizes, "factors": args.factors, "steps": args.steps, "transport": args.transport}
+    names = ("sizes", "factors", "places", "steps", "elements", "transport")
+    settings = {name: getattr(args, name) for name in names}
     cases = {size: [{**asdict(r), "ratio": r.ratio} for r in results] for size, results in found.items()}
     write(args.json, "adaptation", settings, {}, summary={s: _summary(r) for s, r in found.items()}, cases=cases)

@@ -50,12 +50,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """`came_s`: of a message that came before it was asked for, the monotonic time at which it did, if known; else 0."""
+    """`came_s`: of a message that came before it was asked for, the monotonic time at which it did, if known; else 0.
+    In shared memory it comes when it can be read, elsewhere when its bytes are here."""
 
     peer: int
     op: int
     index: int
-    came_s: float = field(default=0.0, compare=False)
+    came_s: float = field(default=0.0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

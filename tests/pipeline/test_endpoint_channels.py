@@ -19,7 +19,7 @@ from helixrt.schedule.simulate import DELEGATED, Direct
 from helixrt.transport.contract import Endpoint
 
 LIKE = torch.empty(3, 5, dtype=torch.float64)
-DELAY_S = 0.5
+DELAY_S = 0.2
 
 
 def tag(microbatch: int, step: int = 1, lane: Lane = Lane.F) -> Tag:

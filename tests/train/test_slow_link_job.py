@@ -32,7 +32,7 @@ def transit_s(folder: Path, label: str) -> dict[int, list[float]]:
     found: dict[int, list[float]] = defaultdict(list)
     (flight,) = folder.glob(f"[0-9]*/[0-9]*/flight/{label}.inc0.detail.jsonl")
     for event in read_events(flight):
-        if event.kind is Kind.RECV:
+        if event.kind is Kind.RECV and event.detail["tag"].endswith((".F", ".B")):
             found[event.step].append(event.detail["arrived_s"] - event.detail["sent_s"])
     return found
 

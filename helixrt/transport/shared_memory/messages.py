@@ -172,6 +172,7 @@ class Receiving:
         self._into: dict[Name, Buffer | Intake] = {}  # memory that waits for a message, or gets it now
         self._addresses: dict[Name, int] = {}  # of what is read into, unless it is taken in
         self._held: dict[Name, tuple[bytes, float]] = {}  # and when it came (monotonic)
+        self._offered_s: dict[Name, float] = {}  # when what nobody had asked for was offered
         self.whole = False
 
     @property
@@ -207,14 +208,14 @@ class Receiving:
             del self._held[name]
         if freed:
             self._free()
-        for table in (self._into, self._addresses):
+        for table in (self._into, self._addresses, self._offered_s):
             for name in [name for name in table if name[0] == op]:
                 del table[name]
 
     def end(self) -> None:
         """Let go of the caller's memory."""
         self._box.end()
-        for table in (self._into, self._addresses, self._held):
+        for table in (self._into, self._addresses, self._held, self._offered_s):
             table.clear()
 
     def eager(self, frame: Frame, payload: memoryview) -> None:
@@ -228,7 +229,10 @@ class Receiving:
             self._deliver(name, payload, self._into.pop(name))
 
     def offer(self, frame: Frame) -> None:
-        self._begin((frame.op, frame.index), self._box.offer(frame))
+        name, way = (frame.op, frame.index), self._box.offer(frame)
+        if way is _WAIT:
+            self._offered_s[name] = time.monotonic()
+        self._begin(name, way)
 
     def piece(self, frame: Frame, payload: memoryview) -> None:
         coming = self._box.piece(frame)
@@ -242,7 +246,7 @@ class Receiving:
             into[frame.where : coming.done] = payload
         if coming.done == coming.length:
             del self._into[name]
-            self._outcome(Received(self._peer, *name))
+            self._outcome(Received(self._peer, *name, self._offered_s.pop(name, 0.0)))
             self.whole = True
 
     def read(self, limit: int) -> int:
@@ -275,7 +279,7 @@ class Receiving:
             if self._box.was_read(name, stands, stands and self._memory.alive()):
                 del self._into[name]
                 self._put(Frame(Kind.TAKEN, name[1], name[0]))
-                self._outcome(Received(self._peer, *name))
+                self._outcome(Received(self._peer, *name, self._offered_s.pop(name, 0.0)))
                 self.whole = True
         return total
 
