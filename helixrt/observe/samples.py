@@ -19,11 +19,11 @@ _SAME_GAP = 0.25  # spread of the gaps behind queued messages, by their median, 
 
 
 class Sample(NamedTuple):
-    """Median and robust standard deviation of `count` measurements."""
+    """Median and robust standard deviation of `size` measurements."""
 
     median: float
     spread: float
-    count: int
+    size: int
 
 
 class Stamped(NamedTuple):
@@ -40,7 +40,7 @@ class FlowSample(NamedTuple):
     at_s: float  # sender's clock, median
     least_ms: float
     delay: Sample
-    wire: Sample  # count 0: no message queued behind another
+    wire: Sample  # size 0: no message queued behind another
     nbytes: int
     upper_bound: bool  # of the delay: no arrival is known
 
