@@ -142,9 +142,9 @@ class MeasuredCosts:
         links |= {way: Link(number(link.delay), number(link.wire)) for way, link in self.links.items()}
         pair_ms = {} if base is None or uncertain else dict(base.pair_ms)
         pair_ms |= {key: max(_LEAST_MS, number(estimate)) for key, estimate in self.pairs.items()}
-        found = base or Costs(self.placement, tuple(zeros), tuple(zeros), tuple(zeros))
+        start = base or Costs(self.placement, tuple(zeros), tuple(zeros), tuple(zeros))
         return replace(
-            found,
+            start,
             forward=tuple(forward),
             backward=tuple(backward),
             weight=tuple(weight),
