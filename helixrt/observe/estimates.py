@@ -142,11 +142,15 @@ class MeasuredCosts:
         links |= {way: Link(number(link.delay), number(link.wire)) for way, link in self.links.items()}
         pair_ms = {} if base is None or uncertain else dict(base.pair_ms)
         pair_ms |= {key: max(_LEAST_MS, number(estimate)) for key, estimate in self.pairs.items()}
-        values = {"forward": forward, "backward": backward, "weight": weight}
-        settled = {name: tuple(each) for name, each in values.items()}
-        if base is not None:
-            return replace(base, links=links, pair_ms=pair_ms, **settled)
-        return Costs(self.placement, settled["forward"], settled["backward"], settled["weight"], links, pair_ms=pair_ms)
+        start = base or Costs(self.placement, tuple(zeros), tuple(zeros), tuple(zeros))
+        return replace(
+            start,
+            forward=tuple(forward),
+            backward=tuple(backward),
+            weight=tuple(weight),
+            links=links,
+            pair_ms=pair_ms,
+        )
 
 
 def _share(base: Costs | None, chunk: int) -> float:

@@ -57,7 +57,7 @@ class _Delay:
     def add(self, step: int, sample: FlowSample, offset: Offset) -> Change | None:
         bound = sample.upper_bound
         self._samples[bound], self._steps[bound] = (sample, offset), step
-        if not bound:
+        if sample.wire.size:
             self._wire.add(step, sample.wire)
         delay = sample.delay._replace(median=sample.delay.median - offset.offset_s * 1e3)
         change = self._windows[bound].add(step, delay, offset.uncertainty_s * 1e3)
@@ -71,7 +71,7 @@ class _Delay:
         delay = most if bound else measured
         assert delay is not None
         sample, offset = self._samples[bound]
-        wire = self._wire.estimate() if not bound and sample.wire.count else None
+        wire = self._wire.estimate() if not bound and sample.wire.size else None
         value_ms = max(0.0, delay.value_ms)
         systematic_ms = delay.systematic_ms + offset.uncertainty_s * 1e3 + bound * value_ms
         estimate = Estimate(value_ms, delay.spread_ms, delay.samples, systematic_ms)
@@ -111,8 +111,8 @@ class Estimator:
             self._bound(flow, sample)
         if not counts:
             return
-        for name, sample in times.operations.items():
-            self._operation(times, name, sample)
+        for name, durations in times.operations.items():
+            self._operation(times, name, durations)
         for flow, found in flows.items():
             self._message(flow, found, times.step)
 
@@ -200,7 +200,7 @@ class Estimator:
             placement,
             self._microbatches,
             {key: estimate for key, (estimate, _) in found.items() if len(key) == 2},  # type: ignore[misc]
-            {key: estimate for key, (estimate, _) in found.items() if len(key) == 3},  # type: ignore[misc]
+            {key: estimate for key, (estimate, _) in found.items() if len(key) == 3},
             links,
             self._step,
             since,

@@ -9,21 +9,23 @@ and a_i = begin_i + wire + delay + offset of the clocks. `delay` is therefore me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 _TO_SIGMA = 1.4826  # of normal samples: standard deviation by median absolute deviation
 _QUEUED_SHARE = 0.5  # a message that arrived later than an unqueued one by this share of the gap before it had queued
 _LEAST_QUEUED = 3  # messages, for a rate
+_EXPLAINED = 0.5  # of the differences between messages that may be left when queueing is taken out
 _SAME_GAP = 0.25  # spread of the gaps behind queued messages, by their median, up to which they are the wire's
 
 
 class Sample(NamedTuple):
-    """Median and robust standard deviation of `count` measurements."""
+    """Median and robust standard deviation of `size` measurements."""
 
     median: float
     spread: float
-    count: int
+    size: int
 
 
 class Stamped(NamedTuple):
@@ -40,7 +42,7 @@ class FlowSample(NamedTuple):
     at_s: float  # sender's clock, median
     least_ms: float
     delay: Sample
-    wire: Sample  # count 0: no message queued behind another
+    wire: Sample  # size 0: no message queued behind another
     nbytes: int
     upper_bound: bool  # of the delay: no arrival is known
 
@@ -80,13 +82,27 @@ def flow_sample(messages: Sequence[Stamped], nbytes: int) -> FlowSample:
     known = sum(exact)
     if 2 * known < len(ordered):
         return FlowSample(at_s, least_ms, Sample(least_ms, 0.0, len(ordered)), NO_SAMPLE, nbytes, upper_bound=True)
-    wire = _wire(ordered, transits_ms, least_ms) if known == len(ordered) else NO_SAMPLE
-    wire_ms, begin_s, delays_ms = wire.median, -1e300, []
+    delays_ms, wire = _delays(ordered, 0.0), NO_SAMPLE
+    if known == len(ordered) and (found := _wire(ordered, transits_ms, least_ms)).size:
+        behind_ms = _delays(ordered, found.median)
+        if _variation(behind_ms) < _EXPLAINED * _variation(delays_ms):
+            delays_ms, wire = behind_ms, found
+    return FlowSample(at_s, least_ms, summary(delays_ms), wire, nbytes, upper_bound=False)
+
+
+def _delays(ordered: Sequence[Stamped], wire_ms: float) -> list[float]:
+    """Of the messages whose arrival is known, what is left when queueing and the wire are taken out."""
+    begin_s, found = -math.inf, []
     for message in ordered:
         begin_s = max(message.sent_s, begin_s + wire_ms * 1e-3)
         if message.exact:
-            delays_ms.append((message.arrived_s - begin_s) * 1e3 - wire_ms)
-    return FlowSample(at_s, least_ms, summary(delays_ms), wire, nbytes, upper_bound=False)
+            found.append((message.arrived_s - begin_s) * 1e3 - wire_ms)
+    return found
+
+
+def _variation(values: Sequence[float]) -> float:
+    middle = median(values)
+    return sum([abs(value - middle) for value in values])
 
 
 def _wire(ordered: Sequence[Stamped], transits_ms: Sequence[float], least_ms: float) -> Sample:

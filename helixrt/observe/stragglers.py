@@ -19,6 +19,7 @@ from helixrt.schedule.costs import Costs
 SLOW_STAGE = 1.2  # times what the other stages take, or what it took before
 SLOW_LINK = 3.0  # times what the other links take
 _NOTICEABLE = 0.1  # of an operation: less delay than that holds nobody up
+_BY_ITSELF = 0.5  # of an operation, for a link without others to compare it with
 
 
 class Cause(StrEnum):
@@ -91,8 +92,9 @@ def _slower_than_before(measured: MeasuredCosts, stage: int, shifts: Sequence[Sh
 def _links(measured: MeasuredCosts, operation_ms: float) -> list[Straggler]:
     found = []
     for way, link in sorted(measured.links.items()):
-        usual_ms = _usual_ms(measured, way)
-        limit_ms = max(SLOW_LINK * usual_ms, _NOTICEABLE * operation_ms)
+        others = _others(measured, way)
+        usual_ms = statistics.median(others) if others else 0.0
+        limit_ms = max(SLOW_LINK * usual_ms, (_NOTICEABLE if others else _BY_ITSELF) * operation_ms)
         back = measured.links.get((way[1], way[0]))
         since = measured.since.get(way, 0)
         if link.upper_bound:
@@ -113,10 +115,9 @@ def _links(measured: MeasuredCosts, operation_ms: float) -> list[Straggler]:
     return found
 
 
-def _usual_ms(measured: MeasuredCosts, way: Way) -> float:
-    """Median of the links between other pairs of stages; of this one alone, none."""
-    others = [link.total_ms for other, link in measured.links.items() if set(other) != set(way) and not link.upper_bound]
-    return statistics.median(others) if others else 0.0
+def _others(measured: MeasuredCosts, way: Way) -> list[float]:
+    """What messages take on the links between other pairs of stages."""
+    return [link.total_ms for other, link in measured.links.items() if set(other) != set(way) and not link.upper_bound]
 
 
 def _per_stage(costs: Costs) -> list[float]:

@@ -64,7 +64,7 @@ class Window:
         differences = [each - usual.median for each in after]
         if not (all(d > least_ms for d in differences) or all(d < -least_ms for d in differences)):
             return None
-        within = median([each.spread / math.sqrt(each.count or 1) for _, each, _ in before])
+        within = median([each.spread / math.sqrt(each.size or 1) for _, each, _ in before])
         if min(abs(d) for d in differences) <= _DEVIATIONS * max(usual.spread, within):
             return None
         self._steps, self._medians, self._usual_ms, self._spreads_left = self._steps[-CONFIRMED:], after, None, 0
@@ -81,5 +81,5 @@ class Window:
             self._spreads_left = _RENEWED if len(self._steps) > _RENEWED else 1
         within, between = self._spreads
         self._usual_ms = value_ms = median(self._medians)
-        count = len(self._steps) * self._steps[-1][1].count
+        count = len(self._steps) * self._steps[-1][1].size
         return Estimate(value_ms, math.hypot(within, between), count, interval_of_median(between, len(self._steps)))

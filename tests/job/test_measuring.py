@@ -55,7 +55,7 @@ def test_each_step_is_in_one_summary_and_short_steps_share_one() -> None:
     sent.wait(12)
     measuring.close()
     measuring.close()
-    assert sum(times.operations["F1"].count for times in sent.times) == 12 * 8
+    assert sum(times.operations["F1"].size for times in sent.times) == 12 * 8
     assert [times.step for times in sent.times] == sorted({times.step for times in sent.times})
     assert all(times.clock == "host" and times.microbatches == 8 for times in sent.times)
     assert measuring.spent_s > 0 and "helixrt-measuring" not in {thread.name for thread in threading.enumerate()}
@@ -75,7 +75,7 @@ def test_what_could_not_be_sent_is_dropped_and_the_next_one_comes() -> None:
                 threading.Event().wait(0.01)
     sent.wait(2)
     measuring.close()
-    assert [times.step for times in sent.times] == [2] and sent.times[0].operations["F0"].count == 8
+    assert [times.step for times in sent.times] == [2] and sent.times[0].operations["F0"].size == 8
 
 
 def test_a_followers_summary_reaches_the_costs_of_the_leader_through_the_store() -> None:
