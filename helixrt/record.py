@@ -31,7 +31,7 @@ class Kind(StrEnum):
     STEP_END = "step_end"  # loss, tokens, stall_s
     OPERATION = "operation"  # op (F/B/W/BW), chunk, microbatch; woven, if it ran as one with its pair; has a duration
     SEND = "send"  # tag, bytes; duration from queued to done; over endpoints begun_s, copy_s (to host memory)
-    # tag, bytes, needed_s; duration from posted to taken; over endpoints arrived_s, and queued_s and sent_s by the sender's clock
+    # tag, bytes, needed_s; duration from posted to taken; over endpoints arrived_s, and by the sender's clock queued_s, sent_s
     RECV = "recv"
     QUORUM_JOIN = "quorum_join"  # lineage
     QUORUM = "quorum"  # generation, members, contributors, behind

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.adaptation.replan import fits, link_verdicts, replan
 from helixrt.schedule.costs import Costs, Link
 from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.ir import Schedule
@@ -85,6 +84,8 @@ class Answer:
 
 def judge(question: Question) -> Answer:
     """Time the orders, and plan another one where the order in use does not tolerate the costs. Raises what `replan` does."""
+    from helixrt.schedule.adaptation.replan import replan  # brings numpy, which settings do without
+
     costs, known = question.observed.costs, question.known
     found = replan(
         question.in_use, costs, comm=question.comm, known=known, least_gain=question.least_gain, effort=question.effort
@@ -94,6 +95,8 @@ def judge(question: Question) -> Answer:
 
 def timed(question: Question, planned: Schedule) -> Answer:
     """The answer, with this order as the one that was planned."""
+    from helixrt.schedule.adaptation.replan import fits, link_verdicts
+
     observed, in_use = question.observed, question.in_use
     ends = (observed.costs, observed.shifted(-1.0), observed.shifted(1.0))
     before = question.before or observed.costs
