@@ -42,7 +42,7 @@ class Round:
     costs: Costs
     comm: Comm
     steps: int
-    elements: int
+    elements: int = 4
 
 
 @dataclass(frozen=True)

@@ -226,8 +226,14 @@ class Leading:
         """What a rank of the replica measured; from any thread."""
         for shift in self.costs.add(times):
             change, what = shift.change, cost_key(shift.key)
-            detail = {"what": what, "since": change.step, "before_ms": change.before_ms, "after_ms": change.after_ms}
-            self._context.record.write(Kind.COSTS_CHANGED, step=times.step, **detail)
+            self._context.record.write(
+                Kind.COSTS_CHANGED,
+                step=times.step,
+                what=what,
+                since=change.step,
+                before_ms=change.before_ms,
+                after_ms=change.after_ms,
+            )
         if self._adapter is not None:
             self._adapter.measured()
 

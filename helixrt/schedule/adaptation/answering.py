@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from helixrt.errors import HelixError
 from helixrt.schedule.adaptation.judge import judge
@@ -18,14 +18,14 @@ from helixrt.schedule.adaptation.judge import judge
 _LENGTH = 4
 
 
-def put(stream: BinaryIO, value: Any) -> None:
+def put(stream: IO[bytes], value: Any) -> None:
     """Write one frame. Raises OSError where nobody reads."""
     data = pickle.dumps(value)
     stream.write(len(data).to_bytes(_LENGTH, "big") + data)
     stream.flush()
 
 
-def take(stream: BinaryIO) -> Any:
+def take(stream: IO[bytes]) -> Any:
     """Read one frame. Raises EOFError at the end of the stream."""
     head = stream.read(_LENGTH)
     data = stream.read(int.from_bytes(head, "big")) if len(head) == _LENGTH else b""
