@@ -169,8 +169,8 @@ def _summary(scenario: Scenario, fixed: Sequence[Run], loop: Run) -> dict[str, A
         "total of others / total of the loop": {each.name: round(each.total_s / loop.total_s, 3) for each in fixed},
         "total / undisturbed": round(loop.total_s * 1e3 / (median(calm) * scenario.steps), 3),
     }
-    if scenario.name == "slow-link" and scenario.steps >= SLOW_TO:  # a shorter run ends before the delay does
-        steady = slice(SLOW_FROM + 4, SLOW_TO - 1)  # the order has followed
+    if scenario.name == "slow-link":
+        steady = slice(min(SLOW_FROM + 4, SLOW_TO - 2), SLOW_TO - 1)  # the order has followed
         mine = median(loop.steps_ms[steady])
         said["steps until the new order"] = next((s - SLOW_FROM + 2 for s, *_ in loop.switches if s >= SLOW_FROM), None)
         said["slow step, ms"] = {each.name: round(median(each.steps_ms[steady]), 1) for each in (*fixed, loop)}
