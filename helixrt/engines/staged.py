@@ -18,6 +18,7 @@ from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, PROFILES, Batch, Batc
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
+from helixrt.engines.stage_places import NamesOf
 from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
@@ -46,6 +47,9 @@ class Stages:
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
     and `boundary` are of what this rank gets.
+
+    Checkpoints have the names of the whole model: `names(part, name)` gives that of the parameter or buffer `name` of part number
+    `part`. Without it these are `chunkPART.NAME`, and a run is resumed with as many parts, on any number of stages.
     """
 
     modules: Sequence[nn.Module] | Mapping[int, nn.Module] | MakeParts
@@ -59,6 +63,7 @@ class Stages:
     bucket_bytes: int = BUCKET_BYTES
     layouts: LayoutsOf | None = None
     profile: str = "auto"
+    names: NamesOf | None = None
 
     GRAPHS: ClassVar = GRAPHS
     PROFILES: ClassVar = PROFILES
@@ -159,6 +164,7 @@ class StagedModel(PipelinedModel):
                 seed=seed,
                 mesh=place.mesh,
                 layouts=stages.layouts,
+                names=stages.names,
             )
         )
         return self._engine
