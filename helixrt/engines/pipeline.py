@@ -79,7 +79,8 @@ class PipelineParts:
     none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward changes, where
     that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a single stage. `mesh`
     is that of the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage,
-    `names` what parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say
+    `names` what parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that
+    moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say
     otherwise. `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven.
     """
 

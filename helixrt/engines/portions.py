@@ -1,4 +1,4 @@
-"""How this rank's state lies in that of the whole replica: by the placements of DTensors, and by what a model in stages declares.
+"""How this rank's state lies in that of the whole replica: by placements of DTensors, and by what a model in stages declares.
 
 In: an engine's replicated state, the replica's mesh, the model's own names of parameters and buffers, and for tensors that are
 cut and are no DTensors how they are. Out: a `Portion` for each tensor that is a parameter, a buffer, the state of an optimizer
@@ -17,7 +17,7 @@ from helixrt.engines.replica_mesh import AXES, ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded import is_sharded
 from helixrt.engines.state_tree import key_of, segment
-from helixrt.replica.portions import MODEL, Portion, Runs, cut, every, parts_of
+from helixrt.replica.portions import MODEL, NOT_PERSISTENT, Portion, Runs, cut, every, parts_of
 
 _MODULES = ("parameter", "running_buffer", "buffer")  # first parts of names in a state, of what modules have
 
@@ -34,8 +34,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Places:
-    """What an engine says of its parameters and buffers, by their registered names. `names`: those of the whole model, where they
-    are others. `cuts`: of tensors that are cut besides what their placement as DTensors says; `unknown`: of which that is not
+    """What an engine says of its parameters and buffers, by registered names. `names`: those of the whole model, where they are
+    others. `cuts`: of tensors that are cut besides what their placement as DTensors says; `unknown`: of which that is not
     said. `copies`: of which an earlier stage has a copy."""
 
     names: Mapping[str, str]
@@ -56,7 +56,8 @@ def portions_of(state: ReplicatedState, mesh: ReplicaMesh, places: Places = NOTH
         kind, *rest = path.split("/")
         if kind in _MODULES:
             name = "/".join(rest)
-            own = f"{MODEL}/{places.names.get(name, name)}"
+            first = NOT_PERSISTENT if name in state.not_persistent and kind != "parameter" else MODEL
+            own = f"{first}/{places.names.get(name, name)}"
         elif kind == "optimizer" and rest[1] == "state" and (name := key_of(rest[2])) in parameters:
             own = _renamed(path, places)
             if not _follows(tensor, parameters[name]):

@@ -27,8 +27,8 @@ def stage_places(
     mesh: ReplicaMesh,
     copies: Collection[str],
 ) -> Places:
-    """`copies`: parameters, by their names in chunks, of which an earlier stage has a copy. Raises ConfigError (stages.names) for
-    two tensors of this stage with one name."""
+    """`copies`: parameters, by their names in chunks, of which an earlier stage has a copy. Raises ConfigError (stages.names)
+    for two parameters of this stage with one name."""
     called = {
         id(tensor): qualified(model, name)
         for model, module in reversed(registered.models.items())
@@ -67,4 +67,4 @@ def _check_parameters(own: Mapping[str, str], registered: Registered) -> None:
     for name, _ in registered.parameters():
         whole = own.get(name, name)
         if (other := seen.setdefault(whole, name)) != name:
-            raise ConfigError("stages.names", whole, f"is the name of both {other} and {name}; parameters have names of their own")
+            raise ConfigError("stages.names", whole, f"is the name of {other} and of {name}; each parameter has its own")

@@ -48,8 +48,8 @@ class Stages:
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
     and `boundary` are of what this rank gets.
 
-    Checkpoints have the names of the whole model: `names(part, name)` gives that of the parameter or buffer `name` of part number
-    `part`. Without it these are `chunkPART.NAME`, and a run is resumed with as many parts, on any number of stages.
+    Checkpoints have the names of the whole model: `names(part, name)` gives that of the parameter or buffer `name` of part
+    number `part`. Without it these are `chunkPART.NAME`, and a run is resumed with as many parts, on any number of stages.
     """
 
     modules: Sequence[nn.Module] | Mapping[int, nn.Module] | MakeParts

@@ -244,7 +244,7 @@ class Stream:
         dealt, newest = dealt_by(self._loader), self._settings.deals[-1]
         if dealt is None or dealt[0].deals != self._settings.deals:
             before = f"{newest.items} items, shuffle={newest.shuffle}"
-            rule = f"the run was resumed with another number of replicas, so its loader must read session.sampler of {before}"
+            rule = f"the run was resumed with another number of streams, so its loader must read session.sampler of {before}"
             found = name_of(self._loader) if dealt is None else f"{dealt[0].items} items, shuffle={dealt[0].shuffle}"
             raise ConfigError("loader", found, rule)
         if newest.accumulate != self._settings.accumulate:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-MODEL = "model"  # first part of the names of parameters and buffers in the state of the whole model
+MODEL = "model"  # first part of the names of what the model's state_dict has, in the state of the whole model
+NOT_PERSISTENT = "not_persistent"  # of buffers that it has not
 
 Runs = tuple[tuple[int, int], ...]  # (first index, how many) of a dimension, in the order in which a rank holds them
 
@@ -27,8 +28,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Portion:
-    """What a rank holds of the tensor `name` of the whole model, which has this shape. `writes`: this rank is the first of those
-    that hold the same."""
+    """What a rank holds of the tensor `name` of the whole model, which has this shape. `writes`: this rank is the first of
+    those that hold the same."""
 
     name: str
     shape: tuple[int, ...]
