@@ -53,7 +53,10 @@ def stage_places(
                 cuts[registered_name] = layout.cuts
             else:
                 unknown.add(registered_name)
-    _check_parameters(own, registered)
+    if mesh.size("dp_shard", "cp", "tp") > 1:  # of what is in no chunk nobody says whether it is cut
+        inside = {id(tensor) for chunk in chunks.values() for _, tensor in _tensors(chunk)}
+        unknown |= {name for identity, name in called.items() if identity not in inside}
+    _check_names(own, registered)
     return Places(own, cuts, unknown, copied)
 
 
@@ -61,10 +64,13 @@ def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
-def _check_parameters(own: Mapping[str, str], registered: Registered) -> None:
-    """Buffers of several parts may be copies of one; parameters are each itself."""
-    seen: dict[str, str] = {}
-    for name, _ in registered.parameters():
+def _check_names(own: Mapping[str, str], registered: Registered) -> None:
+    """Parameters have names of their own; buffers of several parts may be copies of one."""
+    seen: dict[str, tuple[str, torch.Tensor]] = {}
+    buffers = ((qualified(model, name), b) for model, module in registered.models.items() for name, b in module.named_buffers())
+    for name, tensor in (*registered.parameters(), *buffers):
         whole = own.get(name, name)
-        if (other := seen.setdefault(whole, name)) != name:
-            raise ConfigError("stages.names", whole, f"is the name of {other} and of {name}; each parameter has its own")
+        other, value = seen.setdefault(whole, (name, tensor))
+        copies = not isinstance(tensor, nn.Parameter) and value.shape == tensor.shape and torch.equal(value, tensor)
+        if other != name and not copies:
+            raise ConfigError("stages.names", whole, f"is the name of {other} and of {name}, which are two tensors")

@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -35,12 +36,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size in the whole te
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, or what one rank has stored of it. `crc`: of the bytes of one that has no place in the whole model."""
+    """A tensor, or what one rank has stored of it: the boxes, and the CRC-32 of the bytes of each. `placed`: its place in the
+    whole model is known."""
 
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    crc: int | None = None
+    placed: bool
+    crcs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,24 +64,25 @@ class PartIndex:
     scalars: Mapping[str, Scalar]
 
     def to_plain(self) -> dict[str, Any]:
-        entries = {name: [e.dtype, e.shape, e.boxes, e.crc] for name, e in self.entries.items()}
+        entries = {name: [e.dtype, e.shape, e.boxes, e.placed, e.crcs] for name, e in self.entries.items()}
         return {"entries": entries, "scalars": dict(self.scalars)}
 
     @staticmethod
     def from_plain(raw: Mapping[str, Any]) -> PartIndex:
         """Raises KeyError, TypeError or ValueError for what `to_plain` did not give."""
         entries = {
-            str(name): Entry(str(dtype), _ints(shape), tuple((_ints(a), _ints(b)) for a, b in boxes), crc)
-            for name, (dtype, shape, boxes, crc) in raw["entries"].items()
+            str(name): Entry(str(dtype), _ints(shape), tuple((_ints(a), _ints(b)) for a, b in boxes), bool(placed), _ints(crcs))
+            for name, (dtype, shape, boxes, placed, crcs) in raw["entries"].items()
         }
         return PartIndex(entries, dict(raw["scalars"]))
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank writes: its index, and the tensors of all boxes, in its order, on the CPU."""
+    """What one rank writes: entries and scalars, and the tensors of all boxes, in the order of entries, on the CPU."""
 
-    index: PartIndex
+    entries: Mapping[str, Entry]
+    scalars: Mapping[str, Scalar]
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
 
     @staticmethod
@@ -91,14 +95,20 @@ class RankPart:
             if portion is None:
                 mine = _copy(tensor)
                 name = renamed(path, portions)
-                entries[name] = Entry(dtype, tuple(mine.shape), (((0,) * mine.dim(), tuple(mine.shape)),), _crc(mine))
+                entries[name] = Entry(dtype, tuple(mine.shape), (((0,) * mine.dim(), tuple(mine.shape)),), False)
                 stored.append(mine)
             elif portion.writes and portion.name not in entries:
                 boxes = tuple((block.offset, block.size) for block in portion.blocks)
-                entries[portion.name] = Entry(dtype, portion.shape, boxes)
+                entries[portion.name] = Entry(dtype, portion.shape, boxes, True)
                 stored += [_copy(box_of(tensor, block.local, block.size)) for block in portion.blocks]
         scalars = {renamed(path, portions): value for path, value in state.scalars.items() if not path.startswith(PLACEMENTS)}
-        return RankPart(PartIndex(entries, scalars), tuple(stored))
+        return RankPart(entries, scalars, tuple(stored))
+
+    def index(self) -> PartIndex:
+        """With the CRC-32 of every box: reads all bytes."""
+        crcs = iter([_crc(tensor) for tensor in self.tensors])
+        found = {name: replace(entry, crcs=tuple(islice(crcs, len(entry.boxes)))) for name, entry in self.entries.items()}
+        return PartIndex(found, self.scalars)
 
 
 @dataclass(frozen=True)
@@ -125,27 +135,36 @@ class Index:
         self.writers: dict[str, list[tuple[int, int]]] = {}  # of placed entries, of each box: rank, and its number there
         for rank, part in enumerate(parts):
             for name, entry in part.entries.items():
-                if entry.crc is None:
+                if entry.placed:
                     self._take_up(rank, name, entry)
         for name, entry in self.placed.items():
             if sum(prod(size) for _, size in entry.boxes) != prod(entry.shape):
                 raise ValueError(f"{name} of shape {list(entry.shape)} is not whole: it has the boxes {list(entry.boxes)}")
-        others = [{name: e for name, e in part.entries.items() if e.crc is not None} for part in parts]
+        others = [{name: e for name, e in part.entries.items() if not e.placed} for part in parts]
         first = others[0] if others else {}
         self.common = {name: e for name, e in first.items() if all(each.get(name) == e for each in others)}
         self.own = [{name: e for name, e in each.items() if name not in self.common} for each in others]
         self._sort_scalars()
 
     def _take_up(self, rank: int, name: str, entry: Entry) -> None:
-        known = self.placed.get(name, Entry(entry.dtype, entry.shape, ()))
+        known = self.placed.get(name, Entry(entry.dtype, entry.shape, (), True))
         if (known.dtype, known.shape) != (entry.dtype, entry.shape):
             raise ValueError(
                 f"{name} is {known.dtype}{list(known.shape)} on one rank and {entry.dtype}{list(entry.shape)} on rank {rank}; "
                 "tensors of the model have names of their own (Stages(names=...))"
             )
-        fresh = [(number, box) for number, box in enumerate(entry.boxes) if box not in known.boxes]
-        self.placed[name] = Entry(entry.dtype, entry.shape, (*known.boxes, *(box for _, box in fresh)))
-        self.writers.setdefault(name, []).extend((rank, number) for number, _ in fresh)
+        boxes = dict(zip(known.boxes, known.crcs, strict=True))
+        writers = self.writers.setdefault(name, [])
+        for number, (box, crc) in enumerate(zip(entry.boxes, entry.crcs, strict=True)):
+            if box not in boxes:
+                boxes[box] = crc
+                writers.append((rank, number))
+            elif boxes[box] != crc:
+                raise ValueError(
+                    f"{name} has other values on rank {rank} than on another rank that has written it; if they are two "
+                    "tensors of the model, give them names of their own (Stages(names=...))"
+                )
+        self.placed[name] = Entry(entry.dtype, entry.shape, tuple(boxes), True, tuple(boxes.values()))
 
     def _sort_scalars(self) -> None:
         """Of the state for a parameter the ranks that have it must agree; groups are found by their parameters."""

@@ -190,7 +190,7 @@ class Checkpointer:
         def written() -> None:
             self._record.write(Kind.CHECKPOINT_BEGIN, step=record.step, lineage=record.hash)
 
-        _write_folder(part, mine.tensors, {"index": mine.index.to_plain()}, written)
+        _write_folder(part, mine.tensors, {"index": mine.index().to_plain()}, written)
 
     def _complete(self, target: Path, job: _Job) -> None:
         """Rank 0: wait for the other ranks, then write DCP's metadata and the manifest."""

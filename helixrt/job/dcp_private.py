@@ -109,7 +109,7 @@ class _SavePlanner(dcp.SavePlanner):
     def __init__(self, things: Sequence[Any]) -> None:
         self._things = things
 
-    def set_up_planner(self, *unused: Any, **named: Any) -> None:
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         pass
 
     def create_local_plan(self) -> dcp.SavePlan:

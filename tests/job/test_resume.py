@@ -101,6 +101,25 @@ def test_a_resumed_run_reads_its_data_as_before(accumulate: int, batches: int, t
         Stream(list(range(batches)), StreamSettings(1, accumulate), again)
 
 
+class Named(list[int]):
+    def __init__(self, content: str) -> None:
+        super().__init__(range(12))
+        self.content_digest = content
+
+
+def test_a_run_is_not_resumed_on_other_data_and_streams_read_the_same(tmp_path: Path) -> None:
+    store = MemoryRunStore()
+    Stream(Named("corpus 1"), StreamSettings(0, 2), store)
+    with pytest.raises(ConfigError, match="loader=corpus 2 in stream 1/0: stream 0/0 reads corpus 1; all streams"):
+        Stream(Named("corpus 2"), StreamSettings(1, 2), store)
+    assert keep_stream(store, tmp_path)
+    again = MemoryRunStore()
+    assert restore_stream(again, tmp_path)
+    with pytest.raises(ConfigError, match="reads corpus 1; all streams, and a run that is resumed, read the same"):
+        Stream(Named(""), StreamSettings(0, 2), again)
+    Stream(Named("corpus 1"), StreamSettings(0, 2), again)
+
+
 def test_states_in_the_folder_outlive_the_store(tmp_path: Path) -> None:
     states = LoaderStates(MemoryRunStore(), "0/0", print, tmp_path)
     for offset in range(0, 100, 10):
