@@ -133,8 +133,6 @@ class _Reading:
         path = f"optimizer/{segment(key)}/state/{segment(name)}/{rest}"
         if stored in self.index.common_scalars:
             self.found.scalars[path] = self.index.common_scalars[stored]
-        elif stored in self.index.own_scalars[self.rank] if self.same_mesh else False:
-            self.found.scalars[path] = self.index.own_scalars[self.rank][stored]
         elif stored not in self.index.placed:
             self._own(path)
         else:

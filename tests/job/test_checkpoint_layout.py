@@ -255,11 +255,12 @@ def test_parts_that_are_no_whole_state_are_not_a_checkpoint(tmp_path: Path) -> N
     ranks, said = Ranks(1, 2, 1), list[str]()
     state, portions = ranks.state(1, 3)
     holes = {path: Portion(p.name, p.shape, (), p.writes) for path, p in portions.items()}
-    assert write(tmp_path, ranks.mesh, [ranks.part(0, 3), RankPart.of(state, holes)], said) is None
+    assert write(tmp_path / "holes", ranks.mesh, [ranks.part(0, 3), RankPart.of(state, holes)], said) is None
     assert "is not whole" in said[0]
     other = {**state.tensors, "parameter/chunk0.norm": torch.zeros(3, dtype=torch.float32)}
     said.clear()
-    assert write(tmp_path, ranks.mesh, [ranks.part(0, 3), RankPart.of(State(other, state.scalars), portions)], said) is None
+    parts = [ranks.part(0, 3), RankPart.of(State(other, state.scalars), portions)]
+    assert write(tmp_path / "types", ranks.mesh, parts, said) is None
     assert "model/norm is float64[6] on one rank and float32[6] on rank 1" in said[0]
 
 

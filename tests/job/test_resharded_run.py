@@ -28,7 +28,7 @@ FIRST, LAST = 20, 26
 def launch(folder: Path, replicas: int, pp: int, dp_shard: int, steps: int, *resume: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), *map(str, (folder, replicas, pp, dp_shard, steps)), *resume]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -82,35 +82,42 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return resharded_script
 
 
-@pytest.mark.slow  # four drivers and thirteen ranks that import torch
-@pytest.mark.timeout(2400)
-def test_a_run_goes_on_with_other_replicas_stages_and_shards(tmp_path: Path, script: Any) -> None:
-    first = tmp_path / "first"
-    first.mkdir()
-    launch(first, 2, 2, 1, FIRST)
-    for replicas, pp, dp_shard in ((1, 4, 1), (3, 1, 1), (1, 1, 2)):
-        folder = tmp_path / f"{replicas}.{pp}.{dp_shard}"
-        shutil.copytree(first, folder, symlinks=True)
-        launch(folder, replicas, pp, dp_shard, LAST, str(run_of(folder)))
-        records = chain(run_of(folder))
-        assert [record.step for record in records] == list(range(LAST + 1)) and audit(records, 1).clean
-        assert len(set(records[FIRST].positions.values())) == 2, "the streams of the first life had come differently far"
-        batches = batches_of(folder, records)
-        assert [len(step) for step in batches[FIRST:]] == [replicas * dp_shard] * (LAST - FIRST)
-        entered = [each for step in batches for ids in step for each in ids]
-        assert len(entered) == len(set(entered)), "no item of the epoch comes twice"
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first life: two replicas in two stages, whose streams come differently far."""
+    folder = tmp_path_factory.mktemp("first")
+    launch(folder, 2, 2, 1, FIRST)
+    return folder
 
-        model, losses = trained_plainly(script, batches)
-        found = newest_complete(run_of(folder) / "checkpoints")
-        assert found is not None and found.record.step == LAST and found.mesh["pp"] == pp
-        loaded = script.Model().state_dict()
-        dcp.load({"model": loaded}, checkpoint_id=found.folder, no_dist=True)
-        assert loaded.keys() == model.state_dict().keys()
-        for name, value in model.state_dict().items():
-            assert (loaded[name] - value).abs().max() < 1e-9, name
-        logged = logged_losses(run_of(folder))
-        assert all(abs(logged[step + 1] - loss) < 1e-9 for step, loss in enumerate(losses) if step + 1 in logged)
-        assert set(range(FIRST + 1, LAST + 1)) <= logged.keys()
+
+@pytest.mark.slow  # two drivers and up to nine ranks that import torch
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize(("replicas", "pp", "dp_shard"), [(1, 4, 1), (3, 1, 1), (1, 1, 2)])
+def test_a_run_goes_on_with_other_replicas_stages_and_shards(
+    replicas: int, pp: int, dp_shard: int, first: Path, tmp_path: Path, script: Any
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(first, folder, symlinks=True)
+    launch(folder, replicas, pp, dp_shard, LAST, str(run_of(folder)))
+    records = chain(run_of(folder))
+    assert [record.step for record in records] == list(range(LAST + 1)) and audit(records, 1).clean
+    assert len(set(records[FIRST].positions.values())) == 2, "the streams of the first life had come differently far"
+    batches = batches_of(folder, records)
+    assert [len(step) for step in batches[FIRST:]] == [replicas * dp_shard] * (LAST - FIRST)
+    entered = [each for step in batches for ids in step for each in ids]
+    assert len(entered) == len(set(entered)), "no item of the epoch comes twice"
+
+    model, losses = trained_plainly(script, batches)
+    found = newest_complete(run_of(folder) / "checkpoints")
+    assert found is not None and found.record.step == LAST and found.mesh["pp"] == pp
+    loaded = script.Model().state_dict()
+    dcp.load({"model": loaded}, checkpoint_id=found.folder, no_dist=True)
+    assert loaded.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert (loaded[name] - value).abs().max() < 1e-9, name
+    logged = logged_losses(run_of(folder))
+    assert set(range(FIRST + 1, LAST + 1)) <= logged.keys()
+    assert all(abs(logged[step + 1] - loss) < 1e-9 for step, loss in enumerate(losses) if step + 1 in logged)
 
 
 def logged_losses(run: Path) -> dict[int, float]:
