@@ -25,7 +25,8 @@ _MODULES = ("parameter", "running_buffer", "buffer")  # first parts of names in 
 @dataclass(frozen=True)
 class Cut:
     """Dimension `dim` of a parameter is cut over the ranks of these axes of the mesh, numbered together in the mesh's order.
-    With `sections` (full sizes, in order) each section is cut on its own, as weights that pack several matrices are."""
+    With `sections` (full sizes, in order) each section is cut on its own, as weights that pack several matrices are. A dimension
+    that is cut unevenly needs one section, of its size."""
 
     dim: int
     axes: tuple[str, ...]
@@ -95,7 +96,7 @@ def _one_of_each(name: str, tensor: torch.Tensor, mesh: ReplicaMesh, copied: boo
 def _portion(name: str, tensor: Any, mesh: ReplicaMesh, cuts: Sequence[Cut], writes: bool = True) -> Portion:
     shape = list(tensor.shape)
     for each in cuts:
-        shape[each.dim] *= mesh.size(*each.axes)
+        shape[each.dim] = sum(each.sections) or shape[each.dim] * mesh.size(*each.axes)
     held: list[Runs] = [every(size) for size in shape]
     used: set[str] = set()
     for each in cuts:
