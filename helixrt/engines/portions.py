@@ -25,8 +25,8 @@ _MODULES = ("parameter", "running_buffer", "buffer")  # first parts of names in 
 @dataclass(frozen=True)
 class Cut:
     """Dimension `dim` of a parameter is cut over the ranks of these axes of the mesh, numbered together in the mesh's order.
-    With `sections` (full sizes, in order) each section is cut on its own, as weights that pack several matrices are. A dimension
-    that is cut unevenly needs one section, of its size."""
+    With `sections` (full sizes, in order) each section is cut on its own, as weights that pack several matrices are. One that
+    is cut unevenly needs one section, of its size."""
 
     dim: int
     axes: tuple[str, ...]
