@@ -283,7 +283,7 @@ def test_a_resume_with_another_number_of_replicas_deals_and_one_with_the_same_do
 def test_a_loader_that_cannot_be_dealt_is_refused_by_name(loader: Any, name: str, tmp_path: Path) -> None:
     record = begun(tmp_path, loader)
     assert resumed(tmp_path, 2, record) == ()
-    with pytest.raises(ConfigError, match=f"replicas=3: {name} has no session.sampler, whose ids can be dealt over other streams"):
+    with pytest.raises(ConfigError, match=f"replicas=3: {name} has no session.sampler, whose ids can be dealt over other"):
         resumed(tmp_path, 3, record)
 
 
