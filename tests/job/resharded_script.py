@@ -62,7 +62,8 @@ def examples() -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(session: helixrt.Session) -> None:
     x, y = examples()
-    if DP_SHARD > 1:
+    plain = PP == 1 and DP_SHARD > 1
+    if plain:
         model: Any = session.parallelize(Model())
         stage = 0
     else:
@@ -82,7 +83,7 @@ def train(session: helixrt.Session) -> None:
             for batch in step:
                 told.write(json.dumps([len(session.settings.deals), step.batch, batch.tolist()]) + "\n")
                 told.flush()
-                if DP_SHARD > 1:
+                if plain:
                     step.backward(nn.functional.mse_loss(model(x[batch]), y[batch]))
                 else:
                     step.train(model, x[batch], target=y[batch])
