@@ -31,7 +31,7 @@ def stage_places(
     for two parameters of this stage with one name."""
     called = {
         id(tensor): qualified(model, name)
-        for model, module in reversed(registered.models.items())
+        for model, module in reversed([*registered.models.items()])
         for name, tensor in reversed([*_tensors(module)])
     }  # by tensor, its first name
     own: dict[str, str] = {}

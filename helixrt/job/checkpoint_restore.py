@@ -8,8 +8,9 @@ yet: what belongs to a parameter lies as the parameter does if it has the parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from helixrt.job.checkpoint_layout import (
 from helixrt.replica.contracts import Scalar, State
 from helixrt.replica.portions import Portion
 
+Value = TypeVar("Value", Entry, Scalar)
 _MODULES = ("parameter/", "running_buffer/", "buffer/")  # of names in a rank's state
 
 
@@ -97,7 +99,7 @@ class _Reading:
 
     def _state_by_parameter(self) -> dict[tuple[str, str], list[str]]:
         found: dict[tuple[str, str], list[str]] = {}
-        own = self._own_tensors() | self._own_scalars()
+        own = (*self._own_tensors(), *self._own_scalars())
         for name in (*self.index.placed, *self.index.common, *self.index.common_scalars, *own):
             if is_of_parameter(name):
                 _, key, _, parameter, *_ = name.split("/")
@@ -174,9 +176,9 @@ class _Reading:
     def _own_scalars(self) -> dict[str, Scalar]:
         return {name: value for own in self._whose(self.index.own_scalars) for name, value in own.items()}
 
-    def _whose(self, own: list[dict[str, Entry]] | list[dict[str, Scalar]]) -> Iterator[dict[str, Entry] | dict[str, Scalar]]:
+    def _whose(self, own: Sequence[dict[str, Value]]) -> Sequence[dict[str, Value]]:
         """In another mesh that of all ranks: what is there is refused, with its name."""
-        yield from own[self.rank : self.rank + 1] if self.same_mesh else own
+        return own[self.rank : self.rank + 1] if self.same_mesh else own
 
     def _own(self, path: str) -> None:
         """An entry of which each rank has its own, or one that all have alike."""
