@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from helixrt.errors import ConfigError
@@ -36,4 +37,7 @@ def captured_model(
         rule = "is not compiled; with example= it must be: helixrt.compile(model, loss=..., microbatches=...)"
         raise ConfigError("model", type(model).__name__, rule)
     pipeline_schedule(step.options, settings.mesh.pp)
-    return CapturedModel(step, example, host.connect_stages(), seed=settings.seed, weights=weights, busy=host.busy)
+    autocast = torch.bfloat16 if settings.dtype == "bfloat16" else None
+    return CapturedModel(
+        step, example, host.connect_stages(), seed=settings.seed, weights=weights, autocast=autocast, busy=host.busy
+    )

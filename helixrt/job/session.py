@@ -202,7 +202,7 @@ class Session:
         if example is not None:
             if tp_plan is not None:
                 raise ConfigError("tp_plan", sorted(map(str, tp_plan)), "is not used for a compiled model over stages so far")
-            self._check_stages()
+            self._check_device()
             return captured_model(self.settings, self._host, model, example, weights)
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
@@ -213,15 +213,14 @@ class Session:
             model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
         return model.to(self.device)
 
-    def _check_stages(self) -> None:
-        settings = self.settings
+    def _check_device(self) -> None:
         if self.device.type != "cpu":
-            raise ConfigError("device", settings.device, "a model in stages trains on the CPU so far (device='cpu')")
-        if settings.dtype != "float32":
-            raise ConfigError("dtype", settings.dtype, "a model in stages trains in the type of its parameters (float32)")
+            raise ConfigError("device", self.settings.device, "a model in stages trains on the CPU so far (device='cpu')")
 
     def _staged(self, stages: Stages) -> StagedModel:
-        self._check_stages()
+        self._check_device()
+        if self.settings.dtype != "float32":
+            raise ConfigError("dtype", self.settings.dtype, "a model in stages trains in the type of its parameters (float32)")
         stages.scheduled(self.settings.mesh.pp)  # what is wrong is found before the ranks connect
         check_layouts(asdict(self.settings.mesh), stages.layouts)
         return StagedModel(stages, self._host.connect_stages())
@@ -266,7 +265,12 @@ class Session:
         if isinstance(model, PipelinedModel):
             policy = Policy(settings.lr_policy)  # type: ignore[arg-type]
             self._engine = model.engine(
-                registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.drawn_seed
+                registered,
+                policy=policy,
+                replica=settings.replica,
+                replicas=settings.replicas,
+                seed=settings.drawn_seed,
+                buffers=settings.buffers,  # type: ignore[arg-type]
             )
             return
         if settings.mesh.pp > 1:
