@@ -188,7 +188,7 @@ class Session:
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
         and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with
         the run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
-        the rest of it is freed.
+        the rest of it is freed. With dtype="bfloat16" it is captured under autocast, and each weight is cast once per step.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
         stages on another device or in another type, CaptureError for a model that cannot be captured or cut; MisuseError for a
