@@ -164,13 +164,13 @@ class CapturedModel(PipelinedModel):
         assert isinstance(self._engine, CapturedEngine)
         return self._engine.train_batch(self._batch(inputs, named, target), weight)
 
-    def evaluate(self, *inputs: Any, target: Any = None, **named: Any) -> float:
+    def evaluate(self, *inputs: Any, target: Any = None, weight: float | torch.Tensor | None = None, **named: Any) -> float:
         """The mean loss of a batch in evaluation mode (`model.eval()`), on every stage: for the function that
         `session.evaluate` was given, which runs on all ranks of a replica together. It takes what `step.train` takes, the first
         call with arguments of new shapes captures the model in this mode."""
         if not isinstance(self._engine, CapturedEngine):
             raise MisuseError("register the model before it is evaluated")
-        return self._engine.measure_batch(self._batch(inputs, named, target))
+        return self._engine.measure_batch(self._batch(inputs, named, target), weight)
 
     def _batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> Batch:
         """Raises MisuseError for a batch unlike the example in more than its shapes, and under another autocast."""

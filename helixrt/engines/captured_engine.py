@@ -195,8 +195,7 @@ class CapturedEngine(PipelineEngine):
         """As `train`. With `weight` the loss of each micro-batch is a sum, and the batch has so many items: the mean loss is
         over items. Batches of shapes that have not been seen are captured now, by all stages. Raises MisuseError for a weight
         that is none, a batch that the model cannot be captured with, and where stages were given different batches."""
-        check_weight(weight)
-        items = None if weight is None else float(weight)
+        items = _items(weight)
         self._compare(batch, items)
         made = self._training.of(batch)
         if self._graphs is not made.stage:
@@ -209,15 +208,16 @@ class CapturedEngine(PipelineEngine):
         self._book.add(torch.tensor(mean * self._weight if self._weight else 0.0, dtype=torch.float64), self._weight)
         return mean
 
-    def measure_batch(self, batch: Batch) -> float:
-        """As `measure`. The first one of each shape captures the model in evaluation mode. Raises MisuseError as `train_batch`
-        does."""
+    def measure_batch(self, batch: Batch, weight: float | torch.Tensor | None = None) -> float:
+        """As `measure`; `weight` as for `train_batch`. The first batch of each shape captures the model in evaluation mode.
+        Raises MisuseError as `train_batch` does."""
         self.check_copies()
+        items = _items(weight)
         self._passes += 1
-        self._compare(batch, None)
+        self._compare(batch, items)
         made = self._evaluations.of(batch)
         self._begin(made.stage.inputs, batch.inputs, micro_batch_seed(self._seed, 0, 0, _EVALUATION))
-        return self._forward_pass(made.executor, self._evaluation, batch, None)
+        return self._forward_pass(made.executor, self._evaluation, batch, None, items=items)
 
     def _compare(self, batch: Batch, items: float | None) -> None:
         """Raises MisuseError, on all stages, if they were given batches of different shapes, or weights."""
@@ -263,6 +263,12 @@ class CapturedEngine(PipelineEngine):
     def load(self, state: State) -> None:
         super().load(state)
         self._casts.forget()
+
+
+def _items(weight: float | torch.Tensor | None) -> float | None:
+    """Raises MisuseError for a weight that is none."""
+    check_weight(weight)
+    return None if weight is None else float(weight)
 
 
 def _in_the_graph(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

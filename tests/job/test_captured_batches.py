@@ -163,7 +163,8 @@ def test_with_weights_the_sum_of_gradients_is_divided_by_the_sum_of_weights(run_
                 loss = step.train(part, *inputs, target=goal, weight=weight, **keywords)
             done = step.commit()
             found.append((loss, float(done.loss), float(done.grad_norm)))
-        return {name: value.clone() for name, value in part.state_dict().items()}, found
+        validated = part.evaluate(x, target=target, weight=4.0, **named)
+        return {name: value.clone() for name, value in part.state_dict().items()}, found, validated
 
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,8 +178,10 @@ def test_with_weights_the_sum_of_gradients_is_divided_by_the_sum_of_weights(run_
             (pytest.approx(loss.item(), rel=1e-12), pytest.approx(loss.item(), rel=1e-12), pytest.approx(float(norm)))
         )
         optimizer.step()
-    for state, found in run_stages(2, stage, timeout_s=240.0):
-        assert found == expected
+    (x,), named, target = vectors()[0]
+    validated = summed(model(x, **named), target).item() / 4.0
+    for state, found, told in run_stages(2, stage, timeout_s=240.0):
+        assert found == expected and told == pytest.approx(validated, rel=1e-12)
         for name, value in state.items():
             torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=1e-12)
 
