@@ -61,8 +61,8 @@ def lift(joint: Part) -> Lifted:
     for node, cast in found.items():
         if cast not in taken:
             taken[cast] = made = rewriter.graph.placeholder(f"{node.name}_once")
-            parameter = _chain(node)[-1].meta["val"]
-            made.meta["val"] = parameter.to(cast.dtype)
+            *views, parameter = _chain(node)
+            made.meta["val"] = parameter.meta["val"].to(cast.dtype) if views else node.meta["val"]
             set_origin(made, Origin(source=made.name))
             ports[made] = cast.port
     for node in joint.graph.nodes:

@@ -198,7 +198,8 @@ class Normed(Perceptron):
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        self.seen.add_(1)
+        if self.training:
+            self.seen.add_(1)
         return super().forward(x, scale)
 
 
@@ -356,9 +357,9 @@ def test_under_the_sessions_bfloat16_stages_train_as_eager_autocast_does(run_sta
 
 def captured_single(autocast: torch.dtype | None = None) -> CapturedModel:
     (x,), named, target = singles()[0]
-    step = helixrt.compile(single(), loss=mse_loss, microbatches=MICROBATCHES).train_step
+    model = helixrt.compile(single(), loss=mse_loss, microbatches=MICROBATCHES)
     place = StagePlace(0, 1, None, FlightRecord("pp"))
-    part = CapturedModel(step, helixrt.ExampleBatch(x, target=target, **named), place, autocast=autocast)
+    part = CapturedModel(model.train_step, helixrt.ExampleBatch(x, target=target, **named), place, autocast=autocast)
     part.engine(Registered.of(part, [torch.optim.SGD(part.parameters(), lr=0.1)], []))
     return part
 
