@@ -86,11 +86,11 @@ def test_a_killed_replica_rejoins_and_the_result_is_that_of_one_process(membersh
 
 
 @pytest.mark.slow  # four or eight processes that import torch and transformers and capture the model, a half of them twice
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("axes", [("--pp", 2), ("--pp", 2, "--tp", 2)], ids=["pp2", "pp2-tp2"])
 def test_a_replica_of_two_stages_of_an_unmodified_model_is_killed_and_rejoins(axes: tuple[str, int], tmp_path: Path) -> None:
     """Each rank fetches its own part of the state."""
-    done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, "auto", *axes, timeout_s=860.0)
+    done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, 1, "auto", *axes)
     folder = folder_of(tmp_path)
     check_killed_run(done, folder, STEPS)
     for rank in [".pp0", ".pp1", ".pp0.tp1", ".pp1.tp1"][: len(axes)]:
