@@ -36,7 +36,7 @@ class Totals:
     integers: torch.Tensor | None
 
 
-def check_weight(weight: object) -> None:
+def check_weight(weight: float | torch.Tensor | None) -> None:
     """Raises MisuseError for a weight that is none; the value of a tensor is not read."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1 or weight.is_complex():

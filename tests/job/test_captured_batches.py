@@ -308,6 +308,31 @@ def singles() -> Batches:
     return [((x.float(),), {"scale": named["scale"].float()}, target.float()) for (x,), named, target in vectors()]
 
 
+def autocast_loop(model: nn.Module, loss: Any, batches: Batches, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The state after a plain loop with forward and loss under autocast to `dtype`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for args, named, target in batches:
+        optimizer.zero_grad()
+        for at in range(MICROBATCHES):
+            rows = slice(at * BATCH // MICROBATCHES, (at + 1) * BATCH // MICROBATCHES)
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                output = model(*(x[rows] for x in args), **{name: x[rows] for name, x in named.items()})
+                value = output.loss if loss is None else loss(output, target[rows])
+            (value / MICROBATCHES).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def check_as_exact(found: dict[str, torch.Tensor], eager: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> None:
+    """What was found is no further from float64 than eager autocast is."""
+
+    def error(state: dict[str, torch.Tensor]) -> float:
+        return sum(((state[name].double() - exact[name]) ** 2).sum().item() for name in found) ** 0.5
+
+    assert found.keys() <= eager.keys()
+    assert 0 < error(found) <= 1.05 * error(eager)
+
+
 def test_under_the_sessions_bfloat16_stages_train_as_eager_autocast_does(run_stages: Any) -> None:
     models = [single(), single()]
     engines: dict[int, CapturedEngine] = {}
@@ -327,32 +352,40 @@ def test_under_the_sessions_bfloat16_stages_train_as_eager_autocast_does(run_sta
         return {name: value.clone() for name, value in part.state_dict().items()}
 
     states = run_stages(2, stage, timeout_s=240.0)
-    eager, exact = single(), single().double()
-    for model, batches, dtype in ((eager, singles(), torch.bfloat16), (exact, vectors(), None)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for (x,), named, target in batches:
-            optimizer.zero_grad()
-            for at in range(MICROBATCHES):
-                rows = slice(at * BATCH // MICROBATCHES, (at + 1) * BATCH // MICROBATCHES)
-                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                    loss = mse_loss(model(x[rows], named["scale"][rows]), target[rows])
-                (loss / MICROBATCHES).backward()
-            optimizer.step()
     found = {name: value for state in states for name, value in state.items()}
-    begun, of_eager, of_exact = single().state_dict(), eager.state_dict(), exact.state_dict()
-    assert found.keys() == of_eager.keys()
-
-    def error(state: dict[str, torch.Tensor]) -> float:
-        return sum(((state[name].double() - of_exact[name]) ** 2).sum().item() for name in state) ** 0.5
-
+    eager = autocast_loop(single(), mse_loss, singles(), torch.bfloat16)
+    check_as_exact(found, eager, autocast_loop(single().double(), mse_loss, vectors(), None))
+    begun = single().state_dict()
     for name, value in found.items():
         assert value.dtype is torch.float32
-        changed = (of_eager[name] - begun[name]).abs().max()
-        torch.testing.assert_close(value, of_eager[name], rtol=0, atol=float(changed) / 256, msg=name)
-    assert 0 < error(found) <= 1.05 * error(of_eager)
+        changed = (eager[name] - begun[name]).abs().max()
+        torch.testing.assert_close(value, eager[name], rtol=0, atol=float(changed) / 256, msg=name)
     weights = len(list(single().parameters()))
     assert sum(engine._casts.made for engine in engines.values()) == STEPS * weights  # not in each F, B and micro-batch
     assert sum(engine._casts.size_bytes for engine in engines.values()) == 2 * sum(p.numel() for p in single().parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_language_models_under_autocast_are_no_further_from_float64_than_eager(build: Any, run_stages: Any) -> None:
+    models = [build().float() for _ in range(2)]
+
+    def stage(number: int, group: Any) -> Any:
+        session = session_with(StageHost(number, 2, group), seed=5, mesh=Mesh(pp=2))
+        _, named, _ = texts((LENGTH,))[0]
+        compiled = helixrt.compile(models[number], microbatches=MICROBATCHES, autocast=torch.bfloat16)
+        part = session.parallelize(compiled, example=helixrt.ExampleBatch(**named))
+        session.register(model=part, optimizers=[torch.optim.SGD(part.parameters(), lr=0.1)])
+        for step in session.steps(texts((LENGTH,) * STEPS), until=STEPS):
+            for _, keywords, _ in step:
+                step.train(part, **keywords)
+            step.commit()
+        return {name: value.clone() for name, value in part.state_dict().items()}
+
+    found = {name: value for state in run_stages(2, stage, timeout_s=240.0) for name, value in state.items()}
+    batches = texts((LENGTH,) * STEPS)
+    eager = autocast_loop(build().float(), None, batches, torch.bfloat16)
+    check_as_exact(found, eager, autocast_loop(build().double(), None, batches, None))
 
 
 def captured_single(autocast: torch.dtype | None = None) -> CapturedModel:
