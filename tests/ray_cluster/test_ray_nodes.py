@@ -5,6 +5,7 @@ One cluster serves all tests of this module.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, s
     require("ray", machine_lacks)
     require("netns", machine_lacks)
     private = tmp_path_factory.mktemp("private")
-    environment = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as in an active virtual environment
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
     with Network(4) as network, RayNodes(network, 3, cpus=1, environment=environment, private={2: [private]}) as nodes:
         yield Cluster(network, nodes, private)
 
@@ -65,9 +67,8 @@ class Job:
         return found.parent
 
     def records(self) -> list[CommitRecord]:
-        if not list(self.storage.glob("*/*/run.json")):
-            return []
-        return Log(read_lineage(self.folder() / "lineage")).chain()
+        entries = read_lineage(self.folder() / "lineage") if list(self.storage.glob("*/*/run.json")) else []
+        return Log(entries).chain() if entries else []
 
     def step(self) -> int:
         records = self.records()
