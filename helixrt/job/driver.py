@@ -190,12 +190,14 @@ class Driver:
             start_timeout_s=self.timeouts.start_s,
         )
         grace_s = self.program.exit_grace_s
+        ours = self._standing is None  # a run that this driver cannot attach to is left as it is
         try:
             self.controller = Controller(
                 self.launcher(), self.store, self.specs, options, self._lived, grace_s, timeouts=self.timeouts
             )
             if self._standing is not None:
                 self._attach(self._standing)
+            ours = True
             stopped = self.controller.run(tick=self._tick)
             self._tick()
             return self._end(stopped)
@@ -203,7 +205,8 @@ class Driver:
             self.output.close()
             if self.run_.lock is not None:
                 self.run_.lock.close()
-            self._services.close()
+            if ours:
+                self._services.close()
 
     def _attach(self, standing: Standing) -> None:
         """Say what happened without a driver, and go on from there."""

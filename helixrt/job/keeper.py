@@ -109,7 +109,7 @@ class Keeper:
         """Until the run has ended, or nobody drives it any more."""
         launcher = self._services.launcher()
         try:
-            while self._obey(launcher) and not self._is_alone(self._order.away_s):
+            while self._obey(launcher) and self._store.get(DONE_KEY) is None and not self._is_alone(self._order.away_s):
                 for ended in launcher.poll():
                     self._tell_exit(ended)
                 self._tell_waiting(launcher)

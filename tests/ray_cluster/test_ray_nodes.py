@@ -121,8 +121,8 @@ def test_the_others_go_on_without_a_node_that_is_cut_off_and_its_replica_returns
     cluster: Cluster, tmp_path: Path
 ) -> None:
     job = submitted(cluster, tmp_path, tmp_path / "storage")
-    job.until(lambda: job.step() >= 5 and len(list(job.signs.iterdir())) == 3, "a step of all replicas")
-    where = {sign.name.split(".on.")[1]: int(sign.name[1]) for sign in job.signs.iterdir()}
+    job.until(lambda: job.step() >= 5 and len(list(job.signs.glob("*.on.*"))) == 3, "a step of all replicas")
+    where = {sign.name.split(".on.")[1]: int(sign.name[1]) for sign in job.signs.glob("*.on.*")}
     assert sorted(where) == ["10.77.0.1", "10.77.0.2", "10.77.0.3"], "a replica on each node"
     lost = where["10.77.0.3"]
 
