@@ -26,7 +26,6 @@ from helixrt.job.controller import Controller, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.draining import take_requests
 from helixrt.job.kept_run import Standing, absence_of
-from helixrt.job.launch_orders import ALIVE_KEY
 from helixrt.job.leader_reports import Finished, lines_of, metrics_key, shown_key
 from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
 from helixrt.job.loggers import MetricsLogger
@@ -210,9 +209,8 @@ class Driver:
 
     def _attach(self, standing: Standing) -> None:
         """Say what happened without a driver, and go on from there."""
-        run = self.run_
-        absence = absence_of(run.entries, run.epoch_s, self.store.get(ALIVE_KEY), time.time())
-        self.output.say(f"attached to run {run.name}: {absence}")
+        absence = absence_of(self.store, self.seen.head.step, time.time())
+        self.output.say(f"attached to run {self.run_.name}: {absence}")
         self.controller.take_over(standing.state, standing.alive, str(absence))
 
     def _lived(self, event: LifeEvent) -> None:

@@ -26,11 +26,14 @@ from helixrt.errors import Retryable
 from helixrt.job.config import JobConfig
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
+    BEAT_S,
     CLOSED_KEY,
     DONE_KEY,
+    UNATTENDED_KEY,
     Close,
     Kill,
     Start,
+    Unattended,
     exit_key,
     exit_text,
     numbered,
@@ -42,6 +45,7 @@ from helixrt.job.lineage_files import write_durably
 from helixrt.job.ray_run import Reserved
 from helixrt.job.services import ServedHere
 from helixrt.replica.contracts import Launcher, RankExit, RunStore
+from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore
 
 FILE = "keeper.json"  # in the run's folder while the run has a keeper
@@ -85,6 +89,26 @@ class KeptRun:
     exit_grace_s: float
 
 
+class Progress:
+    """Of the ranks since the driver's newest sign of life, by this process's clock."""
+
+    def __init__(self, now: float) -> None:
+        self.alive_s = now  # when the driver last said so
+        self._step = self._first = 0
+        self._mark_s, self._longest_s = now, 0.0
+
+    def driver_lives(self, now: float) -> None:
+        self.alive_s = self._mark_s = now
+        self._first, self._longest_s = self._step, 0.0
+
+    def record(self, step: int, now: float) -> None:
+        """A new record of this step stands."""
+        self._step, self._longest_s, self._mark_s = step, max(self._longest_s, now - self._mark_s), now
+
+    def unattended(self, now: float) -> Unattended:
+        return Unattended(self._first, round(max(self._longest_s, now - self._mark_s), 3))
+
+
 class Keeper:
     """Serves the run from its construction on; `run` does the rest. Ranks end with the thread of `run`."""
 
@@ -94,9 +118,11 @@ class Keeper:
         self._folder = Path(order.folder)
         self._services = ServedHere(self._config, self._folder, order.module, Reserved(**order.reserved))
         self._store: RunStore = TcpRunStore(self._services.address)
+        self._log = RunLog(self._store)
         self._orders = self._exits = 0
         self._replicas: dict[int, bool] = {}  # that were started -> whether it was told that they wait
-        self._alive, self._alive_s = "", clock()
+        self._alive, self._entries, self._told_s = "", 0, clock()
+        self._progress = Progress(clock())
 
     def publish(self) -> None:
         """Write where the run is; from now on a driver may come."""
@@ -113,6 +139,7 @@ class Keeper:
                 for ended in launcher.poll():
                     self._tell_exit(ended)
                 self._tell_waiting(launcher)
+                self._tell_progress()
                 time.sleep(LOOK_S)
         finally:
             launcher.close()
@@ -146,12 +173,23 @@ class Keeper:
                 self._store.set(waiting_key(replica), "yes" if waits else "no")
                 self._replicas[replica] = waits
 
+    def _tell_progress(self) -> None:
+        now = self._clock()
+        for entry in self._log.read_from(self._entries):
+            self._entries += 1
+            self._progress.record(entry.step, now)
+        if now - self._progress.alive_s > 2 * BEAT_S and now - self._told_s > BEAT_S:
+            self._store.set(UNATTENDED_KEY, self._progress.unattended(now).to_json())
+            self._told_s = now
+
     def _is_alone(self, limit_s: float) -> bool:
         """Whether no driver has been there for so long, by this process's clock."""
         alive = self._store.get(ALIVE_KEY) or ""
         if alive != self._alive:
-            self._alive, self._alive_s = alive, self._clock()
-        alone = self._clock() - self._alive_s >= limit_s
+            self._alive = alive
+            self._store.delete(UNATTENDED_KEY)
+            self._progress.driver_lives(self._clock())
+        alone = self._clock() - self._progress.alive_s >= limit_s
         if alone:
             print(f"no driver has been there for {limit_s:g} s: the run's processes end", flush=True)
         return alone

@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +24,10 @@ from helixrt.job.keeper import FILE, KeeperOrder, KeptRun
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
     DONE_KEY,
+    UNATTENDED_KEY,
     KeptLauncher,
     Start,
+    Unattended,
     exit_key,
     numbered,
     order_key,
@@ -35,7 +37,6 @@ from helixrt.job.launch_orders import (
 from helixrt.job.policies import Phase, ReplicaState, RunState
 from helixrt.job.services import Services
 from helixrt.job.warm_up import rank_environment
-from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.rank_log import last_error
 from helixrt.replica.run_keys import done_key, leave_key, running_key
@@ -203,14 +204,14 @@ def _alive(specs: Iterable[RankSpec], exits: Iterable[RankExit]) -> frozenset[tu
     return frozenset((s.incarnation, str(s.coordinate)) for s in specs) - gone
 
 
-def absence_of(entries: Sequence[CommitRecord], epoch_s: float, alive: str | None, now_s: float) -> Absence:
-    """`alive`: what the driver of before said last, `now_s`: Unix time now. A record's generation tells when its step began."""
-    begun_s = float(alive) if alive else epoch_s
-    times = [epoch_s + entry.generation / 1e6 for entry in entries]
-    first = max((entry.step for entry, at_s in zip(entries, times, strict=True) if at_s <= begun_s), default=0)
-    marks = [begun_s, *(at_s for at_s in times if begun_s < at_s < now_s), now_s]
-    still_s = max(after - before for before, after in zip(marks, marks[1:], strict=False))
-    return Absence(now_s - begun_s, first, entries[-1].step, still_s)
+def absence_of(store: RunStore, head: int, now_s: float) -> Absence:
+    """Up to `now_s`, a Unix time, when the newest record is of step `head`. Raises Retryable."""
+    away_s = max(0.0, now_s - float(store.get(ALIVE_KEY) or now_s))
+    told = store.get(UNATTENDED_KEY)
+    if told is None:  # a driver was there a moment ago
+        return Absence(away_s, head, head, away_s)
+    alone = Unattended.from_json(told)
+    return Absence(away_s, min(alone.first, head), head, min(alone.still_s, away_s))
 
 
 def check_same(kept: KeptRun, config: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, 
 CLOSED_KEY = "launch/closed"  # put by the keeper: no rank is left, and none will be started
 DONE_KEY = "launch/done"  # put by the driver: it needs nothing of the run any more
 ALIVE_KEY = "launch/alive"  # set by the driver again and again: the Unix time
+UNATTENDED_KEY = "launch/unattended"  # set by the keeper while no driver is there: `Unattended.to_json`
 BEAT_S = 1.0
 PATIENCE_S = 30.0  # how long an order is tried while the store does not answer
 CLOSE_S = 45.0  # how long `close` waits until no rank is left
@@ -35,6 +36,21 @@ def exit_key(number: int) -> str:
 def waiting_key(replica: int) -> str:
     """Set by the keeper: whether a rank of the replica has no process yet."""
     return f"launch/waiting/{replica}"
+
+
+@dataclass(frozen=True)
+class Unattended:
+    """The time without a driver, up to now: the step at its begin, and the longest time without a new record."""
+
+    first: int
+    still_s: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Unattended:
+        return Unattended(**json.loads(text))
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.draining import DRAINED_WHY
 from helixrt.job.keeper import FILE, KeeperOrder
 from helixrt.job.kept_run import Absence, absence_of, living, standing_of
-from helixrt.job.launch_orders import ALIVE_KEY, DONE_KEY, KeptLauncher, exit_key, exit_text
+from helixrt.job.launch_orders import ALIVE_KEY, DONE_KEY, UNATTENDED_KEY, KeptLauncher, Unattended, exit_key, exit_text
 from helixrt.job.lineage_files import read_lineage
 from helixrt.job.policies import Phase
-from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.run_keys import done_key, leave_key, running_key
 from helixrt.replica.store import MemoryRunStore, TcpRunStore
@@ -245,13 +245,21 @@ def test_the_state_of_a_run_is_read_from_its_store() -> None:
     assert (0, str(Coordinate(2))) in standing.alive and (0, str(Coordinate(2, 1))) not in standing.alive
 
 
-def test_the_absence_of_a_driver_is_told_with_the_longest_time_without_a_step() -> None:
-    base = genesis("run", 1)
-    entries = [base, *(replace(base, step=n, generation=round(1e6 * at_s)) for n, at_s in enumerate((1, 2, 3, 9, 10), 1))]
-    found = absence_of(entries, 100.0, "102.5", 113.0)
-    assert found == Absence(10.5, 2, 5, 6.0)
-    assert str(found).startswith("10.5 s without a driver; the ranks went from step 2 to step 5, no step is lost; longest")
-    assert absence_of(entries, 100.0, "112.0", 113.0) == Absence(1.0, 5, 5, 1.0)
+def test_the_absence_of_a_driver_is_told_with_the_longest_time_without_a_record() -> None:
+    progress, store = keepers.Progress(0.0), MemoryRunStore()
+    for step, at_s in enumerate((10.0, 11.0), 1):
+        progress.record(step, at_s)
+    progress.driver_lives(11.5)  # for the last time
+    for step, at_s in enumerate((12.0, 18.0, 19.0), 3):
+        progress.record(step, at_s)
+    assert progress.unattended(20.0) == Unattended(2, 6.0) and progress.unattended(29.0) == Unattended(2, 10.0)
+    assert absence_of(store, 5, 121.0) == Absence(0.0, 5, 5, 0.0)
+    store.set(ALIVE_KEY, "111.500")
+    assert absence_of(store, 5, 112.0) == Absence(0.5, 5, 5, 0.5)
+    store.set(UNATTENDED_KEY, progress.unattended(20.0).to_json())
+    found = absence_of(store, 5, 120.0)
+    assert found == Absence(8.5, 2, 5, 6.0)
+    assert str(found).startswith("8.5 s without a driver; the ranks went from step 2 to step 5, no step is lost; longest time")
 
 
 def test_runs_on_ray_have_a_keeper_by_default() -> None:
