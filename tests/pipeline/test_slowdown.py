@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.executor import Executor
+from helixrt.pipeline.executor import Executor, Slowdown
 from helixrt.pipeline.program import compile_program, whole_backwards
 from helixrt.pipeline.stage import AutogradStage, StageChunk, Task
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.generators.classic import build
+from helixrt.schedule.ir import Op
 
 LEAST_S = 0.004  # that an operation takes
 
@@ -30,7 +31,7 @@ def test_operations_take_the_factor_of_the_step(factor: float) -> None:
     record = FlightRecord("r0.pp0")
     stage = Slept({0: StageChunk(module, torch.nn.functional.mse_loss)})
     executor = Executor(stage, {}, torch.empty(0), record)
-    executor.slowdown = lambda step: factor if step == 7 else 1.0
+    executor.slowdown = lambda step: Slowdown(factor) if step == 7 else Slowdown()
     record.step = 7
     buckets = GradientBuckets({0: module}, 1 << 10)
     buckets.begin(lambda bucket: None)
@@ -41,3 +42,13 @@ def test_operations_take_the_factor_of_the_step(factor: float) -> None:
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     took_s = [e.end_s - e.begin_s for e in record.events() if e.kind is Kind.OPERATION]
     assert len(took_s) == 4 and all(each >= 0.98 * factor * LEAST_S for each in took_s)
+
+
+def test_the_least_time_is_of_each_part_and_the_longer_of_both_holds() -> None:
+    forward, whole = Task(Op.F, 0, 0, None), Task(Op.BW, 0, 1, None)
+    slow = Slowdown(2.0, 0.010)
+    assert slow.sleep_s(0.001, [forward]) == pytest.approx(0.009)
+    assert slow.sleep_s(0.004, [whole]) == pytest.approx(0.016), "B and W"
+    assert slow.sleep_s(0.004, [forward, whole]) == pytest.approx(0.026)
+    assert slow.sleep_s(0.030, [forward]) == pytest.approx(0.030), "the factor asks for more"
+    assert Slowdown().sleep_s(0.004, [forward]) == 0

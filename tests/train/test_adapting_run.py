@@ -117,7 +117,9 @@ def job(tmp_path: Path) -> Iterator[Any]:
     made: list[Job] = []
 
     def make(*overrides: str, patient: bool = False) -> Job:
-        made.append(Job(tmp_path / str(len(made)), *overrides, patient=patient))
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Job(folder, *overrides, patient=patient))
         return made[-1]
 
     yield make
