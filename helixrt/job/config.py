@@ -103,9 +103,9 @@ class SlowConfig:
 
     stage: int = 0
     factor: float = 1.5
-    least_ms: float = 0.0
     steps: tuple[int, ...] = ()  # [first, end]; (): all
     replica: int = -1  # -1: of all replicas
+    least_ms: float = 0.0
 
 
 @dataclass(frozen=True)

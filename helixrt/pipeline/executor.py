@@ -29,9 +29,9 @@ class Slowdown(NamedTuple):
     factor: float = 1.0
     least_s: float = 0.0
 
-    def sleep_s(self, took_s: float, tasks: Sequence[Task]) -> float:
-        """What is missing of that, for tasks that took so long together; a backward in one piece is a B and a W."""
-        parts = sum(2 if task.op is Op.BW else 1 for task in tasks)
+    def sleep_s(self, took_s: float, operations: Sequence[Op]) -> float:
+        """What is missing of that, for operations that took so long together; a backward in one piece is a B and a W."""
+        parts = sum(2 if op is Op.BW else 1 for op in operations)
         return max(0.0, self.factor * took_s - took_s, parts * self.least_s - took_s)
 
 
@@ -138,9 +138,10 @@ class Executor:
     def _compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         if self.slowdown is None:
             return self.stage.compute(tasks, buckets)
+        operations = [task.op for task in tasks]  # the stage empties the list, to free what was given
         begin_s = time.perf_counter()
         results = self.stage.compute(tasks, buckets)
-        time.sleep(self.slowdown(self.record.step).sleep_s(time.perf_counter() - begin_s, tasks))
+        time.sleep(self.slowdown(self.record.step).sleep_s(time.perf_counter() - begin_s, operations))
         return results
 
     def like(self, transfer: Transfer) -> torch.Tensor:
