@@ -1,4 +1,4 @@
-"""`helixrt lab ray` and `RayNodes` say what is wrong before anything is started. tests/ray_cluster/test_ray_nodes.py has nodes."""
+"""`helixrt lab ray` and `RayNodes` say what is wrong before anything is started."""
 
 from __future__ import annotations
 
