@@ -28,7 +28,8 @@ class Options:
       balances chunks. `train_step` runs one stage, and takes neither.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
     - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
-      "estimate". Models that do not communicate need none.
+      "estimate". Models that do not communicate need none. With "measure" the chunks of a pipeline are balanced by times of
+      the layers that are measured at the start, else by estimates.
     - `strict`: raise for a model that cannot be captured; False warns once and trains it by a plain loop.
     - `chunk_dims`: along which dimension an argument's tensors are split, by position, keyword or "target"; None for
       arguments that every micro-batch gets whole. Others are split along dim 0.

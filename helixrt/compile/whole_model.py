@@ -6,7 +6,7 @@ held, so that it can be captured again; its tensors may be replaced meanwhile by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -24,26 +24,30 @@ from helixrt.passes.unit_costs import balanced
 from helixrt.passes.units import units
 
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
+Times = Callable[[Part], Mapping[str, float]]  # of the units of a joint graph, for `balanced(measured=...)`
 
 
 class WholeModel:
-    """`device` is the one that the graphs run on."""
+    """`device` is the one that the graphs run on. `times` gives those by which chunks are balanced, in place of estimates."""
 
-    def __init__(self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu") -> None:
-        self.model, self.loss, self.device = model, loss, device
+    def __init__(
+        self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu", times: Times | None = None
+    ) -> None:
+        self.model, self.loss, self.device, self._times = model, loss, device, times
         self.args, self.kwargs, self.target = shapes_of(call)
 
     def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
         """One chunk for each entry of `placement`, its stage; `cuts` are the modules that later chunks begin with, else
-        chunks are balanced by estimates. The model is captured in the mode that it is in.
+        chunks are balanced. The model is captured in the mode that it is in.
 
         Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none.
         """
-        joint = self._captured()
+        joint = self.joint()
         if len(placement) == 1:
             return uncut(joint)
         if cuts is None:
-            return cut(joint, balanced(joint, placement).starts)
+            measured = None if self._times is None else self._times(joint)
+            return cut(joint, balanced(joint, placement, measured=measured).starts)
         try:
             return cut(joint, cuts)
         except ConfigError as error:
@@ -52,14 +56,15 @@ class WholeModel:
     def evaluation(self, like: CutModel) -> CutModel:
         """The model in evaluation mode, cut where `like` is. Raises CaptureError."""
         with _evaluating(self.model):
-            joint = self._captured()
+            joint = self.joint()
         if len(like.chunks) == 1:
             return uncut(joint)
         found = units(joint)
         later = like.chunks[1:]
         return cut(joint, [found.layers.index(chunk.layers[0]) + 1 if chunk.layers else found.count - 1 for chunk in later])
 
-    def _captured(self) -> Part:
+    def joint(self) -> Part:
+        """The whole model's graph. Raises CaptureError."""
         return capture_whole(self.model, self.args, self.kwargs, loss=self.loss, target=self.target, device=self.device)
 
 

@@ -19,7 +19,7 @@ from helixrt.compile.materialize import Tensors, materialize, persistent_names, 
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
-from helixrt.compile.whole_model import WholeModel, shapes_of
+from helixrt.compile.whole_model import Times, WholeModel, shapes_of
 from helixrt.engines.captured_engine import CapturedEngine, CapturedParts
 from helixrt.engines.example_batch import ExampleBatch
 from helixrt.engines.pipeline import Batches
@@ -31,8 +31,10 @@ from helixrt.errors import ConfigError, MisuseError
 from helixrt.passes.agree import agree_on
 from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.parts import Port, Role
+from helixrt.passes.profile import Mode
 from helixrt.pipeline.captured_stage import MicroBatch
 from helixrt.pipeline.held import Values
+from helixrt.pipeline.unit_times import unit_times
 from helixrt.schedule.ir import Schedule
 
 CAPTURE_S = 3600.0  # within which a model is captured; a rank that captures is not taken for stuck
@@ -57,7 +59,8 @@ class CapturedModel(PipelinedModel):
     """This rank's part of a model. Made by `session.parallelize(helixrt.compile(model, ...), example=...)`.
 
     `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
-    safetensors that they are read from instead. Raises ConfigError for options and examples that do not fit, CaptureError for
+    safetensors that they are read from instead. With the option `profile="measure"` chunks are balanced by `times`, which must
+    be the same on all ranks. Raises ConfigError for options and examples that do not fit, CaptureError for
     a model that cannot be captured or cut, MisuseError for one that a pipeline cannot train, DisagreementError when the ranks
     of the replica cut it differently.
     """
@@ -70,6 +73,7 @@ class CapturedModel(PipelinedModel):
         *,
         seed: int = 0,
         weights: str | Path | None = None,
+        times: Times = unit_times,
         busy: Busy = lambda doing, limit_s: nullcontext(),
     ) -> None:
         super().__init__()
@@ -80,7 +84,8 @@ class CapturedModel(PipelinedModel):
         self._example = Batch(args, kwargs, target, options.microbatches, options.chunk_dims)
         model = step.model
         with busy("captures the model", CAPTURE_S):
-            self._whole = WholeModel(model, options.loss, self._example.calls[0])
+            measured = times if options.profile == Mode.MEASURE else None
+            self._whole = WholeModel(model, options.loss, self._example.calls[0], times=measured)
             self._cut = self._whole.cut(self._schedule.placement, options.cuts)
             self._agree(self._cut)
             _check_changed(self._cut.chunks)
@@ -89,6 +94,11 @@ class CapturedModel(PipelinedModel):
         self._trained = _freeze_others(self._cut, tensors, place)
         self._tensors = tensors
         fill(self, tensors, mine)
+
+    @property
+    def cut(self) -> CutModel:
+        """The whole model's."""
+        return self._cut
 
     def _agree(self, cut: CutModel) -> None:
         if self.place.group is not None:
