@@ -1,11 +1,11 @@
 """Train a Hugging Face GPT-2 on two replicas; one of them may be killed at any time.
 
-    python examples/own_model.py [STEPS] [FOLDER] [--pp STAGES | --tp RANKS]
+    python examples/own_model.py [STEPS] [FOLDER] [--pp STAGES] [--tp RANKS]
 
 `train` is a plain PyTorch program. Each replica runs it on its own share of the data; gradients are summed over replicas
 while backward runs; a lost replica is started again, fetches the state from the other one, and goes on. With `--pp 2` a replica
 is two processes: the unmodified model is captured as one graph and cut into two pipeline stages. With `--tp 2` its matrices are
-cut over two processes.
+cut over two processes; with both, each of two stages over two processes.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def parallel(session: helixrt.Session, config: GPT2Config) -> torch.nn.Module:
     with torch.device("meta"):  # no rank ever holds more than its stage
         model = helixrt.compile(GPT2LMHeadModel(config), microbatches=4)
     tokens = torch.zeros(4, 32, dtype=torch.int64)  # shapes count, values do not
-    return session.parallelize(model, example=helixrt.ExampleBatch(input_ids=tokens, labels=tokens))
+    return session.parallelize(model, tp_plan=TP_PLAN, example=helixrt.ExampleBatch(input_ids=tokens, labels=tokens))
 
 
 def train(session: helixrt.Session) -> None:

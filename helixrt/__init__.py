@@ -28,23 +28,31 @@ if TYPE_CHECKING:  # for tools that check types; at run time `__getattr__` loads
     from helixrt.job.launch import RunOptions as RunOptions
     from helixrt.job.launch import RunResult as RunResult
     from helixrt.job.launch import run as run
+    from helixrt.job.loggers import CsvLogger as CsvLogger
+    from helixrt.job.loggers import MetricsLogger as MetricsLogger
+    from helixrt.job.loggers import MetricsPoint as MetricsPoint
     from helixrt.job.mesh import Mesh as Mesh
     from helixrt.job.resume import SavedRun as SavedRun
     from helixrt.job.resume import saved_run as saved_run
     from helixrt.job.session import Session as Session
     from helixrt.job.step import Step as Step
     from helixrt.job.warm_up import warm_up as warm_up
+    from helixrt.schedule.adaptation.policy import Adaptation as Adaptation
 
 __version__ = "0.1.0"
 
 _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
+    "Adaptation": "helixrt.schedule.adaptation.policy",
     "ConfigError": "helixrt.errors",
     "Corpus": "helixrt.job.description",
+    "CsvLogger": "helixrt.job.loggers",
     "Description": "helixrt.job.description",
     "ExampleBatch": "helixrt.engines.example_batch",
     "Fatal": "helixrt.errors",
     "HelixError": "helixrt.errors",
     "Mesh": "helixrt.job.mesh",
+    "MetricsLogger": "helixrt.job.loggers",
+    "MetricsPoint": "helixrt.job.loggers",
     "MissingExtra": "helixrt.errors",
     "MisuseError": "helixrt.errors",
     "ParameterLayout": "helixrt.engines.stage_ranks",

@@ -25,6 +25,7 @@ USAGE_ERROR = 2
 COMMANDS = {  # each a module of helixrt.commands
     "schedule": "make, check, time, draw and compare pipeline schedules",
     "replay": "replay a trace of slow links under several policies",
+    "observe": "what the operations and links of a run cost, and which are stragglers",
     "strands": "two interwoven strands of a model: operators, pairs, times, pictures, graphs",
     "profile": "which operators hide behind which on this machine",
     "serve": "serve a run whose replicas are started by torchrun, Slurm or by hand",

@@ -30,8 +30,9 @@ class Kind(StrEnum):
     STEP_BEGIN = "step_begin"  # position
     STEP_END = "step_end"  # loss, tokens, stall_s
     OPERATION = "operation"  # op (F/B/W/BW), chunk, microbatch; woven, if it ran as one with its pair; has a duration
-    SEND = "send"  # tag, bytes; duration from queued to done
-    RECV = "recv"  # tag, bytes; duration from posted to arrived
+    SEND = "send"  # tag, bytes; duration from queued to done; over endpoints begun_s, copy_s (to host memory)
+    # tag, bytes, needed_s; duration from posted to taken; over endpoints arrived_s, and by the sender's clock queued_s, sent_s
+    RECV = "recv"
     QUORUM_JOIN = "quorum_join"  # lineage
     QUORUM = "quorum"  # generation, members, contributors, behind
     WORK_BEGIN = "work_begin"  # position
@@ -56,10 +57,15 @@ class Kind(StrEnum):
     HOP = "hop"  # peer, old, path, reason, old_rtt_s (null: no answer), rtt_s: new messages to the peer take another path
     PATH_PROBED = "path_probed"  # peer, path, rtt_s
     FAILURE = "failure"  # replica, reason
+    COSTS_CHANGED = "costs_changed"  # what (such as link 1>2), since, before_ms, after_ms: as the leader found out in a step
     STORAGE_FAILED = "storage_failed"  # what (checkpoint | lineage | metrics), reason, failures: attempts in a row that failed
     STORAGE_BACK = "storage_back"  # what, failures: that came before
+    REPLAN = "replan"  # why: what the planner of orders is asked for
+    ORDER = "order"  # of the schedule, that all ranks are to make ready: order, before (hashes), why, present_ms, predicted_ms
+    ORDER_READY = "order_ready"  # order, seconds, failed: why a rank cannot work by it, "" if all can
+    ORDER_GAIN = "order_gain"  # order, before_ms, after_ms: medians of measured steps, predicted_ms: the gain that was expected
     CHAOS = "chaos"  # command; has a duration
-    RANK_START = "rank_start"  # pid, incarnation
+    RANK_START = "rank_start"  # pid, incarnation, clock: equal for ranks of one machine
     RANK_END = "rank_end"  # code
 
     __hash__ = str.__hash__  # that of an enum is a call in Python

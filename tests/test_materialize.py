@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from helixrt.bench._live_storage import LiveStorage
 from helixrt.compile.materialize import materialize, places
 from helixrt.errors import ConfigError
+from helixrt.passes.pieces import Piece, piece_of
 
 
 def gpt2(layers: int = 4) -> nn.Module:
@@ -102,6 +104,56 @@ def test_weights_are_read_by_name(tmp_path: Path) -> None:
         materialize(on_meta(lambda: gpt2(5)), ["transformer.h.4.ln_1.weight"], weights=tmp_path / "one")
     with pytest.raises(ConfigError, match="must be a safetensors file"):
         materialize(on_meta(gpt2), names, weights=tmp_path / "none")
+
+
+def pieces_for(model: nn.Module, rank: int, ranks: int = 3) -> dict[str, Piece]:
+    """Of every matrix; those that two matrices are packed into have a part of each."""
+    tensors = {name: place.tensor for name, place in places(model).items() if place.is_parameter and place.tensor.dim() == 2}
+    blocks = {name: 2 if "c_fc" in name or "gate_proj" in name else 1 for name in tensors}
+    return {name: piece_of(b - 1, tensors[name].shape[b - 1], rank, ranks, b) for name, b in blocks.items()}
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_parts_are_those_of_the_whole_weights(build: Any, tmp_path: Path) -> None:
+    names = list(places(on_meta(build)))
+    whole, real = materialize(on_meta(build), names, seed=3), build()
+    real.save_pretrained(tmp_path)
+    for rank in range(3):
+        pieces = pieces_for(on_meta(build), rank)
+        parts = materialize(on_meta(build), names, seed=3, pieces=pieces)
+        read = materialize(on_meta(build), names, seed=3, pieces=pieces, weights=tmp_path)
+        taken = materialize(copy.deepcopy(real), names, pieces=pieces)
+        for name, tensor in whole.parameters.items():
+            first = next(each for each in whole.parameters if whole.parameters[each] is tensor)
+            cut = pieces[first].of if first in pieces else lambda each: each
+            assert torch.equal(parts.parameters[name], cut(tensor)), name
+            for found in (read, taken):
+                assert torch.equal(found.parameters[name], cut(real.state_dict()[name])), name
+    tied = {id(each) for each in parts.parameters.values()}
+    assert len(tied) == len({id(each) for each in whole.parameters.values()})
+
+
+def test_pieces_are_cut_as_dtensor_cuts() -> None:
+    whole = torch.arange(2 * 10).view(2, 10)
+    for ranks in (2, 3, 4):
+        found = [piece_of(1, 10, rank, ranks).of(whole) for rank in range(ranks)]
+        chunks = [*whole.chunk(ranks, 1), *[whole[:, :0]] * ranks][:ranks]
+        assert all(map(torch.equal, found, chunks))
+    assert piece_of(1, 10, 0, 4, blocks=2).of(whole)[0].tolist() == [0, 1, 5, 6]
+    assert piece_of(1, 10, 2, 4, blocks=2).of(whole)[0].tolist() == [4, 9]
+    assert torch.equal(piece_of(1, 10, 2, 4, blocks=2).read(whole), piece_of(1, 10, 2, 4, blocks=2).of(whole))
+
+
+def test_a_rank_with_parts_never_has_more_whole_than_a_layer() -> None:
+    model = on_meta(lambda: gpt2(8))
+    names = [name for name in places(model) if ".h." in name]
+    layer = sum(places(model)[name].tensor.nbytes for name in names if ".h.0." in name)
+    pieces = {name: piece_of(0, places(model)[name].tensor.shape[0], 0, 4) for name in names}
+    with LiveStorage([]) as live:
+        part = materialize(model, names, pieces=pieces)
+    own = sum(tensor.nbytes for tensor in part.parameters.values())
+    assert own <= 8 * layer / 4 + 1024
+    assert own <= live.peak_bytes <= own + 2 * layer < 8 * layer
 
 
 class Table(nn.Module):

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helixrt.collectives.poller import Poller
 from helixrt.collectives.system import System
 from helixrt.protocol.handoff import AT_ONCE, Rest
 from helixrt.transport import contract
+from helixrt.transport.poller import Poller
 
 if TYPE_CHECKING:
     from helixrt.collectives.communicator import Communicator

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from helixrt.collectives.handle import Latch
-from helixrt.collectives.poller import Poller
+from helixrt.transport.poller import Poller
 
 
 class System:

@@ -7,7 +7,6 @@ replay under, the number of micro-batches. Everything wrong is a ConfigError tha
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -15,13 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.costs import LARGEST, Costs, Link, uniform, with_delays
-from helixrt.schedule.ir import linear
+from helixrt.schedule.costs import Costs, uniform, with_delays
+from helixrt.schedule.exchange.profile import read
 from helixrt.schedule.planner.bounds import check_reachable
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 
 _DELAY = re.compile(r"([0-9]{1,6})(?:>([0-9]{1,6}))?:(.+)")
-_REQUIRED, _OPTIONAL = ("f", "b", "w"), ("stages", "microbatches", "delay", "wire", "memory", "activation", "kept")
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,6 @@ class Problem:
     plan: Costs
     run: Costs
     microbatches: int
-
-
-@dataclass(frozen=True)
-class _Profile:
-    """What a profile file says; `microbatches` is None where it says nothing of them."""
-
-    costs: Costs
-    microbatches: int | None
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +60,7 @@ def problem(
     if args.profile is not None:
         if args.cost is not None:
             raise ConfigError("--cost", args.cost, "goes with --stages, not with --profile, which has the costs of every stage")
-        profile = _profile(args.profile)
+        profile = read(read_text("--profile", args.profile), "--profile", args.profile)
         costs, of_profile = profile.costs, profile.microbatches
         _agree("--stages", given["--stages"], costs.stages, "the profile's")
     else:
@@ -123,74 +113,6 @@ def read_text(option: str, path: str) -> str:
         raise ConfigError(option, path, f"cannot be read: {reason}") from None
 
 
-def _profile(path: str) -> _Profile:
-    """The costs in a JSON file. Times in ms; memory and activation in any one unit; null in memory is no cap."""
-    try:
-        found = json.loads(read_text("--profile", path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("--profile", path, f"is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError("--profile", path, 'must be an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1]}')
-    if lacking := [key for key in _REQUIRED if key not in found]:
-        raise ConfigError("--profile", path, f"lacks {lacking[0]!r}: the times of every stage")
-    if unknown := sorted(set(found) - {*_REQUIRED, *_OPTIONAL}):
-        raise ConfigError("--profile", path, f"has {unknown[0]!r}; it may have {', '.join((*_REQUIRED, *_OPTIONAL))}")
-    stages = len(found["f"]) if isinstance(found["f"], list) else 0
-    if "stages" in found:
-        stages = _json_whole(f"{path} stages", found["stages"])
-    lists = {key: _list(path, key, found[key], stages) for key in ("f", "b", "w", "activation", "kept") if key in found}
-    memory = found.get("memory")
-    if isinstance(memory, list):
-        memory = [math.inf if cap is None else cap for cap in memory]
-    delays, wires = (_ways(path, key, found.get(key), stages) for key in ("delay", "wire"))
-    links = {way: Link(delays.get(way, 0.0), wires.get(way, 0.0)) for way in {**delays, **wires}}
-    costs = Costs(
-        placement=linear(stages),
-        forward=lists["f"],
-        backward=lists["b"],
-        weight=lists["w"],
-        links=links,
-        activation=lists.get("activation", ()),
-        kept=lists.get("kept", ()),
-        memory=_list(path, "memory", memory, stages) if memory is not None else (),
-    )
-    count = _json_whole(f"{path} microbatches", found["microbatches"]) if "microbatches" in found else None
-    return _Profile(costs, count)
-
-
-def _list(path: str, key: str, values: object, stages: int) -> tuple[float, ...]:
-    if not isinstance(values, list) or len(values) != stages:
-        many = f"{len(values)} values" if isinstance(values, list) else "no list"
-        raise ConfigError(f"{path} {key}", many, f"must be one number per stage, {stages} in all")
-    for stage, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ConfigError(f"{path} {key}[{stage}]", json.dumps(value), "must be a number, at least 0")
-        if LARGEST < value < math.inf:  # asked before it becomes a float: whole numbers in JSON have no end
-            raise ConfigError(f"{path} {key}[{stage}]", _short(value), f"must be at most {LARGEST:g}")
-    return tuple(map(float, values))
-
-
-def _short(value: object, most: int = 20) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _ways(path: str, key: str, values: object, stages: int) -> dict[tuple[int, int], float]:
-    """Directed times from [[forward, backward], ...], one pair per link between neighbours."""
-    if values is None:
-        return {}
-    if not isinstance(values, list) or len(values) != stages - 1:
-        many = f"{len(values)} values" if isinstance(values, list) else "no list"
-        raise ConfigError(f"{path} {key}", many, f"must be one [forward, backward] per link, {stages - 1} in all")
-    ways: dict[tuple[int, int], float] = {}
-    for link, both in enumerate(values):
-        if not isinstance(both, list) or len(both) != 2:
-            raise ConfigError(f"{path} {key}[{link}]", json.dumps(both), "must be [forward, backward] in ms")
-        forward, backward = _list(path, f"{key}[{link}]", both, 2)
-        ways[link, link + 1], ways[link + 1, link] = forward, backward
-    return ways
-
-
 def _delays(option: str, values: Iterable[str], stages: int) -> Iterable[tuple[tuple[int, int], float]]:
     for value in values:
         found = _DELAY.fullmatch(value)
@@ -233,12 +155,6 @@ def whole(option: str, text: str | None, least: int = 1) -> int | None:
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
         raise ConfigError(option, text or "''", f"must be a whole number, at least {least} and below 1000000")
     return int(text)
-
-
-def _json_whole(key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 10**6:
-        raise ConfigError(key, _short(json.dumps(value)), "must be a whole number, at least 1 and below 1000000")
-    return value
 
 
 def _agree(key: str, value: int | None, expected: int | None, of: str) -> None:

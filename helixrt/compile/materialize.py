@@ -1,10 +1,13 @@
 """Materialize: the tensors of a model that one pipeline stage needs, and nothing of the rest.
 
-In: a model, on the meta device or real; the names of parameters and buffers; a seed. Out: `Tensors`, real ones. What is on
-meta is initialized by the model's own rule: `reset_parameters` of each module, then `_init_weights` of the transformers
-model that it is in, children first, each module with a seed of its own that follows from its name. So every number of
-stages gives the same weights. Modules that have no tensors of their own are asked only inside a layer (a child with a
-number in its name), since those never stand on two stages. What is real is taken as it is.
+In: a model, on the meta device or real; the names of parameters and buffers, and of which a rank has a part alone; a seed.
+Out: `Tensors`, real ones. What is on meta is initialized by the model's own rule: `reset_parameters` of each module, then
+`_init_weights` of the transformers model that it is in, children first, each module with a seed of its own that follows from
+its name. So every number of stages gives the same weights. Modules that have no tensors of their own are asked only inside a
+layer (a child with a number in its name), since those never stand on two stages. What is real is taken as it is.
+
+A tensor of which the rank has a part is whole while modules that are asked have it, so that the values are those of the whole
+model: within a layer, then. From files the part alone is read.
 
 Both ways the model is left with meta tensors in place of those that are not taken, so that their memory is free.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import torch
 from torch import nn
 
 from helixrt.errors import ConfigError
+from helixrt.passes.pieces import Piece
 
 LOSS = "loss."  # before the names of parameters and buffers of a loss that is a module, as `capture` has them
 INDEX = "model.safetensors.index.json"
@@ -58,11 +62,17 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Fresh:
-    """A tensor without values yet, at this version."""
+class Wanted:
+    """A tensor of the model that is to be made: all its places, and of which part, None for the whole."""
 
-    tensor: torch.Tensor
-    version: int
+    places: tuple[Place, ...]
+    name: str
+    before: torch.Tensor
+    piece: Piece | None
+
+    def put(self, tensor: torch.Tensor) -> None:
+        for place in self.places:
+            place.put(tensor)
 
 
 def places(model: nn.Module, loss: Any = None) -> dict[str, Place]:
@@ -84,12 +94,13 @@ def materialize(
     seed: int = 0,
     device: torch.device | str = "cpu",
     weights: str | Path | None = None,
+    pieces: Mapping[str, Piece] | None = None,
 ) -> Tensors:
     """The tensors called `names` (one name of a tied parameter is enough), on `device`.
 
     `weights`: a safetensors file, or a folder that `save_pretrained` has written; parameters and persistent buffers are
-    read from there. Raises ConfigError, with the name, for a tensor on meta that the model has no rule for or that
-    `weights` lacks.
+    read from there. `pieces`: by their first names, the parts of tensors that are not taken whole. Raises ConfigError, with the
+    name, for a tensor on meta that the model has no rule for or that `weights` lacks.
     """
     everywhere = places(model, loss)
     same: dict[int, list[str]] = {}
@@ -97,29 +108,24 @@ def materialize(
         same.setdefault(id(place.tensor), []).append(name)
     taken = {id(everywhere[name].tensor): same[id(everywhere[name].tensor)] for name in names}
     persistent = persistent_names(model, loss)
-    fresh: dict[str, Fresh] = {}  # by first name
+    ruled: list[Wanted] = []
+    stored: list[tuple[Wanted, list[str]]] = []
     with torch.no_grad():
-        for aliases in taken.values():
-            before = everywhere[aliases[0]].tensor
-            after = _empty(before, device) if before.is_meta else _moved(before, device)
-            if before.is_meta:
-                fresh[aliases[0]] = Fresh(after, after._version)
-            for name in aliases:
-                everywhere[name].put(after)
         for identity, aliases in same.items():
-            before = everywhere[aliases[0]].tensor
-            if identity not in taken and not before.is_meta:
-                after = _like(before, torch.empty_like(before, device="meta"))
-                for name in aliases:
-                    everywhere[name].put(after)
-    read: set[str] = set()
+            first, tensor = aliases[0], everywhere[aliases[0]].tensor
+            here = tuple(everywhere[name] for name in aliases)
+            wanted = Wanted(here, first, tensor, None if pieces is None else pieces.get(first))
+            if identity in taken and weights is not None and _is_stored(everywhere[first], first, persistent):
+                stored.append((wanted, aliases))
+            elif identity in taken and tensor.is_meta:
+                ruled.append(wanted)
+            elif identity in taken:
+                wanted.put(_moved(tensor, wanted.piece, device))
+            elif not tensor.is_meta:
+                wanted.put(_like(tensor, torch.empty_like(tensor, device="meta")))
+    _initialize(model, loss, ruled, seed, device)
     if weights is not None:
-        read = {name for aliases in taken.values() for name in aliases[:1] if _is_stored(everywhere[name], name, persistent)}
-    fresh = {name: each for name, each in fresh.items() if name not in read}
-    _initialize(model, loss, fresh, seed)
-    if weights is not None:
-        _read(Path(weights), {name: same_names for same_names in taken.values() if (name := same_names[0]) in read}, everywhere)
-    _check(everywhere, fresh)
+        _read(Path(weights), stored, device)
     held = {name: everywhere[name] for aliases in taken.values() for name in aliases}
     return Tensors(
         {name: place.tensor for name, place in held.items() if place.is_parameter},  # type: ignore[misc]
@@ -143,8 +149,10 @@ def _like(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(after, before.requires_grad) if isinstance(before, nn.Parameter) else after
 
 
-def _moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The tensor itself where it is on the device already."""
+def _moved(tensor: torch.Tensor, piece: Piece | None, device: torch.device | str) -> torch.Tensor:
+    """The tensor itself where all of it is wanted and it is on the device already."""
+    if piece is not None:
+        return _like(tensor, piece.of(tensor.detach()).to(device, copy=True, memory_format=torch.contiguous_format))
     return tensor if tensor.device == torch.empty(0, device=device).device else _like(tensor, tensor.detach().to(device))
 
 
@@ -159,25 +167,66 @@ def _empty(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 # ---------------------------------------------------------------- by the model's own rule
 
 
-def _initialize(model: nn.Module, loss: Any, fresh: Mapping[str, Fresh], seed: int) -> None:
-    wanted = {id(each.tensor) for each in fresh.values()}
-    if not wanted:
-        return
+@dataclass(frozen=True)
+class _Visit:
+    """A module that is asked to initialize itself, and the tensors to be made that are in it or below it."""
+
+    path: str
+    module: nn.Module
+    rule: Any
+    tensors: frozenset[int]
+
+
+def _initialize(model: nn.Module, loss: Any, ruled: Sequence[Wanted], seed: int, device: torch.device | str) -> None:
+    """Make each tensor before the first module that has it is asked, and take its part after the last one. Raises ConfigError
+    for one that was not filled, or replaced by another kind."""
+    wanted = {id(each.before): each for each in ruled}
+    visits = list(_visits(model, loss, wanted)) if wanted else []
+    last = {identity: number for number, visit in enumerate(visits) for identity in visit.tensors}
+    made: dict[int, tuple[torch.Tensor, int]] = {}  # with its version
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for prefix, root in (("", model), (LOSS.removesuffix("."), loss)):
-            for path, module, rule in _modules(prefix, root, None, set()) if isinstance(root, nn.Module) else ():
-                own = {id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())}
-                inside = any(piece.isdecimal() for piece in path.split("."))
-                below = inside and any(id(tensor) in wanted for tensor in (*module.parameters(), *module.buffers()))
-                if not (own & wanted or below):
-                    continue
-                torch.manual_seed(_seed_of(seed, path))
-                for name in ("reset_parameters", "_reset_parameters"):
-                    if callable(reset := getattr(module, name, None)):
-                        reset()
-                        break
-                if rule is not None:
-                    rule._init_weights(module)
+        for number, visit in enumerate(visits):
+            for identity in visit.tensors - made.keys():
+                tensor = _empty(wanted[identity].before, device)
+                made[identity] = tensor, tensor._version
+                wanted[identity].put(tensor)
+            torch.manual_seed(_seed_of(seed, visit.path))
+            for name in ("reset_parameters", "_reset_parameters"):
+                if callable(reset := getattr(visit.module, name, None)):
+                    reset()
+                    break
+            if visit.rule is not None:
+                visit.rule._init_weights(visit.module)
+            for identity in visit.tensors:
+                if last[identity] == number:
+                    _finish(wanted[identity], *made.pop(identity))
+
+
+def _visits(model: nn.Module, loss: Any, wanted: Collection[int]) -> Iterator[_Visit]:
+    for prefix, root in (("", model), (LOSS.removesuffix("."), loss)):
+        for path, module, rule in _modules(prefix, root, None, set()) if isinstance(root, nn.Module) else ():
+            own = {id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())}
+            below = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}.intersection(wanted)
+            inside = any(piece.isdecimal() for piece in path.split("."))
+            if below and (inside or not own.isdisjoint(wanted)):
+                yield _Visit(path, module, rule, frozenset(below))
+
+
+def _finish(wanted: Wanted, made: torch.Tensor, version: int) -> None:
+    """Raises ConfigError."""
+    tensor, name = wanted.places[0].tensor, wanted.name
+    if tensor.is_meta or tensor.shape != made.shape or tensor.dtype != made.dtype:
+        rule = f"was {made.dtype}{list(made.shape)} on meta and is another kind after its module"
+        raise ConfigError("model", name, rule)
+    if tensor.is_floating_point() or tensor.is_complex():
+        filled = not bool(torch.isnan(tensor.detach()).any())
+    else:
+        filled = tensor is not made or tensor._version != version
+    if not filled:
+        what = "no rule gives it values: give its module `reset_parameters`"
+        raise ConfigError("model", name, f"is on the meta device, and {what}, or build the model on a real device")
+    if wanted.piece is not None:
+        wanted.put(_moved(tensor, wanted.piece, tensor.device))
 
 
 def _modules(path: str, module: nn.Module, rule: Any, seen: set[int]) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -197,44 +246,29 @@ def _seed_of(seed: int, path: str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _check(everywhere: Mapping[str, Place], fresh: Mapping[str, Fresh]) -> None:
-    """Raises ConfigError for a tensor that was not filled, or replaced by another kind."""
-    for name, each in fresh.items():
-        tensor, now = each.tensor, everywhere[name].tensor
-        if now.is_meta or now.shape != tensor.shape or now.dtype != tensor.dtype:
-            raise ConfigError(
-                "model", name, f"was {tensor.dtype}{list(tensor.shape)} on meta and is another kind after its module"
-            )
-        if now.is_floating_point() or now.is_complex():
-            filled = not bool(torch.isnan(now.detach()).any())
-        else:
-            filled = now is not tensor or now._version != each.version
-        if not filled:
-            what = "no rule gives it values: give its module `reset_parameters`"
-            raise ConfigError("model", name, f"is on the meta device, and {what}, or build the model on a real device")
-
-
 # ---------------------------------------------------------------- from files
 
 
-def _read(path: Path, taken: Mapping[str, Collection[str]], everywhere: Mapping[str, Place]) -> None:
-    """Copy in what the files have. Raises ConfigError."""
+def _read(path: Path, stored: Sequence[tuple[Wanted, Sequence[str]]], device: torch.device | str) -> None:
+    """Make the tensors, each with its names, as the files have them. Raises ConfigError."""
     try:
         from safetensors import safe_open
     except ImportError as error:
         raise ConfigError("weights", path, "needs the package safetensors: pip install safetensors") from error
     files = _files(path)
-    for name, aliases in taken.items():
-        stored = next((alias for alias in aliases if alias in files), None)
-        if stored is None:
+    for wanted, aliases in stored:
+        name, whole, piece = wanted.name, wanted.before, wanted.piece
+        found = next((alias for alias in aliases if alias in files), None)
+        if found is None:
             raise ConfigError("weights", path, f"does not hold {name}; save the model itself, so that names are the same")
-        tensor = everywhere[name].tensor
-        with safe_open(files[stored], framework="pt", device=str(tensor.device)) as opened:
-            value = opened.get_tensor(stored)
-        if value.shape != tensor.shape:
-            raise ConfigError("weights", path, f"holds {name} of shape {list(value.shape)}, the model has {list(tensor.shape)}")
+        with safe_open(files[found], framework="pt", device=str(device)) as opened:
+            shape = list(opened.get_slice(found).get_shape())
+            if shape != list(whole.shape):
+                raise ConfigError("weights", path, f"holds {name} of shape {shape}, the model has {list(whole.shape)}")
+            value = opened.get_tensor(found) if piece is None else piece.read(opened.get_slice(found))
         with torch.no_grad():
-            tensor.copy_(value)
+            like = whole if piece is None else value
+            wanted.put(_like(whole, torch.empty_like(like, dtype=whole.dtype, device=device).copy_(value)))
 
 
 def _files(path: Path) -> dict[str, str]:

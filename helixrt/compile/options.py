@@ -10,6 +10,7 @@ import torch
 
 from helixrt.errors import ConfigError
 from helixrt.passes.profile import Mode
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Schedule
 
@@ -26,6 +27,8 @@ class Options:
     - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule` knows, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
       balances chunks. `train_step` runs one stage, and takes neither.
+    - `adapt`: the job may change the order of the schedule while it runs, by what it measures, as readily as this
+      `helixrt.Adaptation` says; None: it stays.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
     - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
       "estimate". Models that do not communicate need none. With "measure" the chunks of a pipeline are balanced by times of
@@ -40,6 +43,7 @@ class Options:
     strands: int = 2
     schedule: str | Schedule = "auto"
     cuts: Sequence[str] | None = None
+    adapt: Adaptation | None = None
     codegen: str = "eager"
     profile: str = "auto"
     strict: bool = True
@@ -67,6 +71,8 @@ class Options:
         ):
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise ConfigError(key, value, f"must be one of {', '.join(map(str, allowed))}")
+        if self.adapt is not None and not isinstance(self.adapt, Adaptation):
+            raise ConfigError("adapt", self.adapt, "must be a helixrt.Adaptation, or None")
         if not isinstance(self.schedule, Schedule) and self.schedule not in ("auto", *POLICIES):
             raise ConfigError("schedule", self.schedule, f"must be auto, a Schedule, or one of {', '.join(POLICIES)}")
         if self.cuts is not None and not (isinstance(self.cuts, list | tuple) and all(type(each) is str for each in self.cuts)):

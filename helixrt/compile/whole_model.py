@@ -23,17 +23,26 @@ from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced
 from helixrt.passes.units import units
 
+Agreed = Callable[[Sequence[int]], Sequence[int]]  # what this rank has chosen, to what all ranks take
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
 Times = Callable[[Part], Mapping[str, float]]  # of the units of a joint graph, for `balanced(measured=...)`
 
 
 class WholeModel:
-    """`device` is the one that the graphs run on. `times` gives those by which chunks are balanced, in place of estimates."""
+    """`device` is the one that the graphs run on. `times` gives those by which chunks are balanced, in place of estimates.
+    `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it alike: it is given the first
+    units of later chunks."""
 
     def __init__(
-        self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu", times: Times | None = None
+        self,
+        model: nn.Module,
+        loss: Any,
+        call: Call,
+        device: torch.device | str = "cpu",
+        times: Times | None = None,
+        agreed: Agreed = tuple,
     ) -> None:
-        self.model, self.loss, self.device, self._times = model, loss, device, times
+        self.model, self.loss, self.device, self._times, self._agreed = model, loss, device, times, agreed
         self.args, self.kwargs, self.target = shapes_of(call)
 
     def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
@@ -47,7 +56,7 @@ class WholeModel:
             return uncut(joint)
         if cuts is None:
             measured = None if self._times is None else self._times(joint)
-            return cut(joint, balanced(joint, placement, measured=measured).starts)
+            return cut(joint, self._agreed(balanced(joint, placement, measured=measured).starts))
         try:
             return cut(joint, cuts)
         except ConfigError as error:

@@ -36,6 +36,7 @@ class Verdict:
     sat_out: int
     lives: int
     stopped: int  # 1: a replica's program has ended the run early
+    switched: int = 0  # orders of schedules that records name, by replica
 
 
 @dataclass

@@ -20,6 +20,7 @@ from helixrt.emulate.step_exchanges import Exchanges
 from helixrt.emulate.step_faults import FAULTS, Faults
 from helixrt.emulate.step_membership import Lighthouse
 from helixrt.emulate.step_node import Node, Verdict, Violation
+from helixrt.emulate.step_orders import Orders
 from helixrt.emulate.step_state import States
 from helixrt.emulate.step_store import Batch, SimulatedStore, State
 from helixrt.protocol.step import messages as p
@@ -33,7 +34,8 @@ LIMIT_S = 60_000.0
 class StepWorld:
     """Runs one seed. `faults` are kinds out of FAULTS; they happen in the first part of the run.
 
-    `fetch_s` are the durations of a fetch to choose from; `cut` names pairs of replicas that never reach each other.
+    `fetch_s` are the durations of a fetch to choose from; `cut` names pairs of replicas that never reach each other. With
+    `orders` replicas change the order of their schedule now and then, each time to one with a higher number.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class StepWorld:
         rules: StepRules | None = None,
         fetch_s: tuple[float, ...] = (0.1, 0.5, 2.5),
         cut: tuple[tuple[int, int], ...] = (),
+        orders: bool = False,
     ) -> None:
         self.seed, self.replicas, self.group_world_size, self.steps, self.faults = (
             seed,
@@ -75,6 +78,7 @@ class StepWorld:
         self.count: Counter[str] = Counter()
         self.crashed: set[int] = set()
         self.left_out: set[int] = set()
+        self.orders = Orders(seed) if orders else None
         self.until_all = True  # the run ends when every replica holds the last state, not only one
 
     # ---- running
@@ -86,6 +90,7 @@ class StepWorld:
         options = (
             f"--seed {self.seed} --replicas {self.replicas} --group-world-size {self.group_world_size} --steps {self.steps}"
         )
+        options += " --orders" if self.orders else ""
         replay = f"python -m helixrt.emulate.step_world {options} --faults {','.join(self.faults)}"
         return Violation(f"{what}; at t={self.now:.3f}; replay: {replay}")
 
@@ -130,6 +135,8 @@ class StepWorld:
         for before, record in zip(chain, chain[1:], strict=False):
             if is_last(before, self.steps, record.life):
                 raise self.fail(f"step {record.step} follows step {before.step}, with which the run ended")
+        if self.orders and (complaint := self.orders.complaint(chain)):
+            raise self.fail(complaint)
         expected = self.content(log.head)
         for node in self.nodes.values():
             if node.state != (log.head.hash, expected) and self.until_all:
@@ -159,6 +166,7 @@ class StepWorld:
             sat_out=c["sat_out"],
             lives=self.store.life + 1,
             stopped=int(log.head.last != ""),
+            switched=len({(r, order) for record in chain for r, order in record.orders.items()}),
         )
 
     def content(self, record: CommitRecord) -> tuple[frozenset[Batch], ...]:
@@ -199,7 +207,15 @@ class StepWorld:
         if log.head == self.store.root:
             state = self.store.durable[log.head.hash]
         machine = StepMachine(
-            replica, incarnation, self.group_world_size, log, state[0], self.steps, self.rules, self.store.life
+            replica,
+            incarnation,
+            self.group_world_size,
+            log,
+            state[0],
+            self.steps,
+            self.rules,
+            self.store.life,
+            order=None,
         )
         node = Node(replica, incarnation, self.store.life, machine, state)
         self.nodes[replica] = node
@@ -237,6 +253,8 @@ class StepWorld:
             self.perform(node, action)
             if not node.alive:
                 return
+        if self.orders:
+            self.orders.handled(node)
 
     def answer(self, node: Node, event: p.Event, low: float = 0.001, high: float = 0.05) -> None:
         self.at(self.random.uniform(low, high), lambda: self.deliver(node, event))
@@ -318,6 +336,8 @@ class StepWorld:
         if node.state[0] != action.base:
             raise self.fail(f"replica {node.replica} works on a state it does not hold")
         node.work, node.gradients = wanted, False
+        if self.orders:
+            self.orders.works(node, action)
         self.worked[(node.life, node.incarnation, (node.replica, action.position))] += 1
 
         def finish() -> None:
@@ -385,10 +405,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--group-world-size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--orders", action="store_true")
     o = parser.parse_args(arguments)
     faults = tuple(f for f in o.faults.split(",") if f)
     for seed in range(o.seed, o.seed + o.count):
-        print(StepWorld(seed, o.replicas, o.group_world_size, o.steps, faults).run())
+        print(StepWorld(seed, o.replicas, o.group_world_size, o.steps, faults, orders=o.orders).run())
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ class SimulatedLatch:
 
 
 class SimulatedPoller:
-    """Stands in for `helixrt.collectives.poller.Poller`; `readable` tells whether a watched descriptor is ready."""
+    """Stands in for `helixrt.transport.poller.Poller`; `readable` tells whether a watched descriptor is ready."""
 
     def __init__(self, threads: Threads, readable: Callable[[], bool]) -> None:
         self._threads, self._readable = threads, readable

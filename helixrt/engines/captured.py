@@ -3,6 +3,7 @@
 In: a model with a `train_step` (`helixrt.compile`), on the meta device or real; an `ExampleBatch`; the stage. Out: a
 `CapturedModel`, a module with the parameters of this stage under the model's own names; `Session.register` makes a
 `CapturedEngine` of it. Every rank captures the whole model, which takes no memory for tensors, and all compare what they cut.
+With tp ranks a plan cuts the model before (`captured_tensor`), so that a rank captures its parts of all layers.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
 from helixrt.compile.whole_model import Times, WholeModel, shapes_of
 from helixrt.engines.captured_engine import CapturedEngine, CapturedParts
+from helixrt.engines.captured_tensor import GradientForms, agreed_starts, check_optimizers, cut_over_tp, gradient_forms
 from helixrt.engines.example_batch import ExampleBatch
 from helixrt.engines.pipeline import Batches
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
-from helixrt.engines.staged import StagePlace, scheduled
+from helixrt.engines.staged import StagePlace, check_adaptation, scheduled
+from helixrt.engines.tensor_plan import TensorPlan
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.passes.agree import agree_on
@@ -48,6 +51,7 @@ def pipeline_schedule(options: Options, stages: int) -> Schedule:
         raise ConfigError("codegen", options.codegen, "a pipeline runs operators one by one so far: codegen='eager'")
     if not options.strict:
         raise ConfigError("strict", False, "there is no plain loop for a pipeline: a model is captured, or it is an error")
+    check_adaptation(options.adapt, stages, "adapt")
     schedule = scheduled("1f1b" if options.schedule == "auto" else options.schedule, stages, options.microbatches)
     if options.cuts is not None and len(options.cuts) + 1 != schedule.chunks:
         rule = f"must name {schedule.chunks - 1} modules: {schedule.name} over mesh.pp={stages} has {schedule.chunks} chunks"
@@ -60,9 +64,10 @@ class CapturedModel(PipelinedModel):
 
     `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
     safetensors that they are read from instead. With the option `profile="measure"` chunks are balanced by `times`, which must
-    be the same on all ranks. Raises ConfigError for options and examples that do not fit, CaptureError for
-    a model that cannot be captured or cut, MisuseError for one that a pipeline cannot train, DisagreementError when the ranks
-    of the replica cut it differently.
+    be the same on all ranks. `tp_plan`, else the model's own plan, cuts it over the tp ranks of the mesh; a
+    rank's parameters are its parts, plain tensors. Raises ConfigError for options and examples that do not fit, CaptureError
+    for a model that cannot be captured or cut, MisuseError for one that a pipeline cannot train or the plan does not fit,
+    DisagreementError when the ranks of the replica cut it differently.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class CapturedModel(PipelinedModel):
         seed: int = 0,
         weights: str | Path | None = None,
         times: Times = unit_times,
+        tp_plan: TensorPlan | None = None,
         busy: Busy = lambda doing, limit_s: nullcontext(),
     ) -> None:
         super().__init__()
@@ -84,13 +90,17 @@ class CapturedModel(PipelinedModel):
         self._example = Batch(args, kwargs, target, options.microbatches, options.chunk_dims)
         model = step.model
         with busy("captures the model", CAPTURE_S):
+            over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
+            captured = model if over is None else over.model
             measured = times if options.profile == Mode.MEASURE else None
-            self._whole = WholeModel(model, options.loss, self._example.calls[0], times=measured)
+            self._whole = WholeModel(captured, options.loss, self._example.calls[0], times=measured, agreed=self._agreed)
             self._cut = self._whole.cut(self._schedule.placement, options.cuts)
             self._agree(self._cut)
             _check_changed(self._cut.chunks)
+            self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)
             mine = _names_of(place.stage, self._cut, self._schedule, model, options.loss)
-            tensors = materialize(model, mine, loss=options.loss, seed=seed, weights=weights)
+            pieces = {} if over is None else over.pieces
+            tensors = materialize(model, mine, loss=options.loss, seed=seed, weights=weights, pieces=pieces)
         self._trained = _freeze_others(self._cut, tensors, place)
         self._tensors = tensors
         fill(self, tensors, mine)
@@ -99,6 +109,10 @@ class CapturedModel(PipelinedModel):
     def cut(self) -> CutModel:
         """The whole model's."""
         return self._cut
+
+    def _agreed(self, starts: Sequence[int]) -> Sequence[int]:
+        mesh = self.place.mesh
+        return starts if mesh.size("tp") == 1 else agreed_starts(mesh, starts, CAPTURE_S)
 
     def _agree(self, cut: CutModel) -> None:
         if self.place.group is not None:
@@ -115,31 +129,41 @@ class CapturedModel(PipelinedModel):
         batches: Batches | None = None,
     ) -> CapturedEngine:
         assert batches is None, "a user's loop gives the batches"
+        if self.place.mesh.size("tp") > 1:
+            check_optimizers(registered)
         mine = self._mine(self._cut)
         self._engine = engine = CapturedEngine(
             CapturedParts(
                 cut=self._cut,
-                holders={chunk.number: self._holder(chunk) for chunk in mine},
+                holders=self._holders(mine),
                 lasting=_lasting(mine, self._tensors),
                 evaluation=self._evaluation_cut,
                 schedule=self._schedule,
                 registered=registered,
                 stage=self.place.stage,
                 group=self.place.group,
+                channels=self.place.channels,
                 record=self.place.record,
                 profile=self._options.profile,
                 policy=policy or Policy(),
                 replica=replica,
                 replicas=replicas,
                 seed=seed,
+                mesh=self.place.mesh,
+                forms=self._forms,
+                adaptation=self._options.adapt,
             )
         )
         return engine
 
-    def _holder(self, chunk: ModelChunk) -> nn.Module:
-        holder = nn.Module()
-        fill(holder, self._tensors, [name for name in chunk.parameters if name in self._trained])
-        return holder
+    def _holders(self, mine: Sequence[ModelChunk]) -> dict[int, nn.Module]:
+        """Modules with the parameters of each chunk to train; all others are in the first one."""
+        names = {chunk.number: [name for name in chunk.parameters if name in self._trained] for chunk in mine}
+        names[mine[0].number] += [name for name, each in self._tensors.parameters.items() if not each.requires_grad]
+        holders = {number: nn.Module() for number in names}
+        for number, holder in holders.items():
+            fill(holder, self._tensors, names[number])
+        return holders
 
     def _evaluation_cut(self) -> CutModel:
         with self._busy("captures the model in evaluation mode", CAPTURE_S):

@@ -17,18 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.engines.captured_tensor import GradientForms
 from helixrt.engines.pipeline import BUCKET_BYTES, PipelineEngine, PipelineParts
 from helixrt.engines.random_state import micro_batch_seed
 from helixrt.engines.registered import Registered
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.update import Policy
 from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import seed_of
 from helixrt.pipeline.captured_stage import CapturedStage, EvaluationStage, MicroBatch, ModelInputs
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.graph_stage import JointStage
 from helixrt.pipeline.held import Values
 from helixrt.record import FlightRecord
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.ir import Schedule
 
 _EVALUATION = -1  # in place of a batch's position
@@ -38,7 +42,7 @@ _EVALUATION = -1  # in place of a batch's position
 class CapturedParts:
     """`cut` is the whole model's; `holders` are modules with the parameters of this stage's chunks by number, `lasting` all
     parameters and buffers that these take in. `evaluation` gives the cut of the model in evaluation mode, at the same places.
-    The other fields are those of `PipelineParts`."""
+    `forms`: how gradients lie on the ranks of `mesh` that share the stage. The other fields are those of `PipelineParts`."""
 
     cut: CutModel
     holders: Mapping[int, nn.Module]
@@ -49,12 +53,16 @@ class CapturedParts:
     stage: int
     group: dist.ProcessGroup | None
     record: FlightRecord
+    channels: StageChannels | None = None
     profile: Mode | str = Mode.AUTO
     bucket_bytes: int = BUCKET_BYTES
     policy: Policy = field(default_factory=Policy)
     replica: int = 0
     replicas: int = 1
     seed: int = 0
+    mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
+    forms: GradientForms = field(default_factory=GradientForms)
+    adaptation: Adaptation | None = None
 
     def chunks(self, cut: CutModel) -> dict[int, ModelChunk]:
         """Those of this stage."""
@@ -84,6 +92,7 @@ class CapturedEngine(PipelineEngine):
                 registered=parts.registered,
                 stage=parts.stage,
                 group=parts.group,
+                channels=parts.channels,
                 record=parts.record,
                 bucket_bytes=parts.bucket_bytes,
                 tied={tie.name: tie.chunks for tie in parts.cut.ties},
@@ -93,12 +102,16 @@ class CapturedEngine(PipelineEngine):
                 replica=parts.replica,
                 replicas=parts.replicas,
                 seed=parts.seed,
+                mesh=parts.mesh,
+                layouts=parts.forms.of,
+                adaptation=parts.adaptation,
             )
         )
 
     def _captured(self) -> JointStage:
         parts = self._captured_parts
-        stage = CapturedStage(parts.chunks(parts.cut), parts.lasting, mode=parts.profile)
+        pieces, group = parts.forms.pieces, self._ranks.group
+        stage = CapturedStage(parts.chunks(parts.cut), parts.lasting, mode=parts.profile, group=group, pieces=pieces)
         self._inputs = stage.inputs
         return stage
 

@@ -23,6 +23,7 @@ from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
+from helixrt.engines.sharded_stage import ShardedBuckets, ShardedStage
 from helixrt.engines.stage_ranks import LayoutsOf, StageRanks
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import Policy, StepGuard, UpdateFunction
@@ -30,16 +31,19 @@ from helixrt.errors import ConfigError, Fatal, MisuseError
 from helixrt.passes.errors import CaptureError
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
 from helixrt.pipeline.reductions import BucketSums
-from helixrt.pipeline.stage import AutogradStage, StageChunk
+from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
+from helixrt.schedule.simulate import Comm, Direct
 
 if TYPE_CHECKING:
     from helixrt.pipeline.graph_stage import JointStage
@@ -71,13 +75,15 @@ class PipelineParts:
     `modules`: this stage's chunks of the model, by number, as `schedule` places them. `registered`: the same modules, with
     the optimizers and schedulers of their parameters; `clip_norm` is taken over all stages. `loss(output, target)` is the
     mean over a micro-batch; `example` is one micro-batch, of any values; `boundary`: a tensor like what travels between
-    chunks, or one for each two neighbours in order. `batches`: for `run`, which finds its batches itself; a user's loop calls
-    `train` instead. `tied`: the name of a parameter of which the first and the last chunk have a copy each, "" if there is
-    none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward changes, where
-    that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a single stage. `mesh`
-    is that of the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A
-    schedule that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say
-    otherwise. `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven.
+    chunks, or one for each two neighbours in order. `batches`: for `run`, which finds its batches itself; a user's loop
+    calls `train` instead. `tied`: the name of a parameter of which the first and the last chunk have a copy each, "" if
+    there is none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward
+    changes, where that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a
+    single stage. `channels` lead to the other stages, and are closed with the engine; None: over `group`. `mesh` is that of
+    the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A schedule
+    that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
+    `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
+    change the schedule; then all run by graphs, which give the same bits.
     """
 
     modules: Mapping[int, nn.Module]
@@ -96,11 +102,13 @@ class PipelineParts:
     graphs: str = "auto"
     profile: str = "auto"
     policy: Policy = field(default_factory=Policy)
+    channels: StageChannels | None = None
     replica: int = 0
     replicas: int = 1  # configured ones, for the policy
     seed: int = 0  # of random numbers, see `seed`
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
     layouts: LayoutsOf | None = None
+    adaptation: Adaptation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,16 @@ def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
     return setting == "always" or (setting == "auto" and needs_graphs(schedule))
 
 
+def check_shards(schedule: Schedule, setting: str, shards: int) -> None:
+    """Raises ConfigError if graphs were to run chunks that are sharded over so many dp_shard ranks."""
+    if shards > 1 and runs_by_graphs(schedule, setting):
+        rule = (
+            f"cannot be with schedule {schedule.name} run by captured graphs, which gather no shards; take 1f1b, gpipe or "
+            "interleaved, or graphs=never, by which autograd runs any schedule with whole backwards"
+        )
+        raise ConfigError("mesh.dp_shard", shards, rule)
+
+
 class PipelineEngine(BatchEngine):
     """One pipeline stage of one replica.
 
@@ -145,7 +163,10 @@ class PipelineEngine(BatchEngine):
         self._passes = 0
         self._loss = math.nan  # of the batch that was worked on last
         self._channels: dict[int, Channel] = {}
-        if parts.group is not None:
+        self._stage_channels = parts.channels
+        if parts.channels is not None:
+            self._channels = dict(parts.channels.channels)
+        elif parts.group is not None:
             peers = (peer for peer in range(self.stages) if peer != self.stage)
             self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
@@ -153,7 +174,9 @@ class PipelineEngine(BatchEngine):
         self._ranks = StageRanks(parts.mesh, self.modules, parts.layouts)
         layouts = self._ranks.layouts
         withheld = [tie.name for tie in self._ties]
-        self._buckets = GradientBuckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
+        self._shards, self._shard = parts.mesh.size("dp_shard"), parts.mesh.rank("dp_shard")
+        buckets = GradientBuckets if self._shards == 1 else ShardedBuckets
+        self._buckets = buckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
         self._check_registered()
@@ -164,13 +187,18 @@ class PipelineEngine(BatchEngine):
         self._state = ReplicatedState(self.registered, self._constants)
         self._copies_checked = False  # since the state was changed in any way
         self._loaded = True  # the state was built or loaded, and no pass has checked it yet
+        self._sharded: ShardedStage | None = None
+        if self._shards > 1:
+            self._sharded = ShardedStage(self.registered, parts.mesh.inner("dp_shard"), layouts)
         self._unchanged = Unchanged(self.registered)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
         self._chunks = {
             chunk: StageChunk(module, parts.loss if chunk + 1 == schedule.chunks else None)
             for chunk, module in self.modules.items()
         }
-        self._autograd, self._graphs_when = AutogradStage(self._chunks), parts.graphs
+        self.schedule, self.adaptation = schedule, parts.adaptation  # the one in use; how readily the job changes it
+        self._autograd = AutogradStage(self._chunks)
+        self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs
         self._profile = parts.profile
         self._graphs: JointStage | None = None
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
@@ -190,23 +218,43 @@ class PipelineEngine(BatchEngine):
     def use_schedule(self, schedule: Schedule) -> None:
         """From the next `run` on, work by another schedule of the same placement and as many micro-batches.
 
-        All ranks of the replica do so before the same step. Graphs that it needs are made now, once. Raises ScheduleError
-        if it cannot be run, ValueError for one that is for other chunks or micro-batches, ConfigError for chunks that
-        cannot be captured.
+        All ranks of the replica do so before the same step. Graphs that it needs are made now, unless `prepare_schedule` has
+        made them. Raises ScheduleError if it cannot be run, ValueError for one that is for other chunks or micro-batches,
+        ConfigError for chunks that cannot be captured.
         """
+        self._executor.stage, self._program = self.prepare_schedule(schedule)
+        self.schedule = schedule
+
+    def prepare_schedule(self, schedule: Schedule) -> tuple[Stage, Program]:
+        """Make what `use_schedule` would, so that it takes no time then; the schedule in use stays. All ranks of the replica
+        call it at the same point, between two steps. Raises as `use_schedule`."""
         if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
             raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
         if schedule.placement != self.placement:
             raise ValueError(
                 f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
             )
+        check_shards(schedule, self._graphs_when, self._shards)
         if not runs_by_graphs(schedule, self._graphs_when):
-            self._executor.stage, self._program = self._autograd, compile_program(whole_backwards(schedule), self.stage)
-            return
+            return self._autograd, compile_program(whole_backwards(schedule), self.stage)
         program = compile_program(schedule, self.stage)
         self._graphs = self._graphs or self._captured()
         self._graphs.prepare(program)
-        self._executor.stage, self._program = self._graphs, program
+        return self._graphs, program
+
+    def slow_down(self, factor: Callable[[int], float]) -> None:
+        """Have the operations of this stage take `factor(step)` times as long from now on, on purpose."""
+        self._executor.slowdown = factor
+
+    def use_communication(self, comm: Comm) -> None:
+        """From the next `run` on, send and receive directly or delegated; each stage may do so by itself.
+
+        Raises MisuseError for direct communication over Gloo, Retryable when a stage of this replica is lost.
+        """
+        if self._stage_channels is not None:
+            self._stage_channels.use(comm)
+        elif isinstance(comm, Direct):
+            raise MisuseError("channels over Gloo know delegated communication only; run with pipeline.channels=endpoint")
 
     def _captured(self) -> JointStage:
         from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
@@ -230,11 +278,13 @@ class PipelineEngine(BatchEngine):
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
         self._passes += 1
+        if self._sharded is not None:
+            self._sharded.begin()
         self._buckets.begin(self._sums.begin(on_bucket))
 
     def seed(self, position: int) -> None:
-        """Set the random state for the batch at this position of the replica's stream: equal on all its ranks."""
-        set_random_state(self._seed, self._replica, 0, position)
+        """Set the random state for the batch at this position of the rank's stream: equal on all ranks that read it."""
+        set_random_state(self._seed, self._replica, self._shard, position)
 
     def set_update(self, update: UpdateFunction) -> None:
         """Raises MisuseError: the update of a pipeline is the default one."""
@@ -285,6 +335,8 @@ class PipelineEngine(BatchEngine):
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs, targets = self._microbatches(batch, program.schedule.microbatches)
         losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=self._passes)
+        if self._sharded is not None:
+            self._sharded.end_pass()
         for name, finish in finish_tied.items():
             assert buckets is not None
             finish()
@@ -346,7 +398,7 @@ class PipelineEngine(BatchEngine):
 
     def check_copies(self) -> None:
         if not self._copies_checked:
-            self._ranks.check_copies(self.registered)
+            self._ranks.check_copies(self.registered, self._state)
             self._copies_checked, self._loaded = True, False
 
     def state(self) -> State:
@@ -372,5 +424,7 @@ class PipelineEngine(BatchEngine):
     def close(self) -> None:
         self._guard.close()
         self._sums.close()
+        if self._sharded is not None:
+            self._sharded.close()
         for channel in self._channels.values():
             channel.close()

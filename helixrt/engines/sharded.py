@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -123,10 +123,18 @@ def placed_by(text: object, part: torch.Tensor, meshes: Sequence[DeviceMesh], wh
 # ---------------------------------------------------------------- applying fully_shard
 
 
-def shard_model(model: Module, group: InnerGroup, compute_dtype: torch.dtype) -> Module:
+def shard_model(
+    model: Module,
+    group: InnerGroup,
+    compute_dtype: torch.dtype,
+    *,
+    ignored: Collection[nn.Parameter] = (),
+    gathered: bool = False,
+) -> Module:
     """Apply `fully_shard` over the group: to each block of the model, then to the rest. Modules to which the user has applied
     it are left as they are, with all that is in them. With a compute type other than float32, parameters are gathered and
-    used in it, gradients are reduced in float32, and the model's output is float32.
+    used in it, gradients are reduced in float32, and the model's output is float32. `ignored` parameters are not sharded.
+    `gathered`: those that a forward has gathered stay so until `reshard`.
 
     Raises MisuseError for a model whose parameters have no values yet.
     """
@@ -140,10 +148,19 @@ def shard_model(model: Module, group: InnerGroup, compute_dtype: torch.dtype) ->
         outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     if isinstance(model, FSDPModule):
         return model
+    others, freed = set(ignored), False if gathered else None
+
+    def shard(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        sharded = fully_shard(
+            module, mesh=group.mesh, mp_policy=policy, ignored_params=others, reshard_after_forward=freed
+        )
+        if gathered:
+            sharded.set_reshard_after_backward(False, recurse=False)
+
     for block in blocks(model):
         if not isinstance(block, FSDPModule):
-            fully_shard(block, mesh=group.mesh, mp_policy=inner)
-    fully_shard(model, mesh=group.mesh, mp_policy=outer)
+            shard(block, inner)
+    shard(model, outer)
     return model
 
 
@@ -191,11 +208,11 @@ class ShardedModels:
     """The registered models of one engine. `close` takes the hooks away.
 
     Sums without division are set for all `FSDPModule`s, and zeros for parameters that a rank did not use, so that all ranks
-    reduce the same tensors. Raises MisuseError for a parameter that is not sharded over the group.
+    reduce the same tensors. Raises MisuseError for a parameter that is not sharded over the group, but for those `elsewhere`.
     """
 
-    def __init__(self, registered: Registered, group: InnerGroup) -> None:
-        _check(registered, group)
+    def __init__(self, registered: Registered, group: InnerGroup, elsewhere: Collection[nn.Parameter] = ()) -> None:
+        _check(registered, group, elsewhere)
         self._used: set[int] = set()
         self._modules = list(_fsdp_modules(registered.models))
         self._ends = []
@@ -256,9 +273,30 @@ def check_kinds(registered: Registered, axis: str) -> None:
             raise MisuseError(f"optimizer {key}: PyTorch's Adafactor does not work on sharded parameters; take AdamW or SGD")
 
 
-def _check(registered: Registered, group: InnerGroup) -> None:
+def check_updates(registered: Registered) -> None:
+    """Raises MisuseError for an optimizer that would update DTensors and plain tensors, or DTensors of several meshes, in one
+    call. One for which nobody has chosen how it updates many parameters updates one after the other: the default on CUDA
+    devices takes all in one call."""
+    for key, optimizer in registered.optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) == 1:
+                continue
+            if group.get("foreach") or group.get("fused"):
+                raise MisuseError(
+                    f"optimizer {key} updates the parameters of group {number} in one call (foreach or fused), and some are "
+                    "cut over ranks as DTensors and others are not, or over other ranks; leave foreach and fused out, or make "
+                    "a group of each kind"
+                )
+            if "foreach" in group:
+                group["foreach"] = False
+
+
+def _check(registered: Registered, group: InnerGroup, elsewhere: Collection[nn.Parameter]) -> None:
     check_kinds(registered, "dp_shard")
+    others = {id(parameter) for parameter in elsewhere}
     for name, parameter in registered.parameters():
+        if id(parameter) in others:
+            continue
         placement = placement_on(parameter, group.mesh) if is_sharded(parameter) else None
         if placement is None or placement.is_replicate():
             raise MisuseError(

@@ -10,7 +10,6 @@ Context (cp) and data (dp_shard) ranks have other tokens each, so gradients come
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.engines.copies import Copies, Held, held_in
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
-from helixrt.errors import ConfigError, Fatal
+from helixrt.engines.replicated_state import ReplicatedState
+from helixrt.engines.sharded import is_sharded
+from helixrt.engines.state_tree import segment
+from helixrt.errors import ConfigError
 
 DATA_AXES = ("dp_shard", "cp")
 STAGE_AXES = (*DATA_AXES, "tp")
@@ -51,16 +54,26 @@ class ParameterLayout:
 
 
 WHOLE = ParameterLayout()
+_REMEDY = (
+    "correct Stages(layouts=...) if they do not, or if the gradient comes in summands that it does not name; else suspect the "
+    "memory of one of the two"
+)
 
 LayoutsOf = Callable[[nn.Module], Mapping[str, ParameterLayout]]
 
 
 def check_layouts(sizes: Mapping[str, int], layouts: LayoutsOf | None) -> None:
     """Raises ConfigError (mesh.AXIS) if a model in stages does not say how its parameters lie on the ranks of `sizes`."""
-    for axis in STAGE_AXES:
+    for axis in ("cp", "tp"):  # over dp_shard FSDP2 cuts them, and says so
         if sizes[axis] > 1 and layouts is None:
             rule = f"needs Stages(layouts=...), which says how parameters lie on the ranks of {axis}; see docs/concepts/mesh.md"
             raise ConfigError(f"mesh.{axis}", sizes[axis], rule)
+
+
+def _of_shards(layout: ParameterLayout) -> ParameterLayout:
+    """Of a parameter of this layout that FSDP2 has sharded over dp_shard, and whose gradient it sums there."""
+    sharded = tuple(axis for axis in STAGE_AXES if axis == "dp_shard" or axis in layout.sharded)
+    return ParameterLayout(sharded, tuple(axis for axis in layout.summed if axis != "dp_shard"))
 
 
 class StageRanks:
@@ -82,7 +95,9 @@ class StageRanks:
         for number, module in chunks.items():
             self._take_up(number, module, {} if declared is None else declared(module))
         places = [mesh.place_of(member) for member in mesh.members(*STAGE_AXES)]
-        self._places = [{axis: place[axis] for axis in STAGE_AXES} for place in places]
+        axes = [axis for axis in STAGE_AXES if mesh.size(axis) > 1]
+        self._places = [{axis: place[axis] for axis in axes} for place in places]
+        self._copies = None if self._inner is None else Copies(self._inner, self._places)
 
     def _take_up(self, number: int, module: nn.Module, layouts: Mapping[str, ParameterLayout]) -> None:
         known = dict(module.named_parameters(remove_duplicate=False))
@@ -90,6 +105,8 @@ class StageRanks:
             raise ConfigError("stages.layouts", unknown[0], f"part {number} has no such parameter")
         for name, parameter in known.items():
             layout = self._restricted(layouts.get(name, WHOLE))
+            if self._mesh.size("dp_shard") > 1 and is_sharded(parameter):
+                layout = _of_shards(layout)
             if self.layouts.setdefault(parameter, layout) != layout:
                 raise ConfigError("stages.layouts", name, f"is {layout} in part {number}, and {self.layouts[parameter]} before")
 
@@ -113,7 +130,8 @@ class StageRanks:
         if self.streams == 1:
             return loss
         found = [float(each) for each in self._gather(torch.tensor([loss], dtype=torch.float64))]
-        own = [value for value, place in zip(found, self._places, strict=True) if place["tp"] == self._mesh.rank("tp")]
+        mine = self._mesh.rank("tp")
+        own = [value for value, place in zip(found, self._places, strict=True) if place.get("tp", 0) == mine]
         return math.fsum(own) / len(own)
 
     def squared_norm(
@@ -135,62 +153,37 @@ class StageRanks:
             for index, (bucket, layout) in enumerate(zip(buckets, layouts, strict=True))
         ]
         mine = math.fsum(squares)
-        if self._inner is None:
+        if self._copies is None:
             return mine
         sums = [_sum_of_bits(b) if self._copied(layout) else 0 for b, layout in zip(buckets, layouts, strict=True)]
         said = torch.tensor([mine], dtype=torch.float64).view(torch.int64)
         table = torch.stack(self._gather(torch.cat((said, torch.tensor(sums, dtype=torch.int64)))))
         for index, layout in enumerate(layouts):
-            if self._unequal(table[:, index + 1].tolist(), layout):
-                named = list(differing(index))
-                self._raise_for(named, [layout] * len(named), "gradient")
+            if self._copies.unequal(table[:, index + 1].tolist(), layout.sharded):
+                found = [Held(f"the gradient of {name}", gradient, layout.sharded) for name, gradient in differing(index)]
+                self._copies.check(found, _REMEDY)
         return math.fsum(table[:, 0].contiguous().view(torch.float64).tolist())
 
-    def check_copies(self, registered: Registered) -> None:
-        """Raises Fatal, with its name, for a parameter or an optimizer's state of one that is not the same on all ranks that
-        hold a copy."""
-        if self._inner is None:
+    def check_copies(self, registered: Registered, state: ReplicatedState) -> None:
+        """Raises Fatal, with its name, for an entry of the state that is not the same on all ranks that hold a copy. Buffers
+        are left out: those that no forward changes may be a rank's own."""
+        if self._copies is None:
             return
-        held: list[tuple[str, torch.Tensor]] = []
-        layouts: list[ParameterLayout] = []
-        for name, parameter in registered.parameters():
-            mine = [(name, parameter.detach())]
-            for key, optimizer in registered.optimizers.items():
-                entries = optimizer.state.get(parameter, {})
-                mine += [(f"{entry} of {name} in optimizer {key}", t) for entry, t in entries.items() if torch.is_tensor(t)]
-            held += mine
-            layouts += [self.layouts[parameter]] * len(mine)
-        self._raise_for(held, layouts, "value")
+        cut = {segment(name): self.layouts[parameter].sharded for name, parameter in registered.parameters()}
 
-    def _raise_for(self, held: Sequence[tuple[str, torch.Tensor]], layouts: Sequence[ParameterLayout], what: str) -> None:
-        table = torch.stack(self._gather(torch.tensor([_digest(tensor) for _, tensor in held], dtype=torch.int64)))
-        for index, ((name, _), layout) in enumerate(zip(held, layouts, strict=True)):
-            if found := self._unequal(table[:, index].tolist(), layout):
-                one, other = found
-                whole = "all axes" if not layout.sharded else f"all axes but {', '.join(layout.sharded)}"
-                raise Fatal(
-                    f"the {what} of {name} differs between {one} and {other} of this replica, which must hold the same: its "
-                    f"layout says that it is whole over {whole}, and that its gradient is summed over "
-                    f"{', '.join(layout.summed) or 'none'}; correct Stages(layouts=...) if that is wrong, else suspect the "
-                    "memory of one of the two"
-                )
+        def axes(name: str, tensor: torch.Tensor | None) -> tuple[str, ...] | None:
+            kind, *rest = name.split("/")
+            if kind == "optimizer" and rest[1] == "state":
+                return cut.get(rest[2], ())  # none has state before the first update
+            if kind == "parameter":
+                return cut[segment("/".join(rest))]
+            return None if kind.endswith("buffer") else ()
+
+        self._copies.check(held_in(state, axes), _REMEDY)
 
     def _gather(self, mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self._inner is not None
         return self._inner.gather(mine)
-
-    def _unequal(self, values: Sequence[int], layout: ParameterLayout) -> tuple[str, str] | None:
-        """Two ranks that should have the same value and do not."""
-        first: dict[tuple[int, ...], int] = {}  # by place on the sharded axes: the first rank that holds this part
-        for rank, place in enumerate(self._places):
-            one = first.setdefault(tuple(place[axis] for axis in layout.sharded), rank)
-            if values[rank] != values[one]:
-                return self._called(one), self._called(rank)
-        return None
-
-    def _called(self, rank: int) -> str:
-        names = [f"{axis} {place}" for axis, place in self._places[rank].items() if self._mesh.size(axis) > 1]
-        return "rank " + ", ".join(names)
 
     def _counts(self, layout: ParameterLayout) -> bool:
         """Whether this rank's copy is the one that counts."""
@@ -205,8 +198,3 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     """The same for the same bits, in whatever order they are added up."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(tensor.view(integers[tensor.element_size()]).sum(dtype=torch.int64).item())
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.blake2b(raw.data, digest_size=8).digest(), "little", signed=True)

@@ -14,15 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helixrt.engines.pipeline import BUCKET_BYTES, GRAPHS, PROFILES, Batch, Batches, PipelineEngine, PipelineParts
+from helixrt.engines.pipeline import (
+    BUCKET_BYTES,
+    GRAPHS,
+    PROFILES,
+    Batch,
+    Batches,
+    PipelineEngine,
+    PipelineParts,
+    check_shards,
+)
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
+from helixrt.engines.sharded_stage import shard_chunks
 from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.record import FlightRecord
+from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
 
@@ -41,11 +53,16 @@ class Stages:
     `Schedule`. `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether
     captured graphs run the parts instead of autograd (auto, always, never). `profile`: how the times of operators are found
     where graphs that communicate are woven: from the disk, else measured (auto), measured, or estimated.
-    `bucket_bytes`: size of a gradient bucket.
+    `bucket_bytes`: size of a gradient bucket. `adapt`: the job may change the order of the schedule while it runs, by what it
+    measures, as readily as this `helixrt.Adaptation` says; parts then run by captured graphs.
 
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
     and `boundary` are of what this rank gets.
+
+    With dp_shard above 1 every dp_shard rank builds its parts whole, with the same values, and gives its own batch. FSDP2
+    shards them (`helixrt.engines.sharded_stage`), but for parameters whose layout is `sharded` over dp_shard. Captured graphs
+    do not run them.
     """
 
     modules: Sequence[nn.Module] | Mapping[int, nn.Module] | MakeParts
@@ -59,11 +76,13 @@ class Stages:
     bucket_bytes: int = BUCKET_BYTES
     layouts: LayoutsOf | None = None
     profile: str = "auto"
+    adapt: Adaptation | None = None
 
     GRAPHS: ClassVar = GRAPHS
     PROFILES: ClassVar = PROFILES
     MAX_MICROBATCHES: ClassVar = MAX_MICROBATCHES  # that messages between stages can tell apart
     MAX_PARTS: ClassVar = MAX_CHUNKS
+    check_shards: ClassVar = staticmethod(check_shards)
 
     def scheduled(self, stages: int) -> Schedule:
         """The schedule over so many stages. Raises ConfigError for settings that do not fit each other."""
@@ -71,7 +90,19 @@ class Stages:
             raise ConfigError("stages.graphs", self.graphs, f"must be one of {', '.join(GRAPHS)}")
         if self.profile not in PROFILES:
             raise ConfigError("stages.profile", self.profile, f"must be one of {', '.join(PROFILES)}")
+        check_adaptation(self.adapt, stages, "stages.adapt")
+        if self.adapt is not None and self.graphs == "never":
+            rule = "cannot be with stages.adapt: orders give the same bits, and take the times predicted, by graphs"
+            raise ConfigError("stages.graphs", self.graphs, rule)
         return scheduled(self.schedule, stages, self.microbatches, "stages.")
+
+
+def check_adaptation(adapt: Adaptation | None, stages: int, key: str) -> None:
+    """Raise ConfigError for what is no adaptation, and where there is nothing to adapt."""
+    if adapt is not None and not isinstance(adapt, Adaptation):
+        raise ConfigError(key, adapt, "must be a helixrt.Adaptation, or None")
+    if adapt is not None and stages == 1:
+        raise ConfigError(key, "given", "needs mesh.pp above 1: a model that is one stage has one order")
 
 
 def scheduled(schedule: str | Schedule, stages: int, microbatches: int, settings: str = "") -> Schedule:
@@ -98,6 +129,7 @@ class StagePlace:
     group: dist.ProcessGroup | None
     record: FlightRecord
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))  # of the whole replica
+    channels: StageChannels | None = None  # over endpoints; None: over `group`
 
 
 class StagedModel(PipelinedModel):
@@ -112,6 +144,7 @@ class StagedModel(PipelinedModel):
             rule = f"lacks part {missing[0]}, which {self.schedule.name} has on stage {place.stage}"
             raise ConfigError("stages.modules", sorted(found), rule)
         self.chunks = {number: found[number] for number in mine}
+        shard_chunks(self.chunks, place.mesh, stages.layouts)
         for number, module in self.chunks.items():
             self.add_module(f"chunk{number}", module)
 
@@ -147,6 +180,7 @@ class StagedModel(PipelinedModel):
                 registered=registered,
                 stage=place.stage,
                 group=place.group,
+                channels=place.channels,
                 record=place.record,
                 bucket_bytes=stages.bucket_bytes,
                 tied=stages.tied,
@@ -159,6 +193,7 @@ class StagedModel(PipelinedModel):
                 seed=seed,
                 mesh=place.mesh,
                 layouts=stages.layouts,
+                adaptation=stages.adapt,
             )
         )
         return self._engine

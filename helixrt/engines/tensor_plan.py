@@ -41,17 +41,20 @@ class _Entry:
     style: str | ParallelStyle
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | None = None) -> list[Place]:
+def apply_plan(
+    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan | None = None, *, without_values: bool = False
+) -> list[Place]:
     """Cut the model over the ranks of the mesh. Returns the parameters that every rank holds whole and of whose gradient each
     rank computes one term, by the plan. Ties between parameters are kept. A model without a plan whose parameters the user has
-    cut over this mesh stays as it is.
+    cut over this mesh stays as it is. `without_values`: the model is on the meta device, and stays there.
 
     Raises MisuseError for a model without a plan, values or cut parameters, an entry that matches nothing or does not fit, and
     tied parameters that are cut differently; ConfigError for numbers of heads that the number of ranks does not divide.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty and not without_values:
         raise MisuseError(f"{empty[0]} is on the meta device; build the model with values before session.parallelize")
     cut_by_user = any(is_sharded(parameter) for parameter in model.parameters())
     if plan is None and cut_by_user:

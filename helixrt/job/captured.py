@@ -23,17 +23,28 @@ from helixrt.job.session_host import Host, SessionSettings
 if TYPE_CHECKING:
     from helixrt.engines.captured import CapturedModel
     from helixrt.engines.example_batch import ExampleBatch
+    from helixrt.engines.tensor_plan import TensorPlan
     from helixrt.passes.parts import Part
+
+_NOT_CAPTURED = {
+    "dp_shard": "FSDP2 gathers parameters in hooks, outside of any graph; use replicas, pp or tp",
+    "cp": "the attention of an unmodified model sees the positions of its own rank alone; use helixrt.Stages for cp",
+}
 
 
 def captured_model(
-    settings: SessionSettings, host: Host, model: nn.Module, example: ExampleBatch, weights: str | Path | None
+    settings: SessionSettings,
+    host: Host,
+    model: nn.Module,
+    example: ExampleBatch,
+    weights: str | Path | None,
+    tp_plan: TensorPlan | None,
 ) -> CapturedModel:
     """Raises ConfigError for a model that is not compiled, and for options, an example or a mesh that do not fit; others as
     `CapturedModel`."""
     for axis, size in asdict(settings.mesh).items():
-        if axis != "pp" and size > 1:
-            raise ConfigError(f"mesh.{axis}", size, "must be 1 for a compiled model over pipeline stages so far")
+        if axis in _NOT_CAPTURED and size > 1:
+            raise ConfigError(f"mesh.{axis}", size, f"must be 1 for a captured model: {_NOT_CAPTURED[axis]}")
     from helixrt.compile.train_step import TrainStep  # brings torch's compiler, which takes seconds
     from helixrt.engines.captured import CapturedModel, pipeline_schedule
     from helixrt.pipeline.unit_times import unit_times
@@ -48,7 +59,9 @@ def captured_model(
         return agreed_times(host, unit_times(joint))
 
     place = host.connect_stages()
-    return CapturedModel(step, example, place, seed=settings.seed, weights=weights, times=times, busy=host.busy)
+    return CapturedModel(
+        step, example, place, seed=settings.seed, weights=weights, tp_plan=tp_plan, times=times, busy=host.busy
+    )
 
 
 def agreed_times(host: Host, mine: Mapping[str, float]) -> Mapping[str, float]:

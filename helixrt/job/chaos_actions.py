@@ -16,10 +16,10 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from helixrt.errors import Retryable
 from helixrt.job.config import FaultConfig
+from helixrt.job.machine import boot_identity
 from helixrt.replica.contracts import RunStore
 
 _WAIT_S = 1.0  # one wait for a request to die; a longer one asks again
@@ -54,12 +54,10 @@ def inflict(fault: FaultConfig) -> None:
 
 def host_identity() -> str:
     """The same for processes that can signal each other by process id, and for no others. Contains no space."""
-    boot, namespace = "", ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = ""
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    return "/".join((platform.node(), boot, namespace)).replace(" ", "_")
+    return "/".join((platform.node(), boot_identity(), namespace)).replace(" ", "_")
 
 
 class ReplicaKiller:

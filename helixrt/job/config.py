@@ -6,7 +6,7 @@ its own in a subclass, as `helixrt.train.config.TrainConfig` does.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from helixrt.protocol.step.deal import Deal
@@ -61,6 +61,16 @@ class TransportConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """How the stages of a replica reach each other, with mesh.pp above 1."""
+
+    channels: str = "endpoint"  # endpoint (as `transport` says, where exchange=ftar) | gloo
+    queues: int = 2  # connections to each stage, each with a thread; micro-batches take turns
+    direct: int = 0  # sends and receives of a stage that may be unfinished before it waits, in order; 0: sends never hold it up
+    host_mb: int = 1024  # of host memory per rank for messages on their way out
+
+
+@dataclass(frozen=True)
 class KillConfig:
     """Kill a replica (or the driver, replica = -1) with SIGKILL once, at a moment of a step."""
 
@@ -87,6 +97,17 @@ class FaultConfig:
 
 
 @dataclass(frozen=True)
+class SlowConfig:
+    """Have the operations of a pipeline stage take `factor` times as long, in steps `steps[0]` to `steps[1]` - 1: the stage
+    sleeps behind each, and its results leave when it wakes."""
+
+    stage: int = 0
+    factor: float = 1.5
+    steps: tuple[int, ...] = ()  # [first, end]; (): all
+    replica: int = -1  # -1: of all replicas
+
+
+@dataclass(frozen=True)
 class CommandConfig:
     """Run a command once, at a moment of a step of a replica, on that rank's machine: to cut a cable, or to mend it."""
 
@@ -98,14 +119,17 @@ class CommandConfig:
 
 @dataclass(frozen=True)
 class ChaosConfig:
+    slow: tuple[SlowConfig, ...] = field(default=(), kw_only=True)
     kill: tuple[KillConfig, ...] = ()
     run: tuple[CommandConfig, ...] = ()
     fault: tuple[FaultConfig, ...] = ()
+    link: tuple[dict[str, Any], ...] = ()  # {from: 1, to: 2, delay_ms: 60, steps: [20, 60]}: see `helixrt.job.link_delays`
 
 
 @dataclass(frozen=True)
 class OutputConfig:
     root: str = "outputs"  # runs go to root/DATE/TIME
+    peak_tflops: float = 0.0  # of one rank's device in the compute type, for model FLOPs utilisation; 0: it is not shown
     detail_mb: int = 64  # of each rank's operations and messages the newest that fit; all else of its record is kept whole
 
 
@@ -134,6 +158,7 @@ class JobConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     catchup: CatchupConfig = field(default_factory=CatchupConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     deal: tuple[Deal, ...] = ()  # of a run that was resumed: changes of the number of streams so far
@@ -162,15 +187,19 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         tuple(KillConfig(**kill) for kill in raw["chaos"]["kill"]),
         tuple(CommandConfig(**command) for command in raw["chaos"].get("run", ())),  # runs of before had none
         tuple(FaultConfig(**fault) for fault in raw["chaos"].get("fault", ())),
+        tuple(dict(link) for link in raw["chaos"].get("link", ())),
     )
     transport = dict(raw.get("transport", {}))
     if "rails" in transport:
         transport["rails"] = tuple(transport["rails"])
+    slow = tuple(SlowConfig(**{**each, "steps": tuple(each["steps"])}) for each in raw["chaos"].get("slow", ()))
+    chaos = replace(chaos, slow=slow)
     return {
         "mesh": MeshConfig(**raw["mesh"]),
         "checkpoint": CheckpointConfig(**raw["checkpoint"]),
         "catchup": CatchupConfig(**raw["catchup"]),
         "transport": TransportConfig(**transport),
+        "pipeline": PipelineConfig(**raw.get("pipeline", {})),
         "chaos": chaos,
         "output": OutputConfig(**raw["output"]),
         "deal": tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),

@@ -8,26 +8,35 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import open_endpoint
 from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.gloo import GlooExchange
+from helixrt.collectives.rendezvous import StoreClients, all_connected, meet
 from helixrt.engines.replica_mesh import AXES, ReplicaMesh
 from helixrt.errors import MisuseError, Retryable
+from helixrt.job.config import PipelineConfig, TransportConfig
+from helixrt.job.link_delays import delay_towards, link_delays
 from helixrt.job.places import axes_of
 from helixrt.job.rank_context import RankContext
 from helixrt.job.reach import reach
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.replica.contracts import Membership, StateTransport
 from helixrt.replica.membership import SoloMembership, TorchftMembership
 from helixrt.replica.rank_monitor import monitors
 from helixrt.replica.run_keys import ended_key
 from helixrt.replica.store import split_address
 from helixrt.replica.store_membership import StoreMembership
+from helixrt.schedule.simulate import DELEGATED, Comm, Direct
+from helixrt.transport.auto import pack_addresses, unpack_addresses
 from helixrt.transport.tcp.interfaces import interface_of
 
 _PATIENCE_S = 3600.0  # of a collective: a rank that has gone breaks it at once, and the controller ends one that hangs, which
@@ -81,6 +90,59 @@ def _connect_ranks(context: RankContext, backend: str, timeout: timedelta) -> No
         world_size=context.group_world_size,
         timeout=timeout,
     )
+
+
+def communication(settings: PipelineConfig) -> Comm:
+    """How stages send and receive."""
+    return Direct(settings.direct) if settings.direct else DELEGATED
+
+
+def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> StageChannels | None:
+    """Over endpoints to the other stages, among ranks that are alike on the other axes; None for a single stage, and where the
+    settings ask for Gloo. `number` counts the models of this rank: each has its own.
+
+    They notice a peer that is gone; one that hangs or is stopped is the controller's to end, as over Gloo. Raises Retryable if
+    a rank does not come.
+    """
+    settings, timeouts = context.config.pipeline, context.timeouts
+    stage, stages = mesh.rank("pp"), mesh.size("pp")
+    if stages == 1 or settings.channels != "endpoint":
+        return None
+    transport = context.config.transport if context.config.exchange == "ftar" else TransportConfig()
+    towards = replace(reach(transport, context.replica, timeouts), heartbeat_s=None)
+    deadline = Deadline(timeouts.start_s)
+    prefix = f"stages/{context.life}/{number}/{mesh.members('pp')[0]}"
+    secret, made = context.spec.secret.encode(), ExitStack()
+    try:
+        store = StoreClients().at(f"{context.spec.store}/{prefix}", timeouts.start_s)
+        endpoints = [open_endpoint(secret, context.interface, towards) for _ in range(settings.queues)]
+        for endpoint in endpoints:
+            made.callback(endpoint.close)
+        mine = pack_addresses({str(queue): endpoint.address() for queue, endpoint in enumerate(endpoints)})
+        meeting = meet(store, stage, stages, mine, context.spec.incarnation, deadline, lambda: False)
+        theirs = {peer: unpack_addresses(packed) for peer, packed in meeting.peers.items()}
+        for queue, endpoint in enumerate(endpoints):
+            peers = {peer: addresses[str(queue)] for peer, addresses in theirs.items()}
+            endpoint.connect(meeting.generation, stage, peers, deadline.left_s)
+        channels = StageChannels(
+            endpoints,
+            stage,
+            stages,
+            context.record,
+            timeout_s=timeouts.step_s,
+            host_bytes=settings.host_mb << 20,
+            delay=delay_towards(link_delays(context.config.chaos.link, stages), stage),
+            comm=communication(settings),
+        )
+        made.pop_all()  # they are the channels' now
+        made.callback(channels.close)
+        all_connected(store, stage, stages, deadline, lambda: False)
+        made.pop_all()
+    except RuntimeError as error:
+        raise Retryable(f"the stages of this replica did not connect: {error}") from error
+    finally:
+        made.close()
+    return channels
 
 
 def state_transport(context: RankContext) -> StateTransport:

@@ -66,3 +66,4 @@ class Description:
     tokens_per_batch: int = 0  # of one replica; for the report's tokens per second
     corpus: Corpus | None = None
     figures: TextFigures | None = None
+    flops_per_step: float = 0.0  # of the model's forward and backward in one replica's step; for model FLOPs utilisation

@@ -29,6 +29,7 @@ from helixrt.job.description import Description
 from helixrt.job.draining import take_requests
 from helixrt.job.leader_reports import Finished, lines_of, metrics_key
 from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
+from helixrt.job.loggers import MetricsLogger
 from helixrt.job.logs import VARIABLE as LOG_VARIABLE
 from helixrt.job.loss_acceptance import take_acceptance
 from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
@@ -59,6 +60,7 @@ class JobProgram:
     description: Description = Description()
     exit_grace_s: float = 600.0  # a rank that has not left so long after the run's end is killed
     gpus_per_rank: float = 0.0  # that a Ray actor reserves
+    loggers: tuple[MetricsLogger, ...] = ()  # besides those that are built in
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,15 @@ class Driver:
             self.log.append(index, entry)
         self.seen = Log(run.entries)
         self.lighthouse, self.lighthouse_address = self._serve_membership()
-        self.output = RunOutput(run.folder, config.mesh.replicas)
+        self.output = RunOutput(
+            run.folder,
+            config.mesh.replicas,
+            name=run.name,
+            settings=config.to_plain(),
+            loggers=program.loggers,
+            flops_per_step=program.description.flops_per_step,
+            peak_flops=config.output.peak_tflops * 1e12 * group_world_size(config.mesh),
+        )
         self._plan: dict[str, int] | None = None  # how far the loops go, once a rank has said so
         self._stream_kept = run.agreed >= 0 and restore_stream(self.store, run.folder, run.agreed, run.life)
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
@@ -231,6 +241,7 @@ class Driver:
                 for line in lines_of(part):
                     self._show(read_metrics_line(line))
             self._next[(replica, incarnation)] = number
+        self.output.tick()
         if not self._stream_kept:
             self._stream_kept = keep_stream(self.store, self.run_.folder, self.config.mesh.replicas, self.run_.life)
         for asked in take_requests(self.run_.folder, self.config.mesh.replicas):
@@ -248,10 +259,10 @@ class Driver:
         figures = self.program.description.figures
         if isinstance(line, Logged) and figures is not None:
             line = figures.of(line)
-        if isinstance(line, StepMetrics):
+        if isinstance(line, StepMetrics) or (isinstance(line, Logged) and line.what == Logged.STEP):
             self.output.step(line)
         elif isinstance(line, Logged):
-            self.output.logged(line)
+            self.output.evaluated(line)
         elif isinstance(line, Notice):
             self.output.say(f"{line.rank}  {line.text}")
         else:
@@ -297,6 +308,7 @@ class Driver:
                     history=tuple(self.controller.history),
                     seconds=time.monotonic() - self.started_s,
                     advance=advance,
+                    goodput=self.output.goodput,
                 ),
             )
             point_latest_to(self.run_.folder)

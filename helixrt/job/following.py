@@ -6,7 +6,8 @@ import threading
 
 from helixrt.errors import Fatal
 from helixrt.job.rank_context import RankContext
-from helixrt.replica.commands import Channel, RankReport
+from helixrt.observe.stamps import RankTimes
+from helixrt.replica.commands import Channel, Measured, RankReport
 from helixrt.replica.rank import RankWorker
 from helixrt.replica.rank_monitor import PublishedMonitor
 
@@ -33,6 +34,10 @@ class Following:
         """Tell the leader; from any thread. Raises Retryable without the store."""
         with self._lock:
             self._reports.put(report)
+
+    def measured(self, times: RankTimes) -> None:
+        """As `report`."""
+        self.report(Measured(times.to_json()))
 
     def close(self) -> None:
         """Idempotent."""

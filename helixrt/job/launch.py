@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from helixrt.job.description import Description
 from helixrt.job.driver import Driver, JobProgram, cluster, new_run, reopened_run
 from helixrt.job.environment import SessionChoices, joined
 from helixrt.job.launchers import chosen_launcher
+from helixrt.job.loggers import MetricsLogger
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
 from helixrt.job.resume import deals_of, run_to_resume
@@ -110,6 +111,7 @@ def run(
     resume: str | Path | None = None,
     arguments: Mapping[str, Any] | None = None,
     description: Description = Description(),  # noqa: B008 frozen
+    loggers: Sequence[MetricsLogger] = (),
     options: RunOptions = RunOptions(),  # noqa: B008 frozen
 ) -> RunResult:
     """Train on `replicas` replicas of `mesh` ranks each; returns when the run has ended well.
@@ -119,6 +121,7 @@ def run(
     folder is made under `storage`. `seed`: of the data order and of all random numbers. `device`: auto, cpu or cuda; `dtype`:
     float32 or bfloat16, the compute type; parameters, optimizer state and the exchange keep the parameters' type. `policy`: how
     learning rates follow the number of replicas that contribute. `description`: what console and report say of the program.
+    `loggers`: where figures go besides console, `metrics.jsonl` and TensorBoard (`helixrt.MetricsLogger`), in this process.
 
     `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
@@ -140,6 +143,9 @@ def run(
     mesh.check_supported()
     launcher = chosen_launcher(launcher)
     if launcher == "environment":
+        if loggers:
+            rule = "are used by the process that serves the run; `helixrt serve` has those that are built in"
+            raise ConfigError("loggers", [type(each).__name__ for each in loggers], rule)
         if resume is not None:
             raise ConfigError("resume", resume, "a run that `helixrt serve` serves cannot be resumed yet")
         choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas, mesh)
@@ -161,7 +167,7 @@ def run(
     config.check()
     config.check_runtime()
     warm_up(config)
-    program = JobProgram(PROGRAM, description, options.exit_grace_s, gpus_per_rank=1.0 if device == "cuda" else 0.0)
+    program = JobProgram(PROGRAM, description, options.exit_grace_s, 1.0 if device == "cuda" else 0.0, tuple(loggers))
     with cluster(config):
         if resume is None:
             begun = new_run(config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from helixrt.errors import Fatal, Retryable
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint_orders import CheckpointOrders
 from helixrt.job.checkpoint_writer import Checkpointer
-from helixrt.job.connections import membership
+from helixrt.job.connections import communication, membership
 from helixrt.job.durable_state import DurableState
 from helixrt.job.failover import FailoverNews
 from helixrt.job.finish import EndOfRun, ObservedMembership
@@ -24,6 +25,8 @@ from helixrt.job.leader_reports import MetricsSender
 from helixrt.job.leaving import Departure
 from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.loss_acceptance import WAITING_LINE_S, note_waiting
+from helixrt.job.measuring import ReplicaCosts
+from helixrt.job.order_adapter import OrderAdapter
 from helixrt.job.rank_context import RankContext, RankJob
 from helixrt.job.step_rules import (
     agreed_memory,
@@ -32,10 +35,13 @@ from helixrt.job.step_rules import (
     step_rules,
     waiting_text,
 )
+from helixrt.observe.run_costs import cost_key
+from helixrt.observe.stamps import RankTimes
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
+from helixrt.record import Kind
 from helixrt.replica.commands import Channel, Evaluate, RankCommand, RankReport
 from helixrt.replica.contracts import Formed
 from helixrt.replica.evidence import Holders
@@ -65,6 +71,8 @@ class Leading:
     def __init__(self, context: RankContext, job: RankJob, parts: LeaderParts) -> None:
         self._context, self._job, self._parts = context, job, parts
         store, patience_s = context.store, context.timeouts.step_s
+        self.costs = ReplicaCosts(context.config.mesh.pp)
+        """What the ranks of this replica have measured."""
         self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
         self._orders = Channel(store, f"orders/{context.life}", patience_s)
         self._reports = [
@@ -72,7 +80,8 @@ class Leading:
         ]
         holders = Holders(store, context.replica, context.spec.incarnation)
         holders.end_predecessors()
-        machine, addresses = self._machine(), self._addresses()
+        entries = RunLog(context.store).read_from(0)
+        machine, addresses = self._machine(entries), self._addresses()
         self._membership = ObservedMembership(membership(context))
         self._checkpoint_orders = CheckpointOrders(
             context.replica,
@@ -104,10 +113,13 @@ class Leading:
             self._agree,
             self._newest_durable,
             partial(context.progress.doing, thread=LEADER),
+            lambda times: self.measured(RankTimes.from_json(times)),
+            lambda order, seconds, failed: self._adapter.prepared(order, seconds, failed) if self._adapter else None,
         )
         self._leader = Leader(
             machine, self._membership, RunLog(store), holders, addresses, self.tell, context.record, context.timeouts, hooks
         )
+        self._adapter = self._order_adapter()
         self._leader.initial = parts.genesis.mine if machine.held else ""
         self._end_of_run = EndOfRun(
             context.replica,
@@ -121,9 +133,37 @@ class Leading:
             context.timeouts.evaluate_s,
         )
 
-    def _machine(self) -> StepMachine:
+    def _order(self, entries: Sequence[CommitRecord]) -> str | None:
+        """The schedule's order that this replica begins with: None for the one that the log names, if its engine can work by
+        it."""
+        order, orders = entries[-1].orders.get(self._context.replica, ""), self._job.orders
+        if orders is None and not order:
+            return ""
+        why = "the schedule of this run is not adapted" if orders is None else orders.fits(order)
+        if why:
+            self._parts.metrics.say(f"the replica begins with the first order of its schedule, not with {order}: {why}")
+        return "" if why else None
+
+    def _order_adapter(self) -> OrderAdapter | None:
+        orders, context = self._job.orders, self._context
+        if orders is None or orders.engine.adaptation is None:
+            return None
+        return OrderAdapter(
+            orders,
+            orders.engine.adaptation,
+            self._job.steps,
+            context.group_world_size,
+            lambda: self._leader.machine.order,
+            self.costs.estimates,
+            self._leader.prepare,
+            context.record,
+            self._parts.metrics.say,
+            self._parts.worker.fail,
+            communication(context.config.pipeline),
+        )
+
+    def _machine(self, entries: Sequence[CommitRecord]) -> StepMachine:
         context = self._context
-        entries = RunLog(context.store).read_from(0)
         for index, entry in enumerate(entries):
             self._parts.lineage.append(index, entry)
         memory = agreed_memory(context.store, context.life, context.group_world_size, context.timeouts.start_s)
@@ -137,6 +177,7 @@ class Leading:
             step_rules(context.config, memory, self._job.advance),
             context.spec.life,
             skipped_positions(context.store, context.replica, entries[-1], context.config.deal),
+            self._order(entries),
         )
 
     def _addresses(self) -> tuple[str, ...]:
@@ -152,6 +193,8 @@ class Leading:
         if self._context.spec.incarnation == 0:
             self._membership.announce()  # before the others join: they wait for whom they know to live
             self._await_the_others()
+        if self._adapter is not None:
+            self._adapter.start()
         self._leader.start()
 
     def _await_the_others(self) -> None:
@@ -179,11 +222,28 @@ class Leading:
         """The leading rank's own report; from any thread."""
         self._leader.report(self._context.group_rank, report)
 
+    def measured(self, times: RankTimes) -> None:
+        """What a rank of the replica measured; from any thread."""
+        for shift in self.costs.add(times):
+            change, what = shift.change, cost_key(shift.key)
+            self._context.record.write(
+                Kind.COSTS_CHANGED,
+                step=times.step,
+                what=what,
+                since=change.step,
+                before_ms=change.before_ms,
+                after_ms=change.after_ms,
+            )
+        if self._adapter is not None:
+            self._adapter.measured()
+
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 
     def _ordered(self, command: RankCommand) -> None:
         if isinstance(command, p.Exchange):
             self._say_running()
+        if isinstance(command, p.Apply) and self._adapter is not None:
+            self._adapter.step_done(command.record.step)
         if isinstance(command, p.Apply) and checkpoints.writer_of(command.record) == self._context.replica:
             self._after_update(command.record)
 
@@ -234,6 +294,8 @@ class Leading:
         """End the leader's threads and the membership; idempotent."""
         for reports in self._reports:
             reports.close()
+        if self._adapter is not None:
+            self._adapter.close()
         self._leader.close()
         self._membership.close()
 

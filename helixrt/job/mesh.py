@@ -29,8 +29,6 @@ class Mesh:
         for axis, size in asdict(self).items():
             if size < 1:
                 raise ConfigError(f"mesh.{axis}", size, "must be at least 1")
-        if self.pp > 1 or self.cp > 1:  # only models in stages have these
-            self._check_not_sharded()
 
     def check_module(self) -> None:
         """Raises ConfigError (mesh.AXIS) for what a session cannot train a plain module on."""
@@ -40,13 +38,3 @@ class Mesh:
             raise ConfigError("mesh.pp", self.pp, rule)
         if self.cp > 1:
             raise ConfigError("mesh.cp", self.cp, "needs session.parallelize(helixrt.Stages(...))")
-
-    def check_stages(self) -> None:
-        """Raises ConfigError (mesh.AXIS) for what a session cannot train a model in stages on: FSDP2 shards no stages."""
-        self.check_supported()
-        self._check_not_sharded()
-
-    def _check_not_sharded(self) -> None:
-        if self.dp_shard > 1:
-            rule = "must be 1 for a model in stages so far, whose parameters FSDP2 does not shard; use replicas, tp or cp"
-            raise ConfigError("mesh.dp_shard", self.dp_shard, rule)

@@ -1,8 +1,9 @@
 """What a run leaves behind and what it says while it runs. Used by the driver alone, from one thread.
 
 In: `StepMetrics`, `ValidationMetrics` and what happened to replicas. Out: the run's folder
-`ROOT/DATE/TIME/` (with `ROOT/latest` pointing to the newest), in it `metrics.jsonl` and TensorBoard's
-files; one rank-labelled line per step, and a progress bar if the stream is a terminal.
+`ROOT/DATE/TIME/` (with `ROOT/latest` pointing to the newest), in it `metrics.jsonl` with each replica's figures; the points
+that loggers take (TensorBoard's files by default); one labelled line per step, of the mean over replicas, and a progress bar
+if the stream is a terminal.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
-from helixrt.errors import MissingExtra
 from helixrt.job.controller import Happening, LifeEvent
+from helixrt.job.goodput import Goodput, flops_utilisation
+from helixrt.job.loggers import Guarded, MetricsLogger, MetricsPoint, TensorBoardLogger
+from helixrt.job.means import Joined, Line, StepMeans
 from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
 from helixrt.job.step_rules import SHOWN_EXCLUSIONS
 
@@ -53,17 +57,36 @@ def point_latest_to(folder: Path) -> None:
 
 
 class RunOutput:
-    """The folder, the lines and the bar of one run of so many replicas. `stream` gets the lines; `folder` must exist."""
+    """The folder, the lines and the bar of one run of so many replicas. `stream` gets the lines; `folder` must exist.
 
-    def __init__(self, folder: Path, replicas: int, stream: TextIO | None = None) -> None:
+    `loggers`: besides TensorBoard's. `flops_per_step`: of a replica; `peak_flops`: of all its ranks together, per second; 0
+    where they are not known. Raises MissingExtra.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        replicas: int,
+        stream: TextIO | None = None,
+        *,
+        name: str = "",
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        loggers: Sequence[MetricsLogger] = (),
+        flops_per_step: float = 0.0,
+        peak_flops: float = 0.0,
+    ) -> None:
         self.folder = folder
         self._replicas, self._steps = replicas, 0  # steps: not known yet
         self._stream = stream or sys.stdout
+        self._flops, self._peak_flops = flops_per_step, peak_flops
+        self._begun_s = time.monotonic()
+        self._means, self._goodput = StepMeans(), Goodput(replicas)
         _drop_cut_line(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
-        self._board = _board(folder / "tensorboard")
-        self._unwritten: set[str] = set()  # files whose newest entry could not be written
-        self._said = 0  # the newest step that has had its line
+        self._unwritten = False  # the newest line of metrics.jsonl
+        self._loggers = [Guarded(logger, self.problem) for logger in (TensorBoardLogger(), *loggers)]
+        for logger in self._loggers:
+            logger.begin(folder, name, settings)
         self._bar: Any = None
         if self._stream.isatty():
             from tqdm import tqdm
@@ -77,45 +100,67 @@ class RunOutput:
             self._bar.total = steps
             self._bar.refresh()
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Keep one replica's figures of one step; print them if it is the first to report the step."""
-        self._keep(metrics)
-        if metrics.step > self._said:
-            self._said = metrics.step
-            self.say(line_of(metrics, self._steps, self._replicas))
-        self._advance(metrics)
-        scalars = {
-            "loss/bits_per_byte": metrics.bits_per_byte,
-            "speed/tokens_per_s": metrics.tokens_per_s,
-            "speed/stall_s": metrics.stall_s,
-            "replicas/participants": float(metrics.participants),
-            "replicas/generation": float(metrics.generation),
-            "update/grad_norm": metrics.grad_norm,
-            "update/learning_rate": metrics.learning_rate,
-        }
-        for name, value in scalars.items():
-            if value is not None:
-                self._draw(f"{name}/r{metrics.replica}", value, metrics.step)
+    def step(self, line: Line) -> None:
+        """Keep one replica's figures of one step; print the mean over replicas once all have told theirs."""
+        self._keep(line)
+        self._goodput.add(line)
+        self._log(MetricsPoint(MetricsPoint.STEP, line.step, line.replica, self._figures(line)))
+        self._tell(self._means.add(line, time.monotonic()))
+
+    def tick(self) -> None:
+        """Print steps that not all replicas that contributed have told of in time."""
+        self._tell(self._means.due(time.monotonic()))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Print and keep a validation loss."""
         self._keep(metrics)
         self.say(f"r{metrics.replica}      step {metrics.step}  validation {metrics.bits_per_byte:.4f} bits/byte")
-        self._draw(f"loss/validation_bits_per_byte/r{metrics.replica}", metrics.bits_per_byte, metrics.step)
+        values = {"loss/validation_bits_per_byte": metrics.bits_per_byte}
+        self._log(MetricsPoint(MetricsPoint.VALIDATION, metrics.step, metrics.replica, values))
 
-    def logged(self, line: Logged) -> None:
-        """Keep and print what a user logged."""
+    def evaluated(self, line: Logged) -> None:
+        """Print and keep what a user's evaluation returned."""
         self._keep(line)
-        figures = "  ".join(f"{name} {value:.6g}" for name, value in line.values.items())
-        if line.what == Logged.VALIDATION:
-            self.say(f"{line.rank}  step {line.step}  validation  {figures}")
-        elif line.step > self._said:
-            self._said = line.step
-            of = f"participants {line.participants}/{self._replicas}  stall {line.stall_s:.3f} s"
-            step = f"{line.step}/{self._steps}" if self._steps else f"{line.step}"
-            self.say(f"{line.rank}  step {step}  {figures}  {line.seconds:.3f} s  {of}")
-        for name, value in line.values.items():
-            self._draw(f"{line.what}/{name}/r{line.replica}", value, line.step)
+        self.say(f"{line.rank}  step {line.step}  validation  {_told(line.values)}")
+        values = {f"{Logged.VALIDATION}/{name}": value for name, value in line.values.items()}
+        self._log(MetricsPoint(MetricsPoint.VALIDATION, line.step, line.replica, values))
+
+    @property
+    def goodput(self) -> float:
+        """Up to now; see `helixrt.job.goodput`."""
+        return self._goodput.share(time.monotonic() - self._begun_s)
+
+    def _tell(self, joined: Iterable[Joined]) -> None:
+        """A step's line, and its point of all replicas."""
+        for step in joined:
+            line, values = step.mean, self._figures(step.mean)
+            values["speed/goodput"] = self.goodput
+            used = flops_utilisation(self._flops, line.seconds, self._peak_flops)
+            if used is not None:
+                values["speed/flops_utilisation"] = used
+            self._log(MetricsPoint(MetricsPoint.STEP, step.step, None, values))
+            shown = "" if used is None else f"  utilisation {used:.1%}"
+            if isinstance(line, StepMetrics):
+                self.say(line_of(line, self._steps, self._replicas) + shown)
+            else:
+                self.say(logged_line_of(line, self._steps, self._replicas) + shown)
+            self._advance(line)
+
+    @staticmethod
+    def _figures(line: Line) -> dict[str, float]:
+        """By the names that loggers get."""
+        if isinstance(line, Logged):
+            return {f"{Logged.STEP}/{name}": value for name, value in line.values.items()}
+        figures = {
+            "loss/bits_per_byte": line.bits_per_byte,
+            "speed/tokens_per_s": line.tokens_per_s,
+            "speed/stall_s": line.stall_s,
+            "replicas/participants": float(line.participants),
+            "replicas/generation": float(line.generation),
+            "update/grad_norm": line.grad_norm,
+            "update/learning_rate": line.learning_rate,
+        }
+        return {name: value for name, value in figures.items() if value is not None}
 
     def life(self, event: LifeEvent) -> None:
         """Say what happened to a replica, if a user wants to know."""
@@ -143,43 +188,51 @@ class RunOutput:
 
     def close(self) -> None:
         """Finish the files and take the bar away; idempotent. A file that cannot be written costs a message."""
+        self._tell(self._means.rest())
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        for what, file in (("metrics.jsonl", self._metrics), ("TensorBoard's files", self._board)):
-            try:
-                file.close()
-            except Exception as error:
-                self.problem(what, error)
+        try:
+            self._metrics.close()
+        except OSError as error:
+            self.problem("metrics.jsonl", error)
+        for logger in self._loggers:
+            logger.close()
 
     def _keep(self, metrics: StepMetrics | ValidationMetrics | Logged) -> None:
         """Into metrics.jsonl. What cannot be written is lost, and the first of a series of such lines is reported."""
-        with self._tolerant("metrics.jsonl"):
-            self._metrics.write(metrics.to_json() + "\n")
-
-    def _draw(self, name: str, value: float, step: int) -> None:
-        with self._tolerant("TensorBoard's files"):
-            self._board.add_scalar(name, value, step)
-
-    @contextmanager
-    def _tolerant(self, what: str) -> Iterator[None]:
         try:
-            yield
-            self._unwritten.discard(what)
+            self._metrics.write(metrics.to_json() + "\n")
+            self._unwritten = False
         except OSError as error:
-            if what not in self._unwritten:
-                self.problem(what, error)
-            self._unwritten.add(what)
+            if not self._unwritten:
+                self.problem("metrics.jsonl", error)
+            self._unwritten = True
 
-    def _advance(self, metrics: StepMetrics) -> None:
-        if self._bar is not None and metrics.step > self._bar.n:
-            if metrics.bits_per_byte is not None:
-                self._bar.set_postfix_str(f"{metrics.bits_per_byte:.3f} bits/byte", refresh=False)
-            self._bar.update(metrics.step - self._bar.n)
+    def _log(self, point: MetricsPoint) -> None:
+        for logger in self._loggers:
+            logger.log(point)
+
+    def _advance(self, line: Line) -> None:
+        if self._bar is not None and line.step > self._bar.n:
+            if isinstance(line, StepMetrics) and line.bits_per_byte is not None:
+                self._bar.set_postfix_str(f"{line.bits_per_byte:.3f} bits/byte", refresh=False)
+            self._bar.update(line.step - self._bar.n)
+
+
+def logged_line_of(line: Logged, steps: int, replicas: int) -> str:
+    """`r0-r1  step 20/200  loss 2.41  0.310 s  participants 2/2  stall 0.010 s`"""
+    step = f"{line.step}/{steps}" if steps else f"{line.step}"
+    of = f"participants {line.participants}/{replicas}  stall {line.stall_s:.3f} s"
+    return f"{line.rank}  step {step}  {_told(line.values)}  {line.seconds:.3f} s  {of}"
+
+
+def _told(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.6g}" for name, value in values.items())
 
 
 def line_of(metrics: StepMetrics, steps: int, replicas: int) -> str:
-    """`r0.pp1  step  20/200  3.412 bits/byte  12,345 tokens/s  participants 2/2  stall 0.010 s`"""
+    """`r0-r1  step  20/200  3.412 bits/byte  12,345 tokens/s  participants 2/2  stall 0.010 s`"""
     of = f"/{steps}" if steps else ""
     loss = "  (catching up)  " if metrics.bits_per_byte is None else f"{metrics.bits_per_byte:7.4f} bits/byte"
     return (
@@ -231,11 +284,3 @@ def _drop_cut_line(path: Path) -> None:
     if path.exists():
         text = path.read_bytes()
         os.truncate(path, text.rfind(b"\n") + 1)
-
-
-def _board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtra("tensorboard", "ft", "the run's TensorBoard files") from error
-    return SummaryWriter(str(folder), flush_secs=5)

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -31,10 +32,13 @@ from helixrt.job.leader_reports import MetricsSender
 from helixrt.job.leading import LeaderParts, Leading, address_key
 from helixrt.job.leaving import TermSignal
 from helixrt.job.lineage_files import LineageWriter
+from helixrt.job.machine import boot_identity
+from helixrt.job.measuring import Measuring
 from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
 from helixrt.job.rank_context import RankContext, RankJob, open_context
 from helixrt.job.step_rules import publish_memory
 from helixrt.job.storage_trouble import StorageTrouble
+from helixrt.observe.stamps import RankTimes
 from helixrt.protocol.catchup_memory import GB
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.record import Kind
@@ -70,6 +74,10 @@ class RankRuntime:
         if config.checkpoint.after_failover and config.checkpoint.every:
             self._failovers = FailoverNews(context.store, f"{context.label}.inc{spec.incarnation}")
             context.record.attach(self._failovers)
+        self._measuring: Measuring | None = None
+        if config.mesh.pp > 1:
+            self._measuring = Measuring(context.label, boot_identity(), self._measured)
+            context.record.attach(self._measuring.collector)
         self.metrics: MetricsSender | None = None  # to the driver; of the leading rank
         self._lineage: LineageWriter | None = None
         if context.leads:
@@ -120,6 +128,15 @@ class RankRuntime:
             job.initial,
             context.timeouts.start_s,
         )
+        hooks = Hooks(
+            updated=lambda done: self._updated(job, checkpointer, done),
+            evaluate=job.evaluate,
+            save=lambda command: self._save(job, checkpointer, command),
+            stuck=self._stuck,
+            load=lambda lineage, initial: durable.load(lineage, initial) and (not initial or genesis.holds()),
+        )
+        if job.orders is not None:
+            hooks = replace(hooks, prepare_order=job.orders.prepare, use_order=job.orders.use)
         worker = RankWorker(
             RankParts(
                 context.replica,
@@ -131,13 +148,7 @@ class RankRuntime:
                 context.timeouts,
                 f"{context.spec.store}/exchange/{context.group_rank}",
                 self.report,
-                Hooks(
-                    updated=lambda done: self._updated(job, checkpointer, done),
-                    evaluate=job.evaluate,
-                    save=lambda command: self._save(job, checkpointer, command),
-                    stuck=self._stuck,
-                    load=lambda lineage, initial: durable.load(lineage, initial) and (not initial or genesis.holds()),
-                ),
+                hooks,
                 context.config.catchup.max_wait_s,
                 context.progress,
                 LayoutBook(context.store, context.group_rank, int(context.config.catchup.memory_gb * GB)),
@@ -187,12 +198,19 @@ class RankRuntime:
         assert self._side is not None
         self._side.report(report)
 
+    def _measured(self, times: RankTimes) -> None:
+        """To the leader of this replica, in the thread of `Measuring`, which has something to say only after an update."""
+        assert self._side is not None
+        self._side.measured(times)
+
     # ---------------------------------------------------------------- what the job adds to a step, in the main thread
 
     def _updated(self, job: RankJob, checkpointer: Checkpointer, done: Done) -> None:
         writes = self._writes(done.record)
         checkpointer.maybe_save(done.record, lambda: shards_of(job.engine.state()), writes, self._flush)
         job.updated(done)
+        if self._measuring is not None:
+            self._measuring.step_done(done.record.step)
 
     def _save(self, job: RankJob, checkpointer: Checkpointer, command: Save) -> None:
         checkpointer.save(command.record, shards_of(job.engine.state()), self._flush, command.after_failover)
@@ -236,6 +254,8 @@ class RankRuntime:
                 pass  # the store is gone too; the exit code tells
 
     def _close(self) -> None:
+        if self._measuring is not None:
+            self._measuring.close()
         if self._side is not None:
             self._side.close()
         # what the lineage cannot write, the metrics tell

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from helixrt.collectives.endpoints import interface_towards
 from helixrt.job.config import JobConfig
+from helixrt.job.machine import boot_identity
+from helixrt.job.orders import RankOrders
 from helixrt.job.places import group_rank, group_world_size
 from helixrt.record import BoundedSink, FlightRecord, Kind
 from helixrt.replica.commands import Evaluate
@@ -23,6 +25,7 @@ from helixrt.timeouts import Timeouts, derive
 
 WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "helixrt.pipeline.channels",
+    "helixrt.pipeline.endpoint_channels",
     "helixrt.pipeline.reductions",
     "helixrt.replica.exchanging",  # for the thread that waits for them, when this rank has given up
     "helixrt.train.models.collective_functions",
@@ -39,7 +42,8 @@ class RankJob:
     `steps`: number of the run's last update. `evaluate(command)` evaluates the engine's state, in the main thread, every
     `eval_every` steps (0: never) and after the last one, with `command.batches` = `eval_batches`. `updated(done)` is
     called in the main thread after each update. A step takes `advance` batches of the replica's stream. `initial` is
-    the digest of this rank's state at the start, which replicas compare ("": they begin alike by construction).
+    the digest of this rank's state at the start, which replicas compare ("": they begin alike by construction). `orders`: the
+    engine's schedule, where the job may change its order.
     """
 
     engine: Engine
@@ -50,6 +54,7 @@ class RankJob:
     updated: Callable[[Done], None] = lambda done: None
     advance: int = 1
     initial: str = ""
+    orders: RankOrders | None = None
 
 
 @dataclass(frozen=True)
@@ -113,5 +118,5 @@ def open_context(spec: RankSpec, config: JobConfig) -> RankContext:
     flight = context.output / "flight" / f"{context.label}.inc{spec.incarnation}.jsonl"
     record.attach(BoundedSink(flight, config.output.detail_mb << 20))
     record.attach(progress)
-    record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation)
+    record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation, clock=boot_identity())
     return context

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,16 @@ from helixrt.job.lineage_files import write_durably
 from helixrt.job.metrics import StepMetrics, ValidationMetrics, read_metrics
 from helixrt.job.step_rules import exclusion_text
 from helixrt.observe.failures import Failure, Loss, failures, replica_of
+from helixrt.observe.order_changes import OrderChange, order_changes
 from helixrt.observe.rails import RailOutage, rail_outages
+from helixrt.observe.run_costs import Observed, observed, profile
+from helixrt.observe.run_costs import to_plain as costs_to_plain
 from helixrt.observe.timeline import Timeline, timeline, typical_step
 from helixrt.protocol.step.lineage import Audit, CommitRecord, Log, audit
 from helixrt.record import Event, Kind, read_events
 from helixrt.replica.rank_log import last_traceback
 
+_TAKEN_UP = 3  # steps after the decision, at most, an order is worked by
 _MOST_TRACEBACK = 8000  # characters of one in the report
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
 
@@ -43,6 +47,7 @@ class RunFacts:
     history: tuple[LifeEvent, ...]
     seconds: float
     advance: int = 1  # batches of a stream that a step takes
+    goodput: float = 0.0  # see `helixrt.job.goodput`
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,10 @@ class Figures:
     audit: Audit
     failures: tuple[Failure, ...]
     rails: tuple[RailOutage, ...]
+    orders: tuple[OrderChange, ...]  # of schedules
     ways: tuple[tuple[str, int, str, str], ...]  # (rank, its peer's rank in the exchange, transport, why), each once
     checkpoints: tuple[Event, ...]  # that were written whole
+    costs: tuple[Observed, ...]  # of replicas in stages
     storage: tuple[Event, ...]  # what could not be written, and that it was written later
     commits: tuple[tuple[float, CommitRecord], ...]  # when each record of the chain was first applied
     lives: tuple[tuple[int, float], ...]  # (replica, Unix time) of every start of a replica
@@ -74,13 +81,17 @@ class Figures:
 
 
 def write_report(folder: Path, facts: RunFacts) -> dict[str, Any]:
-    """Write both files into the run's folder; returns what `report.json` holds."""
+    """Write both files into the run's folder; returns what `report.json` holds. With stages, `profile.json` has the measured
+    costs of the first replica that was measured, for `helixrt schedule --profile`."""
     from helixrt.job.report_page import page
 
     found = figures(folder, facts)
     report = to_plain(found)
     write_durably(folder / "report.json", json.dumps(report, indent=1) + "\n")
     write_durably(folder / "report.html", page(found, report))
+    whole = [each.measured for each in found.costs if each.measured.stages > 1 and not each.measured.lacking()]
+    if whole:
+        write_durably(folder / "profile.json", json.dumps(profile(whole[0]), indent=1) + "\n")
     return report
 
 
@@ -90,7 +101,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
     steps, validations = _newest(folder / "metrics.jsonl")
     log = Log(facts.entries)
     chain = tuple(log.chain()) if facts.entries else ()
-    found = tuple(failures(events, _losses(facts.history)))
+    found, orders = tuple(failures(events, _losses(facts.history))), order_changes(events)
     commits = _commits(events, chain)
     first_s = min((e.begin_s for e in events), default=0.0)
     return Figures(
@@ -102,14 +113,16 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         audit=audit(chain, facts.advance),
         failures=found,
         rails=tuple(rail_outages(events)),
+        orders=orders,
         ways=_ways(events),
         checkpoints=tuple(e for e in events if e.kind is Kind.CHECKPOINT_END),
+        costs=tuple(each for each in observed(events) if each.measured.stages > 1),
         storage=tuple(e for e in events if e.kind in (Kind.STORAGE_FAILED, Kind.STORAGE_BACK)),
         commits=commits,
         lives=_lives(events),
         begin_s=first_s,
         tokens_per_s=_speed(commits, facts),
-        timelines=_timelines(events, found),
+        timelines=_timelines(events, found, orders),
         tracebacks=tuple(_tracebacks(folder / "logs", facts.history)),
         versions=versions(),
     )
@@ -125,6 +138,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
         "stopped": found.chain[-1].last if found.chain else "",
         "seconds": facts.seconds,
         "tokens_per_s": found.tokens_per_s,
+        "goodput": facts.goodput,
         "replicas": [
             {
                 "replica": f.replica,
@@ -170,6 +184,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
             for e in facts.history
             if e.kind is Happening.SKIPPED
         ],
+        "order_changes": [asdict(change) for change in found.orders],
         "rails_left": [
             {
                 "rank": r.rank,
@@ -190,6 +205,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
         "transports": [
             {"rank": rank, "peer": peer, "transport": transport, "why": why} for rank, peer, transport, why in found.ways
         ],
+        "costs": [costs_to_plain(each) for each in found.costs],
         "checkpoints": [{"step": c.step, "after_failover": bool(c.detail.get("after_failover"))} for c in found.checkpoints],
         "storage": [
             {
@@ -297,7 +313,9 @@ def _speed(commits: Sequence[tuple[float, CommitRecord]], facts: RunFacts) -> fl
     return tokens / (commits[-1][0] - commits[0][0])
 
 
-def _timelines(events: Sequence[Event], found: Sequence[Failure]) -> tuple[tuple[str, Timeline], ...]:
+def _timelines(
+    events: Sequence[Event], found: Sequence[Failure], orders: Sequence[OrderChange]
+) -> tuple[tuple[str, Timeline], ...]:
     hit = [f.step for f in found]
     drawn: list[tuple[str, Timeline]] = []
     usual = typical_step(events, avoid=hit)
@@ -306,4 +324,9 @@ def _timelines(events: Sequence[Event], found: Sequence[Failure]) -> tuple[tuple
     for failure in found[:1]:
         if (lanes := timeline(events, failure.step)) is not None:
             drawn.append((f"Step {failure.step}, in which replica {failure.replica} was lost", lanes))
+    if used := [change for change in orders if change.ready_s is not None and not change.failed]:
+        change = max(used, key=lambda each: each.present_ms - each.predicted_ms)
+        for step, when in ((change.step, "before"), (change.step + _TAKEN_UP, "after")):
+            if (lanes := timeline(events, step)) is not None:
+                drawn.append((f"Step {step}, {when} replica {change.replica} changed the order of its schedule", lanes))
     return tuple(drawn)

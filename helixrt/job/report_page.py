@@ -19,6 +19,8 @@ from helixrt.observe.timeline import Timeline
 if TYPE_CHECKING:
     from helixrt.job.report import Figures
 
+_SHOWN_CHANGES = 20  # of a replica's costs; report.json has all
+
 
 def page(found: Figures, report: dict[str, Any]) -> str:
     """The whole page."""
@@ -46,6 +48,8 @@ def page(found: Figures, report: dict[str, Any]) -> str:
             if found.rails
             else []
         ),
+        *([_section("Changes of the schedule's order", _orders_lead(), _orders(report))] if found.orders else []),
+        *(_section(f"Measured costs, replica {each['replica']}", _costs_lead(each), _costs(each)) for each in report["costs"]),
         *([_section("Storage", "What could not be written at once.", _storage(report))] if found.storage else []),
         *(
             _section(caption, _what_it_shows() if i == 0 else "", _timeline_legend(shown) + timeline_chart(shown))
@@ -81,6 +85,7 @@ def _tiles(found: Figures, report: dict[str, Any]) -> str:
         ("validation", "&ndash;" if reached is None else f"{reached:.3f}", bits, ""),
         ("updates", f"{report['steps']:,}", f"in {report['seconds']:.0f} s", ""),
         ("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", ""),
+        ("goodput", f"{report['goodput']:.0%}", "of the replicas' time went into committed steps", ""),
         ("failures", str(len(found.failures)), _back(found.failures), ""),
         ("batches", f"{audit['batches']:,}", f"{'' if clean else 'NOT '}each exactly once", "ok" if clean else "bad"),
         ("replicas", "equal" if alike else "differ", "final parameters, bit for bit", "ok" if alike else "bad"),
@@ -154,6 +159,71 @@ def _rails(report: dict[str, Any]) -> str:
         for r in report["rails_left"]
     ]
     return _table(head, rows)
+
+
+def _orders_lead() -> str:
+    return "Predicted by simulation under the costs measured then; measured: medians of the steps before and after."
+
+
+def _orders(report: dict[str, Any]) -> str:
+    def times(first: float | None, second: float | None) -> str:
+        return "" if first is None or second is None else f"{first:.1f} &rarr; {second:.1f} ms"
+
+    rows = [
+        (
+            str(each["step"]),
+            str(each["replica"]),
+            escape(each["order"]),
+            escape(f"not used: {each['failed']}" if each["failed"] else each["why"]),
+            times(each["present_ms"], each["predicted_ms"]),
+            times(each["before_ms"], each["after_ms"]),
+            "" if each["ready_s"] is None else f"{each['ready_s']:.2f} s",
+        )
+        for each in report["order_changes"]
+    ]
+    return _table(("after step", "replica", "order", "why", "predicted step", "measured step", "made ready in"), rows)
+
+
+def _costs_lead(found: dict[str, Any]) -> str:
+    return f"Medians with their uncertainty, as of step {found['step']}, {found['microbatches']} micro-batches a step."
+
+
+def _costs(found: dict[str, Any]) -> str:
+    """Of operations and links, with what made them stragglers."""
+
+    def shown(of: dict[str, Any]) -> str:
+        return f"{of['ms']:.3f} &plusmn; {of['uncertainty_ms']:.3f} ms"
+
+    operations = [
+        (f"{each['op']} of chunk {each['chunk']}", f"stage {each['stage']}", shown(each), "", str(each["samples"]))
+        for each in found["operations"]
+    ]
+    pairs = [
+        (
+            f"F of chunk {each['forward']}",
+            f"woven with {each['op']} of chunk {each['backward']}",
+            shown(each),
+            "",
+            str(each["samples"]),
+        )
+        for each in found["pairs"]
+    ]
+    links = [
+        (
+            "one-way delay",
+            f"link {each['from']} to {each['to']}",
+            f"at most {each['delay']['ms']:.3f} ms" if each["upper_bound"] else shown(each["delay"]),
+            "" if each["rate_mbit"] is None else f"{each['rate_mbit']:.1f} Mbit/s",
+            str(each["delay"]["samples"]),
+        )
+        for each in found["links"]
+    ]
+    told = [f"<p>Straggler: {escape(each['place'])}: {escape(each['why'])}.</p>" for each in found["stragglers"]]
+    told += [
+        f"<p>Step {each['step']}: {escape(each['what'])} changed from {each['before_ms']:.3f} to {each['after_ms']:.3f} ms.</p>"
+        for each in found["changes"][:_SHOWN_CHANGES]
+    ]
+    return "".join(told) + _table(("what", "where", "time", "rate", "samples"), [*operations, *pairs, *links])
 
 
 def _storage(report: dict[str, Any]) -> str:

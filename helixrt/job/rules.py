@@ -18,19 +18,22 @@ from helixrt.errors import ConfigError, MissingExtra
 from helixrt.job.chaos import DRIVER, FAULTS, LEADER_MOMENTS, MOMENTS, fault_moments
 from helixrt.job.config import MEMBERSHIPS, JobConfig, TransportConfig
 from helixrt.job.launchers import chosen_launcher
+from helixrt.job.link_delays import link_delays
 from helixrt.job.places import group_world_size
 from helixrt.job.policies import ON_POISON
 from helixrt.job.reach import NO_HOPPING, POLICIES, reach
+from helixrt.job.slow_stages import check_slow
 from helixrt.job.warm_up import chosen_start
 from helixrt.timeouts import derive
 from helixrt.transport.auto import TRANSPORTS, check_transport
 
 EXCHANGES = ("ftar", "gloo")
+CHANNELS = ("endpoint", "gloo")
 
 
 def check(config: JobConfig, steps: int = 0) -> None:
     """Check every rule, cheap ones first. `steps`: of the run, 0 if they are not known. Raises the first ConfigError."""
-    for error in (*_numbers(config), *_relations(config), *_chaos(config, steps)):
+    for error in (*_numbers(config), *_relations(config), *_chaos(config, steps), *check_slow(config, steps)):
         raise error
     chosen_start(config.start)
     derive(config.step_timeout_s, config.heartbeat_s)
@@ -48,6 +51,8 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
         "mesh.pp": config.mesh.pp,
         "checkpoint.keep": config.checkpoint.keep,
         "transport.paths": config.transport.paths,
+        "pipeline.queues": config.pipeline.queues,
+        "pipeline.host_mb": config.pipeline.host_mb,
     }
     not_negative: dict[str, float] = {
         "seed": config.seed,
@@ -60,6 +65,7 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
         "transport.rate_mbit": config.transport.rate_mbit,
         "transport.latency_ms": config.transport.latency_ms,
         "transport.heartbeat_s": config.transport.heartbeat_s,
+        "pipeline.direct": config.pipeline.direct,
     }
     positive = {
         "checkpoint.write_s": config.checkpoint.write_s,
@@ -87,9 +93,15 @@ def _relations(config: JobConfig) -> Iterator[ConfigError]:
         ("on_poison", config.on_poison, ON_POISON),
         ("transport.kind", transport.kind, TRANSPORTS),
         ("transport.hopping", transport.hopping, POLICIES),
+        ("pipeline.channels", config.pipeline.channels, CHANNELS),
     ):
         if value not in known:
             yield ConfigError(key, value, f"must be one of {', '.join(known)}")
+    if config.pipeline.channels == "gloo" and config.pipeline.direct:
+        rule = "needs pipeline.channels=endpoint: sends over Gloo never hold a stage up"
+        yield ConfigError("pipeline.direct", config.pipeline.direct, rule)
+    if config.pipeline.channels == "gloo" and config.chaos.link:
+        yield ConfigError("pipeline.channels", config.pipeline.channels, "cannot slow links down (chaos.link); endpoint can")
     if config.exchange != "ftar" and transport != TransportConfig():
         yield ConfigError("exchange", config.exchange, "knows no settings of transport; ftar does")
     if transport.hopping == NO_HOPPING and transport.paths > 1:
@@ -115,6 +127,13 @@ def _chaos(config: JobConfig, steps: int) -> Iterator[ConfigError]:
             yield ConfigError(f"{key}.replica", command.replica, f"must be below mesh.replicas={config.mesh.replicas}")
         yield from _step(f"{key}.step", command.step, steps)
     yield from _faults(config, steps)
+    try:
+        delays = link_delays(config.chaos.link, config.mesh.pp)
+    except ConfigError as error:
+        yield error
+    else:
+        for i, delay in enumerate(delays):
+            yield from _step(f"chaos.link[{i}].steps", delay.first, steps)
     for i, kill in enumerate(config.chaos.kill):
         key = f"chaos.kill[{i}]"
         if kill.moment not in MOMENTS:

@@ -30,7 +30,7 @@ from torch import nn
 
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.module import ModuleEngine
-from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipeline import PipelineEngine, check_shards
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model
@@ -153,7 +153,12 @@ class Session:
 
     @overload
     def parallelize(
-        self, model: nn.Module, *, example: ExampleBatch, weights: str | Path | None = None
+        self,
+        model: nn.Module,
+        *,
+        tp_plan: TensorPlan | None = None,
+        example: ExampleBatch,
+        weights: str | Path | None = None,
     ) -> CapturedModel: ...
 
     def parallelize(
@@ -181,14 +186,15 @@ class Session:
         heads) draws the same for each rank's part. With tp of 1 the plan is not used.
 
         A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size, also with cp and tp where its
-        parts are built for them (`group`, `Stages.layouts`); it trains on the CPU, in the type of its parameters, by
-        `step.train`.
+        parts are built for them (`group`, `Stages.layouts`), and with dp_shard, over which FSDP2 shards the parts of each
+        stage, by schedules that need no captured graphs; it trains on the CPU, in the type of its parameters, by `step.train`.
 
         A compiled model (`helixrt.compile(model, loss=..., microbatches=...)`) and `example`, a batch as `step.train` takes it,
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
         and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with
         the run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
-        the rest of it is freed.
+        the rest of it is freed. With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. cp and
+        dp_shard must be 1.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
         stages on another device or in another type, CaptureError for a model that cannot be captured or cut; MisuseError for a
@@ -197,13 +203,10 @@ class Session:
         """
         mesh = self.settings.mesh
         if isinstance(model, Stages):
-            mesh.check_stages()
             return self._staged(model)
         if example is not None:
-            if tp_plan is not None:
-                raise ConfigError("tp_plan", sorted(map(str, tp_plan)), "is not used for a compiled model over stages so far")
             self._check_stages()
-            return captured_model(self.settings, self._host, model, example, weights)
+            return captured_model(self.settings, self._host, model, example, weights, tp_plan)
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
         mesh.check_module()
@@ -222,9 +225,14 @@ class Session:
 
     def _staged(self, stages: Stages) -> StagedModel:
         self._check_stages()
-        stages.scheduled(self.settings.mesh.pp)  # what is wrong is found before the ranks connect
-        check_layouts(asdict(self.settings.mesh), stages.layouts)
-        return StagedModel(stages, self._host.connect_stages())
+        mesh = self.settings.mesh
+        mesh.check_supported()  # what is wrong is found before the ranks connect
+        check_shards(stages.scheduled(mesh.pp), stages.graphs, mesh.dp_shard)
+        check_layouts(asdict(mesh), stages.layouts)
+        model = StagedModel(stages, self._host.connect_stages())
+        if mesh.dp_shard > 1:
+            self._group()  # for `_evaluate`
+        return model
 
     def register(
         self,

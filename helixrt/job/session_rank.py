@@ -20,19 +20,22 @@ import numpy
 import torch
 
 from helixrt.engines.inner_group import lost_rank
+from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import Departed, HelixError, MisuseError, Retryable
 from helixrt.job.agreements import LayoutAgreement, agree_on_plan
-from helixrt.job.connections import replica_mesh
+from helixrt.job.connections import replica_mesh, stage_channels
 from helixrt.job.logs import configure_logging
 from helixrt.job.metrics import Logged
+from helixrt.job.orders import OrderBook, RankOrders
 from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT
 from helixrt.job.rank import RankRuntime, exit_code, run_as_process
 from helixrt.job.rank_context import RankJob
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_host import Plan
+from helixrt.job.slow_stages import slowdown_of
 from helixrt.job.step import SessionEngine, Worker
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.commands import Evaluate, StopAsked
@@ -51,6 +54,7 @@ class RankHost:
         self._seconds = 0.0  # between the newest two updates
         self._layouts: LayoutAgreement | None = None
         self._mesh: ReplicaMesh | None = None
+        self._models = 0  # in stages
 
     def __enter__(self) -> RankHost:
         return self
@@ -74,7 +78,9 @@ class RankHost:
 
     def connect_stages(self) -> StagePlace:
         mesh = self.connect(torch.device("cpu"))
-        return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), self._context.record, mesh)
+        channels = stage_channels(self._context, mesh, self._models)
+        self._models += 1
+        return StagePlace(mesh.rank("pp"), mesh.size("pp"), mesh.group("pp"), self._context.record, mesh, channels)
 
     def open(self, engine: SessionEngine, plan: Plan) -> Worker:
         """Raises MisuseError if the replicas' scripts differ in what they train or how far."""
@@ -90,10 +96,20 @@ class RankHost:
             updated=self._updated,
             advance=plan.accumulate,
             initial=self._digest_of_replica(digest(engine.state()).state),
+            orders=self._orders_of(engine),
         )
+        at, chaos = self._context.spec.coordinate, self._context.config.chaos
+        slowdown = slowdown_of(chaos.slow, at.replica, at.pp)
+        if slowdown is not None and isinstance(engine, PipelineEngine):
+            engine.slow_down(slowdown)
         worker = self._runtime.open(job)
         self._open.enter_context(worker)
         return worker
+
+    def _orders_of(self, engine: SessionEngine) -> RankOrders | None:
+        if not isinstance(engine, PipelineEngine) or engine.adaptation is None or engine.stages == 1:
+            return None
+        return RankOrders(engine, OrderBook(self.store, self._context.output))
 
     def say(self, text: str) -> None:
         self._runtime.say(text)

@@ -35,25 +35,31 @@ def lay_out(
     alone: Collection[str] = (),
     first_bytes: int | None = None,
     kinds: Sequence[Hashable] = (),
+    counted: Sequence[int] = (),
 ) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
     """Slots for parameters (name, tensor), in order, and the elements of each bucket.
 
     A bucket is full with the parameter that brings it to `bucket_bytes`, the first one with `first_bytes` if that is given.
     Those `alone` get one of their own. Parameters of different `kinds` (one for each parameter, if given) share no bucket;
-    buckets are in the order of their first parameters, whose gradients are their last to be final.
+    buckets are in the order of their first parameters, whose gradients are their last to be final. `counted`: as how many
+    elements each parameter fills its bucket, if that is not how many it has.
     """
     slots: list[Slot] = []
     sizes: list[int] = []
+    filled: list[int] = []
+    fills = counted or [parameter.numel() for _, parameter in parameters]
     filling: dict[Hashable, int] = {}  # the bucket of each kind that is not full
-    for (name, parameter), kind in zip(parameters, kinds or (None,) * len(parameters), strict=True):
+    for (name, parameter), kind, fill in zip(parameters, kinds or (None,) * len(parameters), fills, strict=True):
         bucket = len(sizes) if name in alone else filling.get(kind, len(sizes))
         if bucket == len(sizes):
             sizes.append(0)
+            filled.append(0)
         slots.append(Slot(name, bucket, sizes[bucket], parameter.shape))
         sizes[bucket] += parameter.numel()
+        filled[bucket] += fill
         limit = bucket_bytes if first_bytes is None or bucket else first_bytes
         filling[kind] = bucket
-        if sizes[bucket] * parameter.element_size() >= limit or name in alone:
+        if filled[bucket] * parameter.element_size() >= limit or name in alone:
             del filling[kind]
     return tuple(slots), tuple(sizes)
 
@@ -88,15 +94,18 @@ class GradientBuckets:
                 users.setdefault(parameter, set()).add(chunk)
         by_parameter = kinds or {}
         each = [by_parameter.get(parameter) for _, parameter in self.named]
-        self.slots, sizes = lay_out(self.named, bucket_bytes, alone=withheld, kinds=each)
-        self.flat = [torch.zeros(size, dtype=self.named[0][1].dtype) for size in sizes]
+        parts = [(name, self.part(parameter)) for name, parameter in self.named]
+        counted = [self.counted(parameter) for _, parameter in self.named]
+        self.slots, sizes = lay_out(parts, bucket_bytes, alone=withheld, kinds=each, counted=counted)
+        self.flat = [torch.zeros(max(1, size), dtype=self.named[0][1].dtype) for size in sizes]
         self.withheld = frozenset(withheld)
-        self.grads = [slot.view(self.flat) for slot in self.slots]
+        self.grads = [slot.view(self.flat) for slot in self.slots]  # of the parts on this rank
         self._parameters = [parameter for _, parameter in self.named]
+        self._given = [self.gradient(p, grad) for p, grad in zip(self._parameters, self.grads, strict=True)]
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._users = [users[parameter] for parameter in self._parameters]
         for index, parameter in enumerate(self._parameters):
-            parameter.grad = self.grads[index]
+            parameter.grad = self._given[index]
             parameter.register_post_accumulate_grad_hook(self._hook(index))
         self._sizes = [sum(s.bucket == b for s in self.slots) for b in range(len(sizes))]
         self._last: set[int] = set()
@@ -105,6 +114,18 @@ class GradientBuckets:
         self._next = -1
         self._on_bucket: Callable[[int], None] = lambda bucket: None
         self._thread = 0
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a parameter or a gradient."""
+        return tensor
+
+    def counted(self, parameter: nn.Parameter) -> int:
+        """As how many elements it fills a bucket: the same number on all ranks that share the stage."""
+        return parameter.numel()
+
+    def gradient(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+        """What is to be the parameter's `.grad`, whose part on this rank lies in a bucket."""
+        return part
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
         """Forget the gradients of the last step; from now on `on_bucket` is called from this thread."""
@@ -124,7 +145,7 @@ class GradientBuckets:
                 torch.div(total, count, out=local)
             elif total is not local:
                 local.copy_(total)
-        for parameter, grad in zip(self._parameters, self.grads, strict=True):
+        for parameter, grad in zip(self._parameters, self._given, strict=True):
             parameter.grad = grad
 
     @torch.no_grad()
@@ -142,7 +163,8 @@ class GradientBuckets:
         for index, slot in enumerate(self.slots):
             if chunk in self._users[index] and self._users[index] <= self._last:
                 if self._parameters[index].grad is None:
-                    self._parameters[index].grad = self.grads[index].zero_()
+                    self.grads[index].zero_()
+                    self._parameters[index].grad = self._given[index]
                 if slot.name not in self.withheld:
                     self._mark(index)
         self._release()
@@ -158,19 +180,20 @@ class GradientBuckets:
         """Add a gradient (that requires none) without autograd. Other hooks on the parameter are not called."""
         index = self._index[parameter]
         if parameter.grad is None:
-            parameter.grad = self.grads[index].copy_(gradient)
+            self.grads[index].copy_(gradient)
+            parameter.grad = self._given[index]
         else:
             parameter.grad.add_(gradient)
         self._added(index)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        grad = self.grads[index]
+        grad, given = self.grads[index], self._given[index]
 
         def added(parameter: torch.Tensor) -> None:
             first = parameter.grad
-            if first is not None and first is not grad:  # one copy costs less than zeroing and adding
-                grad.copy_(first)
-                parameter.grad = grad
+            if first is not None and first is not given:  # one copy costs less than zeroing and adding
+                grad.copy_(self.part(first))
+                parameter.grad = given
             self._added(index)
 
         return added

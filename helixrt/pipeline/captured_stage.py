@@ -8,6 +8,7 @@ that its part of the graph names. `CapturedStage` trains; `EvaluationStage` runs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from helixrt.passes.cut_model import BOUNDARY, ModelChunk
 from helixrt.passes.executable import Executable
 from helixrt.passes.forward import forward_alone
 from helixrt.passes.parts import Port, Role
+from helixrt.passes.pieces import Piece
 from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import SEED
 from helixrt.pipeline.buckets import GradientBuckets
@@ -53,12 +55,20 @@ class ModelInputs:
 
 
 class CapturedStage(JointStage):
-    """Runs F, B, W and BW of chunks, and pairs. `lasting` has their parameters and buffers. Raises VerifyError."""
+    """Runs F, B, W and BW of chunks, and pairs. `lasting` has their parameters and buffers, as plain tensors of this rank, also
+    where the model was captured with DTensors. Raises VerifyError."""
 
     def __init__(
-        self, chunks: Mapping[int, ModelChunk], lasting: Values, *, mode: Mode | str = Mode.AUTO, group: Any = None
+        self,
+        chunks: Mapping[int, ModelChunk],
+        lasting: Values,
+        *,
+        mode: Mode | str = Mode.AUTO,
+        group: Any = None,
+        pieces: Mapping[str, Piece] | None = None,
     ) -> None:
-        super().__init__({number: chunk.part for number, chunk in chunks.items()}, lasting, mode=mode, group=group)
+        joints = {number: replace(chunk.part, layouts={}) for number, chunk in chunks.items()}
+        super().__init__(joints, lasting, mode=mode, group=group, pieces=pieces)
         self.inputs = ModelInputs(chunks)
 
     def given(self, task: Task) -> Mapping[Port, torch.Tensor | None]:

@@ -2,7 +2,7 @@
 
 In: `send(tag, tensor)` and `recv(tag, like)` on either end of a channel, in any order. Out: handles, and a
 SEND or RECV event in the flight record for every message. The implementation here stands on the
-point-to-point calls of a torch.distributed process group (Gloo).
+point-to-point calls of a torch.distributed process group (Gloo); `endpoint_channels` stands on the project's endpoints.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from helixrt.errors import Cause, Retryable
 from helixrt.record import FlightRecord, Kind
+
+AHEAD_BYTES = 1 << 30  # of messages that a stage expects before it needs them, at most
 
 
 class Lane(StrEnum):
@@ -68,6 +70,12 @@ class Channel(ABC):
     A tag is used once in each direction. Messages may overtake each other. To expect a message before
     it is needed costs its memory and saves the peer's waiting.
     """
+
+    @property
+    def expects_all(self) -> bool:
+        """Whether every message must be expected that the peer can have sent: else others of its messages may wait for that
+        one for ever."""
+        return False
 
     @abstractmethod
     def send(self, tag: Tag, tensor: torch.Tensor) -> SendHandle:

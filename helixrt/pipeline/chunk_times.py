@@ -17,8 +17,10 @@ from helixrt.passes.cut_model import BOUNDARY, ModelChunk
 from helixrt.passes.example_values import DEVIATION, Pool
 from helixrt.passes.measure import Stopwatch, low_quantile
 from helixrt.passes.parts import Port, Role
+from helixrt.passes.pieces import Piece
 from helixrt.passes.ranks import Ranks
 from helixrt.passes.seeding import SEED, seed_of
+from helixrt.passes.verify import returned
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.graph_stage import JointStage
 from helixrt.pipeline.held import Values, parameters_of
@@ -101,12 +103,25 @@ class ChunkTimer:
         return torch.ones(value.shape, dtype=value.dtype, device=self._watch.device)
 
 
+def _pieces(chunk: ModelChunk) -> dict[str, Piece]:
+    """A part of each gradient that comes whole where this rank has a part of the parameter (tensor parallelism)."""
+    found = {}
+    given = zip(chunk.part.inputs, chunk.part.graph.find_nodes(op="placeholder"), strict=True)
+    shapes = {port.name: node.meta["val"].shape for port, node in given if port.role is Role.PARAMETER}
+    for port, node in zip(chunk.part.outputs, returned(chunk.part), strict=True):
+        if port.role is Role.GRADIENT and node.meta["val"].shape != shapes[port.name]:
+            pairs = zip(shapes[port.name], node.meta["val"].shape, strict=True)
+            dim = next(at for at, (own, whole) in enumerate(pairs) if own != whole)
+            found[port.name] = Piece(dim, ((0, shapes[port.name][dim]),))
+    return found
+
+
 class _ExampleStage(JointStage):
     """One chunk, whose inputs are always the same ones."""
 
     def __init__(self, chunk: ModelChunk, values: Mapping[Port, torch.Tensor]) -> None:
         self._values = values
-        super().__init__({0: replace(chunk.part, layouts={})}, {})
+        super().__init__({0: replace(chunk.part, layouts={})}, {}, pieces=_pieces(chunk))
 
     def renew(self, trained: Collection[str]) -> list[nn.Parameter]:
         """New parameters on the same memory, without gradients and hooks; those `trained` are returned."""

@@ -7,19 +7,19 @@ schedule, passed in at a step boundary.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
 
 import torch
 
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import Channel, Lane, RecvHandle, SendHandle, Tag
-from helixrt.pipeline.program import Action, Program, Transfer
+from helixrt.pipeline.channels import AHEAD_BYTES, Channel, Lane, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.program import Action, Arrival, Program, Transfer
 from helixrt.pipeline.stage import Stage, Task
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.ir import Op
-
-POSTED_AHEAD = 4  # messages a stage expects before it needs them; each costs one boundary tensor
 
 
 class Executor:
@@ -27,6 +27,10 @@ class Executor:
 
     `stage` computes; `channels` lead to other stages; `boundary` has the shape and dtype of what goes between chunks
     (one micro-batch's hidden states; contents do not matter): one tensor for all, or one for each two neighbours in order.
+
+    A message is expected from the moment on at which the schedule lets it be sent, so that a slow link carries as many at once
+    as the order allows. What is expected and not needed yet has at most `ahead_bytes`, unless a channel `expects_all`; the
+    message that is needed next is expected in any case.
     """
 
     def __init__(
@@ -35,8 +39,12 @@ class Executor:
         channels: Mapping[int, Channel],
         boundary: torch.Tensor | Sequence[torch.Tensor],
         record: FlightRecord,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self.stage, self.channels, self.boundary, self.record = stage, channels, boundary, record
+        self.ahead_bytes = ahead_bytes
+        self.slowdown: Callable[[int], float] | None = None
+        """By step, how many times as long every operation takes: chaos, on purpose."""
 
     def run(
         self,
@@ -60,30 +68,17 @@ class Executor:
         losses: dict[int, torch.Tensor] = {}
         local: dict[Transfer, torch.Tensor] = {}
         sent: dict[Transfer, SendHandle] = {}
-        posted: dict[Transfer, RecvHandle] = {}
-        remote = deque(
-            (a.takes, a.source)
-            for a in program.actions
-            if a.takes is not None and a.source is not None and a.source != program.stage
-        )
-
-        def tag(transfer: Transfer) -> Tag:
-            return Tag(generation, step, transfer.chunk, transfer.microbatch, transfer.lane)
-
-        def expect() -> None:
-            while remote and len(posted) < POSTED_AHEAD:
-                transfer, source = remote.popleft()
-                posted[transfer] = self.channels[source].recv(tag(transfer), self.like(transfer))
+        expected = _Expected(self, lambda transfer: Tag(generation, step, transfer.chunk, transfer.microbatch, transfer.lane))
 
         def incoming(action: Action) -> torch.Tensor | None:
             if action.takes is None:
                 return None
+            assert action.source is not None
             if action.source == program.stage:
                 return local.pop(action.takes)
-            tensor = posted.pop(action.takes).wait()
+            tensor = expected.take(action.takes, action.source)
             for done in action.proves:
                 sent.pop(done).wait()  # returns at once
-            expect()
             return tensor
 
         def task(action: Action) -> Task:
@@ -103,18 +98,20 @@ class Executor:
             if action.target == program.stage:
                 local[action.gives] = tensor
             else:
-                sent[action.gives] = self.channels[action.target].send(tag(action.gives), tensor)
+                sent[action.gives] = self.channels[action.target].send(expected.tag(action.gives), tensor)
 
-        expect()
+        expected.may_come(program.arrivals[0])
         with torch.set_grad_enabled(buckets is not None):
-            for entry in program.entries:
+            for entry, arrivals in zip(program.entries, program.arrivals[1:], strict=True):
                 tasks = [task(action) for action in entry]
                 ending = [action.chunk for action in entry if action.last]
                 begin_s = self.record.clock()
                 for chunk in ending:
                     assert buckets is not None
                     buckets.last_backward(chunk)
-                results = self.stage.compute(tasks, buckets)
+                results = self._compute(tasks, buckets)
+                self._note(entry, begin_s)  # before sends, which may hold up this stage
+                expected.may_come(arrivals)
                 for action, result in zip(entry, results, strict=True):
                     if action.op is Op.F and action.gives is None:
                         assert result is not None
@@ -123,8 +120,15 @@ class Executor:
                 for chunk in ending:
                     assert buckets is not None
                     buckets.finish(chunk)
-                self._note(entry, begin_s)
         return [losses[m] for m in sorted(losses)]
+
+    def _compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
+        if self.slowdown is None:
+            return self.stage.compute(tasks, buckets)
+        begin_s = time.perf_counter()
+        results = self.stage.compute(tasks, buckets)
+        time.sleep(max(0.0, (self.slowdown(self.record.step) - 1.0) * (time.perf_counter() - begin_s)))
+        return results
 
     def like(self, transfer: Transfer) -> torch.Tensor:
         """A tensor of the shape and dtype of what is transferred."""
@@ -137,3 +141,46 @@ class Executor:
         for action in entry:
             op, chunk, microbatch = action.op.value, action.chunk, action.microbatch
             self.record.write(Kind.OPERATION, begin_s=begin_s, op=op, chunk=chunk, microbatch=microbatch, **woven)
+
+
+class _Expected:
+    """The messages of one pass that other stages may have sent, in the order in which this stage needs them."""
+
+    def __init__(self, executor: Executor, tag: Callable[[Transfer], Tag]) -> None:
+        self.tag, self._executor = tag, executor
+        bounded = not any(channel.expects_all for channel in executor.channels.values())
+        self._limit = executor.ahead_bytes if bounded else math.inf
+        self._possible: list[tuple[int, Transfer, int]] = []  # heap by place; those that `take` expected stay in it
+        self._posted: dict[Transfer, RecvHandle] = {}
+        self._taken: set[Transfer] = set()
+        self._bytes = 0
+
+    def may_come(self, arrivals: Sequence[Arrival]) -> None:
+        """Those can be sent from now on."""
+        for arrival in arrivals:
+            heappush(self._possible, (arrival.place, arrival.transfer, arrival.source))
+        self._post()
+
+    def take(self, transfer: Transfer, source: int) -> torch.Tensor:
+        """Wait for a message, which is the next that is needed."""
+        if transfer not in self._posted:
+            self._expect(transfer, source)
+        tensor = self._posted.pop(transfer).wait()
+        self._taken.add(transfer)
+        self._bytes -= self._executor.like(transfer).nbytes
+        self._post()
+        return tensor
+
+    def _post(self) -> None:
+        while self._possible:
+            _, transfer, source = self._possible[0]
+            if transfer not in self._taken and transfer not in self._posted:
+                if self._bytes + self._executor.like(transfer).nbytes > self._limit:
+                    return
+                self._expect(transfer, source)
+            heappop(self._possible)
+
+    def _expect(self, transfer: Transfer, source: int) -> None:
+        like = self._executor.like(transfer)
+        self._bytes += like.nbytes
+        self._posted[transfer] = self._executor.channels[source].recv(self.tag(transfer), like)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from helixrt.passes.parts import Layout
+from helixrt.passes.pieces import Piece
 from helixrt.pipeline.buckets import GradientBuckets
 
 
@@ -58,14 +59,25 @@ class ParameterGradients:
 
 
 class BucketGradients(ParameterGradients):
-    """Gradients go straight into buckets, which are all that hangs on most parameters; where more does, through autograd."""
+    """Gradients go straight into buckets, which are all that hangs on most parameters; where more does, through autograd.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], buckets: GradientBuckets) -> None:
+    `pieces`: of parameters of which this rank has a part, where their gradients come whole.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layouts: Mapping[str, Layout],
+        buckets: GradientBuckets,
+        pieces: Mapping[str, Piece],
+    ) -> None:
         super().__init__(parameters, layouts)
-        self.buckets = buckets
+        self.buckets, self.pieces = buckets, pieces
 
     def give(self, name: str, gradient: torch.Tensor) -> None:
         parameter = self.parameters[name]
+        if name in self.pieces:
+            gradient = self.pieces[name].of(gradient)
         if name in self.layouts or is_sparse(gradient) or hooks(parameter) > 1 or self.held(name):
             self.through_autograd(name, gradient)
         else:

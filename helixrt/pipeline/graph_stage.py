@@ -26,6 +26,7 @@ from helixrt.passes.executable import Executable
 from helixrt.passes.flat import Memory, lying_in
 from helixrt.passes.pair import Rules
 from helixrt.passes.parts import Layout, Part, Port, Role
+from helixrt.passes.pieces import Piece
 from helixrt.passes.profile import Mode
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.weave import weave
@@ -103,7 +104,8 @@ class JointStage(Stage):
 
     `joints` are the joint graphs of this stage's chunks by number, `lasting` the parameters and buffers that they take in.
     `mode` and `rules` are for pairing strands that communicate; `group` is the process group of all ranks that share the
-    stage's layers, needed where these communicate in several groups (tensor and expert parallelism).
+    stage's layers, needed where these communicate in several groups (tensor and expert parallelism). `pieces`: of parameters of
+    which this rank has a part, by name, where their gradients come whole.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class JointStage(Stage):
         mode: Mode | str = Mode.AUTO,
         rules: Rules | None = None,
         group: Any = None,
+        pieces: Mapping[str, Piece] | None = None,
     ) -> None:
         self.mode, self.rules, self.group = mode, rules, group
+        self.pieces = pieces or {}
         self.graphs = {number: ChunkGraphs(joint) for number, joint in joints.items()}
         self.lasting, self.parameters = lasting, parameters_of(lasting)
         self.layouts: dict[str, Layout] = {}
@@ -171,7 +175,8 @@ class JointStage(Stage):
         strands = [self._strand(task) for task in tasks]
         outputs = [self.graphs[task.chunk].output for task in tasks]
         tasks.clear()
-        results = run_held(graph, strands, self.lasting, BucketGradients(self.parameters, self.layouts, buckets))
+        gradients = BucketGradients(self.parameters, self.layouts, buckets, self.pieces)
+        results = run_held(graph, strands, self.lasting, gradients)
         return [made(output, result) for output, result in zip(outputs, results, strict=True)]
 
     def _strand(self, task: Task) -> Strand:

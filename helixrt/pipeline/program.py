@@ -1,7 +1,7 @@
 """One stage's part of a schedule, as the executor runs it.
 
 In: a schedule of any placement, and a stage. Out: a `Program`: what is done in order, which tensors come and go
-over which channel, and which sends each arrival proves to be done.
+over which channel, from when on each may come, and which sends each arrival proves to be done.
 
 A pair is one entry of it, as in the schedule: it begins when all that either takes in is there, and what both give
 leaves when it ends. Autograd knows neither pairs nor a W of its own; `whole_backwards` makes of any schedule one
@@ -47,13 +47,27 @@ class Action:
     proves: tuple[Transfer, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor that another stage sends, and its place in the order in which this stage takes such tensors in."""
+
+    place: int
+    transfer: Transfer
+    source: int
+
+
 @dataclass(frozen=True)
 class Program:
-    """What one stage does in one step: entries of one action, or of two that overlap (forward and backward)."""
+    """What one stage does in one step: entries of one action, or of two that overlap (forward and backward).
+
+    `arrivals[i]` are the tensors of other stages that can be sent once this stage has done its first i entries, and no sooner:
+    what makes them waits for the last of those entries.
+    """
 
     schedule: Schedule
     stage: int
     entries: tuple[tuple[Action, ...], ...]
+    arrivals: tuple[tuple[Arrival, ...], ...]
 
     @property
     def actions(self) -> Iterator[Action]:
@@ -119,8 +133,36 @@ def compile_program(schedule: Schedule, stage: int) -> Program:
         op, chunk, microbatch = operation.op, operation.chunk, operation.microbatch
         return Action(op, chunk, microbatch, takes, source, gives, target, operation == last.get(chunk), proves)
 
-    entries = schedule.entries[stage]
-    return Program(schedule, stage, tuple(tuple(map(action, operations_of(entry))) for entry in entries))
+    entries = tuple(tuple(map(action, operations_of(entry))) for entry in schedule.entries[stage])
+    return Program(schedule, stage, entries, _arrivals(schedule, stage, entries))
+
+
+def _arrivals(schedule: Schedule, stage: int, entries: tuple[tuple[Action, ...], ...]) -> tuple[tuple[Arrival, ...], ...]:
+    """`Program.arrivals` of a schedule without deadlock, by one pass over all stages."""
+    possible: dict[Transfer, int] = {}  # how many entries of this stage are done before it can be made
+    at, done = [0] * schedule.stages, [0] * schedule.stages
+    waiting: dict[Transfer, int] = {}
+    ready = list(range(schedule.stages))
+    while ready:
+        other = ready.pop()
+        for entry in schedule.entries[other][at[other] :]:
+            operations = operations_of(entry)
+            needed = [transfer for o in operations if (transfer := taken(schedule, o)) is not None]
+            if missing := [transfer for transfer in needed if transfer not in possible]:
+                waiting[missing[0]] = other
+                break
+            at[other] += 1
+            done[other] = at[other] if other == stage else max([done[other], *(possible[each] for each in needed)])
+            for made in filter(None, (given(schedule, o) for o in operations)):
+                possible[made] = done[other]
+                if made in waiting:
+                    ready.append(waiting.pop(made))
+    found: list[list[Arrival]] = [[] for _ in range(len(entries) + 1)]
+    takes = [(a.takes, a.source) for entry in entries for a in entry if a.takes is not None and a.source not in (None, stage)]
+    for place, (transfer, source) in enumerate(takes):
+        assert source is not None
+        found[possible[transfer]].append(Arrival(place, transfer, source))
+    return tuple(map(tuple, found))
 
 
 class _Arrivals:

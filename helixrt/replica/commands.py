@@ -71,6 +71,22 @@ class Exit:
 
 
 @dataclass(frozen=True)
+class PrepareOrder:
+    """Make the order of the schedule with this hash, which the run's store has, ready to work by. Answers `OrderPrepared`."""
+
+    order: str
+
+
+@dataclass(frozen=True)
+class OrderPrepared:
+    """The answer to `PrepareOrder`: how long it took, and why this rank cannot work by the order ("": it can)."""
+
+    order: str
+    seconds: float
+    failed: str = ""
+
+
+@dataclass(frozen=True)
 class Digested:
     """The answer to `Digest`, hexadecimal."""
 
@@ -92,6 +108,13 @@ class StopAsked:
     reason: str
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What this rank measured in its newest steps, as text (`helixrt.observe.stamps.RankTimes`)."""
+
+    times: str
+
+
 RankCommand = (
     p.Work
     | p.Exchange
@@ -110,9 +133,22 @@ RankCommand = (
     | Save
     | Digest
     | LoadDurable
+    | PrepareOrder
     | Exit
 )
-RankReport = p.RankDone | p.RankFailed | p.Examined | p.Fetched | p.FetchFailed | Digested | LoadedDurable | Broken | StopAsked
+RankReport = (
+    p.RankDone
+    | p.RankFailed
+    | p.Examined
+    | p.Fetched
+    | p.FetchFailed
+    | Digested
+    | LoadedDurable
+    | OrderPrepared
+    | Broken
+    | StopAsked
+    | Measured
+)
 
 _TYPES: dict[str, Any] = {t.__name__: t for t in (*RankCommand.__args__, *RankReport.__args__)}
 

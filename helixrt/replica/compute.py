@@ -11,11 +11,21 @@ import queue
 import time
 from contextlib import AbstractContextManager
 
-from helixrt.errors import Departed, StartAgain
+from helixrt.errors import Departed, HelixError, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import Kind
-from helixrt.replica.commands import Digest, Evaluate, Exit, LoadDurable, LoadedDurable, RankCommand, Save
+from helixrt.replica.commands import (
+    Digest,
+    Evaluate,
+    Exit,
+    LoadDurable,
+    LoadedDurable,
+    OrderPrepared,
+    PrepareOrder,
+    RankCommand,
+    Save,
+)
 from helixrt.replica.contracts import WorkResult
 from helixrt.replica.fetching import Fetching
 from helixrt.replica.own_sums import OwnSums
@@ -67,6 +77,7 @@ class Compute:
         self._working: AbstractContextManager[None] | None = None  # of that order: what is reported meanwhile
         self._begin_s = 0.0  # when it began
         self._result: WorkResult | None = None  # of the finished order whose fate is not known
+        self._schedule = ""  # hash of the schedule's order that the engine works by
         self._pristine = True  # the engine has the parameters that it began with
         self._idle_since = time.monotonic()
 
@@ -93,6 +104,10 @@ class Compute:
 
     def _begin(self, order: WorkOrder) -> None:
         record = self._parts.record
+        if order.schedule != self._schedule:
+            with self._preparing():  # also where it is not ready: the ranks of a replica that starts again
+                self._parts.hooks.use_order(order.schedule)
+            self._schedule = order.schedule
         self._order = order
         record.step = order.step
         record.write(Kind.WORK_BEGIN, position=order.position)
@@ -144,6 +159,8 @@ class Compute:
                     self._serving.update_done()
                 case LoadDurable():
                     self._load_durable(command)
+                case PrepareOrder():
+                    self._prepare(command.order)
                 case Evaluate():
                     self._parts.hooks.evaluate(command)
                     self._idle_since = time.monotonic()
@@ -156,6 +173,21 @@ class Compute:
                     self._parts.report(digest(self._parts.engine.state()))
         return None
 
+    def _preparing(self) -> AbstractContextManager[None]:
+        """While graphs may be made."""
+        return self._parts.progress.busy("prepareorder", self._parts.timeouts.evaluate_s)
+
+    def _prepare(self, order: str) -> None:
+        begin_s, failed = time.monotonic(), ""
+        try:
+            self._parts.hooks.prepare_order(order)
+        except Retryable:
+            raise
+        except HelixError as error:
+            failed = str(error)
+        self._parts.report(OrderPrepared(order, time.monotonic() - begin_s, failed))
+        self._idle_since = time.monotonic()
+
     def _exchange(self, command: p.Exchange | p.Examine) -> None:
         """In a run of one replica."""
         assert self._own_sums is not None and self._order is None, "the exchange thread has it, or the work is not done"
@@ -166,7 +198,7 @@ class Compute:
     def _doing(self, command: RankCommand) -> AbstractContextManager[None]:
         """What the main thread reports while it carries out the command."""
         match command:
-            case Evaluate() | Save() | Digest() | LoadDurable():
+            case Evaluate() | Save() | Digest() | LoadDurable() | PrepareOrder():
                 return self._parts.progress.busy(type(command).__name__.lower(), self._parts.timeouts.evaluate_s)
             case _:
                 return self._parts.progress.doing(type(command).__name__.lower())

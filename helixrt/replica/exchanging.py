@@ -49,12 +49,12 @@ class ExchangeThread:
 
     # ---------------------------------------------------------------- orders
 
-    def order_work(self, step: int, position: int) -> WorkOrder:
+    def order_work(self, step: int, position: int, schedule: str = "") -> WorkOrder:
         """From now on this work's buckets are exchanged, and no other's."""
         with self._lock:
             self._work_serial += 1
             self._ready.clear()
-            return WorkOrder(self._work_serial, step, position, partial(self._on_bucket, self._work_serial))
+            return WorkOrder(self._work_serial, step, position, partial(self._on_bucket, self._work_serial), schedule)
 
     def order(self, command: p.Exchange | p.Examine) -> None:
         """Carry this out after what was ordered before."""

@@ -24,7 +24,18 @@ from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.commands import Broken, Digested, LoadDurable, LoadedDurable, RankCommand, RankReport, StopAsked
+from helixrt.replica.commands import (
+    Broken,
+    Digested,
+    LoadDurable,
+    LoadedDurable,
+    Measured,
+    OrderPrepared,
+    PrepareOrder,
+    RankCommand,
+    RankReport,
+    StopAsked,
+)
 from helixrt.replica.contracts import Formed, Membership
 from helixrt.replica.evidence import Holders
 from helixrt.replica.runlog import RunLog
@@ -44,6 +55,7 @@ class _Leave:
 
 
 _Call = Callable[[], p.Event | LoadDurable | _Leave | None]
+_Item = tuple[int, RankReport] | p.Event | LoadDurable | PrepareOrder | _Leave  # what is handled
 
 
 @dataclasses.dataclass
@@ -58,7 +70,9 @@ class LeaderHooks:
     when this replica may leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits
     for a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable state of
     the chain with a higher step (that of the initial parameters if there is no other and `newer_than` is -1), or None; called
-    in the coordination thread. `doing(what)`: while an event is handled, for the progress report.
+    in the coordination thread. `doing(what)`: while an event is handled, for the progress report. `measured(times)`: what a
+    rank measured. `prepared(order, seconds, failed)`: all ranks have answered `Leader.prepare`, the slowest after so long;
+    `failed` is why one of them cannot work by the order, "" if all can: then work is by it from the next quorum on.
     """
 
     decided: Callable[[int, CommitRecord], None]
@@ -71,6 +85,8 @@ class LeaderHooks:
     agree: Callable[[Formed, Member], p.Event | None] = lambda formed, me: None
     durable: Callable[[int], str | None] = lambda newer_than: None
     doing: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+    measured: Callable[[str], None] = lambda times: None
+    prepared: Callable[[str, float, str], None] = lambda order, seconds, failed: None
 
 
 class Leader:
@@ -93,12 +109,13 @@ class Leader:
         self.tell, self.record, self.timeouts, self.hooks = tell, record, timeouts, hooks
         self.digests: dict[int, Digested] = {}
         self.initial = ""  # digest of the state that this replica began with; "" if nobody compares it
-        self._events: deque[tuple[int, RankReport] | p.Event | LoadDurable | _Leave] = deque()  # not handled yet
+        self._events: deque[_Item] = deque()  # not handled yet
         self._handling = threading.Lock()  # held by the thread that handles events
         self._blocking: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._own: deque[_Call] = deque()  # calls that the thread that handles events makes itself
         self._fetched: dict[str, set[int]] = {}
         self._loaded: dict[int, bool] = {}  # rank -> whether it found the durable state that all are to load
+        self._prepared: dict[int, OrderPrepared] = {}  # rank -> its answer for the order that is made ready
         self._loads, self._newer_than = 0, -1
         self._closed = threading.Event()
         self._failed = False  # handling an event has raised; written by the thread that handles
@@ -113,6 +130,10 @@ class Leader:
         """A rank of this replica speaks; from any thread. May handle this and other events before it returns; never raises."""
         self._take((group_rank, report))
 
+    def prepare(self, order: str) -> None:
+        """Have all ranks make this order of the schedule ready, and work by it then. From any thread, one order at a time."""
+        self._take(PrepareOrder(order))
+
     def close(self) -> None:
         """End the thread; a quorum call under way is left to end by its own deadline. Idempotent."""
         self._closed.set()
@@ -124,7 +145,7 @@ class Leader:
 
     # ---------------------------------------------------------------- events
 
-    def _take(self, item: tuple[int, RankReport] | p.Event | LoadDurable | _Leave) -> None:
+    def _take(self, item: _Item) -> None:
         """Handle this after what came before, here or in the thread that is at it."""
         self._events.append(item)
         while self._events and not (self._closed.is_set() or self._failed):  # again: one may have come while the lock was held
@@ -142,13 +163,17 @@ class Leader:
             finally:
                 self._handling.release()
 
-    def _handle(self, item: tuple[int, RankReport] | p.Event | LoadDurable | _Leave) -> None:
+    def _handle(self, item: _Item) -> None:
         if isinstance(item, _Leave):
             self.hooks.departed(self.machine, item.why)
             self._closed.set()
             return
         if isinstance(item, LoadDurable):
             self._loaded.clear()
+            self._order(item)
+            return
+        if isinstance(item, PrepareOrder):
+            self._prepared.clear()
             self._order(item)
             return
         event = self._hear(*item) if isinstance(item, tuple) else item
@@ -186,11 +211,25 @@ class Leader:
                     raise Fatal(f"{self._loads} checkpoints in turn were deleted while this replica was reading them")
                 self._blocking.put(lambda: self._reload(self._newer_than))
                 return None
+            case OrderPrepared():
+                return self._order_prepared(group_rank, report)
             case StopAsked():
                 self.machine.stop = self.machine.stop or report.reason  # in every account of this replica from now on
                 return None
+            case Measured():
+                self.hooks.measured(report.times)
+                return None
             case Broken():
                 raise StartAgain(f"rank {group_rank} of replica {self.machine.replica}: {report.reason}")
+
+    def _order_prepared(self, group_rank: int, report: OrderPrepared) -> p.Event | None:
+        self._prepared[group_rank] = report
+        if len(self._prepared) < self.machine.group_world_size:
+            return None
+        answers, self._prepared = self._prepared, {}
+        failed = next((f"rank {rank}: {each.failed}" for rank, each in sorted(answers.items()) if each.failed), "")
+        self.hooks.prepared(report.order, max(each.seconds for each in answers.values()), failed)
+        return None if failed else p.OrderReady(report.order)
 
     # ---------------------------------------------------------------- actions
 

@@ -20,10 +20,10 @@ class OwnSums:
         self._parts, self._reduced = parts, reduced
         self._serial = 0  # of the newest work
 
-    def order_work(self, step: int, position: int) -> WorkOrder:
+    def order_work(self, step: int, position: int, schedule: str = "") -> WorkOrder:
         """The next work. Its buckets are read when it is done."""
         self._serial += 1
-        return WorkOrder(self._serial, step, position, _nobody_waits)
+        return WorkOrder(self._serial, step, position, _nobody_waits, schedule)
 
     def carry_out(self, command: p.Exchange | p.Examine) -> p.RankDone | p.Examined:
         """Look whether the gradients of the finished work are finite; for an exchange they are its sums from then on."""

@@ -14,7 +14,7 @@ What may overlap and what may not is decided here:
 from __future__ import annotations
 
 from helixrt.protocol.step import messages as p
-from helixrt.replica.commands import Digest, Evaluate, Exit, LoadDurable, RankCommand, Save
+from helixrt.replica.commands import Digest, Evaluate, Exit, LoadDurable, PrepareOrder, RankCommand, Save
 from helixrt.replica.compute import Commands, Compute
 from helixrt.replica.contracts import BatchEngine, WorkResult
 from helixrt.replica.exchanging import ExchangeThread
@@ -49,7 +49,7 @@ class RankWorker:
         match command:
             case p.Work():
                 orders = self.own_sums or self.exchanging
-                self.commands.put(orders.order_work(command.step, command.position))
+                self.commands.put(orders.order_work(command.step, command.position, command.order))
             case p.Exchange() | p.Examine():
                 if self.own_sums is not None:
                     self.commands.put(command)
@@ -73,7 +73,7 @@ class RankWorker:
                 self.serving.withdraw(command.lineage)
             case p.FetchState() | p.FetchReduced():
                 self.fetching.begin(command)
-            case Evaluate() | Save() | Digest() | Exit():
+            case Evaluate() | Save() | Digest() | PrepareOrder() | Exit():
                 self.commands.put(command)
 
     def _order_update(self, command: RankCommand) -> None:

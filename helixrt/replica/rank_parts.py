@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from helixrt.collectives.exchange import Exchange
+from helixrt.errors import Fatal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Evaluate, RankReport, Save
@@ -37,13 +38,15 @@ class Done:
 class WorkOrder:
     """A batch that this rank has to work on: the one at `position` of the replica's stream, for update number `step`.
 
-    `on_bucket` is what the engine calls for each bucket that is final; only the newest order's count as ready.
+    `on_bucket` is what the engine calls for each bucket that is final; only the newest order's count as ready. `schedule`: the
+    hash of the schedule's order to work by, "" for the one that the engine began with.
     """
 
     serial: int
     step: int
     position: int
     on_bucket: Callable[[int], None] = field(repr=False, compare=False)
+    schedule: str = ""
 
 
 @dataclass
@@ -53,7 +56,9 @@ class Hooks:
     `stuck(why)`: compute has not given a gradient for longer than any step may take. Called from another
     thread, since nothing reaches a main thread that hangs; it should end the process. `load(lineage, initial)`: load
     this durable state (`initial`: the parameters that the engine began with, which it holds still) into the engine;
-    False if it is not there any more. `evaluate(command)`: evaluate the state that the engine holds.
+    False if it is not there any more. `evaluate(command)`: evaluate the state that the engine holds. `prepare_order(hash)`:
+    make this order of the schedule ready; raises HelixError if the engine cannot work by it. `use_order(hash)`: the next work
+    is by this order, which is not that of the work before; "" is the one that the engine began with.
     """
 
     updated: Callable[[Done], None] = lambda done: None
@@ -61,6 +66,8 @@ class Hooks:
     save: Callable[[Save], None] = lambda command: None
     stuck: Callable[[str], None] = lambda why: None
     load: Callable[[str, bool], bool] = lambda lineage, initial: True
+    prepare_order: Callable[[str], None] = lambda order: _no_orders(order)
+    use_order: Callable[[str], None] = lambda order: _no_orders(order)
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,10 @@ class RankParts:
     progress: Progress = field(default_factory=Progress)
     layouts: LayoutBook = field(default_factory=LayoutBook)
     alone: bool = False
+
+
+def _no_orders(order: str) -> None:
+    raise Fatal(f"this rank was told to work by the order {order} of a schedule, and its engine has none")
 
 
 def state_name(lineage: str) -> str:

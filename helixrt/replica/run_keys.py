@@ -62,6 +62,11 @@ def exit_key(replica: int, incarnation: int, rank: int) -> str:
     return f"served/exit/{replica}/{incarnation}/{rank}"
 
 
+def order_key(order: str) -> str:
+    """Put by a leader: the order of a schedule with this hash, as `schedule.exchange.as_json.order_text`."""
+    return f"schedule/{order}"
+
+
 def poison_key(replica: int, position: int) -> str:
     """Put by the driver: the batch at this position of the replica's stream is to be left out."""
     return f"poison/{replica}/{position}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helixrt.job.config import JobConfig, job_parts
+from helixrt.schedule.adaptation.policy import Adaptation
 
 CONTEXTS = ("gathered", "ring")
 
@@ -47,7 +48,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: str = "stdlib"  # "stdlib": source of the running Python's standard library; else a file or folder
-    batch: int = 16  # sequences per replica and step
+    batch: int = 16  # sequences per step of a stream: of each replica, or each dp_shard rank of one
     seq_len: int = 128  # bytes predicted per sequence
     validation: float = 0.05  # fraction of files held out
 
@@ -58,6 +59,9 @@ class ScheduleConfig:
     microbatches: int = 4
     graphs: str = "auto"  # captured graphs instead of autograd: auto (where the schedule moves W or has pairs) | always | never
     profile: str = "auto"  # operator times, for weaving graphs that communicate: auto (kept or measured) | measure | estimate
+    costs: str = ""  # profile.json of an earlier run: times of stages and links that the first order is planned from; "": equal
+    adapt: str = "off"  # on: the order changes while the run goes on, by what it measures | off
+    adaptation: Adaptation = field(default_factory=Adaptation)  # how readily
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ class TrainConfig(JobConfig):
             "model": ModelConfig(**raw["model"]),
             "parallel": ParallelConfig(**raw.get("parallel", {})),  # runs of before had none
             "data": DataConfig(**raw["data"]),
-            "schedule": ScheduleConfig(**raw["schedule"]),
+            "schedule": ScheduleConfig(
+                **{**raw["schedule"], "adaptation": Adaptation(**raw["schedule"].get("adaptation", {}))}
+            ),
             "optim": OptimConfig(**{**raw["optim"], "betas": tuple(raw["optim"]["betas"])}),
             "eval": EvalConfig(**raw["eval"]),
         }

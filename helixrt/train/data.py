@@ -159,11 +159,11 @@ class _Dataset(IterableDataset[torch.Tensor]):
 
 
 class ReplicaStream:
-    """Replica `replica`'s batches. One thread at a time.
+    """Replica `replica`'s batches, or those of a dp_shard rank: stream number `replica` of `replicas`. One thread at a time.
 
     In an epoch the training windows (`seq_len` inputs and the byte after them, not overlapping in
-    their targets) are permuted by (seed, epoch) and dealt to the replicas, so that no two replicas see
-    the same window within an epoch. What does not fill a batch for every replica is left out of it.
+    their targets) are permuted by (seed, epoch) and dealt to the streams, so that no two streams have
+    the same window within an epoch. What does not fill a batch for every stream is left out of it.
     """
 
     def __init__(self, corpus: Corpus, replica: int, replicas: int, batch: int, seq_len: int, seed: int) -> None:

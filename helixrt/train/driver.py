@@ -10,6 +10,7 @@ import helixrt
 from helixrt.errors import Fatal
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import load_corpus
+from helixrt.train.flops import flops_per_token
 from helixrt.train.loop import run_rank
 from helixrt.train.mesh import mesh_of
 
@@ -19,14 +20,16 @@ EXIT_GRACE_S = 20.0  # nothing is done behind the loop
 def describe(config: TrainConfig) -> helixrt.Description:
     """Model, schedule, corpus and figures, for console and report. Raises ConfigError for a corpus that cannot be read."""
     model, data, corpus = config.model, config.data, load_corpus(config.data)
-    microbatches = config.schedule.microbatches
+    microbatches, shards = config.schedule.microbatches, config.mesh.dp_shard
+    whose = "replica" if shards == 1 else "shard"
     return helixrt.Description(
         model=f"{model.family}, {model.layers} layers x {model.dim}",
         work=(
             f"schedule {config.schedule.name} with {microbatches} micro-batch{'es' if microbatches != 1 else ''},"
-            f" {data.batch} x {data.seq_len} bytes per replica and step"
+            f" {data.batch} x {data.seq_len} bytes per {whose} and step"
         ),
-        tokens_per_batch=data.batch * data.seq_len,
+        tokens_per_batch=data.batch * data.seq_len * shards,
+        flops_per_step=data.batch * data.seq_len * shards * flops_per_token(model, data.seq_len),
         corpus=helixrt.Corpus(
             path=corpus.path,
             bytes=corpus.nbytes,

@@ -72,6 +72,7 @@ def model_stages(
         tied=TIED_PARAMETER if model.tied else "",
         graphs=schedule.graphs,
         profile=schedule.profile,
+        adapt=schedule.adaptation if schedule.adapt == "on" else None,
         bucket_bytes=bucket_bytes,
         layouts=partial(parameter_layouts, groups=groups),
     )

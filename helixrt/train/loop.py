@@ -40,8 +40,9 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
     """Train to the last step. Raises ConfigError for data or a model that cannot be used, and what a session raises."""
     data, optim = config.data, config.optim
     corpus = load_corpus(data)
-    stream = ReplicaStream(corpus, session.replica, session.replicas, data.batch, data.seq_len, config.seed)
+    stream = ReplicaStream(corpus, session.stream, session.streams, data.batch, data.seq_len, config.seed)
     groups = session_groups(session, config)
+    shards = config.mesh.dp_shard
     stages = model_stages(
         config.model,
         config.schedule,
@@ -76,7 +77,7 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
         if done.applied:
             figures = {
                 "loss_nats": loss,
-                "tokens": data.batch * data.seq_len,
+                "tokens": data.batch * data.seq_len * shards,
                 "grad_norm": done.grad_norm,
                 "learning_rate": rate,
             }

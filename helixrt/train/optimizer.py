@@ -17,14 +17,16 @@ from helixrt.train.config import OptimConfig
 
 
 def adamw(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """Decoupled weight decay on parameters with two or more dimensions, none on the others."""
-    known = list(parameters)
+    """Decoupled weight decay on parameters with two or more dimensions, none on the others. Experts that dp_shard ranks share
+    are plain tensors where all else is sharded by FSDP2; one call cannot update both, so they have groups of their own."""
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in sorted(parameters, key=lambda p: p.dim() < 2):
+        kinds.setdefault((parameter.dim() >= 2, hasattr(parameter, "device_mesh")), []).append(parameter)
     groups = [
-        {"params": [p for p in known if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in known if p.dim() < 2], "weight_decay": 0.0},
+        {"params": members, "weight_decay": optim.weight_decay if matrices else 0.0}
+        for (matrices, _), members in kinds.items()
     ]
-    filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def cosine_with_warmup(optimizer: torch.optim.Optimizer, steps: int, optim: OptimConfig) -> LambdaLR:

@@ -1,17 +1,23 @@
 """The schedule that a training job runs, from its settings.
 
 In: the settings of schedule, mesh, model and data. Out: the `Schedule` of every replica's pipeline, the same on all
-ranks, or ConfigError. A policy that plans by costs is given equal ones: what the stages really cost is known only
-once they run.
+ranks, or ConfigError. A policy that plans by costs is given those of `schedule.costs`, else equal ones: what the stages
+really cost is known only once they run (`schedule.adapt`).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from helixrt import Stages
 from helixrt.errors import ConfigError
+from helixrt.schedule.exchange.profile import read
+from helixrt.schedule.generators import policies
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Schedule
 from helixrt.train.config import ModelConfig, ScheduleConfig
+
+ADAPT = ("off", "on")
 
 
 def check_graphs(model: ModelConfig, schedule: ScheduleConfig) -> None:
@@ -25,14 +31,21 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
     """The schedule that `config` names, over `stages` stages, for a model of `layers` and `batch` sequences per step.
 
     Raises ConfigError for a schedule that is unknown or can not be built, for an unknown way to run it, for
-    micro-batches that do not divide the batch, for more chunks than layers, and for numbers that the tags of messages
-    can not tell apart.
+    micro-batches that do not divide the batch, for more chunks than layers, for numbers that the tags of messages
+    can not tell apart, and for costs that cannot be read or are of other stages.
     """
     microbatches = config.microbatches
     if config.graphs not in Stages.GRAPHS:
         raise ConfigError("schedule.graphs", config.graphs, f"must be one of {', '.join(Stages.GRAPHS)}")
     if config.profile not in Stages.PROFILES:
         raise ConfigError("schedule.profile", config.profile, f"must be one of {', '.join(Stages.PROFILES)}")
+    if config.adapt not in ADAPT:
+        raise ConfigError("schedule.adapt", config.adapt, f"must be one of {', '.join(ADAPT)}")
+    if config.adapt == "on" and stages == 1:
+        raise ConfigError("schedule.adapt", config.adapt, "needs mesh.pp above 1: a model that is one stage has one order")
+    if config.adapt == "on" and config.graphs == "never":
+        rule = "cannot be with schedule.adapt=on: orders give the same bits, and take the times predicted, by graphs"
+        raise ConfigError("schedule.graphs", config.graphs, rule)
     if stages > layers:
         raise ConfigError("mesh.pp", stages, f"more stages than layers: model.layers={layers}")
     if not 1 <= microbatches <= Stages.MAX_MICROBATCHES:
@@ -41,7 +54,7 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
         raise ConfigError("schedule.microbatches", microbatches, f"must divide data.batch={batch}")
     if config.name == "1f1b" and microbatches < stages:
         raise ConfigError("schedule.microbatches", microbatches, f"1f1b needs one per stage: mesh.pp={stages}")
-    schedule = build(config.name, stages, microbatches)
+    schedule = _planned(config, stages) if config.costs else build(config.name, stages, microbatches)
     if schedule.chunks > layers:
         rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than model.layers={layers}"
         raise ConfigError("mesh.pp", stages, rule)
@@ -49,3 +62,18 @@ def job_schedule(config: ScheduleConfig, *, stages: int, layers: int, batch: int
         rule = f"{schedule.name} cuts the model into {schedule.chunks} chunks, more than {Stages.MAX_PARTS}"
         raise ConfigError("mesh.pp", stages, rule)
     return schedule
+
+
+def _planned(config: ScheduleConfig, stages: int) -> Schedule:
+    """By the costs in the file of `schedule.costs`."""
+    if config.name not in policies.POLICIES:
+        raise ConfigError("schedule.name", config.name, f"must be one of {', '.join(policies.POLICIES)}")
+    try:
+        text = Path(config.costs).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not text"
+        raise ConfigError("schedule.costs", config.costs, f"cannot be read: {reason}") from None
+    costs = read(text, "schedule.costs", config.costs).costs
+    if costs.stages != stages:
+        raise ConfigError("schedule.costs", config.costs, f"is of {costs.stages} stages, and mesh.pp={stages}")
+    return policies.build(config.name, costs, config.microbatches)

@@ -101,7 +101,7 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
 def _mesh(config: TrainConfig) -> None:
     from helixrt.train.mesh import check_sharing, mesh_of
 
-    mesh_of(config).check_stages()
+    mesh_of(config).check_supported()
     check_sharing(config)
 
 
@@ -109,7 +109,8 @@ def _schedule(config: TrainConfig) -> None:
     from helixrt.train.schedules import check_graphs, job_schedule
 
     check_graphs(config.model, config.schedule)
-    job_schedule(config.schedule, stages=config.mesh.pp, layers=config.model.layers, batch=config.data.batch)
+    schedule = job_schedule(config.schedule, stages=config.mesh.pp, layers=config.model.layers, batch=config.data.batch)
+    helixrt.Stages.check_shards(schedule, config.schedule.graphs, config.mesh.dp_shard)
 
 
 def _output_root(root: str) -> None:
@@ -123,7 +124,8 @@ def _output_root(root: str) -> None:
 def _data(config: TrainConfig) -> None:
     from helixrt.train.data import check_size, load_corpus
 
-    check_size(load_corpus(config.data), config.mesh.replicas, config.data.batch, config.data.seq_len)
+    streams = config.mesh.replicas * config.mesh.dp_shard
+    check_size(load_corpus(config.data), streams, config.data.batch, config.data.seq_len)
 
 
 def _resume(config: TrainConfig) -> None:

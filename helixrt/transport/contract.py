@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from helixrt.errors import Cause
@@ -50,9 +50,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """`came_s`: of a message that came before it was asked for, the monotonic time at which it did, if known; else 0.
+    In shared memory it comes when it can be read, elsewhere when its bytes are here."""
+
     peer: int
     op: int
     index: int
+    came_s: float = field(default=0.0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

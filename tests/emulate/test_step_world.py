@@ -69,6 +69,31 @@ def test_a_run_that_a_program_ends_early_ends_at_one_step_on_all_replicas(seed: 
     sweep_all(SweepOf(stopping_world, ("stopped",), Violation), seed, 120, ("stopped",))
 
 
+def reordering_world(seed: int) -> StepWorld:
+    return StepWorld(seed, 2 + seed % 4, 1 + seed // 4 % 3, 6, SCHEDULES[seed // 12 % len(SCHEDULES)], orders=True)
+
+
+def test_replicas_that_change_their_schedules_order_never_go_back_to_an_earlier_one(seed: int) -> None:
+    """A restarted replica begins with the order that the newest record names for it, whatever failed."""
+    sweep_all(SweepOf(reordering_world, ("switched", "crashes"), Violation), seed, 120, ("switched", "crashes"))
+
+
+def test_without_faults_every_order_gets_into_the_record_of_the_next_step() -> None:
+    world = StepWorld(3, 2, 1, 12, ())
+    given: list[int] = []
+
+    def give() -> None:
+        for replica, node in world.nodes.items():
+            node.machine.on(p.OrderReady(f"for {replica}"))
+        given.append(world.store.head.step)
+
+    world.at(3.0, give)
+    world.run()
+    chain = Log(world.store.entries).chain()
+    assert all(not record.orders for record in chain[: given[0] + 1])
+    assert all(record.orders == {0: "for 0", 1: "for 1"} for record in chain[given[0] + 3 :])
+
+
 def test_without_faults_the_run_stops_within_two_steps_of_the_request() -> None:
     world = StepWorld(7, 3, 1, 50, ())
     asked: list[int] = []

@@ -282,7 +282,7 @@ def copies_are_compared(ranks: Ranks) -> None:
     if ranks.tensor.rank == 1:
         with torch.no_grad():
             local(replica.model.model.norm.weight)[0] += 1e-15  # type: ignore[union-attr,arg-type]
-    match = r"parameter/model.norm.weight differs between the tp ranks 0 and 1"
+    match = r"parameter/model.norm.weight differs between rank tp 0 and rank tp 1"
     raises(Fatal, match, replica.engine.check_copies)
 
 

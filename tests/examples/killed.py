@@ -1,7 +1,7 @@
 """Runs the train function of another script; a rank of replica 1 ends by SIGKILL after step 3, and the replica joins again.
 
 `python killed.py STEPS FOLDER SCRIPT [CASE [REPLICAS [DP_SHARD [MEMBERSHIP]]]] [--pp PP] [--tp TP]`: SCRIPT reads STEPS from
-its first argument, and CASE if it has any. A replica has DP_SHARD x TP ranks or PP stages; the last one ends. Replica 0 waits
+its first argument, and CASE if it has any. A replica has DP_SHARD x TP or PP x TP ranks; the last one ends. Replica 0 waits
 in step 6 until the new incarnation has begun, and goes on slowly until that takes part again, so that the rejoined replica
 contributes to many steps on any machine. The ids that each stream's sampler deals in the first epoch are left in
 FOLDER/ids.STREAM.json.

@@ -1,4 +1,5 @@
-"""`python staged_script.py FOLDER STAGES`: two replicas of a small model in so many pipeline stages.
+"""`python staged_script.py FOLDER STAGES [SHARDS]`: two replicas of a small model in so many pipeline stages, each of which is
+shared by so many dp_shard ranks (1).
 
 The last stage of replica 1 is killed once; replica 0 waits for its new process before it goes on, so that many steps are left
 for it."""
@@ -17,6 +18,7 @@ from torch import nn
 import helixrt
 
 FOLDER, STAGES = Path(sys.argv[1]), int(sys.argv[2])
+SHARDS = int(sys.argv[3]) if len(sys.argv) > 3 else 1
 STEPS, BATCH, WIDTH = 60, 8, 6
 KILLED, BACK = FOLDER / "killed", FOLDER / "back"
 
@@ -41,6 +43,7 @@ def train(session: helixrt.Session) -> None:
     loader = torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=session.sampler(data, shuffle=True))
     session.evaluate(lambda: {"loss": model.evaluate(x[:BATCH], target=x[:BATCH].flip(1))}, every=5)
     stage = model.place.stage
+    assert (session.stream, session.streams) == (session.replica * SHARDS + session.shard, 2 * SHARDS)
     if session.replica == 1 and KILLED.exists():
         BACK.touch()
     for step in session.steps(loader, until=STEPS):
@@ -58,7 +61,7 @@ def train(session: helixrt.Session) -> None:
 
 
 if __name__ == "__main__":
-    mesh = helixrt.Mesh(pp=STAGES)
+    mesh = helixrt.Mesh(pp=STAGES, dp_shard=SHARDS)
     options = helixrt.RunOptions(checkpoint_every=5)
     launcher = "environment" if "HELIXRT_STORE" in os.environ else "local"
     result = helixrt.run(train, replicas=2, mesh=mesh, storage=FOLDER, seed=4, device="cpu", launcher=launcher, options=options)

@@ -20,12 +20,18 @@ import helixrt
 from helixrt.compile.fake_tensors_private import is_fake
 from helixrt.compile.whole_model import WholeModel
 from helixrt.engines.captured import CapturedModel
+from helixrt.engines.captured_tensor import check_optimizers
+from helixrt.engines.registered import Registered
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
+from helixrt.job.session_host import Plan
 from helixrt.passes.cut_model import CutModel
 from helixrt.passes.errors import DisagreementError
 from helixrt.record import FlightRecord
+from helixrt.replica.rank import WorkOrder
+from helixrt.schedule.generators.classic import build
 from tests.job.session_world import LocalHost, session_with
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 4, 3
@@ -37,9 +43,12 @@ Batches = list[tuple[tuple[Any, ...], dict[str, Any], Any]]  # positional argume
 class StageHost(LocalHost):
     """Of one stage; the stages of a test are threads of this process."""
 
-    def __init__(self, stage: int = 0, stages: int = 1, group: Any = None, **others: Any) -> None:
+    def __init__(
+        self, stage: int = 0, stages: int = 1, group: Any = None, mesh: ReplicaMesh | None = None, **others: Any
+    ) -> None:
         super().__init__(**others)
-        self.place = StagePlace(stage, stages, group if stages > 1 else None, FlightRecord(f"pp{stage}"))
+        record = FlightRecord(f"pp{stage}")
+        self.place = StagePlace(stage, stages, group if stages > 1 else None, record, mesh or ReplicaMesh({}))
 
     def connect_stages(self) -> StagePlace:
         return self.place
@@ -188,14 +197,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[], 
 
 
 def trained(
-    host: StageHost, model: nn.Module, loss: Any, batches: Batches, **options: Any
+    host: StageHost, model: nn.Module, loss: Any, batches: Batches, tp_plan: Any = None, **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """This stage's state, and (loss, norm) of each step."""
-    session = session_with(host, seed=5, mesh=Mesh(pp=host.place.stages))
+    session = session_with(host, seed=5, mesh=Mesh(pp=host.place.stages, tp=host.place.mesh.size("tp")))
     args, kwargs, target = batches[0]
     example = helixrt.ExampleBatch(*args, target=target, **kwargs)
     compiled = helixrt.compile(model, loss=loss, microbatches=MICROBATCHES, **options)
-    part = session.parallelize(compiled, example=example)
+    part = session.parallelize(compiled, example=example, tp_plan=tp_plan)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
     session.register(model=part, optimizers=[optimizer], clip_norm=0.5)
     session.evaluate(lambda: part.evaluate(*args, target=target, **kwargs), every=STEPS)
@@ -296,6 +305,37 @@ def test_cuts_are_where_the_user_says(run_stages: Any) -> None:
         ["layers.0"],
         ["head", "layers.1", "layers.2", "layers.3"],
     ]
+
+
+class ReorderingHost(StageHost):
+    """Each step is by another order of the schedule."""
+
+    def open(self, engine: Any, plan: Plan) -> Any:
+        worker, orders = super().open(engine, plan), iter(("zb", "gpipe", "zb-h2"))
+        assert engine.adaptation == helixrt.Adaptation()
+        following = worker.next_work
+
+        def next_work() -> WorkOrder | None:
+            order = following()
+            if order is not None:
+                engine.use_schedule(build(next(orders), engine.stages, MICROBATCHES))
+            return order
+
+        worker.next_work = next_work
+        return worker
+
+
+def test_a_model_whose_order_changes_every_step_has_the_same_bits(run_stages: Any) -> None:
+    _, loss, batches = CASES["perceptron"]
+    models = {host: [(perceptron(), loss()) for _ in range(2)] for host in (StageHost, ReorderingHost)}
+
+    def stage(number: int, group: Any) -> list[Any]:
+        options = {"schedule": "1f1b", "adapt": helixrt.Adaptation()}
+        return [trained(made(number, 2, group), *models[made][number], batches(), **options) for made in models]
+
+    for (state, told), (state_, told_) in run_stages(2, stage, timeout_s=240.0):
+        assert told == told_ and len(told) == STEPS
+        assert state.keys() == state_.keys() and all(torch.equal(value, state_[name]) for name, value in state.items())
 
 
 @pytest.mark.slow
@@ -459,6 +499,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "strict": ({"strict": False}, "strict=False: there is no plain loop for a pipeline"),
     "too few": ({"schedule": "1f1b", "microbatches": 1}, "microbatches=1: 1f1b needs one per stage"),
     "cuts": ({"cuts": ["layers.1", "layers.2"]}, "cuts=.*: must name 1 modules: 1f1b over mesh.pp=2 has 2 chunks"),
+    "adapt": ({"adapt": "on"}, "adapt=on: must be a helixrt.Adaptation, or None"),
     "unknown": ({"schedule": "2f2b"}, "schedule=2f2b: must be auto, a Schedule, or one of gpipe, 1f1b"),
 }
 
@@ -480,3 +521,20 @@ def test_what_is_missing_is_said() -> None:
         session.parallelize(perceptron(), example=helixrt.ExampleBatch(torch.zeros(8, WIDTH)))
     with pytest.raises(ConfigError, match="schedule=zb: is for a pipeline"):
         helixrt.compile(perceptron(), loss=mse_loss, schedule="zb").train_step(torch.zeros(8, WIDTH), target=torch.zeros(8, 2))
+
+
+@pytest.mark.parametrize(("axis", "why"), [("dp_shard", "FSDP2 gathers parameters in hooks"), ("cp", "sees the positions")])
+def test_axes_that_no_graph_has_are_refused(axis: str, why: str) -> None:
+    compiled = helixrt.compile(perceptron(), loss=mse_loss, microbatches=MICROBATCHES)
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis}=2: must be 1 for a captured model: .*{why}"):
+        session_with(StageHost(), mesh=Mesh(pp=2, **{axis: 2})).parallelize(
+            compiled, example=helixrt.ExampleBatch(torch.zeros(8, WIDTH))
+        )
+
+
+def test_optimizers_of_whole_matrices_are_refused_over_tp() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    for optimizer, why in ((torch.optim.Muon, "Muon needs whole matrices"), (torch.optim.Adafactor, "Adafactor does not work")):
+        with pytest.raises(MisuseError, match=why):
+            check_optimizers(Registered.of(model, [optimizer(model.parameters())]))
+    check_optimizers(Registered.of(model, [torch.optim.AdamW(model.parameters())]))

@@ -34,8 +34,6 @@ def top_level(session: helixrt.Session) -> None: ...
         ({"replicas": 0}, "replicas=0: must be at least 1"),
         ({"mesh": helixrt.Mesh(tp=-1)}, "mesh.tp=-1: must be at least 1"),
         ({"mesh": helixrt.Mesh(dp_shard=0)}, "mesh.dp_shard=0: must be at least 1"),
-        ({"mesh": helixrt.Mesh(pp=2, dp_shard=2)}, "mesh.dp_shard=2: must be 1 for a model in stages so far"),
-        ({"mesh": helixrt.Mesh(cp=2, dp_shard=2)}, "mesh.dp_shard=2: must be 1 for a model in stages so far"),
         ({"launcher": "environment"}, "HELIXRT_STORE=: is not set; start `helixrt serve --replicas N`"),
         ({"launcher": "environment", "resume": "latest"}, "resume=latest: "),
         ({"launcher": "ssh"}, "launcher=ssh: must be one of auto, local, ray, environment"),

@@ -69,7 +69,7 @@ def test_metrics_survive_the_way_to_the_file_and_back(tmp_path: Path) -> None:
     assert list(read_metrics(tmp_path / "metrics.jsonl")) == [ONE, behind, ValidationMetrics(1, 21, 2.5, 100)]
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3 and "\r" not in stream.getvalue(), "no progress bar into a file"
-    assert lines[2].startswith("r1 ") and lines[2].endswith("3.6067 bits/byte")
+    assert lines[0].startswith("r1 ") and lines[0].endswith("3.6067 bits/byte")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -82,8 +82,9 @@ def test_terminal_gets_a_bar(tmp_path: Path) -> None:
     output = RunOutput(tmp_path, 2, stream)
     output.plan(200)
     output.step(ONE)
+    output.step(dataclasses.replace(ONE, replica=0, rank="r0.pp1"))
     output.close()
-    assert "\r" in stream.getvalue() and "/200" in stream.getvalue() and "r1.pp1" in stream.getvalue()
+    assert "\r" in stream.getvalue() and "/200" in stream.getvalue() and "r0-r1" in stream.getvalue()
 
 
 def test_what_happens_to_a_replica_is_said_with_its_cause(tmp_path: Path) -> None:

@@ -227,7 +227,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "times": ({}, staged(parts(1), profile="guessed"), "stages.profile=guessed: must be one of auto, measure, estimate"),
     "a tensor-parallel mesh": ({"mesh": Mesh(tp=2)}, staged(parts(1)), r"mesh\.tp=2: needs Stages\(layouts=\.\.\.\)"),
     "a context-parallel mesh": ({"mesh": Mesh(pp=2, cp=2)}, staged(parts(2)), r"mesh\.cp=2: needs Stages\(layouts=\.\.\.\)"),
-    "shards of stages": ({"mesh": Mesh(dp_shard=2)}, staged(parts(1)), r"mesh\.dp_shard=2: must be 1 for a model in stages"),
+    "shards and captured graphs": (
+        {"mesh": Mesh(dp_shard=2)},
+        staged(parts(1), graphs="always"),
+        r"mesh\.dp_shard=2: cannot be with schedule 1f1b run by captured graphs, .* or graphs=never",
+    ),
     "type": ({"dtype": "bfloat16"}, staged(parts(1)), "dtype=bfloat16: a model in stages trains in the type of its parameters"),
 }
 
@@ -257,19 +261,20 @@ def test_accumulation_is_the_micro_batches() -> None:
 # ---------------------------------------------------------------- a whole run
 
 
-def launch(folder: Path, stages: int) -> Path:
+def launch(folder: Path, stages: int, shards: int) -> Path:
     """The run's folder."""
     root, script = Path(__file__).parents[2], Path(__file__).parent / "staged_script.py"
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder), str(stages)]
+    command = [sys.executable, str(script), str(folder), str(stages), str(shards)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     return (folder / "latest").resolve()
 
 
 @pytest.mark.slow
-def test_a_replica_of_two_stages_leaves_whole_and_returns(tmp_path: Path) -> None:
-    run = launch(tmp_path, 2)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_replica_of_two_stages_leaves_whole_and_returns(shards: int, tmp_path: Path) -> None:
+    run = launch(tmp_path, 2, shards)
     records = chain(run)
     assert records[-1].step == 60 and audit(records).clean and len(set(reported(run))) == 1
     assert any((1, 1) in record.contributors for record in records)  # the restarted replica contributes again

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helixrt.errors import Retryable
-from helixrt.pipeline.channels import GroupChannel, Lane, Tag, wire_tag
+from helixrt.pipeline.channels import Lane, Tag, wire_tag
 from helixrt.record import FlightRecord, Kind
 
 
@@ -22,11 +22,11 @@ def value_of(tag: Tag) -> torch.Tensor:
     return torch.full((3, 5), float(wire_tag(tag)), dtype=torch.float64)
 
 
-def test_messages_are_matched_by_tag_whatever_the_order(run_stages: Any, seed: int) -> None:
-    def talk(stage: int, group: Any) -> FlightRecord:
+def test_messages_are_matched_by_tag_whatever_the_order(any_stages: Any, seed: int) -> None:
+    def talk(stage: int, channels_of: Any) -> FlightRecord:
         rng = random.Random(seed + stage)
         record = FlightRecord(f"pp{stage}")
-        channel = GroupChannel(group, 1 - stage, record)
+        channel = channels_of(record)[1 - stage]
         for step in range(3):
             outgoing, expected = tags_of(step), tags_of(step)
             rng.shuffle(outgoing)
@@ -44,19 +44,19 @@ def test_messages_are_matched_by_tag_whatever_the_order(run_stages: Any, seed: i
         channel.close()
         return record
 
-    for record in run_stages(2, talk):
+    for record in any_stages.run(2, talk):
         for kind in (Kind.SEND, Kind.RECV):
             events = [e for e in record.events() if e.kind is kind]
             assert {e.detail["tag"] for e in events} == {str(t) for step in range(3) for t in tags_of(step)}
             assert all(e.detail["bytes"] == 3 * 5 * 8 and e.begin_s <= e.end_s for e in events)
 
 
-def test_send_does_not_wait_for_the_receiver(run_stages: Any) -> None:
+def test_send_does_not_wait_for_the_receiver(any_stages: Any) -> None:
     sent = threading.Event()
     tag, big = Tag(0, 0, 0, 0, Lane.F), torch.arange(1 << 20)
 
-    def talk(stage: int, group: Any) -> None:
-        channel = GroupChannel(group, 1 - stage, FlightRecord("r"))
+    def talk(stage: int, channels_of: Any) -> None:
+        channel = channels_of(FlightRecord("r"))[1 - stage]
         if stage == 0:
             handle = channel.send(tag, big)
             sent.set()  # were send to wait, nobody would get past here
@@ -66,19 +66,19 @@ def test_send_does_not_wait_for_the_receiver(run_stages: Any) -> None:
             assert torch.equal(channel.recv(tag, big).wait(), big)
         channel.close()
 
-    run_stages(2, talk)
+    any_stages.run(2, talk)
 
 
-def test_a_lost_peer_is_retryable_and_named(run_stages: Any) -> None:
-    def talk(stage: int, group: Any) -> str:
-        channel = GroupChannel(group, 1 - stage, FlightRecord("r0.pp0"))
+def test_a_lost_peer_is_retryable_and_named(any_stages: Any) -> None:
+    def talk(stage: int, channels_of: Any) -> str:
+        channel = channels_of(FlightRecord("r0.pp0"))[1 - stage]
         if stage == 1:
             return ""  # its group goes away with it
         with pytest.raises(Retryable, match="stage 1 of this replica cannot be reached") as caught:
             channel.recv(Tag(0, 0, 0, 0, Lane.F), torch.empty(4)).wait()
         return caught.value.cause.rank
 
-    assert run_stages(2, talk, timeout_s=2.0)[0] == "r0.pp0"
+    assert any_stages.run(2, talk, gloo_s=2.0)[0] == "r0.pp0"
 
 
 def test_wire_tags_are_injective_and_fit() -> None:

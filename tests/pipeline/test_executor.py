@@ -2,14 +2,14 @@
 split backwards, pairs; by autograd, and by graphs with W apart and pairs woven.
 
 Stages are threads. Most runs go over channels in memory that check what the executor claims: a send that it waits for
-in a step has been taken in already. Some go over Gloo.
+in a step has been taken in already. Some go over Gloo and over endpoints.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,13 +18,15 @@ import torch
 from torch import nn
 
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import Channel, GroupChannel, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.channels import Channel, RecvHandle, SendHandle, Tag
+from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.graph_stage import Example, GraphStage
-from helixrt.pipeline.program import compile_program, whole_backwards
+from helixrt.pipeline.program import Transfer, compile_program, given, whole_backwards
 from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.check import check
+from helixrt.schedule.generators.classic import build
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import (
     Entry,
@@ -40,6 +42,8 @@ from helixrt.schedule.ir import (
     operations_of,
     provides,
 )
+from helixrt.schedule.simulate import DELEGATED, Direct
+from helixrt.transport.contract import Endpoint
 
 DIM, ROWS = 5, 3
 DEADLINE_S = 20.0
@@ -232,20 +236,41 @@ def test_random_schedules_give_the_whole_models_gradients(seed: int, graphs: boo
             raise
 
 
-def test_random_schedules_over_gloo(run_stages: Any, seed: int, captured_once: None) -> None:
-    """Many schedules in turn over the same channels: nothing of one is taken for another's."""
-    rng = random.Random(seed)
-    schedules = [s for s in (random_schedule(rng, rng.randint(2, 6)) for _ in range(60)) if s.stages == 3]
+def three_stages(rng: random.Random) -> list[Schedule]:
+    return [s for s in (random_schedule(rng, rng.randint(2, 6)) for _ in range(60)) if s.stages == 3]
 
-    def body(stage: int, group: Any) -> None:
-        channels = {peer: GroupChannel(group, peer, FlightRecord(f"pp{stage}")) for peer in range(3) if peer != stage}
+
+def test_random_schedules_over_real_channels(any_stages: Any, seed: int, captured_once: None) -> None:
+    """Many schedules in turn over the same channels: nothing of one is taken for another's."""
+    schedules = three_stages(random.Random(seed))
+
+    def body(stage: int, channels_of: Any) -> None:
+        channels = channels_of(FlightRecord(f"pp{stage}"))
         for number, schedule in enumerate(schedules):
             run_on(schedule, stage, channels, bool(number % 2), step=2 * number)
         for channel in channels.values():
             channel.close()
 
     assert len(schedules) >= 5
-    run_stages(3, body)
+    any_stages.run(3, body)
+
+
+def test_random_schedules_under_direct_communication_and_changes_of_it(endpoint_stages: Any, seed: int) -> None:
+    """Queues of one to three communications, and delegated between them: no deadlock that the order does not have."""
+    rng = random.Random(seed)
+    schedules = [(schedule, rng.choice([DELEGATED, Direct(1), Direct(2), Direct(3)])) for schedule in three_stages(rng)]
+
+    def body(stage: int, endpoints: Sequence[Endpoint]) -> None:
+        channels = StageChannels(endpoints, stage, 3, FlightRecord(f"pp{stage}"), host_bytes=300)
+        try:
+            for number, (schedule, comm) in enumerate(schedules):
+                channels.use(comm)
+                run_on(schedule, stage, channels.channels, graphs=False, step=2 * number)
+        finally:
+            channels.close()
+
+    assert len(schedules) >= 5
+    endpoint_stages.connected(3, body)
 
 
 @pytest.mark.parametrize(
@@ -277,3 +302,78 @@ def test_what_cannot_be_run_is_refused_before_anything_runs() -> None:
         compile_program(replace(good, entries=(below, above[:-1])), 0)
     with pytest.raises(ScheduleError, match="blocks itself"):
         compile_program(replace(good, entries=((f[0], b[0], f[1], b[1]), above)), 0)
+
+
+def sent_to(schedule: Schedule, stage: int, done: int) -> set[Transfer]:
+    """What the others have sent to a stage that stopped after so many entries, when all have gone as far as they can."""
+    made: set[Operation] = set()
+    at = [0] * schedule.stages
+    moved = True
+    while moved:
+        moved = False
+        for other, entries in enumerate(schedule.entries):
+            limit = done if other == stage else len(entries)
+            while at[other] < limit and all(
+                n in made for o in operations_of(entries[at[other]]) for n in needs(schedule, o)
+            ):
+                made |= {r for o in operations_of(entries[at[other]]) for r in provides(o)}
+                at[other] += 1
+                moved = True
+    sent = {given(schedule, o) for o in made if schedule.placement[o.chunk] != stage}
+    return {t for t in sent if t is not None and schedule.placement[t.chunk] == stage}
+
+
+def test_every_message_is_expected_as_soon_as_it_can_be_sent_and_no_sooner(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        schedule = random_schedule(rng, rng.randint(1, 5))
+        for stage in range(schedule.stages):
+            expected: set[Transfer] = set()
+            for done, arrivals in enumerate(compile_program(schedule, stage).arrivals):
+                expected |= {arrival.transfer for arrival in arrivals}
+                assert expected == sent_to(schedule, stage, done), f"seed {seed}: stage {stage} after {done} of {schedule}"
+
+
+class PostedChannel(MemoryChannel):
+    """Counts what is expected and not taken in yet."""
+
+    waiting = 0
+    most = 0
+
+    def recv(self, tag: Tag, like: torch.Tensor) -> RecvHandle:
+        type(self).waiting += 1
+        type(self).most = max(self.most, self.waiting)
+        handle = super().recv(tag, like)
+
+        class Counted(RecvHandle):
+            def wait(self) -> torch.Tensor:
+                PostedChannel.waiting -= 1
+                return handle.wait()
+
+        return Counted()
+
+
+@pytest.mark.parametrize(("messages", "most"), [(100, 8), (3, 3), (0, 1)])
+def test_what_is_expected_ahead_has_a_limit_in_bytes(messages: int, most: int) -> None:
+    """All eight forwards of GPipe can come at once; with a limit only what it holds, and always what is needed next."""
+    schedule = build("gpipe", 2, 8)
+    mail = Mail()
+    below, above = MemoryChannel(mail, 0, 1), PostedChannel(mail, 1, 0)
+    PostedChannel.waiting = PostedChannel.most = 0
+    boundary = torch.empty(ROWS, DIM, dtype=torch.float64)
+    inputs, targets = data(8)
+
+    def run(stage: int, channel: Channel, peer: int) -> None:
+        module = layer(stage)
+        chunk = StageChunk(module, nn.functional.mse_loss if stage else None)
+        limit = messages * boundary.nbytes
+        executor = Executor(AutogradStage({stage: chunk}), {peer: channel}, boundary, FlightRecord("r"), limit)
+        buckets = GradientBuckets({stage: module}, bucket_bytes=8)
+        buckets.begin(lambda bucket: None)
+        executor.run(compile_program(whole_backwards(schedule), stage), inputs, targets, buckets, generation=0, step=0)
+
+    other = threading.Thread(target=run, args=(0, below, 1))
+    other.start()
+    run(1, above, 0)
+    other.join()
+    assert PostedChannel.most == most and PostedChannel.waiting == 0

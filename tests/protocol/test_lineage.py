@@ -30,8 +30,9 @@ def test_a_record_survives_its_text_and_every_field_counts() -> None:
         dataclasses.replace(record, excluded={1: Exclusion(0, 1)}),
         dataclasses.replace(record, applied=False),
         dataclasses.replace(record, last="enough"),
+        dataclasses.replace(record, orders={0: "5f6b"}),
     ]
-    assert len({record.hash, *(c.hash for c in changed)}) == 11
+    assert len({record.hash, *(c.hash for c in changed)}) == 12
     for other in changed:
         assert CommitRecord.from_json(other.to_json()) == other
 

@@ -14,6 +14,7 @@ from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
+from helixrt.replica.commands import OrderPrepared, PrepareOrder
 from helixrt.replica.contracts import Formed, Membership
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
@@ -174,3 +175,22 @@ class Waits(Membership):
 
     def close(self) -> None:
         pass
+
+
+def test_an_order_is_taken_up_when_all_ranks_have_it_ready_and_not_when_one_cannot() -> None:
+    machine, broken, told, answers = Recorder(), [], [], []
+    machine.group_world_size = 2
+    leader = leader_of(machine, broken, told)
+    leader.hooks.prepared = lambda *answer: answers.append(answer)
+    leader.start()
+    leader.prepare("a")
+    leader.report(0, OrderPrepared("a", 0.5))
+    assert p.OrderReady("a") not in machine.events and not answers
+    leader.report(1, OrderPrepared("a", 0.7))
+    assert machine.events[-1] == p.OrderReady("a") and answers == [("a", 0.7, "")]
+    leader.prepare("b")
+    leader.report(1, OrderPrepared("b", 0.1, "no graph"))
+    leader.report(0, OrderPrepared("b", 0.2))
+    assert machine.events[-1] == p.OrderReady("a") and answers[-1] == ("b", 0.2, "rank 1: no graph")
+    assert told == [PrepareOrder("a"), PrepareOrder("b")] and not broken
+    leader.close()

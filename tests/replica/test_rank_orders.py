@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from helixrt.collectives.exchange import Exchange
-from helixrt.errors import Fatal
+from helixrt.errors import ConfigError, Fatal
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord
-from helixrt.replica.commands import Evaluate, Exit, RankReport
+from helixrt.replica.commands import Evaluate, Exit, OrderPrepared, PrepareOrder, RankReport
 from helixrt.replica.contracts import FetchReport, Shard, StateTransport
 from helixrt.replica.rank import Hooks, RankParts, RankWorker
 from helixrt.timeouts import derive
@@ -143,6 +143,39 @@ def test_a_dropped_order_has_no_outcome_and_the_next_one_is_not_lost(rank: Drive
     rank.tell(p.Apply(dataclasses.replace(FIRST, step=2, generation=2)))
     done = rank.worker.outcome(again)
     assert done is not None and done.record.step == 2
+
+
+def test_a_rank_takes_up_an_order_of_its_schedule_with_the_work_that_names_it(rank: Driven) -> None:
+    used: list[str] = []
+
+    def prepare(order: str) -> None:
+        if order == "bad":
+            raise ConfigError("schedule order", order, "is for others")
+        used.append(f"ready {order}")
+
+    hooks = dataclasses.replace(rank.worker.parts.hooks, prepare_order=prepare, use_order=used.append)
+    object.__setattr__(rank.worker.parts, "hooks", hooks)
+    rank.tell(p.Work(ROOT.hash, 0, 1))
+    order = rank.work()
+    rank.exchanged(1)
+    rank.tell(PrepareOrder("a"), PrepareOrder("bad"), p.Apply(FIRST))
+    rank.tell(p.Work(FIRST.hash, 1, 2, "a"), p.Work("b" * 32, 1, 2, "a"))
+    assert rank.worker.outcome(order) is not None
+    fine, bad = rank.reports.get(timeout=DEADLINE_S), rank.reports.get(timeout=DEADLINE_S)
+    assert isinstance(fine, OrderPrepared) and (fine.order, fine.failed) == ("a", "")
+    assert isinstance(bad, OrderPrepared) and bad.failed == "schedule order=bad: is for others"
+    assert used == ["ready a"]  # not used before the work that names it
+    assert [rank.work().schedule, rank.work().schedule] == ["a", "a"]
+    assert used == ["ready a", "a"]
+    rank.tell(p.Work("c" * 32, 1, 2))
+    rank.work()
+    assert used == ["ready a", "a", ""]  # back to the first one
+
+
+def test_an_engine_without_a_schedule_refuses_orders(rank: Driven) -> None:
+    rank.tell(p.Work(ROOT.hash, 0, 1, "a"))
+    with pytest.raises(Fatal, match="told to work by the order a of a schedule, and its engine has none"):
+        rank.worker.next_work()
 
 
 def test_an_update_without_this_replica_is_no_outcome(rank: Driven) -> None:

@@ -70,9 +70,9 @@ class Job:
             env={**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1"},
         )
 
-    def run(self, *overrides: str) -> Ended:
+    def run(self, *overrides: str, deadline_s: float = DEADLINE_S) -> Ended:
         """Start it, wait until it has ended, and check that all it started has ended too."""
-        ended = finish(self.start(*overrides))
+        ended = finish(self.start(*overrides), deadline_s)
         self.nothing_is_left()
         return ended
 

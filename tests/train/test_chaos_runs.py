@@ -186,14 +186,15 @@ def test_rank_that_fails_otherwise_than_by_a_kill_is_named_and_replaced(kind: st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != SLOW])
 def test_restarted_replica_that_fails_otherwise_while_it_fetches(kind: str, job: Any, seed: int) -> None:
-    """It has not been through a step yet, so one that hangs has the time of a start. A fetch that hangs alone may be
-    replaced by a newer one before anybody is stuck."""
+    """It has not been through a step yet, so one that hangs has the time of a start, two minutes. A fetch that hangs alone may
+    be replaced by a newer one before anybody is stuck."""
     choice = random.Random(seed)
     replica, rank, step = choice.randrange(2), choice.randrange(2), choice.randint(3, 12)
     run = job(kills((replica, step, "forward")), faults((kind, replica, rank, step + 1, "fetch")), patient=True)
-    ended = run.run()
+    ended = run.run(deadline_s=420.0)
     replaced = kind == "hang" and ended.code == 0 and len(run.report()["failures"]) == 1
     report = assert_consistent(run, ended, lost=[replica] if replaced else [replica, replica])
     reasons = ["chaos: killed at forward", f"chaos: {kind} at fetch on rank {rank}"]

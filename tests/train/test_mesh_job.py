@@ -1,4 +1,4 @@
-"""Whole runs of the main job whose replicas have tensor- and context-parallel ranks, with a replica that is lost."""
+"""Whole runs of the main job whose replicas have data-, tensor- and context-parallel ranks, with a replica that is lost."""
 
 from __future__ import annotations
 
@@ -33,25 +33,36 @@ def job(tmp_path: Path) -> Iterator[Any]:
         one.end()
 
 
-def losses(root: Path, until: int) -> dict[int, float]:
-    """Replica 0's loss of every step below `until`, of the only run under `root`."""
+def losses(root: Path, until: int, replica: int = 0) -> dict[int, float]:
+    """This replica's loss of every step below `until`, of the only run under `root`."""
     (metrics,) = root.glob("[0-9]*/[0-9]*/metrics.jsonl")
     entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return {e["step"]: e["loss_nats"] for e in entries if e.get("participants") and e["replica"] == 0 and e["step"] < until}
+    steps = [e for e in entries if e.get("participants") and e["replica"] == replica and e["step"] < until]
+    return {e["step"]: e["loss_nats"] for e in steps}
 
 
-def test_a_replica_of_tensor_parallel_ranks_is_lost_and_comes_back(job: Any, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "said", "log"),
+    [
+        (TP, "2 replicas x 1 stage x 2 tensor ranks", "r1.pp0.tp1.inc0.log"),
+        (("mesh.pp=1", "mesh.dp_shard=2"), "2 replicas x 2 shards", "r1.pp0.dp1.inc0.log"),
+    ],
+    ids=["tp", "dp_shard"],
+)
+def test_a_replica_of_two_ranks_is_lost_and_comes_back(
+    shape: tuple[str, ...], said: str, log: str, job: Any, seed: int
+) -> None:
     choice = random.Random(seed)
     replica, step = choice.randrange(2), choice.randint(3, 16)
-    run = job(kills((replica, step, "exchange_early")), *TP, "steps=40")
+    run = job(kills((replica, step, "exchange_early")), *shape, "steps=40")
     report = assert_consistent(run, run.run(), lost=[replica], steps=40)
     (failure,) = report["failures"]
     assert failure["step"] == step and failure["survivors_recomputed"] == 0 and failure["rejoined_after_s"] is not None
     assert run.log().head.replicas == (0, 1)
     page = (run.folder / "report.html").read_text(encoding="utf-8")
-    assert "2 replicas x 1 stage x 2 tensor ranks" in page
+    assert said in page
     logs = {log.name for log in (run.folder / "logs").iterdir()}
-    assert {"r0.pp0.inc0.log", "r0.pp0.tp1.inc0.log", "r1.pp0.tp1.inc0.log"} <= logs
+    assert {"r0.pp0.inc0.log", log} <= logs
 
 
 SHAPES = {
@@ -102,6 +113,34 @@ def test_graph_schedules_train_alike_over_tensor_parallel_stages(job: Any, tmp_p
         assert found[case] == pytest.approx(plain, rel=1e-4), case
 
 
+SHARDED = {
+    "pp 2 x dp_shard 2": ("mesh.pp=2", "mesh.dp_shard=2", "model.family=llama", "model.tied=true"),
+    "dp_shard 2 x tp 2": ("mesh.pp=1", "mesh.dp_shard=2", "mesh.tp=2"),
+    "pp 2 x dp_shard 2, experts": (
+        "mesh.pp=2", "mesh.dp_shard=2", "model.experts=4", "model.capacity=8", "model.auxiliary=0", "schedule.graphs=never"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHARDED)
+def test_shards_of_two_replicas_train_as_four_replicas_do_and_survive_a_kill(shape: str, job: Any, tmp_path: Path) -> None:
+    """Four streams either way: up to the kill the loss of a replica is the mean of those of its shards' streams. Then the
+    replica comes back whole, each rank with the shard of its equal rank."""
+    run = job(kills((1, 12, "forward")), *SHARDED[shape], "steps=40")
+    alone = ("mesh.replicas=4", "mesh.pp=1", "mesh.dp_shard=1", "mesh.tp=1", "chaos.kill=[]", "steps=13")
+    plain = run.run(f"output.root={tmp_path / 'plain'}", *alone)
+    assert plain.code == 0, run.why(plain)
+    report = assert_consistent(run, run.run(), lost=[1], steps=40)
+    assert report["failures"][0]["rejoined_after_s"] is not None
+    assert run.log().head.replicas == (0, 1)
+    logs = {log.name for log in (run.folder / "logs").iterdir()}
+    assert {"r0.pp0.inc0.log", "r0.pp0.dp1.inc0.log"} <= logs
+    first, second, got = (losses(*which) for which in ((tmp_path / "plain", 12), (tmp_path / "plain", 12, 1), (run.root, 12)))
+    assert first.keys() == second.keys() == got.keys() == set(range(1, 12))
+    assert got == pytest.approx({step: (first[step] + second[step]) / 2 for step in first}, rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exception", "stop"])
 def test_the_rank_that_fails_is_named_and_not_the_one_that_waits_for_it(kind: str, job: Any) -> None:
@@ -112,11 +151,19 @@ def test_the_rank_that_fails_is_named_and_not_the_one_that_waits_for_it(kind: st
     assert "tp1" in failure["seen"], failure
 
 
+RESUMED = {
+    TP: (("mesh.tp=1", "mesh.pp=2"), "mesh.pp=2: was 1 in the run to resume"),
+    ("mesh.pp=2", "mesh.dp_shard=2"): (("mesh.dp_shard=1", "mesh.tp=2"), "mesh.dp_shard=1: was 2 in the run to resume"),
+}
+
+
 @pytest.mark.slow
-def test_a_run_is_resumed_in_the_same_shape_alone(job: Any) -> None:
-    run = job(kills((-1, 23, "driver")), *TP, "steps=40")
+@pytest.mark.parametrize("shape", RESUMED, ids=", ".join)
+def test_a_run_is_resumed_in_the_same_shape_alone(shape: tuple[str, ...], job: Any) -> None:
+    run = job(kills((-1, 23, "driver")), *shape, "steps=40")
     died = run.run()
     assert died.code != 0, run.why(died)
-    other = run.run("resume=true", "mesh.tp=1", "mesh.pp=2")
-    assert other.code == 2 and "mesh.pp=2: was 1 in the run to resume" in other.err, run.why(other)
+    overrides, rule = RESUMED[shape]
+    other = run.run("resume=true", *overrides)
+    assert other.code == 2 and rule in other.err, run.why(other)
     assert_consistent(run, run.run("resume=true"), steps=40)

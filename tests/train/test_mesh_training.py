@@ -1,4 +1,4 @@
-"""A stage of the built-in models that tensor-, context- and expert-parallel ranks share trains as the whole model does.
+"""A stage of the built-in models that data-, tensor-, context- and expert-parallel ranks share trains as the whole model does.
 
 Four processes are the ranks of one replica. The oracle is the whole model over the whole batch in one process, in float64, with
 torch's own clipping and optimizer; each rank compares its part of every gradient and parameter with it.
@@ -6,8 +6,11 @@ torch's own clipping and optimizer; each rank compares its part of every gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch import nn
 from helixrt.bench._job_engine import pipeline_engine
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.replica_mesh import ReplicaMesh
+from helixrt.engines.sharded import is_sharded, local
 from helixrt.errors import Fatal
 from helixrt.pipeline.graph_stage import GraphStage
 from helixrt.protocol.step.lineage import CommitRecord
@@ -49,6 +53,7 @@ class Case:
 
 
 PP_TP, PP_CP, CP_TP = ({"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "tp": 2})
+PP_DP, DP_TP, DP_CP = ({"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "cp": 2})
 CASES = {
     **{
         f"pp 2 x tp 2, {policy}": Case(PP_TP, MODELS[at % 4], policy, 4 if at % 2 else 8, sequence=at % 3 != 2)
@@ -63,6 +68,14 @@ CASES = {
     "cp 2 x tp 2, gpt, no sequence parallelism": Case(CP_TP, MODELS[1], sequence=False),
     "tp 4, llama": Case({"tp": 4}, replace(MODELS[2], kv_heads=4)),
     "cp 4, gpt": Case({"cp": 4}, MODELS[0]),
+    "pp 2 x dp_shard 2, gpt, tied": Case(PP_DP, MODELS[1]),
+    "pp 2 x dp_shard 2, llama, interleaved": Case(PP_DP, MODELS[2], "interleaved"),
+    "pp 2 x dp_shard 2, llama, both copies of a tied weight on one stage": Case(PP_DP, MODELS[3], "dualpipev"),
+    "pp 2 x dp_shard 2, experts": Case(PP_DP, replace(MODELS[0], **MOE), "gpipe"),
+    "dp_shard 2 x tp 2, gpt": Case(DP_TP, MODELS[0], microbatches=1),
+    "dp_shard 2 x tp 2, llama, tied, no sequence parallelism": Case(DP_TP, MODELS[3], sequence=False),
+    "dp_shard 2 x cp 2, experts": Case(DP_CP, replace(MODELS[2], **MOE)),
+    "dp_shard 4, more shards than rows": Case({"dp_shard": 4}, replace(MODELS[0], dim=6, heads=1, ffn=3)),
 }
 SMALL = {"layers": 2}
 WOVEN = {
@@ -75,22 +88,28 @@ WOVEN = {
 UNPAIRED = {"zb-h1": "1f1b", "w": "zbv", "dualpipev": "zbv"}  # of the same placement, without pairs
 
 
-def batch_at(position: int) -> torch.Tensor:
-    return torch.randint(0, MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(position))
+def batch_at(position: int, stream: int = 0) -> torch.Tensor:
+    seed = position + 10_000 * stream
+    return torch.randint(0, MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def record_of(step: int) -> CommitRecord:
-    return CommitRecord(step, step, "", ((0, 0),), {0: step}, "run")
+def record_of(step: int, replicas: int = 1) -> CommitRecord:
+    contributors = tuple((replica, 0) for replica in range(replicas))
+    return CommitRecord(step, step, "", contributors, dict.fromkeys(range(replicas), step), "run")
 
 
 def mesh_of(case: Case) -> tuple[ReplicaMesh, ParallelGroups]:
     mesh = ReplicaMesh(case.sizes, dist.get_rank())
     tp, cp = Group.of(mesh.group("tp")), Group.of(mesh.group("cp"))
     sequence = tp is not None and case.sequence
-    return mesh, ParallelGroups(tp=tp, sequence=sequence, cp=cp, ep=cp if case.model.experts else None)
+    ep = Group.of(mesh.group("dp_shard", "cp")) if case.model.experts else None
+    return mesh, ParallelGroups(tp=tp, sequence=sequence, cp=cp, ep=ep)
 
 
-def engine_of(case: Case, mesh: ReplicaMesh, groups: ParallelGroups, graphs: str = "") -> PipelineEngine:
+def engine_of(
+    case: Case, mesh: ReplicaMesh, groups: ParallelGroups, graphs: str = "", replica: int = 0
+) -> PipelineEngine:
+    stream = replica * mesh.size("dp_shard") + mesh.rank("dp_shard")
     return pipeline_engine(
         case.model,
         OPTIM,
@@ -102,8 +121,8 @@ def engine_of(case: Case, mesh: ReplicaMesh, groups: ParallelGroups, graphs: str
         stage=mesh.rank("pp"),
         stages=mesh.size("pp"),
         group=mesh.group("pp"),
-        batch_at=batch_at,
-        validation=lambda index: batch_at(1000 + index),
+        batch_at=lambda position: batch_at(position, stream),
+        validation=lambda index: batch_at(1000 + index, stream),
         record=FlightRecord(f"rank {mesh.rank()}"),
         dtype=torch.float64,
         mesh=mesh,
@@ -111,10 +130,20 @@ def engine_of(case: Case, mesh: ReplicaMesh, groups: ParallelGroups, graphs: str
     )
 
 
-def whole_loss(whole: nn.Module, position: int, microbatches: int) -> torch.Tensor:
-    """By micro-batches where experts see the tokens of one at a time."""
-    cut = [part.chunk(microbatches) for part in inputs_and_targets(batch_at(position))]
-    return torch.stack([token_loss(whole(x), y) for x, y in zip(*cut, strict=True)]).mean()
+def whole_losses(whole: nn.Module, position: int, case: Case, replicas: int = 1) -> torch.Tensor:
+    """Of the batch of each replica, the mean; by micro-batches, since experts see the tokens of one at a time."""
+    streams = range(replicas * case.sizes.get("dp_shard", 1))
+    cut = [inputs_and_targets(m) for stream in streams for m in batch_at(position, stream).chunk(case.microbatches)]
+    return torch.stack([token_loss(whole(x), y) for x, y in cut]).view(replicas, -1).mean(1)
+
+
+def own_shard(full: torch.Tensor, name: str, engine: PipelineEngine, mesh: ReplicaMesh) -> torch.Tensor:
+    """What FSDP2 leaves on this rank of a tensor like the parameter of this name; all of it where that is not sharded."""
+    shards, number = mesh.size("dp_shard"), mesh.rank("dp_shard")
+    if not is_sharded(dict(engine._buckets.named)[name]):
+        return full
+    parts = full.chunk(shards)
+    return parts[number] if number < len(parts) else full[:0]
 
 
 def declared(engine: PipelineEngine) -> dict[str, Layout]:
@@ -122,14 +151,24 @@ def declared(engine: PipelineEngine) -> dict[str, Layout]:
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert got.shape == expected.shape
+    if not got.numel():
+        return
     difference = (got - expected).abs().max().item()
     assert difference <= 1e-10 * expected.abs().max().item() + 1e-15, f"{what} differs by {difference}"
 
 
-def check_case(name: str) -> None:
+Exchange = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # buckets, to their sums over replicas
+
+
+def alone(buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [bucket.clone() for bucket in buckets]
+
+
+def check_case(name: str, exchange: Exchange = alone, replica: int = 0, replicas: int = 1) -> None:
     case = CASES[name]
     mesh, groups = mesh_of(case)
-    engine = engine_of(case, mesh, groups)
+    engine = engine_of(case, mesh, groups, replica=replica)
     whole = build_chunk(case.model, SEQ, 0, 1, seed=5, dtype=torch.float64)
     optimizer = adamw(whole.parameters(), OPTIM)
     scheduler = cosine_with_warmup(optimizer, 10, OPTIM)
@@ -139,24 +178,24 @@ def check_case(name: str) -> None:
         result = engine.run(step, order.append)
         assert order == list(reversed(range(len(engine.buckets))))
         optimizer.zero_grad()
-        loss = whole_loss(whole, step, case.microbatches)
-        loss.backward()
-        assert result.loss == pytest.approx(loss.item(), rel=1e-11)
-        streams = mesh.size("dp_shard", "cp")
+        losses = whole_losses(whole, step, case, replicas)
+        losses.mean().backward()
+        assert result.loss == pytest.approx(losses[replica].item(), rel=1e-11)
+        sums, summands = exchange(engine.buckets), mesh.size("dp_shard", "cp") * replicas
         for slot, (key, _) in zip(engine._buckets.slots, engine._buckets.named, strict=True):
             expected = reference[key].grad
             assert expected is not None and expected.abs().max() > 0, f"{key} has no gradient, so nothing is compared"
-            close(slot.view(engine.buckets) / streams, own_part(expected, lies[key], groups), f"{name}: gradient of {key}")
+            mine = own_shard(own_part(expected, lies[key], groups), key, engine, mesh)
+            close(slot.view(sums) / summands, mine, f"{name}: gradient of {key}")
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), OPTIM.clip).item()
-        update = engine.apply(record_of(step), [bucket.clone() for bucket in engine.buckets])
+        update = engine.apply(record_of(step, replicas), sums)
         assert update is not None and float(update.grad_norm) == pytest.approx(norm, rel=1e-10)
         optimizer.step()
         scheduler.step()
     for key, parameter in engine._buckets.named:
-        torch.testing.assert_close(
-            parameter.detach(), own_part(reference[key].detach(), lies[key], groups), rtol=1e-8, atol=1e-11
-        )
-    validation = whole_loss(whole, 1000, case.microbatches).item()
+        mine = own_shard(own_part(reference[key].detach(), lies[key], groups), key, engine, mesh)
+        torch.testing.assert_close(local(parameter.detach()), mine, rtol=1e-8, atol=1e-11)
+    validation = whole_losses(whole, 1000, case, replicas)[replica].item()
     assert engine.evaluate(1) == (pytest.approx(validation, rel=1e-10), BATCH * SEQ)
     figures: list[Any] = [None] * RANKS
     dist.all_gather_object(figures, (result.loss, update.grad_norm, validation))
@@ -213,7 +252,7 @@ def check_flipped(name: str) -> None:
         state.tensors["parameter/chunk0.layers.2.ffn_norm.weight"].view(torch.int64)[3] ^= 1
     engine.load(state)
     with pytest.raises(
-        Fatal, match=r"the value of chunk0\.layers\.2\.ffn_norm\.weight differs between rank cp 0, tp 0 and rank cp 1, tp 1"
+        Fatal, match=r"parameter/chunk0\.layers\.2\.ffn_norm\.weight differs between rank cp 0, tp 0 and rank cp 1, tp 1"
     ):
         engine.run(2, lambda bucket: None)
     engine.close()
@@ -231,6 +270,31 @@ def check_undeclared(name: str) -> None:
     with pytest.raises(Fatal, match=r"the gradient of layers\.1\.qkv\.weight differs between rank cp 0, tp \d and rank cp 1"):
         engine.apply(record_of(1), mine)
     engine.close()
+
+
+@functools.cache
+def one_of_two_replicas() -> tuple[int, Exchange]:
+    """Eight processes become two replicas, each with a default process group of its own: this one's number, and the exchange
+    with its equal rank of the other."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    replica, rank = divmod(dist.get_rank(), RANKS)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder[0]}/{replica}", RANKS), rank=rank, world_size=RANKS)
+    exchanging = dist.ProcessGroupGloo(dist.FileStore(f"{folder[0]}/rank{rank}", 2), replica, 2, timedelta(seconds=60))
+
+    def exchange(buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sums = alone(buckets)
+        for total in sums:
+            exchanging.allreduce([total]).wait()
+        return sums
+
+    return replica, exchange
+
+
+def check_replicas(name: str) -> None:
+    replica, exchange = one_of_two_replicas()
+    check_case(name, exchange, replica, 2)
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
@@ -265,3 +329,17 @@ def woven_answers(ask_ranks: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("name", WOVEN)
 def test_woven_graphs_give_the_same_bits(woven_answers: Any, name: str) -> None:
     woven_answers.check(name)
+
+
+REPLICATED = [name for name in CASES if name.startswith("pp 2 x dp_shard 2")] + ["dp_shard 2 x tp 2, gpt"]
+
+
+@pytest.fixture(scope="module")
+def replicated_answers(ask_ranks: Callable[..., Any]) -> Any:
+    return ask_ranks(check_replicas, REPLICATED, ranks=2 * RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPLICATED)
+def test_two_replicas_of_four_ranks_train_the_whole_model(replicated_answers: Any, name: str) -> None:
+    replicated_answers.check(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.job.config import CommandConfig, FaultConfig, KillConfig
+from helixrt.job.config import CommandConfig, FaultConfig, KillConfig, SlowConfig
 from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train import validate as rules
 from helixrt.train.config import ScheduleConfig, TrainConfig
@@ -81,9 +81,15 @@ def test_faults_are_settings_of_one_rank() -> None:
     assert config.chaos.fault == (FaultConfig("hang_lock", 1, 1, 3, "exchange_early"), FaultConfig("slow", seconds=2.0))
 
 
+def test_stages_are_slowed_down_in_steps() -> None:
+    config = load_config(["mesh.pp=4", "chaos.slow=[{stage: 2, factor: 1.5, steps: [20, 60]}, {stage: 1, replica: 0}]"])
+    assert TrainConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config
+    assert config.chaos.slow == (SlowConfig(2, 1.5, (20, 60)), SlowConfig(1, replica=0))
+
+
 def test_a_run_of_before_these_settings_can_be_resumed() -> None:
     plain = TrainConfig().to_plain()
-    del plain["chaos"]["fault"], plain["on_poison"], plain["restart_window_s"], plain["start"]
+    del plain["chaos"]["fault"], plain["chaos"]["slow"], plain["on_poison"], plain["restart_window_s"], plain["start"]
     del plain["transport"], plain["chaos"]["run"], plain["checkpoint"]["after_failover"]
     del plain["checkpoint"]["retry_s"], plain["catchup"]["memory_gb"], plain["catchup"]["serve_cpu"]
     assert TrainConfig.from_plain(plain) == TrainConfig()
@@ -154,7 +160,6 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("mesh.tp=0", r"^mesh\.tp=0: must be at least 1"),
         ("mesh.tp=3", r"^model\.heads=4: must be a multiple of the 3 ranks of tensor parallelism"),
         ("mesh.cp=3", r"^data\.seq_len=128: must be a multiple of 6"),
-        ("mesh.dp_shard=2", r"^mesh\.dp_shard=2: must be 1 for a model in stages so far"),
         ("model.heads=3", r"^model\.heads=3: must divide model\.dim=128"),
         ("schedule.microbatches=5", r"^schedule\.microbatches=5: must divide data\.batch=16"),
         ("schedule.microbatches=1", r"^schedule\.microbatches=1: 1f1b needs one per stage: mesh\.pp=2"),
@@ -199,6 +204,15 @@ def test_values_that_cannot_work(argument: str, message: str, root: str, text: s
     with pytest.raises(ConfigError, match=message) as caught:
         validate(load_config([text, root, argument]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "dualpipev"])
+def test_shards_are_refused_with_a_schedule_that_needs_graphs(name: str, root: str, text: str) -> None:
+    overrides = [text, root, "mesh.dp_shard=2", f"schedule.name={name}"]
+    with pytest.raises(ConfigError, match=r"^mesh\.dp_shard=2: cannot be with schedule .* run by captured graphs"):
+        validate(load_config(overrides))
+    validate(load_config([*overrides, "schedule.graphs=never"]))
+    validate(load_config([*overrides[:-1], "schedule.name=interleaved"]))
 
 
 def test_transport_rules(root: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

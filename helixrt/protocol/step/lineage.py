@@ -49,7 +49,8 @@ class CommitRecord:
     finite. `last`: why the run ends with this record, in this life of it ("": it does not, or at its configured last step).
     `positions[r]` is how many batches of replica r's stream the state has consumed, those of
     excluded replicas and of records that were not applied included. `deal` has an entry for each resume with another number of
-    streams; positions count from the newest one.
+    streams; positions count from the newest one. `orders[r]` names the order of the schedule that replica r works by, by the
+    hash under which the run's store has it; without an entry it is the one that the replica began with.
     """
 
     step: int
@@ -63,6 +64,7 @@ class CommitRecord:
     applied: bool = True
     last: str = ""
     deal: tuple[Deal, ...] = ()
+    orders: Mapping[int, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Canonical text: equal records have equal text, whoever writes them."""
@@ -79,6 +81,7 @@ class CommitRecord:
                 "applied": self.applied,
                 **({"last": self.last} if self.last else {}),  # a record without it has the text that it had before
                 **({"deal": [deal.to_plain() for deal in self.deal]} if self.deal else {}),
+                **({"orders": {str(r): order for r, order in sorted(self.orders.items())}} if self.orders else {}),
             }
         )
 
@@ -97,6 +100,7 @@ class CommitRecord:
             applied=raw["applied"],
             last=raw.get("last", ""),
             deal=tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),
+            orders={int(r): order for r, order in raw.get("orders", {}).items()},
         )
 
     @cached_property

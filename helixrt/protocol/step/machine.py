@@ -51,6 +51,7 @@ from helixrt.protocol.step.messages import (
     JoinFailed,
     Keep,
     LogRead,
+    OrderReady,
     Persist,
     RankDone,
     RankFailed,
@@ -85,8 +86,9 @@ from helixrt.protocol.step.supersede import Evidence
 class StepMachine:
     """One replica's side of the step protocol.
 
-    `held` is the lineage hash of the state it starts with ("": none), `steps` the number of updates after
-    which it rests, `life` the run's life, `skips` the positions of its stream whose batches are not computed.
+    `held` is the lineage hash of the state it starts with ("": none), `steps` the number of updates after which it
+    rests, `life` the run's life, `skips` the positions of its stream whose batches are not computed, `order` the
+    hash of the schedule's order that it starts with; None: the one that the log names for it, also in entries to come.
     """
 
     def __init__(
@@ -100,10 +102,14 @@ class StepMachine:
         rules: StepRules | None = None,
         life: int = 0,
         skips: Collection[int] = (),
+        order: str | None = "",
     ) -> None:
         self.replica, self.incarnation, self.group_world_size = replica, incarnation, group_world_size
         self.log, self.held, self.steps = log, held, steps
         self.rules, self.life, self.skips = rules or StepRules(), life, frozenset(skips)
+        self.follows = order is None  # until its own program says which order is ready
+        self.ready = log.head.orders.get(replica, "") if order is None else order
+        self.order = self.ready  # of the schedule: by which work is begun; `ready` from the next quorum on
         self.phase = Phase.NEW
         self.attempt: Attempt | None = None
         self.work: tuple[str, int] | None = None  # (base, position) of running or preserved gradients
@@ -158,6 +164,9 @@ class StepMachine:
                 return [self._join()] if self.phase is Phase.WAITING else []
             case HoldEnded():
                 return [self._join()] if self.phase is Phase.HOLDING else []
+            case OrderReady():
+                self.ready, self.follows = event.order, False
+                return []
             case Rested():
                 return self._next_step() if self.phase is Phase.RESTING else []
         raise AssertionError(f"unknown event {event!r}")
@@ -188,10 +197,11 @@ class StepMachine:
             sits_until=self.sits_until,
             pauses=self.pauses,
             stop=self.stop,
+            order=self.order,
         )
 
     def _join(self) -> Join:
-        self.phase, self.attempt = Phase.JOINING, None
+        self.phase, self.attempt, self.order = Phase.JOINING, None, self.ready
         return Join(self._me())
 
     def _next_step(self) -> list[Action]:
@@ -206,7 +216,7 @@ class StepMachine:
         if self.work == (base.hash, position) or position in self.skips:
             return []  # running, or preserved from a broken exchange; or not to be computed
         self.work = (base.hash, position)
-        return [Work(base.hash, position, base.step + 1)]
+        return [Work(base.hash, position, base.step + 1, self.order)]
 
     def _formed(self, event: Formed) -> list[Action]:
         actions = self._learn(event.entries)
@@ -285,6 +295,8 @@ class StepMachine:
         for entry in entries:
             actions.append(Persist(len(self.log), entry))
             self.log.append(entry)
+        if self.follows:  # a predecessor's last record may come after this incarnation's start
+            self.ready = self.log.head.orders.get(self.replica, "")
         return actions + self.following.learned()
 
     # ---- catch-up

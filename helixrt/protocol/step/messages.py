@@ -124,6 +124,13 @@ class HoldEnded:
 
 
 @dataclass(frozen=True)
+class OrderReady:
+    """All ranks of this replica have the order of the schedule with this hash ready: from the next quorum on work is by it."""
+
+    order: str
+
+
+@dataclass(frozen=True)
 class Rested:
     """The answer to `Rest`: look again whether somebody needs us."""
 
@@ -143,6 +150,7 @@ Event = (
     | Reloaded
     | WaitEnded
     | HoldEnded
+    | OrderReady
     | Rested
 )
 
@@ -160,11 +168,13 @@ class Join:
 class Work:
     """Forward and backward for step `step`: the batch at `position` on the state `base`; replaces earlier work, whose
     gradients are preserved until then. A rank that contributes cannot be done before it, so it needs
-    no answer of its own."""
+    no answer of its own. `order`: the hash of the order of the schedule to work by ("": the one that the replica began with);
+    since all ranks work through the same commands, they change it before the same step."""
 
     base: str
     position: int
     step: int
+    order: str = ""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ class Member:
     away because the others were faster) and `held_since` (the generation at which the others began to wait for its fetch, 0:
     never) catch-up; `blames`, `breaks` (exchanges broken in a row), `sits_until` (a generation) and `pauses` (in which it sat
     out, in a row) broken exchanges. `stop`: why its program wants the run to end with the next record.
-    `initial`: the digest of the state that it began with, which the quorums before the first commit compare.
+    `initial`: the digest of the state that it began with, which the quorums before the first commit compare. `order`: the hash
+    of the order of the schedule that it works by, "" for the one that it began with.
     """
 
     replica: int
@@ -102,6 +103,7 @@ class Member:
     pauses: int = 0
     stop: str = ""
     initial: str = ""
+    order: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         """As plain containers, for JSON. A step makes one; `asdict` would copy every field."""
@@ -259,6 +261,8 @@ def successor(
     positions = dict(base.positions) if base.deal == deal else {}
     for replica in assessment.healthy:
         positions[replica] = base.position(replica, deal) + advance
+    orders = {r: order for r, order in base.orders.items() if r not in assessment.healthy}
+    orders |= {m.replica: m.order for m in members if m.order and m.replica in assessment.healthy}
     return CommitRecord(
         base.step + 1,
         generation,
@@ -271,6 +275,7 @@ def successor(
         assessment.applied,
         next((m.stop for m in sorted(members, key=lambda m: m.replica) if m.stop), ""),
         deal,
+        orders,
     )
 
 

@@ -120,7 +120,7 @@ def replan(
         raise ConfigError("least_gain", least_gain, "must be at least 0")
     if host is not None and not isinstance(comm, Delegated):
         raise ConfigError("host", "given", "activations wait in host memory only when communication is delegated")
-    current_fits, current_ms = _fits(current, measured, host), makespan_ms(current, measured, comm)
+    current_fits, current_ms = fits(current, measured, host), makespan_ms(current, measured, comm)
     if current_fits and host is not None:
         current_ms = makespan_ms(current, measured, comm, host)
     # A bound without caps: it holds for both tiers, and for both ways to communicate.
@@ -128,7 +128,7 @@ def replan(
     best, best_ms = current, current_ms if current_fits else math.inf
     if not current_fits or current_ms * (1 - least_gain) > bound_ms * (1 + _SLIVER):
         for other in (*known, *_planned(measured, current.microbatches, host, effort)):
-            if not _fits(other, measured, host):
+            if not fits(other, measured, host):
                 continue
             other_ms = makespan_ms(other, measured, comm, host)
             if other_ms < best_ms * (1 - _SLIVER):
@@ -151,7 +151,7 @@ def replan(
     )
 
 
-def _fits(schedule: Schedule, costs: Costs, host: HostMemory | None) -> bool:
+def fits(schedule: Schedule, costs: Costs, host: HostMemory | None = None) -> bool:
     """Whether the schedule keeps the caps: the device's alone, or with what the host can take."""
     if host is None:
         held, caps = peak_memory(schedule, costs), costs.memory

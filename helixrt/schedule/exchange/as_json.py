@@ -1,4 +1,4 @@
-"""A replayed schedule as JSON, and such an order read back.
+"""A replayed schedule as JSON, such an order read back, and the text and the hash by which an order is stored.
 
 Out: one object with the keys of `report`. `order` has per stage a list of labels as `Schedule.label` writes
 them: `F0`, `B3`, `W3`, `BW3`, `F4.1` for the stage's second chunk, `F4+B2` for an overlapped pair. In: such an
@@ -7,6 +7,7 @@ object, of which `order` and `placement` are read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -53,6 +54,22 @@ def write(timeline: Timeline, lower_bound_ms: float, solve_ms: float, policy: st
             text = "[\n" + ",\n".join(f"    {json.dumps(line)}" for line in value) + "\n  ]"
         pairs.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(pairs) + "\n}\n"
+
+
+def order_text(schedule: Schedule) -> str:
+    """The order and the placement alone, without the name, as one line that `read` takes: equal orders have equal texts."""
+    order = [[schedule.label(entry) for entry in entries] for entries in schedule.entries]
+    return json.dumps({"placement": list(schedule.placement), "order": order}, separators=(",", ":"))
+
+
+def order_key(schedule: Schedule) -> str:
+    """Names the order: a hash of `order_text`."""
+    return key_of(order_text(schedule))
+
+
+def key_of(text: str) -> str:
+    """The key of the order with this `order_text`."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read(text: str, name: str) -> Schedule:

@@ -10,6 +10,7 @@ time, and summed while it is in the cache (`intake`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from helixrt.protocol.calls import Agreement
@@ -170,7 +171,8 @@ class Receiving:
         self._box = Inbox(memory is not None, forgotten, agreement, limits)
         self._into: dict[Name, Buffer | Intake] = {}  # memory that waits for a message, or gets it now
         self._addresses: dict[Name, int] = {}  # of what is read into, unless it is taken in
-        self._held: dict[Name, bytes] = {}
+        self._held: dict[Name, tuple[bytes, float]] = {}  # and when it came (monotonic)
+        self._offered_s: dict[Name, float] = {}  # when what nobody had asked for was offered
         self.whole = False
 
     @property
@@ -193,7 +195,8 @@ class Receiving:
         way = self._box.receive(name, len(into))
         if way is _DELIVER:
             self._free()
-            self._deliver(name, self._held.pop(name), into)
+            content, came_s = self._held.pop(name)
+            self._deliver(name, content, into, came_s)
             return
         self._into[name] = into
         if way is not _WAIT:
@@ -205,28 +208,31 @@ class Receiving:
             del self._held[name]
         if freed:
             self._free()
-        for table in (self._into, self._addresses):
+        for table in (self._into, self._addresses, self._offered_s):
             for name in [name for name in table if name[0] == op]:
                 del table[name]
 
     def end(self) -> None:
         """Let go of the caller's memory."""
         self._box.end()
-        for table in (self._into, self._addresses, self._held):
+        for table in (self._into, self._addresses, self._held, self._offered_s):
             table.clear()
 
     def eager(self, frame: Frame, payload: memoryview) -> None:
         name = (frame.op, frame.index)
         way = self._box.eager(frame)
         if way is _HOLD:
-            self._held[name] = bytes(payload)
+            self._held[name] = bytes(payload), time.monotonic()
             return
         self._free()
         if way is _DELIVER:
             self._deliver(name, payload, self._into.pop(name))
 
     def offer(self, frame: Frame) -> None:
-        self._begin((frame.op, frame.index), self._box.offer(frame))
+        name, way = (frame.op, frame.index), self._box.offer(frame)
+        if way is _WAIT:
+            self._offered_s[name] = time.monotonic()
+        self._begin(name, way)
 
     def piece(self, frame: Frame, payload: memoryview) -> None:
         coming = self._box.piece(frame)
@@ -240,7 +246,7 @@ class Receiving:
             into[frame.where : coming.done] = payload
         if coming.done == coming.length:
             del self._into[name]
-            self._outcome(Received(self._peer, *name))
+            self._outcome(Received(self._peer, *name, self._offered_s.pop(name, 0.0)))
             self.whole = True
 
     def read(self, limit: int) -> int:
@@ -273,7 +279,7 @@ class Receiving:
             if self._box.was_read(name, stands, stands and self._memory.alive()):
                 del self._into[name]
                 self._put(Frame(Kind.TAKEN, name[1], name[0]))
-                self._outcome(Received(self._peer, *name))
+                self._outcome(Received(self._peer, *name, self._offered_s.pop(name, 0.0)))
                 self.whole = True
         return total
 
@@ -291,9 +297,9 @@ class Receiving:
             into.restart()
         self._put(Frame(Kind.PULL, name[1], name[0]))
 
-    def _deliver(self, name: Name, content: bytes | memoryview, into: Buffer | Intake) -> None:
+    def _deliver(self, name: Name, content: bytes | memoryview, into: Buffer | Intake, came_s: float = 0.0) -> None:
         fill(into, content)
-        self._outcome(Received(self._peer, *name))
+        self._outcome(Received(self._peer, *name, came_s))
 
     def _free(self) -> None:
         """The peer may use the memory of short messages again that are held no more."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import socket
+import time
 
 from helixrt.errors import Cause
 from helixrt.protocol.link import frames
@@ -51,6 +52,7 @@ class Peer:
         self._receiving: dict[tuple[int, int], Buffer | Intake] = {}
         self._kept: dict[tuple[int, int], Buffer] = {}
         self._held: dict[tuple[int, int], Buffer] = {}
+        self._came_s: dict[tuple[int, int], float] = {}  # what is, or was until it was asked for, in `_held`
         self._unsaid: set[tuple[int, int]] = set()  # kept, and no rail has them yet
 
     # ---- the caller
@@ -91,13 +93,13 @@ class Peer:
         held = self._held.pop((op, index), None)
         if held is not None and len(held) == len(into):
             fill(into, held)
-            self._host.add(Received(self.rank, op, index))
+            self._host.add(Received(self.rank, op, index, self._came_s.pop((op, index))))
         else:
             self._end(Lost(self.rank, Cause("it closed without sending a message", f"rank {self.rank}")))
 
     def forget(self, op: int) -> None:
         self.tell(m.Forget(op))
-        for table in (self._sending, self._receiving, self._held):
+        for table in (self._sending, self._receiving, self._held, self._came_s):
             for name in [name for name in table if name[0] == op]:
                 del table[name]
 
@@ -259,7 +261,7 @@ class Peer:
             connection.landing = self._landing((action.op, action.index), action.landing, connection.length)
         elif type(action) is m.Received:
             del self._receiving[action.op, action.index]
-            self._host.add(Received(self.rank, action.op, action.index))
+            self._host.add(Received(self.rank, action.op, action.index, self._came_s.pop((action.op, action.index), 0.0)))
         elif type(action) is m.Sent:
             self._sending.pop((action.op, action.index), None)
             self._host.add(Sent(self.rank, action.op, action.index))
@@ -300,6 +302,7 @@ class Peer:
         match action:
             case m.Free(op, index):
                 self._host.copies.give(self._held.pop((op, index)))
+                del self._came_s[op, index]
             case m.Detach(op, index):
                 for each in filter(None, self.rails):
                     each.detach((op, index))
@@ -333,6 +336,7 @@ class Peer:
         if landing is Landing.DROP:
             return None
         held = self._held[name] = self._host.copies.take(length)
+        self._came_s[name] = time.monotonic()
         return held
 
     # ---------------------------------------------------------------- ends
@@ -360,7 +364,7 @@ class Peer:
         self.link.closed = True
         self._touch()
         self._close_connections()
-        for table in (self._sending, self._receiving, self._kept, self._held, self._unsaid):
+        for table in (self._sending, self._receiving, self._kept, self._held, self._came_s, self._unsaid):
             table.clear()
         self._host.add(outcome)
 

@@ -1,6 +1,6 @@
-"""Waiting for descriptors, for a deadline, or to be woken: what a communicator's threads sleep on.
+"""Waiting for descriptors, for a deadline, or to be woken: what the threads that drive endpoints sleep on.
 
-The communicator's thread and one caller may wait at once; both see the same descriptors. Each has a wake of
+A communicator's thread and one caller may wait at once; both see the same descriptors. Each has a wake of
 its own: an eventfd that stays readable until its owner takes it, so one that comes before the wait is
 not lost.
 """

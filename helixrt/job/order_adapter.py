@@ -1,0 +1,217 @@
+"""The leader's part in changing the order of its replica's schedule: measured costs in, one order for all of its ranks out.
+
+In: what the replica's ranks measured, its steps, and the ranks' answers. Out: calls of `prepare`, which have all ranks make an
+order ready at the same point of their commands, and work by it from the same step on (`OrderReady` of the step machine); events
+of the flight record; lines for the user. A thread of its own judges and waits for the planner, so that no step does;
+`schedule.adaptation.policy` decides.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from helixrt.errors import Retryable
+from helixrt.job.order_planner import OrderPlanner
+from helixrt.job.orders import RankOrders
+from helixrt.observe.estimates import MeasuredCosts
+from helixrt.record import FlightRecord, Kind
+from helixrt.schedule.adaptation.judge import Answer, CostEstimate
+from helixrt.schedule.adaptation.policy import Adaptation, Ask, Decision, OrderPolicy, Switch
+from helixrt.schedule.costs import uniform
+from helixrt.schedule.exchange.as_json import order_key
+from helixrt.schedule.simulate import DELEGATED, Comm
+
+_GAIN_STEPS = 5  # before and after a switch, whose median times are compared
+_REST = 4  # times as long as the last answer took, until the next question
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class _StepDone:
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class _Measured:
+    pass
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    order: str
+    seconds: float
+    failed: str
+
+
+class OrderAdapter:
+    """Of one replica of so many `ranks`, on its leading rank; begins with `start`. `in_use()`: the hash of the order that the
+    replica works by when the first costs come, "" for the first one. `estimates()`: what was measured so far, None while that
+    is not enough. `prepare(order)`: see `Leader.prepare`. `broken(error)` ends this rank.
+    """
+
+    def __init__(
+        self,
+        orders: RankOrders,
+        rules: Adaptation,
+        last_step: int,
+        ranks: int,
+        in_use: Callable[[], str],
+        estimates: Callable[[], MeasuredCosts | None],
+        prepare: Callable[[str], None],
+        record: FlightRecord,
+        say: Callable[[str], None],
+        broken: Callable[[BaseException], None],
+        comm: Comm = DELEGATED,
+    ) -> None:
+        self._orders, self._ranks, self._estimates, self._prepare = orders, ranks, estimates, prepare
+        self._record, self._say, self._broken = record, say, broken
+        first = orders.first
+        self._rules, self._last_step, self._in_use, self._comm = rules, last_step, in_use, comm
+        self._first = order_key(first)
+        # What is not measured: the caps, and how a backward that ran whole divides.
+        self._base = uniform(first.stages, memory=rules.memory or math.inf).split(first.placement)
+        self._planner = OrderPlanner()
+        self._news: queue.SimpleQueue[_StepDone | _Prepared | _Measured | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="helixrt-order-adapter", daemon=True)
+        # Below: of the thread.
+        self._heard = 0  # reports of ranks since costs were judged: all ranks', so that both ends of a link are in them
+        self._rests_until_s = 0.0  # no question before, however costs change
+        self._ready = {self._first}  # orders that all ranks have made ready
+        self._pending: Switch | None = None  # the ranks make it ready
+        self._done = _StepDone(0, record.clock())
+        self._took_ms: deque[float] = deque(maxlen=_GAIN_STEPS)  # of the newest steps by the order in use
+        self._gain: tuple[Switch, float] | None = None  # that is not told yet: the last switch, the steps' median before it
+
+    # ---------------------------------------------------------------- news, from any thread
+
+    def start(self) -> None:
+        """From now on orders may change."""
+        self._thread.start()
+
+    def step_done(self, step: int) -> None:
+        """Update number `step` was ordered."""
+        self._news.put(_StepDone(step, self._record.clock()))
+
+    def measured(self) -> None:
+        """A rank has measured something new."""
+        self._news.put(_Measured())
+
+    def prepared(self, order: str, seconds: float, failed: str) -> None:
+        """All ranks have answered `prepare`."""
+        self._news.put(_Prepared(order, seconds, failed))
+
+    def close(self) -> None:
+        """End the planner and the thread; idempotent."""
+        self._news.put(None)
+        self._planner.close()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+
+    # ---------------------------------------------------------------- its own thread
+
+    def _run(self) -> None:
+        try:
+            while (news := self._news.get()) is not None:
+                match news:
+                    case _StepDone():
+                        self._count(news)
+                    case _Prepared():
+                        self._prepared(news)
+                    case _Measured():
+                        self._heard += 1
+                        if self._heard >= self._ranks and self._record.clock() >= self._rests_until_s:
+                            self._heard = 0
+                            self._judge()
+        except BaseException as error:
+            self._broken(error)
+
+    @cached_property
+    def _policy(self) -> OrderPolicy:
+        """Made when the first costs come: by then a replica that starts again has the order that the run's log names for it."""
+        in_use = self._in_use()
+        found = self._orders.schedule(in_use)
+        self._ready.add(order_key(found))
+        return OrderPolicy(self._orders.first, self._rules, self._last_step, found if in_use else None, self._comm)
+
+    def _judge(self) -> None:
+        measured = self._estimates()
+        if measured is None or measured.lacking():
+            return
+        observed = CostEstimate(measured.costs(base=self._base), measured.spread(base=self._base))
+        decision = self._policy.observed(self._done.step, observed)
+        if isinstance(decision, Ask):
+            self._record.write(Kind.REPLAN, step=self._done.step, why=decision.why)
+            begin_s = self._record.clock()
+            answer = self._planner.ask(decision.question)
+            end_s = self._record.clock()
+            self._rests_until_s = end_s + _REST * (end_s - begin_s)
+            if isinstance(answer, Answer):
+                decision = self._policy.answered(self._done.step, answer)
+            else:
+                self._policy.unanswered()
+                if answer is not None:
+                    self._say(f"the schedule's order stays as it is: {answer}")
+        self._carry_out(decision)
+
+    def _carry_out(self, decision: Decision) -> None:
+        if not isinstance(decision, Switch):
+            return
+        try:
+            self._orders.book.put(decision.order)
+        except (Retryable, OSError) as error:
+            self._policy.postpone()
+            self._say(f"the order {decision.key} of the schedule cannot be stored now: {error}")
+            return
+        self._pending = decision
+        self._record.write(
+            Kind.ORDER,
+            step=self._done.step,
+            order=decision.key,
+            before=self._policy.in_use,
+            why=decision.why,
+            present_ms=decision.present_ms,
+            predicted_ms=decision.predicted_ms,
+        )
+        self._say(
+            f"the schedule's order becomes {decision.key}: {decision.why}; predicted {decision.present_ms:.4g} ms a step "
+            f"before and {decision.predicted_ms:.4g} ms after"
+        )
+        self._prepare("" if decision.key == self._first else decision.key)
+
+    def _prepared(self, news: _Prepared) -> None:
+        switch, self._pending = self._pending, None
+        assert switch is not None, f"nobody asked for the order {news.order}"
+        self._record.write(Kind.ORDER_READY, step=self._done.step, order=switch.key, seconds=news.seconds, failed=news.failed)
+        if news.failed:
+            self._policy.refuse(switch.key, news.seconds * 1e3)
+            self._say(f"the order {switch.key} of the schedule is not used: {news.failed}")
+            return
+        self._policy.switched(self._done.step, switch.key, 0.0 if switch.key in self._ready else news.seconds * 1e3)
+        self._ready.add(switch.key)
+        self._gain = (switch, statistics.median(self._took_ms)) if self._took_ms else None
+        self._took_ms.clear()
+
+    def _count(self, done: _StepDone) -> None:
+        """The time of a step; and what the last switch has brought, when enough steps were measured after it."""
+        self._took_ms.append((done.at_s - self._done.at_s) * 1e3)
+        self._done = done
+        if self._gain is None or len(self._took_ms) < _GAIN_STEPS:
+            return
+        (switch, before_ms), self._gain = self._gain, None
+        after_ms = statistics.median(list(self._took_ms)[1:])  # the first one began before the switch
+        self._record.write(
+            Kind.ORDER_GAIN,
+            step=done.step,
+            order=switch.key,
+            before_ms=before_ms,
+            after_ms=after_ms,
+            predicted_ms=switch.gain_ms,
+        )

@@ -1,0 +1,369 @@
+"""Channels between stages over the project's endpoints: TCP rails, shared memory, RDMA verbs.
+
+In: connected endpoints, one per queue; which stage this is. Out: a `Channel` to every other stage, and how they communicate:
+
+- **Delegated** (ADAPTRA, Section 5.2): each queue has a thread that copies what is sent to host memory (`host_tier`) and moves
+  it; micro-batch m goes by queue m modulo their number, in both directions, so both ends know it without a word. Compute waits
+  for what it receives, and for nothing else.
+- **Direct** (Sections 3.2 and 5.1): all sends and receives of the stage form one queue in the order of its program
+  (`in_order`); compute waits where `helixrt.schedule.simulate.Direct` says so. A send is over when its receiver has said that
+  it arrived.
+
+A message is a header (when it was queued and begun, by the sender's clock; the sender's step) and the tensor's bytes. It
+arrives when the endpoint has all of it, whether or not anybody waits; `delay` later where links are slowed down on purpose.
+Endpoints check names and sizes against what was agreed, and peers prove the run's secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from helixrt.errors import Cause, MisuseError, Retryable
+from helixrt.pipeline.channels import Channel, RecvHandle, SendHandle, Tag, wire_tag
+from helixrt.pipeline.host_tier import HostTier
+from helixrt.pipeline.in_order import Communication, InOrder
+from helixrt.pipeline.stage_queue import LINGER_S, Name, StageQueue
+from helixrt.record import FlightRecord, Kind
+from helixrt.schedule.simulate import DELEGATED, Comm, Direct
+from helixrt.transport.contract import Buffer, Endpoint
+
+HOST_BYTES = 1 << 30
+TIMEOUT_S = 60.0
+
+_HEADER = struct.Struct("<ddq?")  # queued and begun (Unix times), the sender's step, whether it wants to know of the arrival
+_HEADER_BYTES = 64  # tensors behind it are aligned
+_INDEX_BITS = 20  # of `wire_tag`, without its step
+_ACKNOWLEDGES = 1 << _INDEX_BITS  # in a name: tells the sender of the message of the same name that it arrived
+
+Delay = Callable[[int, int], float]  # seconds, by sending stage and its step
+
+
+def _no_delay(source: int, step: int) -> float:
+    return 0.0
+
+
+def _name(tag: Tag) -> Name:
+    return tag.step, wire_tag(tag) % (1 << _INDEX_BITS)
+
+
+def _bytes_of(buffer: torch.Tensor) -> Buffer:
+    return buffer.numpy().data
+
+
+def _tensor_in(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return buffer[_HEADER_BYTES:].view(like.dtype).view(like.shape)
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    """`tensor` is the stage's until it is copied, then None."""
+
+    peer: int
+    tag: Tag
+    step: int
+    queued_s: float
+    tensor: torch.Tensor | None
+    bytes: int
+    wants_arrival: bool
+    begun_s: float = math.nan
+    copy_s: float = math.nan
+    communication: Communication = field(default_factory=Communication)
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """`due_s`: when it may be seen (monotonic), `arrived_s` the same as Unix time; NaN until it is here."""
+
+    peer: int
+    tag: Tag
+    buffer: torch.Tensor
+    posted_s: float
+    sent_s: float = math.nan
+    queued_s: float = math.nan
+    arrived_s: float = math.nan
+    due_s: float = math.nan
+    communication: Communication = field(default_factory=Communication)
+
+    @property
+    def here(self) -> bool:
+        return self.due_s == self.due_s
+
+
+class StageChannels:
+    """All channels of one stage; closed together. `endpoints` are connected to all other stages, ranks being stages, and are
+    closed with them.
+
+    Calls come from the thread that computes. A wait for a peer is at most `timeout_s`. `host_bytes` bounds the host memory of
+    messages on their way out; what comes in is bounded by the schedule. Raises MisuseError for tensors that are not on the CPU.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        stage: int,
+        stages: int,
+        record: FlightRecord,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        host_bytes: int = HOST_BYTES,
+        delay: Delay = _no_delay,
+        comm: Comm = DELEGATED,
+    ) -> None:
+        self.record, self.host = record, HostTier(host_bytes)
+        self.released_s = -math.inf
+        """When the newest of those things came about that compute had to wait for, as Unix time."""
+        self._timeout_s, self._delay = timeout_s, delay
+        self._changed = threading.Condition()
+        self._lost: dict[int, Cause] = {}
+        self._uncopied: set[_Outgoing] = set()
+        self._in_order: InOrder | None = None
+        self._set(comm)
+        self._closed = False
+        self._queues = [StageQueue(e, f"helixrt-stage{stage}-queue{i}", self._peer_lost) for i, e in enumerate(endpoints)]
+        self._peers = [peer for peer in range(stages) if peer != stage]
+        self.channels: dict[int, Channel] = {peer: _EndpointChannel(self, peer) for peer in self._peers}
+
+    def use(self, comm: Comm) -> None:
+        """Communicate so from now on: between two steps, when every message that was sent is taken in or will be. Each stage
+        may do so by itself. Raises Retryable when a peer is lost."""
+        if (in_order := self._in_order) is not None:
+            self._wait(lambda: not in_order, self._peers)
+        self._set(comm)
+
+    def _set(self, comm: Comm) -> None:
+        self._in_order = InOrder(comm.depth) if isinstance(comm, Direct) else None
+
+    def close(self) -> None:
+        """Send what was begun, unless a peer is lost, and end the threads; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._lost:
+            with contextlib.suppress(Retryable):
+                self.settle(self._peers)
+        for queue in self._queues:
+            queue.close(0.0 if self._lost else LINGER_S)
+
+    # ---- what the channels call, in the thread that computes
+
+    def send(self, peer: int, tag: Tag, tensor: torch.Tensor) -> _Outgoing:
+        self._check(tensor)
+        record, in_order = self.record, self._in_order
+        size = tensor.nbytes
+        message = _Outgoing(peer, tag, record.step, record.clock(), tensor.detach(), size, in_order is not None)
+        with self._changed:
+            self._uncopied.add(message)
+        if in_order is None:
+            self._begin(message)
+        else:
+            message.communication.begin = partial(self._begin, message)
+            self._put(in_order, message.communication, peer)
+        return message
+
+    def recv(self, peer: int, tag: Tag, like: torch.Tensor) -> _Incoming:
+        message = _Incoming(peer, tag, torch.empty(_HEADER_BYTES + like.nbytes, dtype=torch.uint8), self.record.clock())
+        name, into = _name(tag), _bytes_of(message.buffer)
+        self._queue_of(tag).call(lambda queue: queue.receive(peer, name, into, partial(self._came, queue, message)))
+        return message
+
+    def wait_copied(self, message: _Outgoing) -> None:
+        """Until the tensor may be reused."""
+        if message.tensor is not None:
+            self._wait(lambda: message.tensor is None, [message.peer])
+
+    def wait_here(self, message: _Incoming) -> None:
+        """Until it has arrived, and where communication is direct until its turn has come."""
+        if (in_order := self._in_order) is not None:
+            self._put(in_order, message.communication, message.peer)
+            self._wait(lambda: message.communication.finished, [message.peer])
+            self.released_s = max(self.released_s, message.communication.finished_s)
+            return
+        if not message.here:
+            self._wait(lambda: message.here, [message.peer])
+        if (rest_s := message.due_s - time.monotonic()) > 0.0:
+            time.sleep(rest_s)
+        self.released_s = max(self.released_s, message.arrived_s)
+
+    def settle(self, peers: Sequence[int]) -> None:
+        self._wait(lambda: not any(message.peer in peers for message in self._uncopied), peers)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise MisuseError(f"stage channels over endpoints carry tensors on the CPU, not on {tensor.device}; take Gloo's")
+
+    def _put(self, in_order: InOrder, communication: Communication, peer: int) -> None:
+        """Into the queue of direct communication, when there is room."""
+        if in_order.full:
+            self._wait(lambda: not in_order.full, self._peers)
+            self.released_s = max(self.released_s, in_order.freed_s)
+        with self._changed:
+            in_order.put(communication)
+        self._advance(in_order)
+
+    def _wait(self, there: Callable[[], bool], peers: Sequence[int]) -> None:
+        """Raises Retryable if one of the peers is lost first, or nothing happens in time."""
+        until_s = time.monotonic() + self._timeout_s
+        with self._changed:
+            while not there():
+                for peer in peers:
+                    if (cause := self._lost.get(peer)) is not None:
+                        raise Retryable(Cause(f"stage {peer} of this replica cannot be reached: {cause}", self.record.rank))
+                if (rest_s := until_s - time.monotonic()) <= 0.0:
+                    what = f"stage {' or '.join(map(str, peers))} of this replica sent or took nothing in {self._timeout_s:g} s"
+                    raise Retryable(Cause(what, self.record.rank))
+                self._changed.wait(rest_s)
+
+    # ---- what threads of queues call as well
+
+    def _queue_of(self, tag: Tag) -> StageQueue:
+        return self._queues[tag.microbatch % len(self._queues)]
+
+    def _begin(self, message: _Outgoing) -> None:
+        self._queue_of(message.tag).call(partial(self._enter, message))
+
+    def _enter(self, message: _Outgoing, queue: StageQueue) -> None:
+        """Copy it to host memory, if there is room, and hand it to the endpoint."""
+        tensor, record = message.tensor, self.record
+        assert tensor is not None
+        buffer = self.host.take(_HEADER_BYTES + tensor.nbytes, partial(self._begin, message))
+        if buffer is None:
+            return
+        begun = time.perf_counter()
+        _tensor_in(buffer, tensor).copy_(tensor)
+        message.copy_s = time.perf_counter() - begun
+        self.host.copied(tensor.nbytes, message.copy_s)
+        name, data = _name(message.tag), _bytes_of(buffer)
+        if message.wants_arrival:
+            told = bytearray(1)
+            answer = (name[0], name[1] | _ACKNOWLEDGES)
+            queue.receive(message.peer, answer, memoryview(told), partial(self._arrived_there, message))
+        message.begun_s = record.clock()
+        _HEADER.pack_into(data, 0, message.queued_s, message.begun_s, message.step, message.wants_arrival)
+        with self._changed:
+            message.tensor = None
+            self._uncopied.discard(message)
+            self._changed.notify_all()
+        queue.send(message.peer, name, data, partial(self._sent, message, buffer))
+
+    def _sent(self, message: _Outgoing, buffer: torch.Tensor) -> None:
+        self.host.give(buffer)
+        if not message.wants_arrival:
+            self._note_send(message)
+
+    def _arrived_there(self, message: _Outgoing, came_s: float) -> None:
+        self._note_send(message)
+        self._over(message.communication)
+
+    def _came(self, queue: StageQueue, message: _Incoming, came_s: float) -> None:
+        """All of it is there, since `came_s` (monotonic)."""
+        wall_s = self.record.clock() - (time.monotonic() - came_s)
+        message.queued_s, message.sent_s, step, wants_arrival = _HEADER.unpack_from(_bytes_of(message.buffer))
+        delay_s = self._delay(message.peer, step)
+        message.arrived_s = wall_s + delay_s
+        with self._changed:
+            message.due_s = came_s + delay_s
+            self._changed.notify_all()
+        shows = partial(self._shows, queue, message, wants_arrival)
+        if delay_s > 0.0:
+            queue.later(message.due_s, shows)
+        else:
+            shows()
+
+    def _shows(self, queue: StageQueue, message: _Incoming, wants_arrival: bool) -> None:
+        """It has arrived: the stage may see it."""
+        self._over(message.communication)
+        if wants_arrival:
+            op, index = _name(message.tag)
+            queue.send(message.peer, (op, index | _ACKNOWLEDGES), memoryview(bytes(1)), lambda: None)
+
+    def _over(self, communication: Communication) -> None:
+        communication.over = True
+        if (in_order := self._in_order) is not None:
+            self._advance(in_order)
+
+    def _advance(self, in_order: InOrder) -> None:
+        with self._changed:
+            begin = in_order.advance(self.record.clock())
+            self._changed.notify_all()
+        for communication in begin:
+            communication.begin()
+
+    def _note_send(self, message: _Outgoing) -> None:
+        self.record.write(
+            Kind.SEND,
+            begin_s=message.queued_s,
+            step=message.step,
+            tag=str(message.tag),
+            bytes=message.bytes,
+            begun_s=message.begun_s,
+            copy_s=message.copy_s,
+        )
+
+    def _peer_lost(self, peer: int | None, cause: Cause) -> None:
+        with self._changed:
+            for one in self._peers if peer is None else [peer]:
+                self._lost.setdefault(one, cause)
+            self._changed.notify_all()
+
+
+class _EndpointChannel(Channel):
+    def __init__(self, channels: StageChannels, peer: int) -> None:
+        self.channels, self.peer = channels, peer
+
+    @property
+    def expects_all(self) -> bool:
+        return True  # else what waits for it at the sender takes up the room, or the place in the queue, of what is needed next
+
+    def send(self, tag: Tag, tensor: torch.Tensor) -> SendHandle:
+        return _EndpointSend(self.channels, self.channels.send(self.peer, tag, tensor))
+
+    def recv(self, tag: Tag, like: torch.Tensor) -> RecvHandle:
+        return _EndpointRecv(self.channels, self.channels.recv(self.peer, tag, like), like)
+
+    def settle(self) -> None:
+        self.channels.settle([self.peer])
+
+    def close(self) -> None:
+        self.channels.close()
+
+
+@dataclass(slots=True)
+class _EndpointSend(SendHandle):
+    channels: StageChannels
+    message: _Outgoing
+
+    def wait(self) -> None:
+        self.channels.wait_copied(self.message)
+
+
+@dataclass(slots=True)
+class _EndpointRecv(RecvHandle):
+    channels: StageChannels
+    message: _Incoming
+    like: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        message, record = self.message, self.channels.record
+        needed_s = record.clock()
+        self.channels.wait_here(message)
+        tensor = _tensor_in(message.buffer, self.like)
+        record.write(
+            Kind.RECV,
+            begin_s=message.posted_s,
+            tag=str(message.tag),
+            bytes=tensor.nbytes,
+            needed_s=needed_s,
+            arrived_s=message.arrived_s,
+            sent_s=message.sent_s,
+            queued_s=message.queued_s,
+        )
+        return tensor

@@ -1,0 +1,69 @@
+"""Host memory that messages wait in until they are sent: a bounded pool of buffers.
+
+In: tensors that a stage gives away, as they come. Out: copies of them in host memory; a tensor is its owner's again as soon
+as it is copied (ADAPTRA, Section 5.2). What finds no room waits where it is, on its own tensor, until a buffer is given back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+
+class HostTier:
+    """At most `capacity_bytes` of buffers, those that are kept for use again included; a message that is larger than that goes
+    alone. Any thread."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.peak_bytes = 0  # that were in use at once
+        self.waits = 0  # messages that found no room at first
+        self._used = self._kept_bytes = 0
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._waiting: list[Callable[[], None]] = []
+        self._copied_bytes, self._copied_s = 0, 0.0
+        self._lock = threading.Lock()
+
+    def take(self, size: int, retry: Callable[[], None] | None = None) -> torch.Tensor | None:
+        """A buffer of `size` bytes; None without room, and then `retry` is called, once, when some is given back."""
+        with self._lock:
+            if self._used and self._used + size > self.capacity_bytes:
+                self.waits += 1
+                if retry is not None:
+                    self._waiting.append(retry)
+                return None
+            self._used += size
+            self.peak_bytes = max(self.peak_bytes, self._used)
+            if kept := self._kept.get(size):
+                self._kept_bytes -= size
+                return kept.pop()
+            if self._used + self._kept_bytes > self.capacity_bytes:
+                self._kept.clear()
+                self._kept_bytes = 0
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """It is not used any more."""
+        size = buffer.numel()
+        with self._lock:
+            self._used -= size
+            if self._used + self._kept_bytes + size <= self.capacity_bytes:
+                self._kept.setdefault(size, []).append(buffer)
+                self._kept_bytes += size
+            waiting, self._waiting = self._waiting, []
+        for retry in waiting:
+            retry()
+
+    def copied(self, size: int, seconds: float) -> None:
+        """A copy into a buffer took so long."""
+        with self._lock:
+            self._copied_bytes += size
+            self._copied_s += seconds
+
+    @property
+    def copy_bytes_per_s(self) -> float | None:
+        """Of all copies so far; None before the first one. In a `HostMemory` it is `copy_per_ms`, in bytes per ms."""
+        with self._lock:
+            return self._copied_bytes / self._copied_s if self._copied_s > 0.0 else None

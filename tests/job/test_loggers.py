@@ -1,0 +1,109 @@
+"""Loggers: what they are told, and that one that fails costs a message alone."""
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helixrt
+from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
+from helixrt.job.output import RunOutput
+
+
+def step(replica: int, number: int, loss: float = 1.0) -> Logged:
+    return Logged(Logged.STEP, replica, f"r{replica}", number, {"loss": loss}, 0.5, 2, 0.0)
+
+
+class Kept(helixrt.MetricsLogger):
+    def __init__(self) -> None:
+        self.begun: list[tuple[Path, str, Mapping[str, Any]]] = []
+        self.points: list[helixrt.MetricsPoint] = []
+        self.closed = 0
+
+    def begin(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        self.begun.append((folder, name, settings))
+
+    def log(self, point: helixrt.MetricsPoint) -> None:
+        self.points.append(point)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Failing(helixrt.MetricsLogger):
+    def log(self, point: helixrt.MetricsPoint) -> None:
+        if point.step != 3:
+            raise ConnectionError("the server of the figures is away")
+
+
+class NeverBegins(Kept):
+    def begin(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        raise PermissionError("no token")
+
+
+def test_a_logger_gets_each_replicas_figures_and_those_of_all(tmp_path: Path) -> None:
+    kept = Kept()
+    output = RunOutput(tmp_path, 2, io.StringIO(), name="run-1", settings={"seed": 3}, loggers=[kept])
+    output.step(step(1, 1, 3.0))
+    output.step(step(0, 1, 1.0))
+    output.evaluated(Logged(Logged.VALIDATION, 0, "r0", 1, {"accuracy": 0.5}, 0.0, 0, 0.0))
+    output.validation(ValidationMetrics(1, 1, 2.5, 100))
+    output.close()
+    output.close()
+    assert kept.begun == [(tmp_path, "run-1", {"seed": 3})] and kept.closed == 1
+    found = [(p.what, p.step, p.replica, p.values.get("step/loss")) for p in kept.points]
+    assert found[:3] == [("step", 1, 1, 3.0), ("step", 1, 0, 1.0), ("step", 1, None, 2.0)]
+    assert 0 <= kept.points[2].values["speed/goodput"] <= 1 and "speed/flops_utilisation" not in kept.points[2].values
+    assert kept.points[3].values == {"validation/accuracy": 0.5}
+    assert "loss/validation_bits_per_byte" in kept.points[4].values
+
+
+def test_a_logger_that_fails_costs_one_message_a_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    never = NeverBegins()
+    output = RunOutput(tmp_path, 1, io.StringIO(), loggers=[Failing(), never])
+    for number in (1, 2, 3, 4, 5):
+        output.step(Logged(Logged.STEP, 0, "r0", number, {"loss": 1.0}, 0.5, 1, 0.0))
+    output.close()
+    said = capsys.readouterr().err.splitlines()
+    failing = "Failing could not be written: ConnectionError: the server of the figures is away"
+    assert said == ["NeverBegins could not be written: PermissionError: no token", failing, failing], "it was back in step 3"
+    assert not never.points and not never.closed
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
+
+
+def test_csv_has_a_row_per_value_and_goes_on_when_the_run_is_resumed(tmp_path: Path) -> None:
+    for number in (1, 2):
+        output = RunOutput(tmp_path, 1, io.StringIO(), loggers=[helixrt.CsvLogger()])
+        output.step(Logged(Logged.STEP, 0, "r0", number, {"loss": 0.5 * number}, 0.5, 1, 0.0))
+        output.close()
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    losses = [(row["step"], row["replica"], float(row["value"])) for row in rows if row["name"] == "step/loss"]
+    assert losses == [("1", "0", 0.5), ("1", "all", 0.5), ("2", "0", 1.0), ("2", "all", 1.0)]
+
+
+def test_utilisation_is_shown_where_operations_and_the_devices_speed_are_known(tmp_path: Path) -> None:
+    kept, stream = Kept(), io.StringIO()
+    output = RunOutput(tmp_path, 2, stream, loggers=[kept], flops_per_step=4e9, peak_flops=2e10)
+    for replica, seconds in ((0, 0.5), (1, 1.0)):
+        output.step(StepMetrics(replica, f"r{replica}.pp0", 1, 1.0, 100, seconds, 2, 0.0, 1.0, 1e-3, 1))
+    output.close()
+    assert kept.points[-1].values["speed/flops_utilisation"] == pytest.approx(0.2), "of the slowest replica"
+    assert "utilisation 20.0%" in stream.getvalue()
+
+
+def test_goodput_counts_committed_steps_once_with_what_is_usual() -> None:
+    from helixrt.job.goodput import Goodput
+
+    goodput = Goodput(2)
+    for number in range(1, 11):
+        for replica in (0, 1):
+            first = 50.0 if number == 1 else 1.0  # a capture
+            line = Logged(Logged.STEP, replica, f"r{replica}", number, {}, first + 0.25, 2, 0.25)
+            goodput.add(line)
+            goodput.add(line)
+    assert goodput.share(20.0) == pytest.approx(20 / 40), "ten steps of a second on each of two replicas, in 20 s"
+    assert goodput.share(0.0) == 0.0

@@ -1,0 +1,223 @@
+"""Orders of a schedule in a job: kept under their hash, planned beside the training, made ready by all ranks or by none."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helixrt.errors import ConfigError
+from helixrt.job.order_adapter import OrderAdapter
+from helixrt.job.order_planner import OrderPlanner
+from helixrt.job.orders import OrderBook, RankOrders
+from helixrt.observe.estimates import Estimate, LinkEstimate, MeasuredCosts
+from helixrt.record import Event, FlightRecord, Kind
+from helixrt.replica.store import MemoryRunStore
+from helixrt.schedule.adaptation.judge import Answer, CostEstimate, Question, judge
+from helixrt.schedule.adaptation.policy import Adaptation
+from helixrt.schedule.costs import uniform, with_delays
+from helixrt.schedule.exchange.as_json import order_key
+from helixrt.schedule.generators.classic import build
+from helixrt.schedule.ir import Op, Schedule
+
+ZB = build("zb", 4, 12)
+DEADLINE_S = 60.0
+
+
+class NoGraphs:
+    """An engine that notes what it is asked for; `refused` orders cannot be made ready."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.prepared, self.refused = schedule, list[Schedule](), set[str]()
+
+    def prepare_schedule(self, schedule: Schedule) -> None:
+        if order_key(schedule) in self.refused:
+            raise ConfigError("stages.graphs", "never", "no graph")
+        self.prepared.append(schedule)
+
+    def use_schedule(self, schedule: Schedule) -> None:
+        if schedule.microbatches != self.schedule.microbatches:
+            raise ValueError("is for other micro-batches")
+        self.schedule = schedule
+
+
+def orders_of(engine: NoGraphs, folder: Path, store: MemoryRunStore | None = None) -> RankOrders:
+    return RankOrders(engine, OrderBook(store or MemoryRunStore(), folder))  # type: ignore[arg-type]
+
+
+def test_an_order_is_found_by_its_hash_in_the_store_and_after_a_resume_in_the_folder(tmp_path: Path) -> None:
+    store, made = MemoryRunStore(), build("1f1b", 4, 12)
+    key = OrderBook(store, tmp_path).put(made)
+    assert key == order_key(made)
+    elsewhere, fresh = OrderBook(store, tmp_path / "other machine"), MemoryRunStore()
+    assert elsewhere.get(key).entries == made.entries
+    assert OrderBook(fresh, tmp_path).get(key).entries == made.entries
+    assert OrderBook(fresh, tmp_path / "other machine").get(key).entries == made.entries  # the first one put it back
+    with pytest.raises(ConfigError, match="is neither in the run's store nor in"):
+        elsewhere.get("0" * 16)
+    (tmp_path / "schedules" / f"{key}.json").write_text("{}")
+    with pytest.raises(ConfigError, match="was changed; delete the file"):
+        OrderBook(MemoryRunStore(), tmp_path).get(key)
+
+
+def test_a_rank_uses_the_order_that_it_is_told_and_the_first_one_again(tmp_path: Path) -> None:
+    engine, made = NoGraphs(ZB), build("1f1b", 4, 12)
+    orders = orders_of(engine, tmp_path)
+    key = orders.book.put(made)
+    orders.prepare(key)
+    assert engine.schedule is ZB and engine.prepared[0].entries == made.entries
+    orders.use(key)
+    assert engine.schedule.entries == made.entries and orders.fits(key) == ""
+    orders.use("")
+    assert engine.schedule is ZB
+    other = orders.book.put(build("zb", 4, 8))
+    assert "8 micro-batches" in orders.fits(other) and "neither in the run's store" in orders.fits("0" * 16)
+    with pytest.raises(ConfigError, match="cannot be used by this rank: is for other micro-batches"):
+        orders.use(other)
+
+
+def test_the_planner_answers_in_a_process_of_its_own_as_the_same_question_is_answered_here() -> None:
+    costs = uniform(4, 10.0, 10.0, 10.0)
+    slow = CostEstimate(with_delays(costs, {(1, 2): 60.0, (2, 1): 60.0}), uniform(4, 0.0, 0.0, 0.0))
+    question = Question(slow, ZB)
+    planner = OrderPlanner(DEADLINE_S)
+    try:
+        assert planner.ask(question) == judge(question)
+        broken = Question(slow, ZB, least_gain=-1.0)
+        assert planner.ask(broken) == "least_gain=-1.0: must be at least 0"
+        assert isinstance(planner.ask(question), Answer)
+    finally:
+        planner.close()
+    assert planner.ask(question) is None
+
+
+def test_a_planner_that_does_not_answer_in_time_is_ended_and_the_next_question_has_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import helixrt.job.order_planner as module
+
+    question = Question(CostEstimate(uniform(4), uniform(4, 0.0, 0.0, 0.0)), ZB)
+    planner = OrderPlanner(0.2)
+    with monkeypatch.context() as silent:
+        silent.setattr(module.sys, "executable", "/bin/cat")  # ends at once: it knows no -m
+        assert "has ended, or has not answered" in str(planner.ask(question))
+    planner = OrderPlanner(DEADLINE_S)
+    assert isinstance(planner.ask(question), Answer)
+    planner.close()
+
+
+def measured(step: int, delay_ms: float) -> MeasuredCosts:
+    """Of four stages, whose middle link has this delay."""
+    ten, free = Estimate(10.0, 0.1, 12), LinkEstimate(Estimate(0.0, 0.01, 12))
+    links = {way: free for a in range(3) for way in ((a, a + 1), (a + 1, a))}
+    slow = LinkEstimate(Estimate(delay_ms, 0.1, 12))
+    links |= {(1, 2): slow, (2, 1): slow}
+    operations = {(op, chunk): ten for op in (Op.F, Op.B, Op.W) for chunk in range(4)}
+    return MeasuredCosts((0, 1, 2, 3), 12, operations, {}, links, step)
+
+
+@dataclass
+class Replica:
+    """A leader whose ranks answer as the test says."""
+
+    engine: NoGraphs
+    orders: RankOrders
+    record: FlightRecord
+    adapter: OrderAdapter = None  # type: ignore[assignment]
+    news: MeasuredCosts | None = None
+    asked: queue.Queue[str] = field(default_factory=queue.Queue)
+    said: list[str] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+    step: int = 0
+
+    def steps(self, count: int, delay_ms: float) -> None:
+        for _ in range(count):
+            self.step += 1
+            self.adapter.step_done(self.step)
+            self.news = measured(self.step, delay_ms)
+            self.adapter.measured()
+
+    def switch(self, delay_ms: float, failed: str = "") -> str:
+        """The order that comes of these measurements; the ranks answer."""
+        for _ in range(100):
+            self.steps(1, delay_ms)
+            try:
+                order = self.asked.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            self.adapter.prepared(order, 0.01, failed)
+            return order
+        raise AssertionError(f"no switch; {self.said}, {self.errors}, {kinds(self.record)}")
+
+
+def kinds(record: FlightRecord) -> list[Event]:
+    return [e for e in record.events() if e.kind in (Kind.REPLAN, Kind.ORDER, Kind.ORDER_READY, Kind.ORDER_GAIN)]
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[Callable[..., Replica]]:
+    made: list[Replica] = []
+
+    def make(in_use: str = "", **rules: Any) -> Replica:
+        engine = NoGraphs(ZB)
+        found = Replica(engine, orders_of(engine, tmp_path), FlightRecord("r0"))
+        found.adapter = OrderAdapter(
+            found.orders,
+            Adaptation(**rules),
+            0,
+            1,
+            lambda: in_use,
+            lambda: found.news,
+            found.asked.put,
+            found.record,
+            found.said.append,
+            found.errors.append,
+        )
+        found.adapter.start()
+        made.append(found)
+        return found
+
+    yield make
+    for each in made:
+        each.adapter.close()
+        assert not each.errors
+
+
+def test_a_slow_link_changes_the_order_of_a_replica_and_its_end_takes_the_first_one_up_again(
+    replica: Callable[..., Replica],
+) -> None:
+    found = replica()
+    found.steps(3, 0.0)
+    key = found.switch(60.0)
+    assert found.orders.schedule(key).placement == ZB.placement and len(key) == 16
+    found.steps(8, 60.0)
+    assert found.switch(0.0) == ""  # the first one has no other name
+    events = kinds(found.record)
+    (away, back) = [e.detail for e in events if e.kind is Kind.ORDER]
+    assert (away["order"], away["before"], back["order"]) == (key, order_key(ZB), order_key(ZB))
+    assert away["present_ms"] == 790.0 and away["predicted_ms"] == 450.0
+    gain = next(e.detail for e in events if e.kind is Kind.ORDER_GAIN)
+    assert gain["order"] == key and gain["predicted_ms"] == 340.0 and gain["before_ms"] > 0 and gain["after_ms"] >= 0
+    assert [e.detail["failed"] for e in events if e.kind is Kind.ORDER_READY] == ["", ""]
+    assert f"the schedule's order becomes {key}" in found.said[0]
+
+
+def test_an_order_that_a_rank_cannot_run_is_not_used_and_training_goes_on(replica: Callable[..., Replica]) -> None:
+    found = replica()
+    found.steps(3, 0.0)
+    key = found.switch(60.0, failed="rank 2: no graph")
+    found.steps(3, 60.0)
+    assert found.said[-1] == f"the order {key} of the schedule is not used: rank 2: no graph"
+
+
+def test_a_replica_that_starts_again_judges_from_its_order(replica: Callable[..., Replica], tmp_path: Path) -> None:
+    gpipe = build("gpipe", 4, 12)
+    key = OrderBook(MemoryRunStore(), tmp_path).put(gpipe)
+    found = replica(in_use=key)
+    assert found.switch(0.0) == ""
+    (event,) = [e.detail for e in kinds(found.record) if e.kind is Kind.ORDER]
+    assert event["before"] == key and event["order"] == order_key(ZB)

@@ -1,0 +1,33 @@
+"""The guide about measured costs tells the truth: its commands and its program run, in order, and show what it says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GUIDE = (Path(__file__).resolve().parents[1] / "docs/guides/observe.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_block_of_the_guide_runs(tmp_path: Path) -> None:
+    (script,), (program,) = blocks("sh"), blocks("python")
+    said = []
+    for line in script.replace("\\\n", " ").splitlines():
+        words = shlex.split(line)
+        words[:1] = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "helixrt.cli"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        said.append(done.stdout)
+    assert "straggler: stage 2: its operations take" in said[1] and "straggler: stage 2" not in said[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.startswith("0 ['stage 2'"), done.stderr or done.stdout

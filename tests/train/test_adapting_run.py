@@ -1,0 +1,198 @@
+"""The order of the schedule changes while a model trains: all bits stay, and a lost replica comes back to its order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helixrt.bench._job_engine import pipeline_engine
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.errors import ConfigError
+from helixrt.pipeline.graph_stage import GraphStage
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.record import FlightRecord
+from helixrt.schedule.costs import uniform, with_delays
+from helixrt.schedule.exchange.as_json import order_key
+from helixrt.schedule.generators.classic import build
+from helixrt.schedule.ir import Schedule
+from helixrt.schedule.planner.plan import plan
+from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
+from helixrt.train.schedules import job_schedule
+from tests.train.jobs import Job, assert_consistent, kills
+
+MODEL = ModelConfig(layers=2, dim=16, heads=2, kv_heads=2, ffn=24, vocab=32, tied=True)
+BATCH, SEQ, STEPS = 12, 8, 6
+ADAPTING = ScheduleConfig("1f1b", 6, adapt="on")
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only")
+
+
+def engine_of(schedule: ScheduleConfig, stage: int, group: Any) -> PipelineEngine:
+    def batch_at(position: int) -> torch.Tensor:
+        return torch.randint(0, MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(position))
+
+    return pipeline_engine(
+        MODEL,
+        OptimConfig(lr=1e-2, warmup_steps=2, bucket_bytes=4096),
+        schedule,
+        batch=BATCH,
+        seq_len=SEQ,
+        steps=10,
+        seed=5,
+        stage=stage,
+        stages=2,
+        group=group,
+        batch_at=batch_at,
+        validation=batch_at,
+        record=FlightRecord(f"pp{stage}"),
+    )
+
+
+def orders() -> list[Schedule]:
+    """Of many kinds: whole backwards and split ones, few and all forwards first."""
+    slow = with_delays(uniform(2, 1.0, 1.2, 0.8), {(0, 1): 4.0, (1, 0): 5.0})
+    return [*(build(name, 2, 6) for name in ("zb", "gpipe", "zb-h2", "adaptra")), plan(slow, 6, effort=0.1).schedule]
+
+
+def test_training_that_changes_its_order_every_step_has_the_bits_of_training_that_does_not(
+    run_stages: Any, captured_once: None
+) -> None:
+    def body(stage: int, group: Any) -> list[list[Any]]:
+        runs = []
+        for changes in (False, True):
+            engine = engine_of(ADAPTING, stage, group)
+            assert isinstance(engine._executor.stage, GraphStage)  # also for an order that autograd could run
+            seen: list[Any] = []
+            for step, order in zip(range(1, STEPS), orders(), strict=True):
+                if changes:
+                    engine.prepare_schedule(order)
+                    assert engine.schedule is not order
+                    engine.use_schedule(order)
+                    assert engine.schedule is order
+                loss = engine.run(step, lambda bucket: None).loss
+                grads = [bucket.clone() for bucket in engine.buckets]
+                engine.apply(CommitRecord(step, step, "", ((0, 0),), {0: step}, "run"), grads)
+                seen.append((loss, grads, [p.detach().clone() for _, p in engine.registered.parameters()]))
+            engine.close()
+            runs.append(seen)
+        return runs
+
+    for fixed, changing in run_stages(2, body):
+        for (loss, grads, parameters), (loss_, grads_, parameters_) in zip(fixed, changing, strict=True):
+            assert loss == loss_
+            assert all(map(torch.equal, [*grads, *parameters], [*grads_, *parameters_]))
+
+
+def test_the_first_order_is_planned_from_the_costs_of_an_earlier_run(tmp_path: Path) -> None:
+    """Of stages of which the last one, with the vocabulary, takes three times as long."""
+    profile = {"f": [10, 10, 10, 30], "b": [10, 10, 10, 30], "w": [10, 10, 10, 30], "delay": [[1, 1], [60, 60], [1, 1]]}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile))
+    settings = ScheduleConfig("helix", 12, costs=str(path))
+    made = job_schedule(settings, stages=4, layers=8, batch=24)
+    from helixrt.schedule.exchange.profile import read
+
+    costs = read(path.read_text(), "costs", str(path)).costs
+    assert order_key(made) == order_key(plan(costs, 12).schedule) != order_key(build("helix", 4, 12))
+    with pytest.raises(ConfigError, match=r"schedule.costs=.*profile.json: is of 4 stages, and mesh.pp=2"):
+        job_schedule(settings, stages=2, layers=8, batch=24)
+    with pytest.raises(ConfigError, match=r"schedule.costs=nowhere.json: cannot be read: No such file"):
+        job_schedule(ScheduleConfig("helix", 12, costs="nowhere.json"), stages=4, layers=8, batch=24)
+    with pytest.raises(ConfigError, match=r"schedule.adapt=maybe: must be one of off, on"):
+        job_schedule(ScheduleConfig("helix", 12, adapt="maybe"), stages=4, layers=8, batch=24)
+    with pytest.raises(ConfigError, match=r"schedule.adapt=on: needs mesh.pp above 1"):
+        job_schedule(ScheduleConfig("gpipe", 12, adapt="on"), stages=1, layers=8, batch=24)
+
+
+# Whole runs
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    """Makes a `Job` of some overrides; whatever it left is ended with the test."""
+    made: list[Job] = []
+
+    def make(*overrides: str, patient: bool = False) -> Job:
+        made.append(Job(tmp_path / str(len(made)), *overrides, patient=patient))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+# gpipe leaves the most to gain, and any gain counts
+EAGER = ("schedule.adapt=on", "schedule.name=gpipe", "schedule.microbatches=8", "schedule.adaptation.switch_ms=0")
+
+
+def losses(job: Job) -> dict[tuple[int, int], float]:
+    entries = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {(e["replica"], e["step"]): e["loss_nats"] for e in entries if e.get("participants")}
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_that_changes_its_order_has_the_losses_of_one_that_does_not(job: Any) -> None:
+    shape = ("mesh.replicas=1", "mesh.pp=2", "steps=40", "chaos.kill=[]", "checkpoint.every=0")
+    changing, fixed = job(*shape, *EAGER), job(*shape, *EAGER, "schedule.adapt=off", "schedule.graphs=always")
+    for each in (changing, fixed):
+        ended = each.run()
+        assert ended.code == 0, each.why(ended)
+    changes = changing.report()["order_changes"]
+    assert [change for change in changes if not change["failed"]], changing.report()["costs"]
+    assert fixed.report()["order_changes"] == []
+    assert changing.log().head.orders == {0: changes[-1]["order"]} or len(changes) > 1
+    assert losses(changing) == losses(fixed) != {}
+    same = [each.report()["replicas"][0]["parameters_sha256"] for each in (changing, fixed)]
+    assert same[0] == same[1]
+    assert "Changes of the schedule" in (changing.folder / "report.html").read_text(encoding="utf-8")
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_lost_replica_comes_back_to_the_order_that_the_record_names(job: Any) -> None:
+    run = job(kills((1, 30, "forward")), "mesh.pp=2", "steps=60", *EAGER, patient=True)
+    report = assert_consistent(run, run.run(), lost=[1], steps=60)
+    assert {change["replica"] for change in report["order_changes"]} == {0, 1}
+    chain = run.log().chain()
+    kept = {order for record in chain for order in record.orders.values()}
+    assert kept == {path.stem for path in (run.folder / "schedules").glob("*.json")} - {order_key(build("gpipe", 2, 8))}
+    back = next(r for r in chain if (1, 1) in r.contributors)
+    before = [r for r in chain if r.step < back.step and 1 in r.orders]
+    assert before and back.orders[1] == before[-1].orders[1]
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_slow_link_changes_the_order_and_its_end_brings_it_back(job: Any) -> None:
+    """From step 20 on a message from stage 0 to 1, or back, comes 100 ms late; a replica is lost and comes back meanwhile."""
+    slow = ", ".join(f"{{from: {a}, to: {1 - a}, delay_ms: 100, steps: [20, 60]}}" for a in (0, 1))
+    run = job(
+        kills((1, 35, "forward")),
+        f"chaos.link=[{slow}]",
+        *("mesh.pp=2", "steps=100", "schedule.adapt=on", "schedule.name=zb", "schedule.microbatches=8"),
+        *("schedule.adaptation.switch_ms=0", "schedule.adaptation.least_gain=0.1", "step_timeout_s=60"),
+        patient=True,
+    )
+    report = assert_consistent(run, run.run(), lost=[1], steps=100)
+    first = order_key(build("zb", 2, 8))
+    chain = run.log().chain()
+    for replica in (0, 1):
+        slowed = [record.orders.get(replica, "") for record in chain if 25 <= record.step < 60 and replica in record.replicas]
+        assert all(slowed), f"replica {replica} was slow: {slowed}"
+        assert chain[19].orders.get(replica, "") == "", "before, nothing called for another order"
+    changes = [change for change in report["order_changes"] if change["replica"] == 0 and not change["failed"]]
+    away = next(change for change in changes if change["step"] >= 20)
+    assert away["before"] == first and away["step"] <= 23 and away["predicted_ms"] < 0.9 * away["present_ms"]
+    assert any(change["order"] == first and change["step"] >= 60 for change in changes)
+    back = next(record for record in chain if (1, 1) in record.contributors)
+    assert back.orders[1] == next(record.orders[1] for record in reversed(chain[: back.step]) if 1 in record.orders)
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert f"Step {away['step']}, before replica" in page and "Measured costs" in page

@@ -1,0 +1,53 @@
+"""A whole run of the main job that measures itself: a stage is slowed down on purpose, and the report says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helixrt import cli
+from helixrt.job.report import read_flight
+from helixrt.record import Kind
+from tests.train.jobs import Job
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only"),
+]
+SLOW_FROM, STEPS = 8, 14
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    slow = f"chaos.slow=[{{stage: 1, factor: 30, steps: [{SLOW_FROM}, 1000]}}]"
+    made = Job(tmp_path, f"steps={STEPS}", "mesh.replicas=1", "mesh.pp=2", "schedule.microbatches=8", slow)
+    yield made
+    made.end()
+
+
+def test_a_slow_stage_is_seen_live_and_told_afterwards(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    ended = job.run()
+    assert ended.code == 0, ended.err
+    (found,) = job.report()["costs"]
+    assert found["placement"] == [0, 1] and found["microbatches"] == 8 and found["step"] == STEPS
+    assert {(each["op"], each["stage"]) for each in found["operations"]} == {("F", 0), ("BW", 0), ("F", 1), ("BW", 1)}
+    assert {(link["from"], link["to"]) for link in found["links"]} == {(0, 1), (1, 0)}
+    assert all(link["clock_offset_ms"] == 0 for link in found["links"]), "one machine has one clock"
+    changes = {each["what"]: each for each in found["changes"] if each["step"] == SLOW_FROM}
+    assert {"F of chunk 1", "BW of chunk 1"} <= changes.keys()
+    assert all(2 < each["after_ms"] / each["before_ms"] for what, each in changes.items() if "chunk 1" in what)
+    assert "stage 1" in {each["place"] for each in found["stragglers"] if each["cause"] == "compute"}
+    live = [
+        e for e in read_flight(job.folder / "flight") if e.kind is Kind.COSTS_CHANGED and e.detail["what"] == "F of chunk 1"
+    ]
+    assert live and live[0].rank == "r0.pp0" and live[0].detail["since"] == SLOW_FROM, "the leader knew it during the run"
+    assert live[0].step <= SLOW_FROM + 5
+    page = (job.folder / "report.html").read_text(encoding="utf-8")
+    assert "Measured costs, replica 0" in page and "Straggler: stage 1" in page
+
+    capsys.readouterr()
+    assert cli.main(["observe", str(job.folder)]) == 0
+    assert "straggler: stage 1: its operations take" in capsys.readouterr().out
+    assert cli.main(["schedule", "--profile", str(job.folder / "profile.json")]) == 0
