@@ -69,6 +69,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("sweep_part", range(max(1, metafunc.config.option.seeds // SWEEP_SEEDS)))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """In the test's own report: with several workers, an error of the collection would not show what it is."""
+    limit = item.get_closest_marker("timeout")
+    if limit is not None and limit.args[0] > LONGEST_S:
+        pytest.fail(f"a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most", pytrace=False)
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests, and group those that one worker process must run (pytest-xdist, `--dist loadgroup`).
@@ -79,9 +86,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     last, because one worker runs all of them, and the others need work meanwhile.
     """
     for item in items:
-        limit = item.get_closest_marker("timeout")
-        if limit is not None and limit.args[0] > LONGEST_S:
-            raise pytest.UsageError(f"{item.nodeid}: a limit of {limit.args[0]} s: cut the test, {LONGEST_S} s is the most")
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
     parts: dict[str, list[pytest.Item]] = {"rdma": [], "vm": [], "ray": [], "": []}

@@ -170,7 +170,7 @@ def _summary(scenario: Scenario, fixed: Sequence[Run], loop: Run) -> dict[str, A
         "total / undisturbed": round(loop.total_s * 1e3 / (median(calm) * scenario.steps), 3),
     }
     if scenario.name == "slow-link":
-        steady = slice(SLOW_FROM + 4, SLOW_TO - 1)  # the order has followed
+        steady = slice(min(SLOW_FROM + 4, SLOW_TO - 2), SLOW_TO - 1)  # the order has followed
         mine = median(loop.steps_ms[steady])
         said["steps until the new order"] = next((s - SLOW_FROM + 2 for s, *_ in loop.switches if s >= SLOW_FROM), None)
         said["slow step, ms"] = {each.name: round(median(each.steps_ms[steady]), 1) for each in (*fixed, loop)}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.engines.buffers import Mode
 from helixrt.engines.pipeline import (
     BUCKET_BYTES,
     GRAPHS,
@@ -168,6 +169,7 @@ class StagedModel(PipelinedModel):
         replicas: int = 1,
         seed: int = 0,
         batches: Batches | None = None,
+        buffers: Mode = "mean",
     ) -> PipelineEngine:
         stages, place = self.stages, self.place
         self._engine = PipelineEngine(
@@ -198,7 +200,11 @@ class StagedModel(PipelinedModel):
         )
         return self._engine
 
-    def train_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> float:
+    def train_batch(
+        self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any, weight: float | torch.Tensor | None = None
+    ) -> float:
+        if weight is not None:
+            raise MisuseError("weight= is for a compiled model with an example; the loss of helixrt.Stages is a mean")
         if named or not all(isinstance(each, torch.Tensor) for each in (*inputs, target)) or len(inputs) != 1:
             raise MisuseError("helixrt.Stages take one input and a target, both tensors: step.train(model, x, target=y)")
         assert self._engine is not None

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from helixrt.errors import ConfigError
@@ -58,9 +59,17 @@ def captured_model(
     def times(joint: Part) -> Mapping[str, float]:
         return agreed_times(host, unit_times(joint))
 
-    place = host.connect_stages()
+    place, autocast = host.connect_stages(), torch.bfloat16 if settings.dtype == "bfloat16" else None
     return CapturedModel(
-        step, example, place, seed=settings.seed, weights=weights, tp_plan=tp_plan, times=times, busy=host.busy
+        step,
+        example,
+        place,
+        seed=settings.seed,
+        weights=weights,
+        times=times,
+        tp_plan=tp_plan,
+        autocast=autocast,
+        busy=host.busy,
     )
 
 

@@ -1,8 +1,8 @@
 """Chunk times: how long F, B, W and BW of a chunk take on this device, run as a stage of a pipeline runs them.
 
 In: a chunk of a cut model. Out: `ChunkTimes` of one micro-batch. The chunk's graphs run as they do in a step, on example
-values: what F saves is what B and W take in, and gradients are added to buckets. A low quantile of several runs counts; of one
-processor thread that is its own time, without what other programs take of the core.
+values: what F saves is what B and W take in, casts of parameters are made once, and gradients are added to buckets. A low
+quantile of several runs counts; of one processor thread that is its own time, without what other programs take of the core.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from helixrt.passes.cut_model import BOUNDARY, ModelChunk
 from helixrt.passes.example_values import DEVIATION, Pool
+from helixrt.passes.lift import lift
 from helixrt.passes.measure import Stopwatch, low_quantile
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.pieces import Piece
@@ -22,6 +23,7 @@ from helixrt.passes.ranks import Ranks
 from helixrt.passes.seeding import SEED, seed_of
 from helixrt.passes.verify import returned
 from helixrt.pipeline.buckets import GradientBuckets
+from helixrt.pipeline.casts import Casts
 from helixrt.pipeline.graph_stage import JointStage
 from helixrt.pipeline.held import Values, parameters_of
 from helixrt.pipeline.program import compile_program
@@ -64,6 +66,10 @@ class ChunkTimer:
         self._chunk, self._values = chunk, pool.values(chunk.part)
         if SEED in self._values:
             self._values[SEED] = seed_of(0)
+        for port, node in zip(chunk.part.outputs, returned(chunk.part), strict=True):
+            if port.role is Role.BUFFER and port not in self._values:  # set and not read
+                made = node.meta["val"]
+                self._values[port] = torch.empty(made.shape, dtype=made.dtype, device=made.device)
         self._stage = _ExampleStage(chunk, self._values)
         for schedule in (one_f_one_b(1, 1), zb_h1(1, 1)):
             self._stage.prepare(compile_program(schedule, 0))
@@ -120,16 +126,18 @@ class _ExampleStage(JointStage):
     """One chunk, whose inputs are always the same ones."""
 
     def __init__(self, chunk: ModelChunk, values: Mapping[Port, torch.Tensor]) -> None:
-        self._values = values
-        super().__init__({0: replace(chunk.part, layouts={})}, {}, pieces=_pieces(chunk))
+        lifted = lift(replace(chunk.part, layouts={}))
+        self._values, self._casts = values, lifted.casts
+        super().__init__({0: lifted.part}, {}, pieces=_pieces(chunk))
 
     def renew(self, trained: Collection[str]) -> list[nn.Parameter]:
-        """New parameters on the same memory, without gradients and hooks; those `trained` are returned."""
+        """New parameters on the same memory, without gradients and hooks, and casts of them; those `trained` are returned."""
         lasting: Values = {port: value for port, value in self._values.items() if port.role is Role.BUFFER}
         for port, value in self._values.items():
             if port.role is Role.PARAMETER:
                 lasting[port] = nn.Parameter(value, requires_grad=port.name in trained)
         self.lasting, self.parameters = lasting, parameters_of(lasting)
+        Casts(lasting, self._casts).refresh()
         return [self.parameters[name] for name in trained]
 
     def given(self, task: Task) -> Mapping[Port, torch.Tensor | None]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from helixrt.passes.capture import capture
@@ -15,7 +16,7 @@ from helixrt.passes.cut import cut
 from helixrt.passes.example_values import Pool
 from helixrt.passes.measure import Stopwatch
 from helixrt.passes.unit_costs import balanced
-from helixrt.pipeline.chunk_times import ChunkTimer
+from helixrt.pipeline.chunk_times import WARM_UP, ChunkTimer
 from helixrt.pipeline.unit_times import times_of, unit_times
 from helixrt.schedule.ir import Op
 
@@ -79,6 +80,53 @@ def test_operations_are_timed_apart_and_as_one() -> None:
     joint = capture(model, (x,), loss=cross_entropy, target=target)
     for one in times_of(cut(joint, (2, 4)).chunks, passes=1, rounds=1):
         assert one.whole_ms == pytest.approx(one.backward_ms + one.weight_ms) and one.total_ms > one.forward_ms > 0
+
+
+class Counted(nn.Module):
+    """Layers with running buffers, and one that is set without being read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4))
+        self.register_buffer("last", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.last.copy_(x.detach().mean(0))
+        return x
+
+
+def test_buffers_that_a_forward_changes_have_values() -> None:
+    target = torch.zeros(ROWS, dtype=torch.int64)
+    joint = capture(Counted(), (torch.zeros(ROWS, WIDTH),), loss=cross_entropy, target=target)
+    times = unit_times(joint, passes=1, rounds=1)
+    assert times["layers.0"] > 0 and times["layers.1"] == times["layers.2"] > 0
+
+
+def test_casts_of_parameters_are_not_in_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made once per step, and not in each micro-batch."""
+    cast: list[torch.dtype] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].shape == (8 * WIDTH, WIDTH):
+                cast.append(kwargs["dtype"])
+            return func(*args, **(kwargs or {}))
+
+    def counted(self: Stopwatch, run: Any) -> float:
+        with Counting():
+            run()
+        return 1.0
+
+    monkeypatch.setattr(Stopwatch, "work_us", counted)
+    model = Words()
+    x, target = call(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        joint = capture(model, (x,), loss=cross_entropy, target=target)
+    rounds, runs = 2, WARM_UP + 2
+    unit_times(joint, passes=1, rounds=rounds)
+    assert cast == [torch.float32] * 2 * runs  # of the gradient, in W and in BW; none of the weight
 
 
 def test_memory_for_gradients_is_given_back_and_rounds_are_counted() -> None:

@@ -170,7 +170,7 @@ def test_a_lost_replica_comes_back_to_the_order_that_the_record_names(job: Any) 
 
 @needs_proc
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(480)
 def test_a_slow_link_changes_the_order_and_its_end_brings_it_back(job: Any) -> None:
     """From step 20 on a message from stage 0 to 1, or back, comes 100 ms late; a replica is lost and comes back meanwhile."""
     slow = ", ".join(f"{{from: {a}, to: {1 - a}, delay_ms: 100, steps: [20, 60]}}" for a in (0, 1))
