@@ -1,8 +1,9 @@
 """Unit costs: what each unit of a model takes on its stage, for `balance`.
 
 In: the joint graph and its units. Out: a `UnitCost` for each: the time of its operators by the roofline (`estimate`) with
-given rates of the device, or as measured; the bytes of its parameters with their gradients and the optimizer's state, and
-of what a micro-batch saves for its backward. Rates are not measured here: all ranks must come to the same cut.
+given rates of the device, with adding its gradients to those of other micro-batches, or as measured; the bytes of its
+parameters with their gradients and the optimizer's state, and of what a micro-batch saves for its backward. Rates are not
+measured here: all ranks must come to the same cut.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from helixrt.passes.balance import Balanced, UnitCost, balance
 from helixrt.passes.estimate import Rates, compute
 from helixrt.passes.parts import Part, Role
 from helixrt.passes.units import Units, ports, units
+from helixrt.passes.verify import returned
 
 NOMINAL = {
-    "cpu": Rates(1e4, 2.0, {"float64": 2e4, "float32": 4e4, "bfloat16": 4e4}),
+    "cpu": Rates(1e4, 2.0, {"float64": 3e4, "float32": 6e4, "bfloat16": 6e4}),
     "cuda": Rates(2e6, 3.0, {"float32": 6e7, "bfloat16": 4e8, "float16": 4e8}),
 }
 """A core of a processor and a recent GPU, by orders of magnitude: only ratios count."""
@@ -94,6 +96,12 @@ def _estimated(joint: Part, found: Units, rates: Rates | None) -> list[float]:
         if alike not in known:
             known[alike] = compute(node, rates).time_us
         times[unit] += known[alike]
+    for port, gradient in zip(joint.outputs, returned(joint), strict=True):
+        if port.role is Role.GRADIENT and rates is not None:
+            for term in found.terms.get(port, (gradient,)):
+                owner = found.owner(term)
+                if owner is not None:  # reads it and the sum, writes the sum
+                    times[found.of[owner]] += 3 * nodes.size_bytes(term) / rates.bytes_per_us
     return times
 
 

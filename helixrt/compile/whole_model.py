@@ -7,7 +7,7 @@ of the same shapes, on meta too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -28,12 +28,14 @@ from helixrt.passes.units import units
 
 Agreed = Callable[[Sequence[int]], Sequence[int]]  # what this rank has chosen, to what all ranks take
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
+Times = Callable[[Part], Mapping[str, float]]  # of the units of a joint graph, for `balanced(measured=...)`
 
 
 class WholeModel:
     """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
-    run in the types of parameters and arguments). `agreed` makes ranks that hold other parts of the model, and so estimate
-    other times, cut it alike: it is given the first units of later chunks."""
+    run in the types of parameters and arguments). `times` gives those by which chunks are balanced, in place of estimates.
+    `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it alike: it is given the first
+    units of later chunks."""
 
     def __init__(
         self,
@@ -42,22 +44,25 @@ class WholeModel:
         call: Call,
         device: torch.device | str = "cpu",
         autocast: torch.dtype | None = None,
+        times: Times | None = None,
         agreed: Agreed = tuple,
     ) -> None:
-        self.model, self.loss, self.device, self.autocast, self._agreed = model, loss, device, autocast, agreed
+        self.model, self.loss, self.device, self.autocast = model, loss, device, autocast
+        self._times, self._agreed = times, agreed
         self.args, self.kwargs, self.target = shapes_of(call)
 
     def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
         """One chunk for each entry of `placement`, its stage; `cuts` are the modules that later chunks begin with, else
-        chunks are balanced by estimates. The model is captured in the mode that it is in.
+        chunks are balanced. The model is captured in the mode that it is in.
 
         Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none.
         """
-        joint = self._captured((self.args, self.kwargs, self.target))
+        joint = self.joint()
         if len(placement) == 1:
             return uncut(joint)
         if cuts is None:
-            return cut(joint, self._agreed(balanced(joint, placement).starts))
+            measured = None if self._times is None else self._times(joint)
+            return cut(joint, self._agreed(balanced(joint, placement, measured=measured).starts))
         try:
             return cut(joint, cuts)
         except ConfigError as error:
@@ -73,6 +78,10 @@ class WholeModel:
         found = units(joint)
         later = like.chunks[1:]
         return cut(joint, [found.layers.index(chunk.layers[0]) + 1 if chunk.layers else found.count - 1 for chunk in later])
+
+    def joint(self) -> Part:
+        """The whole model's graph, in the mode that it is in. Raises CaptureError."""
+        return self._captured((self.args, self.kwargs, self.target))
 
     def _captured(self, call: Call) -> Part:
         args, kwargs, target = call
