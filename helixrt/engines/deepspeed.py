@@ -15,6 +15,7 @@ collectives and is not atomic: a replica that loses a rank in it leaves whole, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ class DeepSpeedEngine(Engine):
     `running_buffers` and the settings are those of `ModuleEngine`. Its gradients are means over the ranks and micro-batches of
     a replica, times `accumulate`, how many micro-batches it was configured for.
 
-    Raises MisuseError for what cannot be trained, ConfigError for a setting of DeepSpeed's; `backward`, `end`, `apply` and `load`
-    raise what DeepSpeed's collectives raise when another rank of the replica is lost.
+    Raises MisuseError for what cannot be trained, ConfigError for a setting of DeepSpeed's; `backward`, `end`, `apply` and
+    `load` raise what DeepSpeed's collectives raise when another rank of the replica is lost.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class DeepSpeedEngine(Engine):
         self.engine, self.policy, self.accumulate = engine, policy or Policy(), engine.gradient_accumulation_steps()
         self._group, self._replica, self._replicas, self._seed = group, replica, replicas, seed
         self._partitions = partitions_of(engine, group)
+        self.registered = replace(registered, optimizers={"0": self._partitions.optimizer})
         self._backward, self._step = engine.backward, engine.step  # DeepSpeed's own, whatever the user's loop calls
         device = self._partitions.masters[0].device
         self._flats = [torch.zeros(size, dtype=torch.float32, device=device) for size in self._partitions.sizes]

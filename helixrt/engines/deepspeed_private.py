@@ -1,8 +1,8 @@
 """What a DeepSpeed engine holds behind its public calls: gradient partitions, flat master weights, counters (0.19.8).
 
-In: an engine with ZeRO 1, 2 or 3. Out: `Partitions`, one kind for each class of optimizer that DeepSpeed wraps around the user's:
-this rank's gradients of an accumulation as flat tensors whose layout is known from the start, and back; the tensors that `step`
-changes. Nothing else of helixrt reads an attribute of DeepSpeed that its documentation does not have.
+In: an engine with ZeRO 1, 2 or 3. Out: `Partitions`, one kind for each class of optimizer that DeepSpeed wraps around the
+user's: this rank's gradients of an accumulation as flat tensors whose layout is known from the start, and back; the tensors
+that `step` changes. Nothing else of helixrt knows DeepSpeed's internal names but those of its parsed configuration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A DeepSpeed engine in a session: made once the ranks are connected, and its own calls in the user's loop.
 
-In: the session's settings and ranks, and the engine or a function that makes it. Out: the engine, and the `DeepSpeedEngine` that
-trains it; `engine.backward` and `engine.step` then stand for those of the session's step.
+In: the session's settings and ranks, and the engine or a function that makes it. Out: the engine, and the `DeepSpeedEngine`
+that trains it; `engine.backward` and `engine.step` then stand for those of the session's step.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ class Session:
 
         `engine`: a function that calls `deepspeed.initialize` and gives its engine, run once the ranks of this replica are
         connected; or an engine that was made after `session.device_mesh`. ZeRO 1, 2 or 3 divides it over the replica's ranks
-        (`Mesh(dp_shard=n)`), in float32 or bfloat16 as its own configuration says, which also has clipping, accumulation and the
-        schedule of learning rates. In the loop, with `accumulate` as it is configured there, `engine.backward(loss)` and
+        (`Mesh(dp_shard=n)`), in float32 or bfloat16 as its own configuration says, which also has clipping, accumulation and
+        the schedule of learning rates. In the loop, with `accumulate` as it is configured there, `engine.backward(loss)` and
         `engine.step()` stand for `step.backward` and, after the last micro-batch, `step.commit`; either may be called. The
         others are as in `register`.
 

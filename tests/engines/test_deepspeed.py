@@ -1,4 +1,5 @@
-"""The engine of DeepSpeed engines with ZeRO 1, 2 and 3: two ranks run all scenarios of deepspeed_ranks.py, each test looks at one."""
+"""The engine of DeepSpeed engines with ZeRO 1, 2 and 3: two ranks run all scenarios of deepspeed_ranks.py once, and each test
+looks at one of them."""
 
 from __future__ import annotations
 
