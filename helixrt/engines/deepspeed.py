@@ -14,7 +14,7 @@ collectives and is not atomic: a replica that loses a rank in it leaves whole, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from helixrt.engines.update import ModuleUpdate, Policy, StepGuard, UpdateFuncti
 from helixrt.errors import MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import Engine, State, Update, WorkResult
+from helixrt.replica.portions import Portion
 
 BUCKET_BYTES = 25 << 20
 
@@ -178,6 +179,9 @@ class DeepSpeedEngine(Engine):
 
     def state(self) -> State:
         return self._state.read()
+
+    def portions(self) -> Mapping[str, Portion]:
+        return self._state.portions(self._group.rank)
 
     def load(self, state: State) -> None:
         self._working = False

@@ -23,8 +23,11 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 class Partitions(ABC):
     """This rank's part of what ZeRO has partitioned. All ranks of the replica make the same calls.
 
-    `sizes`: elements of each flat gradient; `masters`: the tensors that the wrapped optimizer updates, one for each.
+    `sizes`: elements of each flat gradient; `masters`: the tensors that the wrapped optimizer updates, one for each;
+    `whole_parameters`: each rank keeps whole parameters between steps.
     """
+
+    whole_parameters = True
 
     def __init__(self, engine: Any, masters: Sequence[torch.Tensor]) -> None:
         self._engine, self._zero = engine, engine.optimizer
@@ -113,6 +116,8 @@ class ZeroOneInFloat32(Partitions):
 
 
 class ZeroThree(Partitions):
+    whole_parameters = False
+
     def __init__(self, engine: Any, group: InnerGroup) -> None:
         super().__init__(engine, engine.optimizer.fp32_partitioned_groups_flat)
         self._padding = list(self._find_padding(group.rank))

@@ -5,7 +5,7 @@
     optimizer/0/…, scheduler/0/…, running_buffer/NAME, buffer/NAME      as for a module (`replicated_state`)
     engine/COUNTER             DeepSpeed's own counters
 
-The optimizer's parameters are the masters, by number. Each rank stores, serves and digests its own partition.
+The optimizer's parameters are the masters, `master0` and so on. Each rank stores, serves and digests its own partition.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from helixrt.engines.registered import Registered
 from helixrt.engines.state_tree import Tree, flatten, placed
 from helixrt.errors import Fatal
 from helixrt.replica.contracts import Scalar, State
+from helixrt.replica.portions import MODEL, NOT_PERSISTENT, Portion
 
 _OPTIMIZER, _SCHEDULER, _ENGINE = "optimizer/0", "scheduler/0", "engine"
 _TENSORS = ("parameter/", "running_buffer/", "buffer/", "master/")  # whose names do not change
@@ -33,7 +34,7 @@ class DeepSpeedState:
     def __init__(self, registered: Registered, buffers: Buffers, partitions: Partitions, scheduler: Any) -> None:
         self._parameters = dict(registered.parameters())
         self._buffers, self._partitions, self._scheduler = buffers, partitions, scheduler
-        self._names: Mapping[torch.Tensor, str] = {master: str(n) for n, master in enumerate(partitions.masters)}
+        self._names: Mapping[torch.Tensor, str] = {master: f"master{n}" for n, master in enumerate(partitions.masters)}
 
     def read(self) -> State:
         """Live tensors, and scalars as they are now. Raises MisuseError for an entry that cannot be stored, with its path."""
@@ -44,6 +45,16 @@ class DeepSpeedState:
             flatten(_SCHEDULER, self._scheduler.state_dict(), tensors, scalars)
         flatten(_ENGINE, self._partitions.counters(), tensors, scalars)
         return State(tensors, scalars)
+
+    def portions(self, rank: int) -> dict[str, Portion]:
+        """Where each rank has whole parameters, these and the buffers; a partition of ZeRO 3 is no box of its parameter."""
+        if not self._partitions.whole_parameters:
+            return {}
+        named = {f"parameter/{name}": (MODEL, name, parameter) for name, parameter in self._parameters.items()}
+        for path, tensor in self._buffers.state().items():
+            name = path.split("/", 1)[1]
+            named[path] = (NOT_PERSISTENT if name in self._buffers.not_persistent else MODEL, name, tensor)
+        return {path: Portion.whole(f"{first}/{name}", t.shape, rank == 0) for path, (first, name, t) in named.items()}
 
     def load(self, state: State) -> None:
         """Take over a state; all ranks of the replica together. Raises Fatal, before anything is changed, for one that is not

@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from helixrt.engines.deepspeed import DeepSpeedEngine
 from helixrt.engines.inner_group import InnerGroup, lost_rank
 from helixrt.errors import ConfigError, Fatal, MisuseError, Retryable
+from helixrt.job.checkpoint_layout import Index, PartIndex, RankPart
+from helixrt.job.checkpoint_restore import restored
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
 
@@ -237,6 +239,26 @@ def loads_its_partition(group: InnerGroup) -> None:
         raises(Fatal, "lacks engine/global_steps", lambda f=fresh, s=counted: f.engine.load(s))
 
 
+def is_checkpointed(group: InnerGroup) -> None:
+    """What all ranks write is read by the same mesh, and holds the model's own names where ranks have whole parameters."""
+    for stage in (2, 3):
+        donor, fresh = (Replica(r, group, config(stage)) for r in range(REPLICAS))
+        donor.work(1)
+        donor.engine.apply(record(1, (0,)), [s.clone() for s in summed([donor])])
+        state, parts = donor.engine.state(), [None] * group.size
+        mine = RankPart.of(state, donor.engine.portions())
+        dist.all_gather_object(parts, mine.index().to_plain())
+        index = Index([PartIndex.from_plain(part) for part in parts])
+        names = {name.removeprefix("model/") for name in index.placed if name.startswith("model/")}
+        assert names == (set(donor.deepspeed.module.state_dict()) if stage < 3 else set())
+        found = restored(index, group.rank, True, fresh.engine.state(), fresh.engine.portions())
+        assert found.tensors.keys() == state.tensors.keys() and found.scalars == state.scalars
+        for path, wanted in found.tensors.items():
+            assert wanted.shape == tuple(state.tensors[path].shape)
+        raises(ValueError, "resume with the same mesh", lambda f=fresh, i=index: restored(
+            i, group.rank, False, f.engine.state(), f.engine.portions()))  # fmt: skip
+
+
 def what_cannot_be_trained_is_refused(group: InnerGroup) -> None:
     """By the key of DeepSpeed's configuration, with its value and what to do."""
     offload = {"offload_optimizer": {"device": "cpu"}}
@@ -289,6 +311,7 @@ def raises(kind: type[BaseException], match: str, call: Callable[[], Any]) -> No
 SCENARIOS: list[Callable[[InnerGroup], None]] = [
     trains_as_one_process,
     loads_its_partition,
+    is_checkpointed,
     what_cannot_be_trained_is_refused,
     a_lost_rank_is_told,
 ]
