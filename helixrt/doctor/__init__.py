@@ -45,7 +45,6 @@ class Package:
     needed_for: Need = Need.NOTHING
     modules: tuple[str, ...] = ()
     load: str = ""
-    built: bool = True
 
 
 PACKAGES = (
@@ -58,7 +57,7 @@ PACKAGES = (
     Package("matplotlib", (3,), "plots of the report", needed_for=Need.JOB, modules=("matplotlib",)),
     Package("tqdm", (4,), "the progress bar", modules=("tqdm",)),
     Package("ray", (2, 40), "jobs and actors on a cluster", "ray", Need.RAY_JOB, ("ray", "aiohttp", "opencensus")),
-    Package("deepspeed", (0, 18), "its engine inside a replica", "deepspeed", modules=("deepspeed",), built=False),
+    Package("deepspeed", (0, 19, 8), "ZeRO inside a replica: session.deepspeed", "deepspeed", modules=("deepspeed",)),
 )
 
 
@@ -91,8 +90,6 @@ def package_finding(package: Package, version: str | None, missing_modules: Sequ
     def finding(state: State, detail: str, fix: str = "") -> Finding:
         return Finding(package.distribution, state, detail, fix, package.needed_for)
 
-    if not package.built:
-        return finding(State.OFF, f"{version or 'not installed'}; helixrt does not use it yet ({package.gives} is not built)")
     if version is None:
         return finding(absent, f"not installed ({package.gives})", fix)
     if parse_version(version) < package.at_least:
