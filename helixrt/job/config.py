@@ -71,6 +71,16 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
+class RayConfig:
+    """Where ranks are Ray actors: what the cluster keeps for each rank, and which code travels to its nodes."""
+
+    cpus: float = 0.0  # of each rank; 0: one per compute thread
+    gpus: float = -1.0  # of each rank; -1: one where device=cuda, or device=auto and the cluster has GPUs
+    code: str = ""  # a folder, the working directory of ranks; "": that of the program; none: the nodes have it. Not in a Ray
+    # job, which has its own
+
+
+@dataclass(frozen=True)
 class KillConfig:
     """Kill a replica (or the driver, replica = -1) with SIGKILL once, at a moment of a step."""
 
@@ -160,6 +170,7 @@ class JobConfig:
     catchup: CatchupConfig = field(default_factory=CatchupConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     deal: tuple[Deal, ...] = ()  # of a run that was resumed: changes of the number of streams so far
@@ -175,6 +186,13 @@ class JobConfig:
         from helixrt.job.rules import check
 
         check(self, steps)
+
+    def check_settings(self, steps: int = 0) -> None:
+        """Raise ConfigError for a setting of the runtime that works on no machine: the part of `check_runtime` for a process
+        that does not run where the job will."""
+        from helixrt.job.rules import check_settings
+
+        check_settings(self, steps)
 
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> JobConfig:
@@ -201,6 +219,7 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         "catchup": CatchupConfig(**raw["catchup"]),
         "transport": TransportConfig(**transport),
         "pipeline": PipelineConfig(**raw.get("pipeline", {})),
+        "ray": RayConfig(**raw.get("ray", {})),
         "chaos": chaos,
         "output": OutputConfig(**raw["output"]),
         "deal": tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),

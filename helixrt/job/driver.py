@@ -14,8 +14,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +35,7 @@ from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_m
 from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
+from helixrt.job.ray_run import Reserved
 from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
 from helixrt.job.run_lock import RunLock
@@ -60,7 +60,7 @@ class JobProgram:
     module: str
     description: Description = Description()
     exit_grace_s: float = 600.0  # a rank that has not left so long after the run's end is killed
-    gpus_per_rank: float = 0.0  # that a Ray actor reserves
+    reserved: Reserved = Reserved()  # by each Ray actor
     loggers: tuple[MetricsLogger, ...] = ()  # besides those that are built in
 
 
@@ -120,19 +120,6 @@ def membership_kind(config: JobConfig) -> str:
     if config.membership != "auto":
         return config.membership
     return "torchft" if find_spec("torchft") is not None else "store"
-
-
-@contextmanager
-def cluster(config: JobConfig) -> Iterator[None]:
-    """Connected to the Ray cluster, where ranks are Ray actors. Raises MissingExtra without ray, ConfigError (launcher) without
-    a cluster."""
-    if config.launcher != "ray":
-        yield
-        return
-    from helixrt.ray_cluster.launcher import connected
-
-    with connected():
-        yield
 
 
 class Driver:
@@ -203,7 +190,8 @@ class Driver:
             if LOG_VARIABLE in os.environ:  # actors inherit the cluster's environment, not this process's
                 environment[LOG_VARIABLE] = os.environ[LOG_VARIABLE]
             entry = f"{self.program.module}:run_rank"
-            return RayLauncher(logs, entry, environment, num_gpus=self.program.gpus_per_rank)
+            reserved, ranks = self.program.reserved, group_world_size(self.config.mesh)
+            return RayLauncher(logs, entry, environment, reserved.cpus, reserved.gpus, ranks)
         from helixrt.job.local_launcher import LocalLauncher
 
         warm = chosen_start(self.config.start) == "warm"

@@ -18,12 +18,13 @@ from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.description import Description
-from helixrt.job.driver import Driver, JobProgram, cluster, new_run, reopened_run
+from helixrt.job.driver import Driver, JobProgram, new_run, reopened_run
 from helixrt.job.environment import SessionChoices, joined
 from helixrt.job.launchers import chosen_launcher
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
+from helixrt.job.ray_run import in_cluster
 from helixrt.job.resume import deals_of, run_to_resume
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.starters import place_of
@@ -129,12 +130,14 @@ def run(
     `Stages` see its `names`). With another number of replicas, or of dp_shard ranks, the items that were not read yet are dealt
     over the new streams, which needs `session.sampler`.
     `launcher`: "local" starts the ranks as processes of this host. "ray" starts them as actors of the Ray cluster that this
-    process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working directory
-    of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one GPU. Replicas
-    that the cluster has no resources for are waited for. With "environment" this process is itself one rank of the run that
-    `helixrt serve` serves (`helixrt.job.starters`), and calls `train` here: the processes of one torchrun, or of one srun, are
-    a replica. `storage`, `name` and options of the runtime are the server's then. "auto" is "environment" where HELIXRT_STORE
-    is set or torchrun or Slurm started this process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
+    process belongs to or that RAY_ADDRESS names. The program's folder travels to the nodes (in a Ray job its working
+    directory), and `storage` must be a folder that all nodes share, which is checked at the start. Each rank reserves a CPU
+    per thread, and a GPU with device="cuda", or "auto" where the cluster has GPUs (`ray` in `options.base`); a replica stays on
+    one node that has room for it, and replicas are spread. Replicas that the cluster has no resources for are waited for.
+    With "environment" this process is itself one rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and
+    calls `train` here: the processes of one torchrun, or of one srun, are a replica. `storage`, `name` and options of the
+    runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
+    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
@@ -168,8 +171,8 @@ def run(
     config.check()
     config.check_runtime()
     warm_up(config)
-    program = JobProgram(PROGRAM, description, options.exit_grace_s, 1.0 if device == "cuda" else 0.0, tuple(loggers))
-    with cluster(config):
+    with in_cluster(config) as (config, reserved):
+        program = JobProgram(PROGRAM, description, options.exit_grace_s, reserved, tuple(loggers))
         if resume is None:
             begun = new_run(config)
         else:

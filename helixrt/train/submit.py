@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.errors import ConfigError, Fatal, MissingExtra
+from helixrt.ray_cluster.cluster import code_env
 from helixrt.train.config import TrainConfig
 
 DEFAULT_EXPERIMENT = "tiny"
@@ -31,12 +32,6 @@ DEFAULT_EXPERIMENT = "tiny"
 _RAYS_OWN = re.compile(r"(\x1b\[\d+m)?\((raylet|autoscaler)|Running entrypoint for job |.*\tINFO job_manager\.py:|$")
 AGENT_S = 60.0  # how long a head may take until it accepts jobs
 STOP_S = 15.0  # how long a job may take to stop
-
-# What a job does not need; also everything .gitignore names (Ray reads it).
-EXCLUDES = (
-    ".git", ".venv", "outputs", "benchmarks", "papers", "notebooks", "tests", "build", "dist", "__pycache__",
-    ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".import_linter_cache", "*.egg-info",
-)  # fmt: skip
 
 
 def with_defaults(overrides: Sequence[str]) -> list[str]:
@@ -52,14 +47,15 @@ def _key(override: str) -> str:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ConfigError unless the settings are valid for a Ray job."""
-    from helixrt.train.validate import validate
+    """Raise ConfigError unless the settings are valid for a Ray job. Where the cluster is not this machine's, the job itself
+    checks what depends on the machine: files, packages, addresses."""
+    from helixrt.train.validate import check_settings, validate
 
     if importlib.util.find_spec("ray") is None:
         raise MissingExtra("ray", "ray", "`make train`")
     if config.launcher == "local":
         raise ConfigError("launcher", "local", "a Ray job runs its ranks with Ray; for local ranks: python -m helixrt.train")
-    validate(config)
+    (check_settings if os.environ.get("RAY_ADDRESS") else validate)(config)
 
 
 def entrypoint(overrides: Sequence[str]) -> str:
@@ -77,7 +73,7 @@ def working_dir() -> Path | None:
 def runtime_env() -> dict[str, Any]:
     env: dict[str, Any] = {"env_vars": {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}}
     root = working_dir()
-    return env if root is None else {**env, "working_dir": str(root), "excludes": list(EXCLUDES)}
+    return {**env, **code_env("" if root is None else str(root))}
 
 
 def begin(client: Any, job: str, overrides: Sequence[str]) -> None:
