@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from helixrt.errors import ConfigError
-from helixrt.job.lineage_files import read_lineage
+from helixrt.job.lineage_files import read_log
 from helixrt.protocol.step.lineage import CommitRecord, Log
 
 MANIFEST = "complete.json"
@@ -188,7 +188,7 @@ def checkpoint_of(run: Path) -> Checkpoint | None:
     newest = newest_complete(run / "checkpoints")
     if newest is None:
         return None
-    log = Log(read_lineage(run / "lineage"))
+    log = read_log(run / "lineage")
     return newest_complete(run / "checkpoints", partial(_on_chain, log)) or newest
 
 

@@ -114,7 +114,7 @@ class RankRuntime:
         transport = state_transport(context)
 
         def read_log() -> Log:
-            return Log(RunLog(context.store).read_from(0))
+            return RunLog(context.store).read()
 
         durable = DurableState(
             context.output / "checkpoints", context.group_rank, context.group_world_size, job.engine, read_log

@@ -220,6 +220,7 @@ class StepMachine:
 
     def _formed(self, event: Formed) -> list[Action]:
         actions = self._learn(event.entries)
+        self.log.drop(event.begin)
         if not self.following.fetching:
             self.held, replays = self.following.replay(self.held)
             actions += replays
