@@ -35,8 +35,8 @@ class StepWorld:
     """Runs one seed. `faults` are kinds out of FAULTS; they happen in the first part of the run.
 
     `fetch_s` are the durations of a fetch to choose from; `cut` names pairs of replicas that never reach each other. With
-    `orders` replicas change the order of their schedule now and then, each time to one with a higher number. `compacts`: the log
-    is cut behind durable records, to so many entries at least; 0: never.
+    `orders` replicas change the order of their schedule now and then, each time to one with a higher number. `compacts`: the
+    log is cut behind durable records, to so many entries at least; 0: never.
     """
 
     def __init__(
