@@ -30,7 +30,6 @@ from helixrt.job.session_config import SessionConfig
 from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
 from helixrt.job.warm_up import PROGRAM, warm_up
-from helixrt.protocol.step.lineage import Log
 from helixrt.replica.runlog import RunLog
 
 
@@ -209,5 +208,5 @@ def _run_here(train: Callable[..., Any], arguments: Mapping[str, Any], choices: 
     name_of(train)
     with joined(place_of(mesh=choices.mesh), choices) as here:
         train(here.session, **arguments)
-        head = Log(RunLog(here.store).read_from(0)).head
+        head = RunLog(here.store).read().head
     return RunResult(Path(here.spec.output), head.step, head.hash, head.last)

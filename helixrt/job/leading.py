@@ -80,8 +80,7 @@ class Leading:
         ]
         holders = Holders(store, context.replica, context.spec.incarnation)
         holders.end_predecessors()
-        entries = RunLog(context.store).read_from(0)
-        machine, addresses = self._machine(entries), self._addresses()
+        machine, addresses = self._machine(RunLog(context.store).read()), self._addresses()
         self._membership = ObservedMembership(membership(context))
         self._checkpoint_orders = CheckpointOrders(
             context.replica,
@@ -162,17 +161,17 @@ class Leading:
             communication(context.config.pipeline),
         )
 
-    def _machine(self, entries: Sequence[CommitRecord]) -> StepMachine:
-        context = self._context
-        for index, entry in enumerate(entries):
+    def _machine(self, log: Log) -> StepMachine:
+        context, entries = self._context, log.entries
+        for index, entry in enumerate(entries, log.behind.begin):
             self._parts.lineage.append(index, entry)
         memory = agreed_memory(context.store, context.life, context.group_world_size, context.timeouts.start_s)
         return StepMachine(
             context.replica,
             context.spec.incarnation,
             context.group_world_size,
-            Log(entries),
-            entries[0].hash if len(entries) == 1 and self._parts.genesis.holds() else "",
+            log,
+            log.genesis if len(log) == 1 and self._parts.genesis.holds() else "",
             self._job.steps,
             step_rules(context.config, memory, self._job.advance),
             context.spec.life,
@@ -249,7 +248,7 @@ class Leading:
 
     def _agree(self, formed: Formed, me: Member) -> p.Event | None:
         """Which initial state the run begins with, before its first commit."""
-        genesis = self._leader.machine.log.entries[0].hash
+        genesis = self._leader.machine.log.genesis
         instead = self._parts.genesis.agree(formed.members, me, genesis, self._parts.metrics.say)
         if isinstance(instead, p.Reloaded):
             self._leader.initial = ""  # what this replica holds from now on was fetched
@@ -257,7 +256,7 @@ class Leading:
 
     def _newest_durable(self, newer_than: int) -> str | None:
         found, genesis = self._parts.durable.newest(newer_than), self._parts.genesis
-        if found == self._leader.machine.log.entries[0].hash and not genesis.holds():
+        if found == self._leader.machine.log.genesis and not genesis.holds():
             raise Fatal(
                 "no replica that runs holds the initial values that this run began with, and this one's are others; seed what "
                 "builds the model, so that every start gives the same values"

@@ -27,7 +27,7 @@ from helixrt.observe.rails import RailOutage, rail_outages
 from helixrt.observe.run_costs import Observed, observed, profile
 from helixrt.observe.run_costs import to_plain as costs_to_plain
 from helixrt.observe.timeline import Timeline, timeline, typical_step
-from helixrt.protocol.step.lineage import Audit, CommitRecord, Log, audit
+from helixrt.protocol.step.lineage import Audit, Behind, CommitRecord, Log, audit
 from helixrt.record import Event, Kind, read_events
 from helixrt.replica.rank_log import last_traceback
 
@@ -48,6 +48,7 @@ class RunFacts:
     seconds: float
     advance: int = 1  # batches of a stream that a step takes
     goodput: float = 0.0  # see `helixrt.job.goodput`
+    behind: Behind = Behind()  # what lies behind the first of `entries`
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
     """Read the run's folder and work out every figure."""
     events = read_flight(folder / "flight")
     steps, validations = _newest(folder / "metrics.jsonl")
-    log = Log(facts.entries)
+    log = Log(facts.entries, facts.behind)
     chain = tuple(log.chain()) if facts.entries else ()
     found, orders = tuple(failures(events, _losses(facts.history))), order_changes(events)
     commits = _commits(events, chain)
@@ -109,8 +110,8 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         steps=steps,
         validations=validations,
         chain=chain,
-        superseded=len(log.superseded()),
-        audit=audit(chain, facts.advance),
+        superseded=log.behind.superseded + len(log.superseded()),
+        audit=audit(chain, facts.advance, log.behind.audit),
         failures=found,
         rails=tuple(rail_outages(events)),
         orders=orders,
