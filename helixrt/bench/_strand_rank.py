@@ -185,7 +185,7 @@ def main() -> None:
     keep_freed_memory()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not get between the answers
-    here, hosts = int(os.environ["HELIX_HOST"]), int(os.environ["HELIX_HOSTS"])
+    here, hosts = int(os.environ["HELIXRT_HOST"]), int(os.environ["HELIXRT_HOSTS"])
     dist.init_process_group("gloo", rank=here, world_size=hosts, timeout=timedelta(seconds=TIMEOUT_S))
     rank = Rank(Shape(**json.loads(sys.argv[1])))
     for line in sys.stdin:

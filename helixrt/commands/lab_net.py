@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         parents=[shape],
         help="run a command once on every host",
-        description="Runs COMMAND once on every host. It finds HELIX_HOST (its number), HELIX_HOSTS, HELIX_ADDRESS, "
+        description="Runs COMMAND once on every host. It finds HELIXRT_HOST (its number), HELIXRT_HOSTS, HELIXRT_ADDRESS, "
         "MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and GLOO_SOCKET_IFNAME set, so that torch.distributed joins the hosts "
         "as it is. The exit code is that of the first host to fail.",
     )
