@@ -20,6 +20,7 @@ from helixrt.collectives.endpoints import open_endpoint
 from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.gloo import GlooExchange
+from helixrt.collectives.gloo_workers_private import one_gloo_worker
 from helixrt.collectives.rendezvous import StoreClients, all_connected, meet
 from helixrt.engines.replica_mesh import AXES, ReplicaMesh
 from helixrt.errors import MisuseError, Retryable
@@ -83,6 +84,7 @@ def _connect_ranks(context: RankContext, backend: str, timeout: timedelta) -> No
         interface = "lo0" if sys.platform == "darwin" else "lo"
     if interface:  # else Gloo goes by the machine's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    one_gloo_worker()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"pipeline/{context.life}", store),
