@@ -152,10 +152,8 @@ class Estimator:
         if way is None or self._same_clock(flow.lane, way):
             return
         tracker = self._offsets[flow.lane, (min(way), max(way))]
-        if way[0] < way[1]:
-            tracker.to_b(sample.at_s, sample.least_ms * 1e-3)
-        else:
-            tracker.to_a(sample.at_s + sample.least_ms * 1e-3, sample.least_ms * 1e-3)
+        add = tracker.to_b if way[0] < way[1] else tracker.to_a
+        add(_lower_clock_s(way, sample), sample.least_ms * 1e-3)
 
     def _same_clock(self, lane: str, way: Way) -> bool:
         clocks = [self._clocks.get((lane, stage), "") for stage in way]
@@ -172,7 +170,7 @@ class Estimator:
 
     def _message(self, flow: _Flow, sample: FlowSample, step: int) -> None:
         way = self._way(flow)
-        offset = None if way is None else self._offset(flow, way, sample.at_s)
+        offset = None if way is None else self._offset(flow, way, _lower_clock_s(way, sample))
         if way is None or offset is None:
             return
         self._shifted("link", way, self._delays.setdefault(flow, _Delay(self._steps)).add(step, sample, offset))
@@ -220,6 +218,12 @@ class Estimator:
                 if step:
                     since[way] = step
         return links, since
+
+
+def _lower_clock_s(way: Way, sample: FlowSample) -> float:
+    """When the sample was taken, by the clock of the lower of the two stages: of the sender at sending, of the receiver at
+    arrival."""
+    return sample.at_s if way[0] < way[1] else sample.at_s + sample.least_ms * 1e-3
 
 
 class _Unmatched:
