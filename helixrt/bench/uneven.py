@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     heads = args.dim // HEAD_DIM
     model = ModelConfig(layers=args.layers, dim=args.dim, heads=heads, ffn=4 * args.dim, vocab=args.vocab)
     check_model(model)
-    costs = {name: _costs(args, model, placement) for name, placement in _placements(args)}
+    costs = _costs(args, model)
     cases = [case for name in costs for case in _cases(name, costs[name], args.microbatches)]
     with _ranks(STAGES, args.transport) as ranks:
         results = [_measure(ranks, case, args.steps) for case in cases]
@@ -111,21 +111,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _placements(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, PLACEMENTS[name]) for name in args.placements]
-
-
-def _costs(args: argparse.Namespace, model: ModelConfig, placement: tuple[int, ...]) -> Costs:
-    """What each chunk of the placement takes, measured alone, times the scale; activations by layers."""
+def _costs(args: argparse.Namespace, model: ModelConfig) -> dict[str, Costs]:
+    """By placement: what each of its chunks takes, measured alone, times the scale. Activations are counted by layers."""
     from helixrt.bench._chunk_times import chunk_times  # brings torch's compiler, which takes seconds
 
-    times = chunk_times(model, len(placement), args.batch, args.seq_len, args.samples)
-    return replace(
-        uniform(STAGES).split(placement),
-        forward=tuple(args.scale * each.forward_ms for each in times),
-        backward=tuple(args.scale * each.backward_ms for each in times),
-        weight=tuple(args.scale * each.weight_ms for each in times),
-    )
+    placements = {name: PLACEMENTS[name] for name in args.placements}
+    cuts = sorted({len(placement) for placement in placements.values()})
+    times = {chunks: chunk_times(model, chunks, args.batch, args.seq_len, args.samples) for chunks in cuts}
+    return {
+        name: replace(
+            uniform(STAGES).split(placement),
+            forward=tuple(args.scale * each.forward_ms for each in times[len(placement)]),
+            backward=tuple(args.scale * each.backward_ms for each in times[len(placement)]),
+            weight=tuple(args.scale * each.weight_ms for each in times[len(placement)]),
+        )
+        for name, placement in placements.items()
+    }
 
 
 def _cases(name: str, costs: Costs, microbatches: int) -> Iterator[Case]:
