@@ -1,6 +1,6 @@
 """Ray Train's TorchTrainer with TorchftConfig, and `ProcessGroupHelix` as torchft's process group.
 
-`python train_torchft.py FOLDER`. Two workers, each a replica; worker 1 raises in its fourth step, once, and waits for nobody when it is back. Worker 0 goes on
+`python train_torchft.py FOLDER`. Two workers, each a replica; worker 1 raises in its fourth step, once. Worker 0 goes on
 alone, and slowly until the other takes part again. Each leaves FOLDER/worker.RANK.json: its weights, and with how many replicas
 it made each step.
 """
@@ -8,6 +8,7 @@ it made each step.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -71,6 +72,7 @@ def train(config: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     with local_head(4) as head:
+        os.environ |= {"RAY_ADDRESS": head.address, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
         ray.init(address="auto", _temp_dir=str(head.folder))
         TorchTrainer(
             train,
