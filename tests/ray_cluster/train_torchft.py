@@ -1,8 +1,8 @@
 """Ray Train's TorchTrainer with TorchftConfig, and `ProcessGroupHelix` as torchft's process group.
 
-`python train_torchft.py FOLDER`. Two workers, each a replica; worker 1 raises in its fourth step, once. Worker 0 goes on
-alone, and slowly until the other takes part again. Each leaves FOLDER/worker.RANK.json: its weights, and with how many replicas
-it made each step.
+`python train_torchft.py FOLDER`. Two workers, each a replica, begin together; worker 1 raises in its fourth step, once. Worker
+0 goes on alone, and slowly until the other takes part again. Each leaves FOLDER/worker.RANK.json: its weights, and with how
+many replicas it made each step.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ from helixrt.ray_cluster.head import local_head
 STEPS, PATIENCE_S = 30, 200.0
 
 
+def wait_for(*files: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < until, f"{files[-1].name} is not there"
+        time.sleep(0.05)
+
+
 def train(config: dict[str, Any]) -> None:
     folder, rank = Path(config["folder"]), get_context().get_world_rank()
     torch.manual_seed(1)
@@ -51,7 +58,8 @@ def train(config: dict[str, Any]) -> None:
     )
     replicated, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, plain)
     raised, participants = folder / "raised", dict[int, int]()
-    until = time.monotonic() + PATIENCE_S
+    (folder / f"ready.{rank}{'.again' if raised.exists() else ''}").touch()
+    wait_for(folder / "ready.0", folder / "ready.1")
     while manager.current_step() < STEPS:
         step = manager.current_step()
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + step))
@@ -63,8 +71,9 @@ def train(config: dict[str, Any]) -> None:
             raised.touch()
             raise RuntimeError("a failure on purpose")
         if rank == 0 and raised.exists() and participants[step] == 1:
-            assert time.monotonic() < until, "worker 1 did not come back"
-            time.sleep(1.0 if step < STEPS - 8 else 5.0)
+            if step > 8:
+                wait_for(folder / "ready.1.again")
+            time.sleep(0.5)
     weights = [parameter.detach().flatten().tolist() for parameter in model.parameters()]
     (folder / f"worker.{rank}.json").write_text(json.dumps({"weights": weights, "participants": participants}))
     manager.shutdown()
