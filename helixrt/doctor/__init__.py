@@ -34,8 +34,7 @@ RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard and jobs"}
 class Package:
     """An installed package that a part of helixrt needs: from which version, and which extra brings it.
 
-    `modules` must be findable too: they tell a full install from a partial one. `load` is imported. `built` False: no part
-    of helixrt uses the package yet.
+    `modules` must be findable too: they tell a full install from a partial one. `load` is imported.
     """
 
     distribution: str

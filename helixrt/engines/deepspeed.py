@@ -71,7 +71,7 @@ class DeepSpeedEngine(Engine):
         self._partitions = partitions_of(engine, group)
         self.registered = replace(registered, optimizers={"0": self._partitions.optimizer})
         self._backward, self._step = engine.backward, engine.step  # DeepSpeed's own, whatever the user's loop calls
-        device = self._partitions.masters[0].device
+        self.device = device = self._partitions.masters[0].device
         self._flats = [torch.zeros(size, dtype=torch.float32, device=device) for size in self._partitions.sizes]
         self._gradients = [part for flat in self._flats for part in flat.split(max(1, bucket_bytes // 4))]
         self._buffers = Buffers(registered, buffers, replica, replicas, group.size)

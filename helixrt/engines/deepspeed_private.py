@@ -8,7 +8,7 @@ that `step` changes. Nothing else of helixrt knows DeepSpeed's internal names bu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -184,7 +184,7 @@ def partitions_of(engine: Any, group: InnerGroup) -> Partitions:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    kinds = {
+    kinds: dict[type, Callable[[Any, InnerGroup], Partitions]] = {
         DeepSpeedZeroOptimizer: ZeroOneOrTwo,
         DeepSpeedZeroOptimizer_Stage3: ZeroThree,
         BF16_Optimizer: ZeroOneInFloat32,

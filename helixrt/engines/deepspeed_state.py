@@ -50,7 +50,9 @@ class DeepSpeedState:
         """Where each rank has whole parameters, these and the buffers; a partition of ZeRO 3 is no box of its parameter."""
         if not self._partitions.whole_parameters:
             return {}
-        named = {f"parameter/{name}": (MODEL, name, parameter) for name, parameter in self._parameters.items()}
+        named: dict[str, tuple[str, str, torch.Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            named[f"parameter/{name}"] = MODEL, name, parameter
         for path, tensor in self._buffers.state().items():
             name = path.split("/", 1)[1]
             named[path] = (NOT_PERSISTENT if name in self._buffers.not_persistent else MODEL, name, tensor)

@@ -44,11 +44,6 @@ def deepspeed_engine(
     if callable(given) and not isinstance(given, nn.Module):
         _prepare_process(settings, device)
         engine = given()
-    if isinstance(engine, nn.Module) and (on := torch.device(engine.device).type) != device.type:
-        raise MisuseError(
-            f"the DeepSpeed engine computes on {on}, and the session on {device.type}; set DS_ACCELERATOR={device.type} before "
-            "deepspeed is imported"
-        )
     trained = DeepSpeedEngine(
         engine,
         group,
@@ -59,6 +54,11 @@ def deepspeed_engine(
         buffers=settings.buffers,  # type: ignore[arg-type]
         running_buffers=running_buffers,
     )
+    if (on := trained.device.type) != device.type:
+        raise MisuseError(
+            f"the DeepSpeed engine computes on {on}, and the session on {device.type}; set DS_ACCELERATOR={device.type} before "
+            "deepspeed is imported"
+        )
     return engine, trained
 
 
