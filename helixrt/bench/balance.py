@@ -274,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
             figures[shape.family]["real"] = asdict(run)
             print(f"  {run.units} units in two processes, {run.microbatches} micro-batches, {REAL_SCHEDULE}: {spread} ms;")
             print(f"    simulated {run.alone_ms:.0f} ms by times of each stage alone, {run.busy_ms:.0f} ms by those of the run")
-    if args.json is not None:
-        write(args.json, "balance", asdict(settings), spreads, load=os.getloadavg(), models=figures)
-        print(f"  written to {args.json}")
+        if args.json is not None:  # after each model
+            write(args.json, "balance", asdict(settings), spreads, load=os.getloadavg(), models=figures)
+            print(f"  written to {args.json}")
     return int(most > args.most)

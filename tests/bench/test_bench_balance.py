@@ -11,7 +11,7 @@ import pytest
 
 from helixrt.bench import balance
 from helixrt.errors import ConfigError
-from helixrt.passes.chunk_times import ChunkTimes
+from helixrt.passes.units import Units
 
 SMALL = ["--layers", "4", "--dim", "128", "--vocab", "300", "--seq-len", "8", "--passes", "1", "--rounds", "2"]
 
@@ -67,14 +67,12 @@ def test_the_ratio_is_to_the_best_neighbour() -> None:
 
 
 def test_a_ratio_above_the_limit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_alike(settings: balance.Settings, joint: object, cuts: list[balance.Starts], count: int) -> dict:
-        limits = {limits for starts in cuts for limits in itertools.pairwise((0, *starts, count))}
-        return dict.fromkeys(limits, ChunkTimes(1.0, 1.0, 1.0, 2.0))
-
-    monkeypatch.setattr(balance, "stage_times", all_alike)
-    given = [*SMALL, "--family", "gpt2", "--stages", "2", "--microbatches", "4", "--costs", "estimated"]
-    assert balance.run(arguments(*given, "--most", "1.0")) == 0
-    assert balance.run(arguments(*given, "--most", "0.99")) == 1
+    found = Units("layers", ("", "layers.0", "layers.1", "head"), (0, 1), {}, frozenset(), {}, frozenset())
+    good, bad = (balance.Choice("estimated", (name, 4), (1,), {(1,): ms, (2,): 2.0}) for name, ms in (("1f1b", 1.0), ("zb", 2.1)))
+    monkeypatch.setattr(balance, "captured", lambda shape: None)
+    for choices, code in (((good,), 0), ((good, bad), 1)):
+        monkeypatch.setattr(balance, "measure", lambda settings, joint, made=choices: balance.Measured(found, {}, made, {}))
+        assert balance.run(arguments(*SMALL, "--family", "gpt2", "--stages", "2")) == code
 
 
 @pytest.mark.parametrize(
