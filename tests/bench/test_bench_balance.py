@@ -68,7 +68,9 @@ def test_the_ratio_is_to_the_best_neighbour() -> None:
 
 def test_a_ratio_above_the_limit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Units("layers", ("", "layers.0", "layers.1", "head"), (0, 1), {}, frozenset(), {}, frozenset())
-    good, bad = (balance.Choice("estimated", (name, 4), (1,), {(1,): ms, (2,): 2.0}) for name, ms in (("1f1b", 1.0), ("zb", 2.1)))
+    good, bad = (
+        balance.Choice("estimated", (name, 4), (1,), {(1,): ms, (2,): 2.0}) for name, ms in (("1f1b", 1.0), ("zb", 2.1))
+    )
     monkeypatch.setattr(balance, "captured", lambda shape: None)
     for choices, code in (((good,), 0), ((good, bad), 1)):
         monkeypatch.setattr(balance, "measure", lambda settings, joint, made=choices: balance.Measured(found, {}, made, {}))
