@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 from helixrt.engines.buffers import Buffers, Mode
+from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded_stage import ShardedBuckets, ShardedStage
+from helixrt.engines.stage_places import NamesOf, stage_places
 from helixrt.engines.stage_ranks import LayoutsOf, StageRanks
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import Policy, StepGuard, UpdateFunction
@@ -33,13 +35,14 @@ from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
-from helixrt.pipeline.executor import Executor
+from helixrt.pipeline.executor import Executor, Slowdown
 from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
 from helixrt.pipeline.reductions import BucketSums
 from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
+from helixrt.replica.portions import Portion
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
@@ -80,10 +83,11 @@ class PipelineParts:
     there is none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward
     changes, where that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a
     single stage. `channels` lead to the other stages, and are closed with the engine; None: over `group`. `mesh` is that of
-    the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A schedule
-    that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
-    `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
-    change the schedule; then all run by graphs, which give the same bits.
+    the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage, `names` what
+    parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that moves W
+    or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise. `profile`, one
+    of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may change the
+    schedule; then all run by graphs, which give the same bits.
     """
 
     modules: Mapping[int, nn.Module]
@@ -109,6 +113,7 @@ class PipelineParts:
     seed: int = 0  # of random numbers, see `seed`
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
     layouts: LayoutsOf | None = None
+    names: NamesOf | None = None
     adaptation: Adaptation | None = None
 
 
@@ -173,6 +178,7 @@ class PipelineEngine(BatchEngine):
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
         self._ties = [tie for tie in _ties(parts) if self.stage in tie.stages]
         self._ranks = StageRanks(parts.mesh, self.modules, parts.layouts)
+        self._mesh = parts.mesh
         layouts = self._ranks.layouts
         withheld = [tie.name for tie in self._ties]
         self._shards, self._shard = parts.mesh.size("dp_shard"), parts.mesh.rank("dp_shard")
@@ -187,6 +193,8 @@ class PipelineEngine(BatchEngine):
             raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
         self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
         self._state = ReplicatedState(self.registered, self._constants)
+        copies = {tie.name for tie in self._ties if tie.stages[0] != self.stage}
+        self._places = stage_places(self.registered, self.modules, parts.names, parts.layouts, parts.mesh, copies)
         self._copies_checked = False  # since the state was changed in any way
         self._loaded = True  # the state was built or loaded, and no pass has checked it yet
         self._sharded: ShardedStage | None = None
@@ -244,9 +252,9 @@ class PipelineEngine(BatchEngine):
         self._graphs.prepare(program)
         return self._graphs, program
 
-    def slow_down(self, factor: Callable[[int], float]) -> None:
-        """Have the operations of this stage take `factor(step)` times as long from now on, on purpose."""
-        self._executor.slowdown = factor
+    def slow_down(self, slowdown: Callable[[int], Slowdown]) -> None:
+        """Have the operations of this stage take as long as `slowdown(step)` says from now on, on purpose."""
+        self._executor.slowdown = slowdown
 
     def use_communication(self, comm: Comm) -> None:
         """From the next `run` on, send and receive directly or delegated; each stage may do so by itself.
@@ -416,6 +424,9 @@ class PipelineEngine(BatchEngine):
 
     def state(self) -> State:
         return self._state.read()
+
+    def portions(self) -> Mapping[str, Portion]:
+        return portions_of(self._state, self._mesh, self._places)
 
     def load(self, state: State) -> None:
         self._state.load(state)

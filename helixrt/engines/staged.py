@@ -29,6 +29,7 @@ from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded_stage import shard_chunks
+from helixrt.engines.stage_places import NamesOf
 from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
@@ -64,6 +65,9 @@ class Stages:
     With dp_shard above 1 every dp_shard rank builds its parts whole, with the same values, and gives its own batch. FSDP2
     shards them (`helixrt.engines.sharded_stage`), but for parameters whose layout is `sharded` over dp_shard. Captured graphs
     do not run them.
+
+    Checkpoints have the names of the whole model: `names(part, name)` gives that of the parameter or buffer `name` of part
+    number `part`. Without it these are `chunkPART.NAME`, and a run is resumed with as many parts, on any number of stages.
     """
 
     modules: Sequence[nn.Module] | Mapping[int, nn.Module] | MakeParts
@@ -77,6 +81,7 @@ class Stages:
     bucket_bytes: int = BUCKET_BYTES
     layouts: LayoutsOf | None = None
     profile: str = "auto"
+    names: NamesOf | None = None
     adapt: Adaptation | None = None
 
     GRAPHS: ClassVar = GRAPHS
@@ -195,6 +200,7 @@ class StagedModel(PipelinedModel):
                 seed=seed,
                 mesh=place.mesh,
                 layouts=stages.layouts,
+                names=stages.names,
                 adaptation=stages.adapt,
             )
         )

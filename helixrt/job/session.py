@@ -329,8 +329,9 @@ class Session:
         """The steps that this replica has to compute, up to update number `until` of the run; `accumulate` micro-batches each.
 
         `loader`: any iterable of micro-batches that begins anew each time, in a reproducible order; it is begun again at its
-        end, with `set_epoch`. While this replica is behind, state is fetched in here. After the last step all replicas compare
-        their states, and the loop ends.
+        end, with `set_epoch`. A text `content_digest` of it, or of its data set, names what is read, and must be the same in
+        all streams and when the run is resumed. While this replica is behind, state is fetched in here. After the last step all
+        replicas compare their states, and the loop ends.
 
         Raises MisuseError for a wrong order of calls, ConfigError for a loader that cannot be used, Retryable or Fatal if this
         replica cannot go on.
