@@ -1,11 +1,11 @@
 """How near the cut of an unmodified model into stages is to the best of its neighbours, by measured times of each stage.
 
-A transformers model with this vocabulary is captured whole on fake tensors, and cut over the stages where `balanced` says: by
-estimated times of its units, and by measured ones (`profile="measure"` of `helixrt.compile`). A neighbour has one boundary
-moved by one unit. Every stage of every such cut runs alone in this process, as the graphs of that stage (nothing is added up of
-units; stages whose graphs are alike run once), all by turns; the time of one processor thread counts, and of its runs a low
-quantile. With these times a step of each cut is simulated exactly, without delays between stages. The ratio is of the chosen
-cut to the best of its neighbours; above `--most` the exit code is 1.
+A transformers model with this vocabulary is captured whole on fake tensors, and cut over the stages where `balanced` says for
+a schedule: by estimated times of its units, and by measured ones (`profile="measure"` of `helixrt.compile`). A neighbour has
+one boundary moved by one unit. Every stage of every such cut runs alone in this process, as the graphs of that stage (nothing
+is added up of units; stages whose graphs are alike run once), all by turns; the time of one processor thread counts, and of
+its runs a low quantile. With these times a step of each cut is simulated exactly, without delays between stages. The ratio is
+of the chosen cut to the best of its neighbours; above `--most` the exit code is 1.
 
 With `--real` two processes then train the model over two stages, cut by estimates, each on a core of its own. The interval of
 the step times (forward and backward of all micro-batches) stands beside two simulations: with the times of the two stages
@@ -32,23 +32,23 @@ from helixrt.bench._unmodified import FAMILIES, Shape
 from helixrt.compile.whole_model import WholeModel
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.heap import keep_freed_memory
-from helixrt.passes.balance import Balanced
+from helixrt.passes.chunk_times import ChunkTimes, costs_of
 from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import ModelChunk
 from helixrt.passes.parts import Part
 from helixrt.passes.unit_costs import balanced
 from helixrt.passes.units import Units, units
-from helixrt.pipeline.chunk_times import ChunkTimes
 from helixrt.pipeline.unit_times import times_of, unit_times
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.generators.classic import build
-from helixrt.schedule.ir import Op, Schedule, linear
+from helixrt.schedule.ir import Op
 from helixrt.schedule.simulate import makespan_ms
 
 SCHEDULES = ("1f1b", "zb")
 MOST = 1.02
 Starts = tuple[int, ...]
 Limits = tuple[int, int]  # of a chunk: its first unit, and the unit behind it
+Case = tuple[str, int]  # a schedule's name and its micro-batches
 
 
 @dataclass(frozen=True)
@@ -64,31 +64,33 @@ class Settings:
 
 @dataclass(frozen=True)
 class Choice:
-    """A cut that was chosen by some costs, and the makespans of it and of its neighbours by (schedule, micro-batches)."""
+    """A cut that was chosen by some costs for a schedule, and the makespans of it and of its neighbours."""
 
     by: str
-    chosen: Balanced
-    makespans_ms: Mapping[tuple[str, int], Mapping[Starts, float]]
-
-    def ratio(self, case: tuple[str, int]) -> float:
-        """Of the chosen cut to the best of its neighbours."""
-        made = self.makespans_ms[case]
-        return made[self.chosen.starts] / min(ms for starts, ms in made.items() if starts != self.chosen.starts)
+    case: Case
+    starts: Starts
+    makespans_ms: Mapping[Starts, float]
 
     @property
-    def most(self) -> float:
-        return max(map(self.ratio, self.makespans_ms))
+    def best(self) -> Starts:
+        """Of the neighbours."""
+        return min((ms, starts) for starts, ms in self.makespans_ms.items() if starts != self.starts)[1]
+
+    @property
+    def ratio(self) -> float:
+        """Of the chosen cut to the best of its neighbours."""
+        return self.makespans_ms[self.starts] / self.makespans_ms[self.best]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """`stages` has the times of each chunk by its first unit and the unit behind it. `unit_ms` are those that the cut by
-    measured costs was made with."""
+    """`stages` has the times of each chunk by its first unit and the unit behind it. `units` are those that the cuts by
+    measured costs were made with."""
 
     found: Units
     stages: Mapping[Limits, ChunkTimes]
     choices: Sequence[Choice]
-    unit_ms: Mapping[str, float]
+    units: Mapping[str, ChunkTimes]
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,10 @@ def neighbours(starts: Starts, count: int) -> list[Starts]:
     return found
 
 
-def costs_of(starts: Starts, times: Mapping[Limits, ChunkTimes], count: int, schedule: Schedule) -> Costs:
-    """W is what BW takes beyond B where the schedule has backwards in one piece."""
-    whole = any(operation.op is Op.BW for stage in range(schedule.stages) for operation in schedule.operations(stage))
-    stages = [times[limits] for limits in itertools.pairwise((0, *starts, count))]
-    weights = [max(0.0, one.whole_ms - one.backward_ms) if whole else one.weight_ms for one in stages]
-    forwards, backwards = ([getattr(one, name) for one in stages] for name in ("forward_ms", "backward_ms"))
-    return Costs(schedule.placement, tuple(forwards), tuple(backwards), tuple(weights))
+def makespan(starts: Starts, times: Mapping[Limits, ChunkTimes], count: int, case: Case) -> float:
+    """Milliseconds of a step with this cut of `count` units."""
+    schedule = build(case[0], len(starts) + 1, case[1])
+    return makespan_ms(schedule, costs_of([times[limits] for limits in itertools.pairwise((0, *starts, count))], schedule))
 
 
 def chunks_of(joint: Part, cuts: Sequence[Starts], count: int) -> dict[Limits, ModelChunk]:
@@ -134,25 +133,20 @@ def chunks_of(joint: Part, cuts: Sequence[Starts], count: int) -> dict[Limits, M
 
 def measure(settings: Settings, joint: Part) -> Measured:
     """Raises CaptureError, ConfigError for a model that cannot be cut into so many stages."""
-    found, placement = units(joint), linear(settings.stages)
-    unit_ms: Mapping[str, float] = {}
-    chosen = {}
-    if "estimated" in settings.costs:
-        chosen["estimated"] = balanced(joint, placement)
+    found = units(joint)
+    unit_ms: Mapping[str, ChunkTimes] = {}
     if "measured" in settings.costs:
         unit_ms = unit_times(joint, passes=settings.passes, rounds=settings.rounds)
-        chosen["measured"] = balanced(joint, placement, measured=unit_ms)
-    cuts = {one.starts: [one.starts, *neighbours(one.starts, found.count)] for one in chosen.values()}
+    chosen: dict[tuple[str, Case], Starts] = {}
+    for by, case in itertools.product(settings.costs, itertools.product(SCHEDULES, settings.microbatches)):
+        schedule = build(case[0], settings.stages, case[1])
+        chosen[by, case] = balanced(joint, schedule, measured=unit_ms if by == "measured" else None).starts
+    cuts = {starts: [starts, *neighbours(starts, found.count)] for starts in chosen.values()}
     times = stage_times(settings, joint, [each for several in cuts.values() for each in several], found.count)
-    choices = []
-    for by, one in chosen.items():
-        made: dict[tuple[str, int], dict[Starts, float]] = {}
-        for name, count in itertools.product(SCHEDULES, settings.microbatches):
-            schedule = build(name, settings.stages, count)
-            made[name, count] = {
-                starts: makespan_ms(schedule, costs_of(starts, times, found.count, schedule)) for starts in cuts[one.starts]
-            }
-        choices.append(Choice(by, one, made))
+    choices = [
+        Choice(by, case, starts, {each: makespan(each, times, found.count, case) for each in cuts[starts]})
+        for (by, case), starts in chosen.items()
+    ]
     return Measured(found, times, choices, unit_ms)
 
 
@@ -165,15 +159,16 @@ def stage_times(settings: Settings, joint: Part, cuts: Sequence[Starts], count: 
 def real(settings: Settings, shape: Shape, joint: Part) -> Run:
     """Train over two stages, after their times alone were measured. Raises Fatal when the ranks have cut elsewhere."""
     count, microbatches = units(joint).count, settings.microbatches[0]
-    schedule, starts = build(REAL_SCHEDULE, REAL_STAGES, microbatches), balanced(joint, linear(REAL_STAGES)).starts
-    alone = costs_of(starts, stage_times(settings, joint, [starts], count), count, schedule)
+    schedule = build(REAL_SCHEDULE, REAL_STAGES, microbatches)
+    starts = balanced(joint, schedule).starts
+    alone = makespan(starts, stage_times(settings, joint, [starts], count), count, (REAL_SCHEDULE, microbatches))
     trained = real_steps(shape, microbatches, settings.real_steps)
     if trained.first != units(joint).names[starts[0]]:
         raise Fatal(f"the ranks began the second stage at {trained.first}, and {units(joint).names[starts[0]]} was measured")
     forward, whole = (tuple(stage[op] for stage in trained.busy_ms) for op in (Op.F, Op.BW))
     busy = Costs(schedule.placement, forward, whole, (0.0,) * REAL_STAGES)
-    simulated = makespan_ms(schedule, alone), makespan_ms(schedule, busy)
-    return Run(layers(starts, count), microbatches, tuple(trained.steps_ms), *simulated, tuple(trained.busy_ms))
+    simulated = makespan_ms(schedule, busy)
+    return Run(layers(starts, count), microbatches, tuple(trained.steps_ms), alone, simulated, tuple(trained.busy_ms))
 
 
 def captured(shape: Shape) -> Part:
@@ -192,12 +187,12 @@ def show(settings: Settings, shape: Shape, found: Measured) -> None:
     for (begin, end), one in sorted(found.stages.items()):
         cells = (one.forward_ms, one.backward_ms, one.weight_ms, one.whole_ms)
         print(f"  {f'{begin} to {end - 1}':>14}" + "".join(f"{cell:>10.1f}" for cell in cells))
+    print("  chosen / best neighbour:")
     for choice in found.choices:
-        print(f"  cut by {choice.by} costs: {layers(choice.chosen.starts, count)} units; chosen / best neighbour:")
-        for (name, microbatches), made in choice.makespans_ms.items():
-            best = min((ms, starts) for starts, ms in made.items() if starts != choice.chosen.starts)
-            said = f"{choice.ratio((name, microbatches)):.4f} ({made[choice.chosen.starts]:.0f} ms; {best[0]:.0f} ms with"
-            print(f"    {name:5} {microbatches:3} micro-batches  {said} {layers(best[1], count)})")
+        (name, microbatches), made = choice.case, choice.makespans_ms
+        said = f"{layers(choice.starts, count):>16} {made[choice.starts]:6.0f} ms, {made[choice.best]:6.0f} ms with"
+        print(f"    {choice.by:9} costs, {name:4}, {microbatches:2} micro-batches: {choice.ratio:.4f}  ({said}", end=" ")
+        print(f"{layers(choice.best, count)})")
 
 
 def plain(found: Measured) -> dict[str, Any]:
@@ -206,22 +201,19 @@ def plain(found: Measured) -> dict[str, Any]:
     return {
         "units": list(found.found.names),
         "stages_ms": {f"{begin}:{end}": asdict(one) for (begin, end), one in sorted(found.stages.items())},
-        "unit_ms": dict(found.unit_ms),
-        "cuts": {
-            choice.by: {
-                "starts": choice.chosen.starts,
-                "units": layers(choice.chosen.starts, count),
-                "most": choice.most,
-                "cases": {
-                    f"{name}/{microbatches}": {
-                        "ratio": choice.ratio((name, microbatches)),
-                        "makespans_ms": {layers(starts, count): ms for starts, ms in made.items()},
-                    }
-                    for (name, microbatches), made in choice.makespans_ms.items()
-                },
+        "units_ms": {name: asdict(one) for name, one in found.units.items()},
+        "cuts": [
+            {
+                "costs": choice.by,
+                "schedule": choice.case[0],
+                "microbatches": choice.case[1],
+                "starts": choice.starts,
+                "units": layers(choice.starts, count),
+                "ratio": choice.ratio,
+                "makespans_ms": {layers(starts, count): ms for starts, ms in choice.makespans_ms.items()},
             }
             for choice in found.choices
-        },
+        ],
     }
 
 
@@ -274,7 +266,7 @@ def run(args: argparse.Namespace) -> int:
         joint = captured(shape)
         found = measure(settings, joint)
         show(settings, shape, found)
-        most = max(most, *(choice.most for choice in found.choices))
+        most = max(most, *(choice.ratio for choice in found.choices))
         figures[shape.family] = plain(found)
         if settings.real_steps:
             run = real(settings, shape, joint)
@@ -282,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
             figures[shape.family]["real"] = asdict(run)
             print(f"  {run.units} units in two processes, {run.microbatches} micro-batches, {REAL_SCHEDULE}: {spread} ms;")
             print(f"    simulated {run.alone_ms:.0f} ms by times of each stage alone, {run.busy_ms:.0f} ms by those of the run")
-    if args.json is not None:
-        write(args.json, "balance", asdict(settings), spreads, load=os.getloadavg(), models=figures)
-        print(f"  written to {args.json}")
+        if args.json is not None:  # after each model
+            write(args.json, "balance", asdict(settings), spreads, load=os.getloadavg(), models=figures)
+            print(f"  written to {args.json}")
     return int(most > args.most)

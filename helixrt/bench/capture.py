@@ -1,8 +1,8 @@
 """How long a rank takes to capture a whole model that it cannot hold, and to cut it into stages, and in how much memory.
 
 Every rank of a pipeline does this at its start (`session.parallelize`): the transformers model is built on the meta device,
-captured whole on fake tensors as one graph of forward and backward, balanced by estimated costs, and cut. Each run is a
-process of its own, as a rank is, one after the other. The processor time of the process counts, which other programs do not
+captured whole on fake tensors as one graph of forward and backward, balanced for 1f1b by estimated costs, and cut. Each run is
+a process of its own, as a rank is, one after the other. The processor time of the process counts, which other programs do not
 lengthen much; the time on the clock stands beside it. Memory is what the process grew by at its peak, beside the parameters
 that the model would have. A median above `--most-s` is exit code 1.
 """
@@ -26,6 +26,7 @@ from helixrt.bench._unmodified import FAMILIES, Shape
 from helixrt.errors import ConfigError
 
 MOST_S = 60.0
+SCHEDULE, MICROBATCHES = "1f1b", 4  # for each stage
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,13 @@ def _rank(_: int, shape: Shape, stages: int, results: Any) -> None:
     from helixrt.compile.whole_model import WholeModel
     from helixrt.passes.cut import cut
     from helixrt.passes.unit_costs import balanced
-    from helixrt.schedule.ir import linear
+    from helixrt.schedule.generators.classic import build
 
     torch.set_num_threads(1)
     model = shape.model()  # brings transformers, before memory is counted
     held, peak = _memory_bytes("VmRSS"), _memory_bytes("VmHWM")
     joint, *capture_s = _timed(WholeModel(model, None, ((), shape.tokens(shape.batch), None)).joint)
-    _, *cut_s = _timed(lambda: cut(joint, balanced(joint, linear(stages)).starts))
+    _, *cut_s = _timed(lambda: cut(joint, balanced(joint, build(SCHEDULE, stages, MICROBATCHES * stages)).starts))
     results.put(
         Run(
             *capture_s,

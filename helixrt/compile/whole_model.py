@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from helixrt.compile.fake_model import capture_whole
 from helixrt.compile.options import autocast_to
 from helixrt.errors import ConfigError
+from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import CutModel
 from helixrt.passes.executable import without_autocast
@@ -25,10 +26,11 @@ from helixrt.passes.parts import Part
 from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced
 from helixrt.passes.units import units
+from helixrt.schedule.ir import Schedule
 
 Agreed = Callable[[Sequence[int]], Sequence[int]]  # what this rank has chosen, to what all ranks take
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
-Times = Callable[[Part], Mapping[str, float]]  # of the units of a joint graph, for `balanced(measured=...)`
+Times = Callable[[Part], Mapping[str, ChunkTimes]]  # of the units of a joint graph, for `balanced(measured=...)`
 
 
 class WholeModel:
@@ -51,18 +53,18 @@ class WholeModel:
         self._times, self._agreed = times, agreed
         self.args, self.kwargs, self.target = shapes_of(call)
 
-    def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
-        """One chunk for each entry of `placement`, its stage; `cuts` are the modules that later chunks begin with, else
-        chunks are balanced. The model is captured in the mode that it is in.
+    def cut(self, schedule: Schedule, cuts: Sequence[str] | None = None) -> CutModel:
+        """The chunks that `schedule` runs; `cuts` are the modules that later ones begin with, else chunks are balanced. The
+        model is captured in the mode that it is in.
 
         Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none.
         """
         joint = self.joint()
-        if len(placement) == 1:
+        if schedule.chunks == 1:
             return uncut(joint)
         if cuts is None:
             measured = None if self._times is None else self._times(joint)
-            return cut(joint, self._agreed(balanced(joint, placement, measured=measured).starts))
+            return cut(joint, self._agreed(balanced(joint, schedule, measured=measured).starts))
         try:
             return cut(joint, cuts)
         except ConfigError as error:

@@ -96,7 +96,7 @@ class CapturedModel(PipelinedModel):
             self._whole = WholeModel(
                 captured, options.loss, call, autocast=self._autocast, times=measured, agreed=self._agreed
             )
-            self._cut = self._whole.cut(self._schedule.placement, options.cuts)
+            self._cut = self._whole.cut(self._schedule, options.cuts)
             self._agree(self._cut)
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)
             mine = _names_of(place.stage, self._cut, self._schedule, model, options.loss)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from helixrt.engines.captured import CapturedModel
     from helixrt.engines.example_batch import ExampleBatch
     from helixrt.engines.tensor_plan import TensorPlan
+    from helixrt.passes.chunk_times import ChunkTimes
     from helixrt.passes.parts import Part
 
 _NOT_CAPTURED = {
@@ -56,7 +57,7 @@ def captured_model(
         raise ConfigError("model", type(model).__name__, rule)
     pipeline_schedule(step.options, settings.mesh.pp)
 
-    def times(joint: Part) -> Mapping[str, float]:
+    def times(joint: Part) -> Mapping[str, ChunkTimes]:
         return agreed_times(host, unit_times(joint))
 
     place, autocast = host.connect_stages(), torch.bfloat16 if settings.dtype == "bfloat16" else None
@@ -73,17 +74,20 @@ def captured_model(
     )
 
 
-def agreed_times(host: Host, mine: Mapping[str, float]) -> Mapping[str, float]:
+def agreed_times(host: Host, mine: Mapping[str, ChunkTimes]) -> Mapping[str, ChunkTimes]:
     """Of the units, the same on all ranks of all replicas and in all lives of the run. Raises Retryable without the store,
     ConfigError for times of an earlier life that cannot be read."""
+    from helixrt.passes.chunk_times import ChunkTimes
+
     units = hashlib.sha256(json.dumps(list(mine)).encode()).hexdigest()[:16]  # a session may have several models
     name = f"unit_times_{units}"
     kept = None if host.folder is None else host.folder / f"{name}.json"
     known = kept is not None and kept.is_file()
-    agreed = host.store.put_if_absent(name, kept.read_text(encoding="utf-8") if kept and known else json.dumps(dict(mine)))
+    own = json.dumps({unit: asdict(times) for unit, times in mine.items()})
+    agreed = host.store.put_if_absent(name, kept.read_text(encoding="utf-8") if kept and known else own)
     try:
-        found: dict[str, float] = json.loads(agreed)
-    except ValueError as error:
+        found = {unit: ChunkTimes(**times) for unit, times in json.loads(agreed).items()}
+    except (ValueError, TypeError, AttributeError) as error:
         rule = "cannot be read; restore it, or name the cuts: helixrt.compile(cuts=[...])"
         raise ConfigError("profile", str(kept), rule) from error
     if kept and not known:

@@ -11,8 +11,7 @@ import pytest
 
 from helixrt.bench import balance
 from helixrt.errors import ConfigError
-from helixrt.pipeline.chunk_times import ChunkTimes
-from helixrt.schedule.generators.classic import build
+from helixrt.passes.units import Units
 
 SMALL = ["--layers", "4", "--dim", "128", "--vocab", "300", "--seq-len", "8", "--passes", "1", "--rounds", "2"]
 
@@ -30,16 +29,15 @@ def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
     written = json.loads(path.read_text())
     assert {"device", "torch"} <= written["machine"].keys() and len(written["load"]) == 3
     found = written["models"]["llama"]
-    assert len(found["units"]) == 6 and found["unit_ms"].keys() == set(found["units"])
-    assert all(time > 0 for time in found["unit_ms"].values())
-    for one in found["cuts"].values():
+    assert len(found["units"]) == 6 and found["units_ms"].keys() == set(found["units"])
+    assert all(time["forward_ms"] > 0 and time["whole_ms"] > 0 for time in found["units_ms"].values())
+    made = [(one["costs"], one["schedule"], one["microbatches"]) for one in found["cuts"]]
+    assert made == [(by, name, 4) for by in ("estimated", "measured") for name in ("1f1b", "zb")]
+    for one in found["cuts"]:
         limits = (0, *one["starts"], 6)
         assert {f"{begin}:{end}" for begin, end in itertools.pairwise(limits)} <= found["stages_ms"].keys()
-        assert one["cases"].keys() == {"1f1b/4", "zb/4"}
-        for case in one["cases"].values():
-            own = case["makespans_ms"].pop(one["units"])
-            assert case["ratio"] == pytest.approx(own / min(case["makespans_ms"].values()))
-        assert one["most"] == max(case["ratio"] for case in one["cases"].values())
+        own = one["makespans_ms"].pop(one["units"])
+        assert one["ratio"] == pytest.approx(own / min(one["makespans_ms"].values()))
     assert "chosen / best neighbour" in capsys.readouterr().out
 
 
@@ -63,16 +61,20 @@ def test_neighbours_have_one_boundary_moved_by_one() -> None:
         assert sorted(found) == [one for one in every if sum(abs(a - b) for a, b in zip(one, starts, strict=True)) == 1]
 
 
-def test_costs_are_of_the_operations_that_the_schedule_has() -> None:
-    times = {(0, 2): ChunkTimes(1.0, 2.0, 3.0, 4.5), (2, 3): ChunkTimes(1.0, 2.0, 3.0, 4.0)}
-    whole, apart = (balance.costs_of((2,), times, 3, build(name, 2, 4)) for name in ("1f1b", "zb"))
-    assert whole.backward == apart.backward == (2.0, 2.0)
-    assert whole.weight == (2.5, 2.0) and apart.weight == (3.0, 3.0)
+def test_the_ratio_is_to_the_best_neighbour() -> None:
+    choice = balance.Choice("estimated", ("1f1b", 4), (1,), {(1,): 3.0, (2,): 2.0, (3,): 9.0})
+    assert choice.best == (2,) and choice.ratio == 1.5
 
 
-def test_a_cut_that_is_worse_than_a_neighbour_is_a_failure() -> None:
-    choice = balance.Choice("estimated", balance.Balanced((1,), (), (), True), {("1f1b", 4): {(1,): 3.0, (2,): 2.0, (3,): 9.0}})
-    assert choice.ratio(("1f1b", 4)) == choice.most == 1.5
+def test_a_ratio_above_the_limit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Units("layers", ("", "layers.0", "layers.1", "head"), (0, 1), {}, frozenset(), {}, frozenset())
+    good, bad = (
+        balance.Choice("estimated", (name, 4), (1,), {(1,): ms, (2,): 2.0}) for name, ms in (("1f1b", 1.0), ("zb", 2.1))
+    )
+    monkeypatch.setattr(balance, "captured", lambda shape: None)
+    for choices, code in (((good,), 0), ((good, bad), 1)):
+        monkeypatch.setattr(balance, "measure", lambda settings, joint, made=choices: balance.Measured(found, {}, made, {}))
+        assert balance.run(arguments(*SMALL, "--family", "gpt2", "--stages", "2")) == code
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ FOLDED = (("zbv", "auto"), ("dualpipev", "auto"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(480)
 def test_graph_schedules_train_alike_over_tensor_parallel_stages(job: Any, tmp_path: Path) -> None:
     """W apart from B or not, woven (dualpipev) or not: the same losses, bit for bit; by autograd within rounding."""
     four = ("mesh.replicas=1", "mesh.pp=2", "mesh.tp=2", "model.family=llama", "model.layers=4", "schedule.microbatches=4")

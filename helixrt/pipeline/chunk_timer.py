@@ -1,14 +1,14 @@
-"""Chunk times: how long F, B, W and BW of a chunk take on this device, run as a stage of a pipeline runs them.
+"""How long F, B, W and BW of a chunk take on this device, run as a stage of a pipeline runs them.
 
-In: a chunk of a cut model. Out: `ChunkTimes` of one micro-batch. The chunk's graphs run as they do in a step, on example
-values: what F saves is what B and W take in, casts of parameters are made once, and gradients are added to buckets. A low
-quantile of several runs counts; of one processor thread that is its own time, without what other programs take of the core.
+In: a chunk of a cut model. Out: times of its operations, for `ChunkTimes.of`. The chunk's graphs run as they do in a step, on
+example values: what F saves is what B and W take in, casts of parameters are made once, and gradients are added to buckets. A
+low quantile of several runs counts; of one processor thread that is its own time, without what other programs take of the core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from helixrt.passes.cut_model import BOUNDARY, ModelChunk
 from helixrt.passes.example_values import DEVIATION, Pool
 from helixrt.passes.lift import lift
-from helixrt.passes.measure import Stopwatch, low_quantile
+from helixrt.passes.measure import Stopwatch
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.pieces import Piece
 from helixrt.passes.ranks import Ranks
@@ -34,26 +34,6 @@ from helixrt.schedule.ir import Op
 
 BUCKET_BYTES = 16 << 20
 WARM_UP = 1  # rounds that do not count
-
-
-@dataclass(frozen=True)
-class ChunkTimes:
-    """Milliseconds of one micro-batch; `whole_ms` is of BW, the backward in one piece."""
-
-    forward_ms: float
-    backward_ms: float
-    weight_ms: float
-    whole_ms: float
-
-    @property
-    def total_ms(self) -> float:
-        """F, B and W together."""
-        return self.forward_ms + self.backward_ms + self.weight_ms
-
-    @staticmethod
-    def of(taken_us: dict[Op, list[float]]) -> ChunkTimes:
-        """From the times of several runs: a low quantile of each operation's."""
-        return ChunkTimes(*(low_quantile(taken_us[op]) / 1e3 for op in (Op.F, Op.B, Op.W, Op.BW)))
 
 
 class ChunkTimer:
