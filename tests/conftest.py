@@ -234,7 +234,7 @@ def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
     import torch
     import torch.distributed as dist
 
-    from helixrt.collectives.gloo_workers_private import gloo_backend
+    from helixrt.collectives.gloo_groups_private import gloo_backend
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -340,7 +340,7 @@ def rank_main(
     import torch
     import torch.distributed as dist
 
-    from helixrt.collectives.gloo_workers_private import one_gloo_worker
+    from helixrt.collectives.gloo_groups_private import one_gloo_worker
 
     torch.set_num_threads(1)
     one_gloo_worker()

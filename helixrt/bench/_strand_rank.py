@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from helixrt.bench._live_storage import LiveStorage
 from helixrt.bench._strand_variants import ABLATION, PAIRED, TARGET, TOKENS, Shape, Stage, Way, token_loss
-from helixrt.collectives.gloo_workers_private import one_gloo_worker
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.errors import Fatal
 from helixrt.job.heap import keep_freed_memory
 from helixrt.passes import nodes

@@ -33,11 +33,10 @@ def run(args: argparse.Namespace) -> int:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not 1 <= args.nodes <= 16:
         raise ConfigError("nodes", args.nodes, "is between 1 and 16")
+    hosts = Network(args.nodes + 1, rate_mbit=parse_rate(args.rate))
+    cluster = RayNodes(hosts, args.nodes, args.cpus)
     try:
-        with (
-            Network(args.nodes + 1, rate_mbit=parse_rate(args.rate)) as network,
-            RayNodes(network, args.nodes, args.cpus) as ray,
-        ):
+        with hosts as network, cluster as ray:
             if argv:
                 process = network.run(args.nodes, argv, {**ray.environment, "RAY_ADDRESS": ray.dashboard})
                 return process.wait()

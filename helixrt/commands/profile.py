@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # now: loaded while there is a group, it keeps that to the end
 import torch.multiprocessing as multiprocessing
 
-from helixrt.collectives.gloo_workers_private import one_gloo_worker
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.commands import output
 from helixrt.commands.problem import whole
 from helixrt.errors import ConfigError

@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> JobConfig:
     from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, OutputConfig
-    from helixrt.job.driver import membership_kind
     from helixrt.job.hosts import serving_host
     from helixrt.job.mesh import Mesh
     from helixrt.job.rules import check_address
+    from helixrt.job.services import membership_kind
     from helixrt.timeouts import derive
 
     for key in ("replicas", "restarts", "checkpoint_every"):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from helixrt.collectives.gloo_workers_private import one_gloo_worker
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.commands import output, subject
 from helixrt.commands.problem import number, whole
 from helixrt.commands.subject import Sizes, Subject

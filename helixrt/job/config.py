@@ -165,6 +165,8 @@ class JobConfig:
     nonfinite_limit: int = 10  # a replica whose gradient was not finite in more of the last 100 steps is started again
     host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there
     port: int = 0  # of the run's store; 0: any free one
+    driver_away_s: float = -1.0  # how long ranks train on without a driver, so that one can attach; 0: they end with it;
+    # -1: 600 where ranks are Ray actors, else 0
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     catchup: CatchupConfig = field(default_factory=CatchupConfig)

@@ -16,16 +16,18 @@ from typing import Any
 
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal
+from helixrt.job.attaching import attached_driver, away_s, started_driver
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.description import Description
-from helixrt.job.driver import Driver, JobProgram, new_run, reopened_run
+from helixrt.job.driver import JobProgram, new_run, reopened_run
 from helixrt.job.environment import SessionChoices, joined
+from helixrt.job.kept_run import check_same, living
 from helixrt.job.launchers import chosen_launcher
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
 from helixrt.job.ray_run import in_cluster
-from helixrt.job.resume import deals_of, run_to_resume
+from helixrt.job.resume import deals_of, folder_to_resume, run_to_resume
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
@@ -169,20 +171,34 @@ def run(
     )
     config.check()
     config.check_runtime()
-    warm_up(config)
+    if away_s(config) == 0:
+        warm_up(config)  # else the keeper does
     with in_cluster(config) as (config, reserved):
         program = JobProgram(PROGRAM, description, options.exit_grace_s, reserved, tuple(loggers))
-        if resume is None:
-            begun = new_run(config)
+        kept = _living(config, resume)
+        if kept is not None:
+            driver = attached_driver(kept, program)
+        elif resume is None:
+            driver = started_driver(config, new_run(config), program)
         else:
             folder, checkpoint = run_to_resume(config, resume)
             config = replace(config, deal=deals_of(config, folder, checkpoint.record))
             begun = reopened_run(folder, checkpoint, dealt=config.deal != checkpoint.record.deal)
-        driver = Driver(config, begun, program)
+            driver = started_driver(config, begun, program)
         if driver.run() != 0:
-            raise Fatal(f"the run failed; its folder is {begun.folder}")
+            raise Fatal(f"the run failed; its folder is {driver.run_.folder}")
     head = driver.seen.head
-    return RunResult(begun.folder, head.step, head.hash, head.last)
+    return RunResult(driver.run_.folder, head.step, head.hash, head.last)
+
+
+def _living(config: SessionConfig, resume: str | Path | None) -> Path | None:
+    """The folder of the run that is to be resumed, if its ranks live. Raises ConfigError if they train something else."""
+    folder = None if resume is None else folder_to_resume(config, resume)
+    kept = None if folder is None else living(folder)
+    if kept is None:
+        return None
+    check_same(kept, config.to_plain())
+    return folder
 
 
 def checked(train: Callable[..., Any], arguments: Mapping[str, Any] | None) -> dict[str, Any]:

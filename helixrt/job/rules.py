@@ -86,6 +86,9 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
     if config.catchup.serve_mb_s != 0 and not 1 <= config.catchup.serve_mb_s < math.inf:
         rule = "must be at least 1, or 0 for no limit: a donor that is slower looks as if it were gone"
         yield ConfigError("catchup.serve_mb_s", config.catchup.serve_mb_s, rule)
+    if config.driver_away_s not in (-1, 0) and not 10 <= config.driver_away_s < math.inf:
+        rule = "must be at least 10, 0 for ranks that end with the driver, or -1 for the default of the launcher"
+        yield ConfigError("driver_away_s", config.driver_away_s, rule)
     if not 0 <= config.port <= 65535:
         yield ConfigError("port", config.port, "must be from 1 to 65535, or 0 for any free one")
 

@@ -28,7 +28,8 @@ from helixrt.lab.net import Network
 
 PORT, DASHBOARD_PORT = 6379, 8265  # free: each host is a namespace
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MiB
-START_S = 120.0
+START_S = 180.0
+TRIES = 3  # Ray gives a node half a minute to start, which is too short on a busy machine
 # A node is lost after four checks without an answer, of at most a second each; Ray's own figures are minutes.
 _CHECKS = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -106,7 +107,6 @@ class RayNodes:
             self.wait(0)
             for host in range(1, self.nodes):
                 self.start(host)
-            for host in range(1, self.nodes):
                 self.wait(host)
             self._wait_for_dashboard()
         except BaseException:
@@ -146,10 +146,14 @@ class RayNodes:
 
     def wait(self, host: int) -> None:
         """Wait until a node that was started takes part. Raises NetworkError if it does not."""
-        deadline = time.monotonic() + START_S
+        deadline, tries = time.monotonic() + START_S, 1
         while _STARTED not in self._log(host).read_bytes():
             code = self._processes[host].poll()
-            if code is not None or time.monotonic() > deadline:
+            if code is not None and tries < TRIES:
+                tries += 1
+                self.end(host)
+                self.start(host)
+            elif code is not None or time.monotonic() > deadline:
                 how = f"did not start in {START_S:g} s" if code is None else f"ended at its start with exit code {code}"
                 raise NetworkError(f"the Ray node of host {host} {how}; its log is {self._log(host)}")
             time.sleep(0.1)

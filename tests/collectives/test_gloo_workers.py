@@ -1,4 +1,4 @@
-"""Gloo groups that helixrt makes have one worker thread: with two, torch corrupts the heap (`gloo_workers_private`)."""
+"""Gloo groups that helixrt makes have one worker thread: with two, torch corrupts the heap (`gloo_groups_private`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from helixrt.collectives.gloo_workers_private import one_gloo_worker
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 
 TIMEOUT = timedelta(seconds=47)
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from helixrt.collectives.gloo_workers_private import one_gloo_worker
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.engines.inner_group import InnerGroup, lost_rank
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.random_state import set_random_state

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helixrt.collectives.gloo_workers_private import one_gloo_worker
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.engines.inner_group import lost_rank
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.random_state import set_random_state

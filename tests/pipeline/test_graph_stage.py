@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helixrt.bench._live_storage import LiveStorage
-from helixrt.collectives.gloo_workers_private import gloo_backend
+from helixrt.collectives.gloo_groups_private import gloo_backend
 from helixrt.passes.pair import Rules
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import GroupChannel

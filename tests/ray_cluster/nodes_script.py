@@ -1,6 +1,6 @@
-"""A user's script for a Ray cluster of several nodes: `python train.py STORAGE SIGNS`.
+"""A user's script for a Ray cluster: `python train.py STORAGE SIGNS [RESUME]`.
 
-Three replicas of one rank train until the file `stop` is in SIGNS. Each leaves its host's address there, by its incarnation.
+Three replicas of one rank train until the file `stop` is in SIGNS. Each leaves its host's address and its process there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def train(session: helixrt.Session) -> None:
     x = torch.randn(96, 4, generator=torch.Generator().manual_seed(3))
     items = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     loader = torch.utils.data.DataLoader(items, batch_size=4, sampler=session.sampler(items, shuffle=True))
+    (SIGNS / f"r{session.replica}.process.{os.getpid()}").touch()
     for step in session.steps(loader, until=100_000):
         for inputs, targets in step:
             step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
@@ -37,5 +38,7 @@ def train(session: helixrt.Session) -> None:
 
 if __name__ == "__main__":
     options = helixrt.RunOptions(step_timeout_s=30.0, checkpoint_every=0, restarts=10)
-    result = helixrt.run(train, replicas=3, storage=STORAGE, seed=1, options=options, launcher="ray")
+    (SIGNS / f"driver.process.{os.getpid()}").touch()
+    resume = sys.argv[3] if len(sys.argv) > 3 else None
+    result = helixrt.run(train, replicas=3, storage=STORAGE, seed=1, options=options, launcher="ray", resume=resume)
     print(f"ended at step {result.step} of {result.lineage}")

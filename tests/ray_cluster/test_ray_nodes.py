@@ -5,6 +5,7 @@ One cluster serves all tests of this module.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, s
     require("ray", machine_lacks)
     require("netns", machine_lacks)
     private = tmp_path_factory.mktemp("private")
-    environment = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as in an active virtual environment
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
     with Network(4) as network, RayNodes(network, 3, cpus=1, environment=environment, private={2: [private]}) as nodes:
         yield Cluster(network, nodes, private)
 
@@ -65,9 +67,8 @@ class Job:
         return found.parent
 
     def records(self) -> list[CommitRecord]:
-        if not list(self.storage.glob("*/*/run.json")):
-            return []
-        return Log(read_lineage(self.folder() / "lineage")).chain()
+        entries = read_lineage(self.folder() / "lineage") if list(self.storage.glob("*/*/run.json")) else []
+        return Log(entries).chain() if entries else []
 
     def step(self) -> int:
         records = self.records()
@@ -120,8 +121,8 @@ def test_the_others_go_on_without_a_node_that_is_cut_off_and_its_replica_returns
     cluster: Cluster, tmp_path: Path
 ) -> None:
     job = submitted(cluster, tmp_path, tmp_path / "storage")
-    job.until(lambda: job.step() >= 5 and len(list(job.signs.iterdir())) == 3, "a step of all replicas")
-    where = {sign.name.split(".on.")[1]: int(sign.name[1]) for sign in job.signs.iterdir()}
+    job.until(lambda: job.step() >= 5 and len(list(job.signs.glob("*.on.*"))) == 3, "a step of all replicas")
+    where = {sign.name.split(".on.")[1]: int(sign.name[1]) for sign in job.signs.glob("*.on.*")}
     assert sorted(where) == ["10.77.0.1", "10.77.0.2", "10.77.0.3"], "a replica on each node"
     lost = where["10.77.0.3"]
 

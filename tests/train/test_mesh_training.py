@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helixrt.bench._job_engine import pipeline_engine
-from helixrt.collectives.gloo_workers_private import gloo_backend
+from helixrt.collectives.gloo_groups_private import gloo_backend
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded import is_sharded, local

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helixrt.collectives.gloo_workers_private import gloo_backend
+from helixrt.collectives.gloo_groups_private import gloo_backend
 from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
