@@ -2,9 +2,9 @@
 
     python examples/torchft_ddp.py [STEPS] [FOLDER]
 
-Two replica groups of one process each train a small model by torchft's `Manager`, `DistributedDataParallel` and `Optimizer`. Group 1 is
-killed after a third of the steps and started again. The last lines report the longest step of group 0 after that, which is its stall, and
-the median step. torchft's lighthouse decides when the lost group is left out, which takes most of the wait with both.
+Two replica groups of one process each train a small model by torchft's `Manager`, `DistributedDataParallel` and `Optimizer`.
+Group 1 is killed after a third of the steps and started again. The last lines report the longest step of group 0 after that, which is
+its stall, and the median step. torchft's lighthouse decides when the lost group is left out: most of the stall with both.
 """
 
 import multiprocessing
@@ -106,7 +106,7 @@ def stall(kind: str, steps: int, folder: Path) -> str:
     times = [at for _, at, _ in committed(files[0])]
     gaps = [(after, after - before) for before, after in zip(times, times[1:], strict=False)]
     usual, waited = statistics.median(gap for _, gap in gaps), max(gap for after, gap in gaps if after > killed)
-    return f"{kind}: longest step of group 0 after the kill {waited:.2f} s; median {usual:.3f} s; both groups ended at step {steps}"
+    return f"{kind}: longest step of group 0 after the kill {waited:.2f} s; median {usual:.3f} s; both ended at step {steps}"
 
 
 def main() -> None:

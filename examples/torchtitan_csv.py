@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/torchtitan_csv.py [order.csv]
 
 Without a file the order is planned here, for a slow link from stage 0 to stage 1. torchtitan reads the same file: set
-`pipeline_parallel_schedule_csv` to its path and `pipeline_parallel_schedule` to "PipelineScheduleMulti". The last line compares the
-gradients with those of the whole model in one process.
+`pipeline_parallel_schedule_csv` to its path and `pipeline_parallel_schedule` to "PipelineScheduleMulti". The last line compares
+the gradients with those of the whole model in one process.
 """
 
 import copy
