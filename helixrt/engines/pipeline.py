@@ -35,7 +35,7 @@ from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
-from helixrt.pipeline.executor import Executor
+from helixrt.pipeline.executor import Executor, Slowdown
 from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
 from helixrt.pipeline.reductions import BucketSums
 from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
@@ -252,9 +252,9 @@ class PipelineEngine(BatchEngine):
         self._graphs.prepare(program)
         return self._graphs, program
 
-    def slow_down(self, factor: Callable[[int], float]) -> None:
-        """Have the operations of this stage take `factor(step)` times as long from now on, on purpose."""
-        self._executor.slowdown = factor
+    def slow_down(self, slowdown: Callable[[int], Slowdown]) -> None:
+        """Have the operations of this stage take as long as `slowdown(step)` says from now on, on purpose."""
+        self._executor.slowdown = slowdown
 
     def use_communication(self, comm: Comm) -> None:
         """From the next `run` on, send and receive directly or delegated; each stage may do so by itself.
