@@ -20,12 +20,12 @@ NUMPY = ("numpy", "numpy.libs")
 
 
 def sources() -> set[str]:
-    """What a wheel must hold: Python files, the typing mark, YAML and JSON, seen through the symlinked folders."""
+    """What a wheel must hold: Python files, the typing mark, data and templates, seen through the symlinked folders."""
     found = set()
     for folder, subfolders, names in os.walk(ROOT / "helixrt", followlinks=True):
         subfolders[:] = [name for name in subfolders if name != "__pycache__"]
         for name in names:
-            if name.endswith((".py", ".yaml", ".json")) or name == "py.typed":
+            if name.endswith((".py", ".yaml", ".json", ".j2", ".css", ".js")) or name == "py.typed":
                 found.add(Path(folder, name).relative_to(ROOT).as_posix())
     return found
 
