@@ -24,7 +24,7 @@ from torchft.coordination import LighthouseServer
 
 from helixrt.collectives import ProcessGroupHelix
 
-GROUPS = {"helix": ProcessGroupHelix, "gloo": ProcessGroupGloo}
+KINDS = ("helix", "gloo")
 
 
 def train(kind: str, group: int, steps: int, lighthouse: str, folder: Path) -> None:
@@ -42,7 +42,7 @@ def train(kind: str, group: int, steps: int, lighthouse: str, folder: Path) -> N
         optim.load_state_dict(state["optim"])
 
     manager = Manager(
-        pg=GROUPS[kind](timeout=timedelta(seconds=30)),
+        pg=ProcessGroupHelix(timeout=timedelta(seconds=30)) if kind == "helix" else ProcessGroupGloo(timedelta(seconds=30)),
         min_replica_size=1,
         load_state_dict=load_state_dict,
         state_dict=state_dict,
@@ -115,7 +115,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("*.txt"):
         file.unlink()
-    for kind in GROUPS:
+    for kind in KINDS:
         print(stall(kind, steps, folder), flush=True)
 
 
