@@ -3,8 +3,8 @@
     python examples/torchft_ddp.py [STEPS] [FOLDER]
 
 Two replica groups of one process each train a small model by torchft's `Manager`, `DistributedDataParallel` and `Optimizer`.
-Group 1 is killed after a third of the steps and started again. The last lines report the longest step of group 0 after that, which is
-its stall, and the median step. torchft's lighthouse decides when the lost group is left out: most of the stall with both.
+Group 1 is killed after a third of the steps and started again. The last lines report the longest step of group 0 after that,
+which is its stall, and the median step. Most of the stall is until torchft's lighthouse leaves the lost group out.
 """
 
 import multiprocessing

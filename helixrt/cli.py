@@ -29,7 +29,7 @@ COMMANDS = {  # each a module of helixrt.commands
     "strands": "two interwoven strands of a model: operators, pairs, times, pictures, graphs",
     "profile": "which operators hide behind which on this machine",
     "serve": "serve a run whose replicas are started by torchrun, Slurm or by hand",
-    "accept-loss": "let a run that waits for newer state go on without it",
+    "accept-loss": "end the wait of a run for newer state that is lost",
     "export": "write a checkpoint's model as Hugging Face safetensors",
     "drain": "have a replica leave a run at a step boundary, or start it again",
     "lab": "networks on this machine: namespaces with rated links, a VM with RDMA NICs",
@@ -51,7 +51,7 @@ def benchmarks() -> dict[str, str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the usage, and where the right one is told."""
+    """Reports a wrong usage in one line, with the command that prints the right one."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"helixrt: {message}; usage: {self.prog} --help\n")

@@ -28,8 +28,8 @@ class Options:
     - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule` knows, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
       balances chunks. `train_step` runs one stage, and takes neither.
-    - `adapt`: the job may change the order of the schedule while it runs, by what it measures, as readily as this
-      `helixrt.Adaptation` says; None: it stays.
+    - `adapt`: the job may change the order of the schedule while it runs, by measured costs, under the rules of this
+      `helixrt.Adaptation`; None: the order is fixed.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
     - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
       "estimate". Models that do not communicate need none.

@@ -1,8 +1,8 @@
 """Code blocks of the README and of docs/, and how CI runs each of them.
 
 In: Markdown pages. Out: `Block`s. A block of `python` or `sh` runs as it is: a program that must end with exit code 0 and,
-where "It prints:" and a `text` block follow, must print exactly that; or commands, one per line. A comment in the line before it
-says otherwise:
+where "It prints:" and a `text` block follow, must print exactly that; or commands, one per line. A comment in the line
+before it says otherwise:
 
 - `<!-- in: NAME -->`: the block stands in place of the line `# BLOCK` of `tests/docs/NAME.py`, which runs; its lines
   `# REPLACE A => B` make constants smaller first; with a line `# SLOW` its test is a slow one.
