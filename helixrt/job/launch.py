@@ -129,12 +129,13 @@ def run(
     `Stages` see its `names`). With another number of replicas, or of dp_shard ranks, the items that were not read yet are dealt
     over the new streams, which needs `session.sampler`.
     `launcher`: "local" starts the ranks as processes of this host. "ray" starts them as actors of the Ray cluster that this
-    process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working directory
-    of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one GPU. The
-    run waits for replicas that the cluster has no resources for. With "environment" this process is itself one rank of the
-    run that `helixrt serve` serves (`helixrt.job.starters`), and calls `train` here: the processes of one torchrun, or of one srun, are
-    a replica. `storage`, `name` and options of the runtime are the server's then. "auto" is "environment" where HELIXRT_STORE
-    is set or torchrun or Slurm started this process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
+    process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working
+    directory of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one
+    GPU. The run waits for replicas that the cluster has no resources for. With "environment" this process is itself one
+    rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and calls `train` here: the processes of one
+    torchrun, or of one srun, are a replica. `storage`, `name` and options of the runtime are the server's then. "auto" is
+    "environment" where HELIXRT_STORE is set or torchrun or Slurm started this process, "ray" inside a Ray job or with
+    RAY_ADDRESS, else "local".
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
