@@ -46,7 +46,8 @@ def main() -> None:
 
     stage = PipelineStage(mine, rank, stages, torch.device("cpu"))
     schedule = _PipelineScheduleRuntime([stage], MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    schedule._load_csv(str(order(stages)))
+    file = order(stages)
+    schedule._load_csv(str(file))
     losses: list[torch.Tensor] = []
     if rank == 0:
         schedule.step(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -16,6 +16,23 @@ from helixrt.schedule.generators.policies import POLICIES
 from helixrt.schedule.ir import Schedule
 
 CODEGENS = ("eager", "inductor")
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of `helixrt.compile` for type checkers: the fields of `Options`, which describes them."""
+
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    microbatches: int
+    strands: int
+    schedule: str | Schedule
+    cuts: Sequence[str] | None
+    adapt: Adaptation | None
+    codegen: str
+    profile: str
+    strict: bool
+    autocast: torch.dtype | None
+    shapes: int
+    chunk_dims: Mapping[int | str, int | None] | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -256,8 +256,9 @@ def summary_of(report: dict[str, Any]) -> list[str]:
     hashes = {r["parameters_sha256"] for r in report["replicas"]}
     alike = "bitwise equal" if len(hashes) == 1 else "DIFFERENT" if hashes else "unknown"
     validation = "unknown" if reached is None else f"{reached:.4f} bits/byte"
+    corpus = "" if order0 is None else f", order-0 entropy of the corpus {order0:.4f}"
     lines = [
-        f"validation {validation}" + ("" if order0 is None else f", order-0 entropy of the corpus {order0:.4f}"),
+        *([f"validation {validation}{corpus}"] if reached is not None or order0 is not None else []),
         f"data: {audit['batches']} batches, {audit['gaps']} gaps, {audit['repeats']} repeats: {verdict}",
         f"final parameters of all replicas: {alike}",
     ]
