@@ -33,7 +33,8 @@ __all__ = ["Explanation", "Options", "TrainStep", "compile"]
 def compile(model_or_class: Any = None, **options: Unpack[Keywords]) -> Any:
     """Give a module, or all modules of a class, a `train_step`; as a function or a decorator, with options or without.
 
-    The options, by keyword, are the fields of `Options`. Raises ConfigError for options that cannot work; capture happens in the first `train_step`.
+    The options, by keyword, are the fields of `Options`. Raises ConfigError for options that cannot work; capture happens in
+    the first `train_step`.
     """
     chosen = Options.of(options)
     if model_or_class is None:
