@@ -1,7 +1,7 @@
 """mkdocs hook: a page may link to files of the repository outside `docs/`.
 
-In: pages with relative links such as `../../examples/hsdp.py`. Out: the linked files are part of the site, under `repository/`, and the
-links point there. A link to a file that does not exist stays as it is, so that mkdocs reports it.
+In: pages with relative links such as `../../examples/hsdp.py`. Out: the linked files are part of the site, under `repository/`,
+and the links point there. A link to a file that does not exist stays as it is, so that mkdocs reports it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 
 
 def repository_path(page: str, link: str) -> str:
-    """Path of the linked file in the repository, or "" for other links. `page` is relative to `docs/`, or under `repository/`."""
+    """Path of the linked file in the repository, "" for other links. `page` is relative to `docs/`, or under `repository/`."""
     if "://" in link:
         return ""
     own = page.removeprefix(f"{UNDER}/") if page.startswith(f"{UNDER}/") else f"docs/{page}"

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/torchtitan_csv.py [order.csv]
 
 Without a file the order is planned here, for a slow link from stage 0 to stage 1. torchtitan reads the same file: set
-`pipeline_parallel_schedule_csv` to its path and `pipeline_parallel_schedule` to "PipelineScheduleMulti". The last line compares the
-gradients with those of the whole model in one process.
+`pipeline_parallel_schedule_csv` to its path and `pipeline_parallel_schedule` to "PipelineScheduleMulti". The last line compares
+the gradients with those of the whole model in one process.
 """
 
 import copy
@@ -46,7 +46,8 @@ def main() -> None:
 
     stage = PipelineStage(mine, rank, stages, torch.device("cpu"))
     schedule = _PipelineScheduleRuntime([stage], MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    schedule._load_csv(str(order(stages)))
+    file = order(stages)
+    schedule._load_csv(str(file))
     losses: list[torch.Tensor] = []
     if rank == 0:
         schedule.step(x)

@@ -1,11 +1,11 @@
 """Code blocks of the README and of docs/, and how CI runs each of them.
 
-In: Markdown pages. Out: `Block`s. A block of `python` or `sh` runs as it is: a program that must end with exit code 0 and, where
-"It prints:" and a `text` block follow, must print exactly that; or commands, one per line. A comment in the line before it says
-otherwise:
+In: Markdown pages. Out: `Block`s. A block of `python` or `sh` runs as it is: a program that must end with exit code 0 and,
+where "It prints:" and a `text` block follow, must print exactly that; or commands, one per line. A comment in the line
+before it says otherwise:
 
 - `<!-- in: NAME -->`: the block stands in place of the line `# BLOCK` of `tests/docs/NAME.py`, which runs; its lines
-  `# REPLACE A => B` make constants smaller first.
+  `# REPLACE A => B` make constants smaller first; with a line `# SLOW` its test is a slow one.
 - `<!-- fragment of: FILE -->`: the lines are part of an example, which has a test of its own.
 - `<!-- covered by: FILE[::TEST] -->`: it needs minutes, or several machines, and this test (or `.ci/run`) runs the same.
 - `<!-- needs: PROGRAM -->`: commands of a program that CI does not have; their syntax is checked.
@@ -49,15 +49,20 @@ class Block:
         lines = self.code.replace("\\\n", " ").splitlines()
         return [line.partition("  #")[0].strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
+    def slow(self) -> bool:
+        return "\n# SLOW\n" in self._context()
+
     def in_its_context(self) -> str:
         """The program of `<!-- in: NAME -->`."""
-        context = (ROOT / "tests" / "docs" / f"{self.about}.py").read_text(encoding="utf-8")
-        code = self.code
+        context, code = self._context(), self.code
         for old, new in re.findall(r"^# REPLACE (.+?) => (.+)$", context, re.MULTILINE):
             assert old in code, f"{self}: tests/docs/{self.about}.py replaces {old!r}, which the block does not have"
             code = code.replace(old, new)
         (place,) = re.finditer(r"^( *)# BLOCK$", context, re.MULTILINE)
         return context[: place.start()] + textwrap.indent(code, place[1]) + context[place.end() :]
+
+    def _context(self) -> str:
+        return (ROOT / "tests" / "docs" / f"{self.about}.py").read_text(encoding="utf-8")
 
 
 def pages() -> list[Path]:

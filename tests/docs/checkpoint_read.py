@@ -1,4 +1,5 @@
 """Context of the checkpoint of docs/guides/own-model.md: a run that has left one."""
+# SLOW
 
 from pathlib import Path
 

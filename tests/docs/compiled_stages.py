@@ -1,4 +1,5 @@
 """Context of the loop of docs/guides/compile.md: a small GPT-2 and bytes."""
+# SLOW
 # REPLACE until=10_000 => until=2
 # REPLACE every=100 => every=2
 # REPLACE replicas=4 => replicas=1

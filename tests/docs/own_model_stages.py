@@ -1,4 +1,5 @@
 """Context of the stages of docs/guides/own-model.md: two parts, and data."""
+# SLOW
 # REPLACE until=10_000 => until=3
 # REPLACE every=100 => every=2
 # REPLACE replicas=4 => replicas=1

@@ -1,4 +1,5 @@
 """Context of the update function of docs/guides/own-model.md."""
+# SLOW
 
 import torch
 

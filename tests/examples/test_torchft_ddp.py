@@ -1,4 +1,4 @@
-"""examples/torchft_ddp.py: torchft's loop survives the loss of a group with either process group, and both stalls are reported."""
+"""examples/torchft_ddp.py: torchft's loop survives the loss of a group with either process group; stalls are reported."""
 
 from __future__ import annotations
 

@@ -251,7 +251,8 @@ def test_run_gives_environment_cores_and_folder_and_the_commands_own_exit(
     core = min(os.sched_getaffinity(0))
     with Network(hosts=2) as network:
         shown = (
-            "import os; print(os.getpid(), os.environ['HELIXRT_HOST'], os.environ['MINE'], os.getcwd(), os.sched_getaffinity(0))"
+            "import os; print(os.getpid(), os.environ['HELIXRT_HOST'], os.environ['MINE'], os.getcwd(), "
+            "os.sched_getaffinity(0))"
         )
         argv = [sys.executable, "-c", shown]
         process = network.run(1, argv, {"MINE": "m"}, tmp_path, {core}, stdout=subprocess.PIPE, text=True)
