@@ -141,7 +141,7 @@ class ChaosConfig:
 class OutputConfig:
     root: str = "outputs"  # runs go to root/DATE/TIME
     peak_tflops: float = 0.0  # of one rank's device in the compute type, for model FLOPs utilisation; 0: it is not shown
-    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; all else of its record is kept whole
+    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; as much of its steps; all that is rare
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError, Departed, MisuseError, Retryable, StartAgain
 from helixrt.job.claims import LOOK_S, Claim, check_open, claim
 from helixrt.job.config import JobConfig
-from helixrt.job.group_watch import GroupWatch
+from helixrt.job.group_watch import AWAY_S, GroupWatch
 from helixrt.job.hosts import is_loopback
 from helixrt.job.mesh import Mesh
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
@@ -115,7 +115,7 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
         config = choices.config(JobConfig.from_plain(spec.config))
         _agree_on_settings(store, choices)
         life = (place.replica, incarnation)
-        with RankRuntime(spec, config) as runtime, GroupWatch(store, life, place.rank, place.ranks, runtime.fail):
+        with RankRuntime(spec, config) as runtime, _watch(store, life, place, runtime):
             with opened_session(runtime, config, place.local_rank) as session:
                 yield Joined(session, spec, store, runtime)
                 check_loop_ended(session)
@@ -135,6 +135,11 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
             with suppress(Retryable):  # the server is gone, too
                 told = json.dumps({"code": code, "why": why})
                 store.put_if_absent(exit_key(place.replica, claimed.incarnation, place.rank), told)
+
+
+def _watch(store: RunStore, life: tuple[int, int], place: Place, runtime: RankRuntime) -> GroupWatch:
+    away_s = max(AWAY_S, 2.0 * runtime.context.timeouts.step_s)
+    return GroupWatch(store, life, place.rank, place.ranks, runtime.fail, away_s=away_s)
 
 
 def _root_of(error: BaseException, place: Place) -> BaseException:

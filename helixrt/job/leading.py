@@ -203,11 +203,25 @@ class Leading:
         store.put_if_absent(f"ready/{self._context.replica}", "yes")
         share = 0.5 if self._context.config.launcher == "environment" else 1.0
         deadline = time.monotonic() + share * self._context.timeouts.start_s
-        for replica in range(self._context.config.mesh.replicas):
+        others = [f"ready/{replica}" for replica in range(self._context.config.mesh.replicas)]
+        # Replica 0 waits for all and says so. The others look themselves now and then, in case it is gone.
+        patience_s = 0.0 if self._context.replica == 0 else _LOOK_S * (1.0 + self._context.replica / len(others))
+        while (left_s := deadline - time.monotonic()) > 0.0:
             try:
-                store.wait(f"ready/{replica}", max(0.1, deadline - time.monotonic()))
-            except Retryable:
+                if patience_s:
+                    store.wait(_ALL_READY, min(patience_s, left_s))
+                    return
+                for key in others:
+                    store.wait(key, max(0.1, deadline - time.monotonic()))
+                store.put_if_absent(_ALL_READY, "yes")
                 return
+            except Retryable:
+                if not patience_s:
+                    return
+            with suppress(Retryable):
+                if all(store.get(key) is not None for key in others):
+                    store.put_if_absent(_ALL_READY, "yes")
+                    return
 
     # ---------------------------------------------------------------- commands and reports
 
@@ -298,6 +312,9 @@ class Leading:
             self._adapter.close()
         self._leader.close()
         self._membership.close()
+
+
+_ALL_READY, _LOOK_S = "ready/all", 5.0
 
 
 def address_key(life: str, rank: int) -> str:

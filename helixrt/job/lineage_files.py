@@ -245,24 +245,24 @@ class LineageWriter:
             self._changed.notify_all()
 
 
-def read_lineage(folder: Path) -> list[CommitRecord]:
-    """The entries of `read_log`."""
-    return read_log(folder).entries
-
-
 def read_log(folder: Path) -> Log:
-    """The log from its first entry on disk, up to the first that is missing. Files may overlap, since a writer may have begun
-    at another record. Raises ConfigError (resume) for a damaged file."""
-    behind, entries = _behind(folder), list[CommitRecord]()
+    """The log as far as `read_lineage` reads it. Raises ConfigError (resume) for a damaged file."""
+    return Log(read_lineage(folder), _behind(folder))
+
+
+def read_lineage(folder: Path) -> list[CommitRecord]:
+    """The log's entries from the first on disk, up to the first that is missing. Files may overlap, since a writer may have
+    begun at another record. Raises ConfigError (resume) for a damaged file."""
+    first, entries = _behind(folder).begin, list[CommitRecord]()
     for path in sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem)):
-        if (begin := int(path.stem)) > behind.begin + len(entries):
+        if (begin := int(path.stem)) > first + len(entries):
             break
         try:
             found = [CommitRecord.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError("resume", "true", f"cannot read {path}: {error}") from error
-        entries += found[behind.begin + len(entries) - begin :]
-    return Log(entries, behind)
+        entries += found[first + len(entries) - begin :]
+    return entries
 
 
 def _behind(folder: Path) -> Behind:

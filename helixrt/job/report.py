@@ -32,6 +32,7 @@ from helixrt.record import Event, Kind, read_events
 from helixrt.replica.rank_log import last_traceback
 
 _TAKEN_UP = 3  # steps after the decision, at most, an order is worked by
+_MOST_FIGURES = 200_000  # of steps that are loaded, of all replicas
 _MOST_TRACEBACK = 8000  # characters of one in the report
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
 
@@ -56,7 +57,7 @@ class Figures:
     """Everything the report shows. Times in the charts count from `begin_s` (Unix time)."""
 
     facts: RunFacts
-    steps: tuple[StepMetrics, ...]  # the newest of each (replica, step), in order of the step
+    steps: tuple[StepMetrics, ...]  # the newest of each (replica, step), in order of the step; of many each n-th step
     validations: tuple[ValidationMetrics, ...]
     chain: tuple[CommitRecord, ...]
     superseded: int
@@ -277,11 +278,15 @@ def _newest(path: Path) -> tuple[tuple[StepMetrics, ...], tuple[ValidationMetric
     """A run that was resumed tells some steps twice: the later word counts."""
     steps: dict[tuple[int, int], StepMetrics] = {}
     validations: dict[int, ValidationMetrics] = {}
+    every = 1  # of a long run each so many steps, which a chart cannot tell from all
     for line in read_metrics(path) if path.exists() else ():
-        if isinstance(line, StepMetrics):
-            steps[line.step, line.replica] = line
-        else:
+        if isinstance(line, ValidationMetrics):
             validations[line.step] = line
+        elif line.step % every == 0:
+            steps[line.step, line.replica] = line
+            if len(steps) > _MOST_FIGURES:
+                every *= 2
+                steps = {at: kept for at, kept in steps.items() if at[0] % every == 0}
     return tuple(steps[k] for k in sorted(steps)), tuple(validations[k] for k in sorted(validations))
 
 
