@@ -15,9 +15,12 @@ from helixrt.errors import ConfigError
 from helixrt.job.config import JobConfig
 from helixrt.job.driver import Driver, JobProgram, Run
 from helixrt.job.kept_run import KeptServices, living, standing_of, start_keeper
+from helixrt.job.lineage_files import read_log
 from helixrt.job.ray_run import Reserved
 from helixrt.job.run_lock import RunLock
 from helixrt.job.session_config import SessionConfig
+from helixrt.protocol.step.lineage import Log
+from helixrt.replica.contracts import RunStore
 from helixrt.replica.runlog import RunLog
 
 AWAY_S = 600.0  # by default, where ranks are Ray actors
@@ -62,7 +65,18 @@ def attached_driver(folder: Path, program: JobProgram | None = None) -> Driver:
     identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     standing = standing_of(services.store, config.mesh.replicas, time.monotonic())
     services = KeptServices(kept, standing.orders, standing.exits)
-    run = Run(folder, kept.run, identity["epoch_s"], tuple(RunLog(services.store).read_from(0)), kept.life, lock=lock)
+    log = _log_of(folder, services.store)
+    run = Run(folder, kept.run, identity["epoch_s"], tuple(log.entries), kept.life, lock=lock, behind=log.behind)
     own = JobProgram(kept.module) if program is None else program
     own = replace(own, module=kept.module, exit_grace_s=kept.exit_grace_s, reserved=Reserved(**kept.reserved))
     return Driver(config, run, own, services=services, standing=standing)
+
+
+def _log_of(folder: Path, store: RunStore) -> Log:
+    """As the disk has it, which knows more of what was deleted; the store has the newest entries."""
+    log, stored = read_log(folder / "lineage"), RunLog(store).read()
+    if len(log) < stored.behind.begin:
+        return stored
+    for entry in stored.entries[len(log) - stored.behind.begin :]:
+        log.append(entry)
+    return log

@@ -27,7 +27,7 @@ class MeshConfig:
 class CheckpointConfig:
     every: int = 50  # steps, and the last step always; 0 turns checkpoints off
     keep: int = 3  # newest complete ones kept
-    after_failover: bool = True  # one more as soon as a link had to go on without one of its rails; needs `every` > 0
+    after_failover: bool = True  # an additional one when a link has lost one of its rails; needs `every` > 0
     write_s: float = 3600.0  # a checkpoint that is not written after so long has failed
     retry_s: float = 300.0  # how long the last one is tried again if it fails; then the run ends with exit code 1
 
@@ -37,8 +37,8 @@ class CatchupConfig:
     max_wait_s: float = 0.0  # how long an exchange waits for a replica that is fetching state
     replay: int = 16  # reduced steps a replica that is behind keeps while it fetches, at most; fewer where memory_gb is less
     memory_gb: float = 4.0  # GiB of host memory per rank for reduced gradients, snapshots and fetched state, at most
-    hold_s: float = 600.0  # the others wait once, at most so long, for a replica whose fetches were overtaken twice
-    serve_cpu: float = 0.0  # cores that a rank spends on serving state, at most; 0: what its machine has to spare
+    hold_s: float = 600.0  # longest wait, once, for a replica whose fetched state was out of date twice
+    serve_cpu: float = 0.0  # most cores that a rank uses to serve state; 0: idle processor time
     serve_mb_s: float = 0.0  # MB/s that a rank serves, at most; 0: no limit
 
 
@@ -141,7 +141,7 @@ class ChaosConfig:
 class OutputConfig:
     root: str = "outputs"  # runs go to root/DATE/TIME
     peak_tflops: float = 0.0  # of one rank's device in the compute type, for model FLOPs utilisation; 0: it is not shown
-    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; all else of its record is kept whole
+    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; as much of its steps; all that is rare
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class JobConfig:
     launcher: str = "auto"  # local | ray | environment (others start the ranks) | auto (ray inside a Ray job)
     start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
     threads: int = 1  # compute threads per rank
-    membership: str = "auto"  # what says who takes part: torchft | store | auto (torchft where it is installed)
+    membership: str = "auto"  # decides which replicas take part: torchft | store | auto (torchft where it is installed)
     exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo
     step_timeout_s: float = 60.0
     heartbeat_s: float = 0.0  # of the membership: a replica that does not run is out within 1.5 of it; 0: derived

@@ -21,13 +21,14 @@ from pathlib import Path
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.chaos import driver_is_due
+from helixrt.job.compaction import Compaction
 from helixrt.job.config import ChaosConfig, JobConfig
 from helixrt.job.controller import Controller, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.draining import take_requests
 from helixrt.job.kept_run import Standing, absence_of
 from helixrt.job.leader_reports import Finished, lines_of, metrics_key, shown_key
-from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
+from helixrt.job.lineage_files import drop_from, read_log, write_durably
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.loss_acceptance import take_acceptance
 from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
@@ -39,7 +40,7 @@ from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
 from helixrt.job.run_lock import RunLock
 from helixrt.job.services import ServedHere, Services
-from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
+from helixrt.protocol.step.lineage import Behind, CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
 from helixrt.replica.runlog import RunLog
@@ -64,7 +65,7 @@ class JobProgram:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder and identity; `entries` is its log so far (the genesis alone for a new run)."""
+    """A run's folder and identity; `entries` is its log so far (the genesis alone for a new run), after what is `behind`."""
 
     folder: Path
     name: str
@@ -73,6 +74,7 @@ class Run:
     life: int = 0  # how often it was resumed
     agreed: int = -1  # the life whose streams agreed on what those of this one must agree on; -1: on nothing so far
     lock: RunLock | None = None  # of the folder, held until the run's end
+    behind: Behind = Behind()
 
 
 def new_run(config: JobConfig) -> Run:
@@ -98,15 +100,17 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool =
     lock = RunLock(folder, identity["run"], identity["life"] + 1)
     if not checkpoints.is_complete(checkpoint.folder):
         raise ConfigError("resume", folder, f"its checkpoint {checkpoint.folder.name} was deleted meanwhile; resume again")
-    entries = tuple(read_lineage(folder / "lineage"))
-    if checkpoint.record.hash not in {e.hash for e in entries}:
+    log = read_log(folder / "lineage")
+    if log.get(checkpoint.record.hash) is None:
         rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
         raise ConfigError("resume", "true", rule)
-    drop_from(folder / "lineage", len(entries))
+    drop_from(folder / "lineage", len(log))
+    entries = tuple(log.entries)
     # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
     epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
     life = 1 + max(identity["life"], *(entry.life for entry in entries))
-    run = Run(folder, identity["run"], epoch_s, entries, life, -1 if dealt else checkpoint.record.life, lock)
+    agreed = -1 if dealt else checkpoint.record.life
+    run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind)
     _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
     return run
 
@@ -134,9 +138,10 @@ class Driver:
         self.address = self._services.address
         self.store: RunStore = TcpRunStore(self.address)
         self.log = RunLog(self.store)
-        for index, entry in enumerate(run.entries if standing is None else ()):
-            self.log.append(index, entry)
-        self.seen = Log(run.entries)
+        self.seen = Log(run.entries, run.behind)
+        self._compaction = Compaction(self.log, run.folder, config.mesh.replicas)
+        if standing is None:
+            self._compaction.restore(self.seen)
         self.output = RunOutput(
             run.folder,
             config.mesh.replicas,
@@ -244,6 +249,7 @@ class Driver:
             self.seen.append(entry)
             if driver_is_due(self.config.chaos, entry.step):
                 os.kill(os.getpid(), signal.SIGKILL)
+        self._compaction.look(self.seen, self._advance())
 
     def _show(self, line: MetricsLine) -> None:
         figures = self.program.description.figures
@@ -269,7 +275,7 @@ class Driver:
 
     def _end(self, stopped: StopRun) -> int:
         finished, advance = self._finished(), self._advance()
-        found = audit(self.seen.chain(), advance)
+        found = audit(self.seen.chain(), advance, self.seen.behind.audit)
         equal = len({(f.lineage, f.parameters_sha256, f.state_sha256) for f in finished}) == 1
         at_head = all(f.lineage == self.seen.head.hash for f in finished)
         self._report(finished, advance)
@@ -294,6 +300,7 @@ class Driver:
                     config=self.config,
                     description=self.program.description,
                     entries=tuple(self.seen.entries),
+                    behind=self.seen.behind,
                     finished=tuple(finished),
                     history=tuple(self.controller.history),
                     seconds=time.monotonic() - self.started_s,

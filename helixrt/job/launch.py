@@ -32,7 +32,6 @@ from helixrt.job.session_config import SessionConfig
 from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
 from helixrt.job.warm_up import PROGRAM, warm_up
-from helixrt.protocol.step.lineage import Log
 from helixrt.replica.runlog import RunLog
 
 
@@ -61,7 +60,7 @@ class RunOptions:
     checkpoint_every: int = 50  # steps, and the last one always; 0: no checkpoints
     loader_every: int = 100  # batches between two published states of the data loader
     buffers: str = "mean"  # running buffers of contributors: mean | first
-    membership: str = "auto"  # what says who takes part: torchft | store | auto (torchft where it is installed, else store)
+    membership: str = "auto"  # decides who takes part: torchft | store | auto (torchft where it is installed, else store)
     start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
     exit_grace_s: float = 600.0  # for the code behind the loop: a rank that has not ended so long after the run is killed
     base: JobConfig = field(default_factory=JobConfig)
@@ -117,16 +116,16 @@ def run(
     loggers: Sequence[MetricsLogger] = (),
     options: RunOptions = RunOptions(),  # noqa: B008 frozen
 ) -> RunResult:
-    """Train on `replicas` replicas of `mesh` ranks each; returns when the run has ended well.
+    """Train on `replicas` replicas of `mesh` ranks each; returns when the run has succeeded.
 
     `train(session, **arguments)` is called on every rank; `arguments` are JSON values. It must be at the top level of a module
-    or script, since ranks import it by name; in a script the call of `run` stands under `if __name__ == "__main__":`. The run's
+    or script, since ranks import it by name; in a script, call `run` under `if __name__ == "__main__":`. The run's
     folder is made under `storage`. `seed`: of the data order and of all random numbers. `device`: auto, cpu or cuda; `dtype`:
     float32 or bfloat16, the compute type; parameters, optimizer state and the exchange keep the parameters' type. `policy`: how
     learning rates follow the number of replicas that contribute. `description`: what console and report say of the program.
     `loggers`: where figures go besides console, `metrics.jsonl` and TensorBoard (`helixrt.MetricsLogger`), in this process.
 
-    `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
+    `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script continues
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
     seed and the data must be the same; `until` and `mesh` may be others: checkpoints have the names of the whole model (for
     `Stages` see its `names`). With another number of replicas, or of dp_shard ranks, the items that were not read yet are dealt
@@ -135,7 +134,7 @@ def run(
     process belongs to or that RAY_ADDRESS names. The program's folder travels to the nodes (in a Ray job its working
     directory), and `storage` must be a folder that all nodes share, which is checked at the start. Each rank reserves a CPU
     per thread, and a GPU with device="cuda", or "auto" where the cluster has GPUs (`ray` in `options.base`); a replica stays on
-    one node that has room for it, and replicas are spread. Replicas that the cluster has no resources for are waited for.
+    one node that has room for it, and replicas are spread. The run waits for replicas that the cluster has no resources for.
     With "environment" this process is itself one rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and
     calls `train` here: the processes of one torchrun, or of one srun, are a replica. `storage`, `name` and options of the
     runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
@@ -225,5 +224,5 @@ def _run_here(train: Callable[..., Any], arguments: Mapping[str, Any], choices: 
     name_of(train)
     with joined(place_of(mesh=choices.mesh), choices) as here:
         train(here.session, **arguments)
-        head = Log(RunLog(here.store).read_from(0)).head
+        head = RunLog(here.store).read().head
     return RunResult(Path(here.spec.output), head.step, head.hash, head.last)

@@ -35,6 +35,8 @@ WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp._fully_shard",
+    "deepspeed.comm",
+    "deepspeed.runtime.zero.partition_parameters",  # waits for its gathers
 )
 
 

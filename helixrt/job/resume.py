@@ -29,7 +29,7 @@ LATEST = "latest"  # the newest run with the same name
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run that `helixrt.run(resume=folder)` goes on from. `step`: of its newest complete checkpoint; `ranks`: of a replica;
+    """A run that `helixrt.run(resume=folder)` continues. `step`: of its newest complete checkpoint; `ranks`: of a replica;
     `settings`: of the runtime, as plain data; `arguments`: of its train function, whose module (or script) and name `train`
     is."""
 

@@ -36,7 +36,7 @@ def check(config: JobConfig, steps: int = 0) -> None:
     check_settings(config, steps)
     chosen_start(config.start)
     _extras(config)
-    _address(config.host, config.port)
+    check_address(config.host, config.port)
     _transport(config)
 
 
@@ -194,8 +194,10 @@ def _extras(config: JobConfig) -> None:
             raise MissingExtra(package, extra, what_for)
 
 
-def _address(host: str, port: int) -> None:
+def check_address(host: str, port: int) -> None:
     """The run's servers must be able to listen at `host`, and its store at `port` there."""
+    if host in ("", "0.0.0.0", "::"):
+        raise ConfigError("host", host, "is every address of this machine; name the one that ranks connect to")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

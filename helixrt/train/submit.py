@@ -180,7 +180,7 @@ def client_of(address: str | None) -> Any:
         raise ConfigError("RAY_ADDRESS", where, "no Ray cluster with a dashboard answers there") from unreachable
     except no_token as refused:
         where = address or os.environ.get("RAY_ADDRESS", "")
-        rule = "asks for a token that is not here; put it into RAY_AUTH_TOKEN, or a file named by RAY_AUTH_TOKEN_PATH"
+        rule = "requires a token that was not found; put it into RAY_AUTH_TOKEN, or a file named by RAY_AUTH_TOKEN_PATH"
         raise ConfigError("RAY_ADDRESS", where, rule) from refused
 
 
