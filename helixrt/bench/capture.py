@@ -77,7 +77,8 @@ def _rank(_: int, shape: Shape, stages: int, results: Any) -> None:
     model = shape.model()  # brings transformers, before memory is counted
     held, peak = _memory_bytes("VmRSS"), _memory_bytes("VmHWM")
     joint, capture_cpu_s, capture_clock_s = _timed(WholeModel(model, None, ((), shape.tokens(shape.batch), None)).joint)
-    _, cut_cpu_s, cut_clock_s = _timed(lambda: cut(joint, balanced(joint, build(SCHEDULE, stages, MICROBATCHES * stages)).starts))
+    schedule = build(SCHEDULE, stages, MICROBATCHES * stages)
+    _, cut_cpu_s, cut_clock_s = _timed(lambda: cut(joint, balanced(joint, schedule).starts))
     results.put(
         Run(
             capture_cpu_s,
