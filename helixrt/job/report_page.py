@@ -167,13 +167,16 @@ def _orders_lead() -> str:
 
 def _orders(report: dict[str, Any]) -> str:
     def times(first: float | None, second: float | None) -> str:
-        return "" if first is None or second is None else f"{first:.1f} &rarr; {second:.1f} ms"
+        if first is None or second is None:
+            return ""
+        share = f"{second / first - 1:+.0%}".replace("-", "&minus;") if first else ""
+        return f'<span class="whole">{first:.1f} &rarr; {second:.1f} ms</span> <span class="whole">{share}</span>'
 
     rows = [
         (
             str(each["step"]),
             str(each["replica"]),
-            escape(each["order"]),
+            f"<code>{escape(each['order'])}</code>",
             escape(f"not used: {each['failed']}" if each["failed"] else each["why"]),
             times(each["present_ms"], each["predicted_ms"]),
             times(each["before_ms"], each["after_ms"]),
@@ -196,7 +199,7 @@ def _costs(found: dict[str, Any]) -> str:
 
     operations = [
         (f"{each['op']} of chunk {each['chunk']}", f"stage {each['stage']}", shown(each), "", str(each["samples"]))
-        for each in found["operations"]
+        for each in sorted(found["operations"], key=lambda each: (each["chunk"], "FBW".index(each["op"][0])))
     ]
     pairs = [
         (
@@ -219,10 +222,14 @@ def _costs(found: dict[str, Any]) -> str:
         for each in found["links"]
     ]
     told = [f"<p>Straggler: {escape(each['place'])}: {escape(each['why'])}.</p>" for each in found["stragglers"]]
-    told += [
-        f"<p>Step {each['step']}: {escape(each['what'])} changed from {each['before_ms']:.3f} to {each['after_ms']:.3f} ms.</p>"
+    changes = [
+        (str(each["step"]), escape(each["what"]), f"{each['before_ms']:.3f} ms", f"{each['after_ms']:.3f} ms")
         for each in found["changes"][:_SHOWN_CHANGES]
     ]
+    if changes:
+        count = _count(len(found["changes"]), "change of a cost", "changes of costs")
+        shown_table = _table(("from step", "what", "before", "after"), changes)
+        told.append(f"<details><summary>{count} during the run</summary>{shown_table}</details>")
     return "".join(told) + _table(("what", "where", "time", "rate", "samples"), [*operations, *pairs, *links])
 
 
@@ -363,7 +370,7 @@ h1 { font-size:26px; margin:0; letter-spacing:-.01em }
 header p, section > p { color:var(--soft); margin:4px 0 12px }
 section { background:var(--card); border:1px solid var(--line); border-radius:12px; padding:18px 20px 14px; margin:16px 0 }
 h2 { font-size:17px; margin:0 0 4px }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(160px,1fr)); gap:12px; margin:12px 0 16px }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(132px,1fr)); gap:12px; margin:12px 0 16px }
 .tile { background:var(--card); border:1px solid var(--line); border-radius:12px; padding:14px 16px }
 .tile h3 { margin:0; font-size:12px; font-weight:600; color:var(--soft); text-transform:uppercase; letter-spacing:.06em }
 .tile b { display:block; font-size:27px; line-height:1.25; font-weight:650; font-variant-numeric:tabular-nums }
@@ -397,6 +404,7 @@ table { border-collapse:collapse; width:100%; font-size:14px; font-variant-numer
 th { text-align:left; color:var(--soft); font-weight:600 }
 th, td { padding:7px 14px 7px 0; border-bottom:1px solid var(--line) }
 tr:last-child > * { border-bottom:0 } table.pairs th { width:260px; font-weight:500 } td { overflow-wrap:anywhere }
+td code, .whole { white-space:nowrap }
 code { font:12.5px ui-monospace,SFMono-Regular,Menlo,monospace } pre { font-size:12.5px; overflow-x:auto }
 summary { cursor:pointer; color:var(--soft) } .nothing { color:var(--soft); margin:6px 0 }
 #tip { position:fixed; pointer-events:none; background:var(--ink); color:var(--page); padding:7px 10px; border-radius:7px;

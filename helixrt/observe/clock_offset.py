@@ -22,8 +22,8 @@ _MOST_BOUNDS = 24  # of each side that are kept
 _ROUNDS, _ROUNDS_AGAIN = 30, 12  # of narrowing an interval of drifts by a third: all of them, those that were possible before
 _ALL = (-MOST_DRIFT, MOST_DRIFT)
 _GRAIN_S = 5e-6  # resolution of stamps
-# For so long what was worked out goes on by its drifts: at most, and of the time for which messages have come, for the first ones
-# show much of the drift. A quarter of that if a message has shown more since, and no longer if one has shown otherwise.
+# For so long what was worked out goes on by its drifts: at most, and of the time for which messages have come, for the first
+# ones show much of the drift. A quarter of that if a message has shown more since, and no longer if one has shown otherwise.
 _HOLDS_S, _HOLDS_SHARE = 2.0, 0.1
 _TIGHTER = 0.1  # of the uncertainty, by which a bound shows more
 
