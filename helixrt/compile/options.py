@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -17,6 +18,23 @@ from helixrt.schedule.ir import Schedule
 CODEGENS = ("eager", "inductor")
 
 
+class Keywords(TypedDict, total=False):
+    """The keywords of `helixrt.compile` for type checkers: the fields of `Options`, which describes them."""
+
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    microbatches: int
+    strands: int
+    schedule: str | Schedule
+    cuts: Sequence[str] | None
+    adapt: Adaptation | None
+    codegen: str
+    profile: str
+    strict: bool
+    autocast: torch.dtype | None
+    shapes: int
+    chunk_dims: Mapping[int | str, int | None] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of `helixrt.compile`.
@@ -27,12 +45,18 @@ class Options:
     - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule` knows, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
       balances chunks. `train_step` runs one stage, and takes neither.
-    - `adapt`: the job may change the order of the schedule while it runs, by what it measures, as readily as this
-      `helixrt.Adaptation` says; None: it stays.
+    - `adapt`: the job may change the order of the schedule while it runs, by measured costs, under the rules of this
+      `helixrt.Adaptation`; None: the order is fixed.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
     - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
-      "estimate". Models that do not communicate need none.
+      "estimate". Models that do not communicate need none. With "measure" the chunks of a pipeline are balanced by times of
+      the layers that are measured at the start, else by estimates.
     - `strict`: raise for a model that cannot be captured; False warns once and trains it by a plain loop.
+    - `autocast`: `torch.bfloat16` runs forward and loss under `torch.autocast` of this type, with gradients in the types of the
+      parameters; each weight is cast once per step. None: the autocast that is active around `train_step`; for a pipeline the
+      session's dtype, else what is active around `session.parallelize`.
+    - `shapes`: for how many shapes of batches (such as sequence lengths) graphs are kept, those of the latest; one that comes
+      again after it was dropped is captured again.
     - `chunk_dims`: along which dimension an argument's tensors are split, by position, keyword or "target"; None for
       arguments that every micro-batch gets whole. Others are split along dim 0.
     """
@@ -46,6 +70,8 @@ class Options:
     codegen: str = "eager"
     profile: str = "auto"
     strict: bool = True
+    autocast: torch.dtype | None = None
+    shapes: int = 8
     chunk_dims: Mapping[int | str, int | None] | None = None
 
     @staticmethod
@@ -60,8 +86,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.loss is not None and not callable(self.loss):
             raise ConfigError("loss", self.loss, "must be callable as loss(output, target)")
-        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
-            raise ConfigError("microbatches", self.microbatches, "must be a whole number, at least 1")
+        for key, count in (("microbatches", self.microbatches), ("shapes", self.shapes)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ConfigError(key, count, "must be a whole number, at least 1")
+        if self.autocast not in (None, torch.bfloat16):
+            raise ConfigError("autocast", self.autocast, "must be torch.bfloat16, or None: others need a gradient scaler")
         for key, value, allowed in (
             ("strands", self.strands, (1, 2)),
             ("codegen", self.codegen, CODEGENS),
@@ -80,3 +109,8 @@ class Options:
         for name, dim in dims.items() if isinstance(dims, Mapping) else [(None, None)]:
             if type(name) not in (int, str) or type(dim) not in (int, type(None)):
                 raise ConfigError("chunk_dims", self.chunk_dims, "must map positions and keywords to dimensions or None")
+
+
+def autocast_to(dtype: torch.dtype | None, device: torch.device | str) -> AbstractContextManager[object]:
+    """Autocast to this type on the device's kind; of None the autocast that is active stays."""
+    return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype=dtype)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
+from helixrt.engines.deepspeed import DeepSpeedEngine
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine, check_shards
@@ -42,6 +43,7 @@ from helixrt.engines.update import Policy, UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.captured import captured_model
 from helixrt.job.checkpoint import is_due
+from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import PerReplicaState
 from helixrt.job.prepared import prepare
@@ -104,7 +106,7 @@ class Session:
 
     @property
     def stream(self) -> int:
-        """Which data stream this rank reads: what an IterableDataset divides itself by, with `streams`."""
+        """The number of the data stream that this rank reads. An IterableDataset divides itself by it and `streams`."""
         return self.replica * self.settings.mesh.dp_shard + self.shard
 
     @property
@@ -193,8 +195,8 @@ class Session:
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
         and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with
         the run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
-        the rest of it is freed. With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. cp and
-        dp_shard must be 1.
+        the rest of it is freed. With dtype="bfloat16" it is captured under autocast, and each weight is cast once per step.
+        With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. cp and dp_shard must be 1.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
         stages on another device or in another type, CaptureError for a model that cannot be captured or cut; MisuseError for a
@@ -205,7 +207,7 @@ class Session:
         if isinstance(model, Stages):
             return self._staged(model)
         if example is not None:
-            self._check_stages()
+            self._check_device()
             return captured_model(self.settings, self._host, model, example, weights, tp_plan)
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
@@ -216,15 +218,14 @@ class Session:
             model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
         return model.to(self.device)
 
-    def _check_stages(self) -> None:
-        settings = self.settings
+    def _check_device(self) -> None:
         if self.device.type != "cpu":
-            raise ConfigError("device", settings.device, "a model in stages trains on the CPU so far (device='cpu')")
-        if settings.dtype != "float32":
-            raise ConfigError("dtype", settings.dtype, "a model in stages trains in the type of its parameters (float32)")
+            raise ConfigError("device", self.settings.device, "a model in stages trains on the CPU so far (device='cpu')")
 
     def _staged(self, stages: Stages) -> StagedModel:
-        self._check_stages()
+        self._check_device()
+        if self.settings.dtype != "float32":
+            raise ConfigError("dtype", self.settings.dtype, "a model in stages trains in the type of its parameters (float32)")
         mesh = self.settings.mesh
         mesh.check_supported()  # what is wrong is found before the ranks connect
         check_shards(stages.scheduled(mesh.pp), stages.graphs, mesh.dp_shard)
@@ -246,7 +247,7 @@ class Session:
         running_buffers: Sequence[str] = (),
         per_replica: Mapping[str, Any] | None = None,
     ) -> None:
-        """Say what is trained: everything that the update changes. It is equal on all replicas, bit for bit.
+        """Register what is trained: all objects that the update changes. They are equal on all replicas, bit for bit.
 
         `model`: one module, or several by name. `optimizers`, `schedulers`: in the order in which the update steps them.
         `clip_norm`: gradients are scaled down to this norm, taken over all parameters. `scaler`: a `torch.amp.GradScaler`;
@@ -274,7 +275,12 @@ class Session:
         if isinstance(model, PipelinedModel):
             policy = Policy(settings.lr_policy)  # type: ignore[arg-type]
             self._engine = model.engine(
-                registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.drawn_seed
+                registered,
+                policy=policy,
+                replica=settings.replica,
+                replicas=settings.replicas,
+                seed=settings.drawn_seed,
+                buffers=settings.buffers,  # type: ignore[arg-type]
             )
             return
         if settings.mesh.pp > 1:
@@ -291,6 +297,28 @@ class Session:
             group=self._group() if settings.mesh.dp_shard > 1 else None,
             tensor=TensorRanks(self._tensor_group(), self._terms) if settings.mesh.tp > 1 else None,
         )
+
+    def deepspeed(
+        self, engine: Any, *, running_buffers: Sequence[str] = (), per_replica: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Train with a DeepSpeed engine in each replica, in place of `parallelize` and `register`; gives the engine back.
+
+        `engine`: a function that calls `deepspeed.initialize` and gives its engine, run once the ranks of this replica are
+        connected; or an engine that was made after `session.device_mesh`. ZeRO 1, 2 or 3 divides it over the replica's ranks
+        (`Mesh(dp_shard=n)`), in float32 or bfloat16 as its own configuration says, which also has clipping, accumulation and
+        the schedule of learning rates. In the loop, with `accumulate` as it is configured there, `engine.backward(loss)` and
+        `engine.step()` stand for `step.backward` and, after the last micro-batch, `step.commit`; either may be called. The
+        others are as in `register`.
+
+        Raises ConfigError for a mesh or a setting that cannot be trained (deepspeed.KEY), MisuseError for a second call and for
+        what is no engine over this replica's ranks.
+        """
+        if self._engine is not None:
+            raise MisuseError("session.deepspeed comes once, in place of session.register")
+        made, self._engine = deepspeed_engine(self.settings, self.device, self._group, engine, running_buffers)
+        self._per_replica = dict(per_replica or {})
+        wrap_calls(made, lambda: self._step)
+        return made
 
     def update(self, function: UpdateFunction) -> UpdateFunction:
         """Decorator: run `function(record)` as the update, in place of clipping and stepping.
@@ -325,8 +353,9 @@ class Session:
         """The steps that this replica has to compute, up to update number `until` of the run; `accumulate` micro-batches each.
 
         `loader`: any iterable of micro-batches that begins anew each time, in a reproducible order; it is begun again at its
-        end, with `set_epoch`. While this replica is behind, state is fetched in here. After the last step all replicas compare
-        their states, and the loop ends.
+        end, with `set_epoch`. A text `content_digest` of it, or of its data set, names what is read, and must be the same in
+        all streams and when the run is resumed. While this replica is behind, state is fetched in here. After the last step all
+        replicas compare their states, and the loop ends.
 
         Raises MisuseError for a wrong order of calls, ConfigError for a loader that cannot be used, Retryable or Fatal if this
         replica cannot go on.
@@ -338,6 +367,9 @@ class Session:
             raise ConfigError("until", until, "must be at least 1")
         if accumulate != 1 and isinstance(engine, PipelineEngine):
             rule = "must be 1 for a model in stages, which cuts each batch itself (microbatches=)"
+            raise ConfigError("accumulate", accumulate, rule)
+        if isinstance(engine, DeepSpeedEngine) and accumulate != engine.accumulate:
+            rule = f"must be {engine.accumulate}, the gradient_accumulation_steps of the DeepSpeed engine"
             raise ConfigError("accumulate", accumulate, rule)
         self._began = True
         stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)
@@ -362,7 +394,7 @@ class Session:
             stream.close()
 
     def prepare(self, *things: Any, until: int, accumulate: int = 1, clip_norm: float | None = None) -> tuple[Any, ...]:
-        """For a loop that stays as it is: registers the models, optimizers and schedulers among `things`, and gives them back
+        """For an existing loop: registers the models, optimizers and schedulers among `things`, and gives them back
         in the same order, with stand-ins for the optimizers, the schedulers and the one loader:
 
             for x, y in loader:                        # over all epochs, up to update number `until`
@@ -390,9 +422,9 @@ class Session:
             self._host.log(done.step, scalars(values), self._step.timing)
 
     def stop(self, reason: str) -> None:
-        """End the run early: after one of the next steps, the same on all replicas, whoever called it. The state is saved and
+        """End the run early: after one of the next steps, the same on all replicas. The state is saved and
         evaluated as after the last step, code behind the loop runs, and `helixrt.run` returns; the report has the reason. Call
-        it within the loop, on one replica or on several. The loop goes on until the agreed step.
+        it within the loop, on one replica or on several. The loop continues until the agreed step.
 
         Raises MisuseError outside the loop, and for a reason that is no text of 1 to 200 characters.
         """
@@ -410,7 +442,7 @@ class Session:
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         """A context for work of the user that takes longer than a step may (compiling, writing files): within it this rank is
-        not taken for stuck until `limit_s` seconds have passed. The other replicas go on without this one."""
+        not treated as stuck until `limit_s` seconds have passed. The other replicas continue without this one."""
         if not limit_s > 0:
             raise ConfigError("limit_s", limit_s, "must be above 0")
         return self._host.busy(doing, limit_s)

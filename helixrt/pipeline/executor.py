@@ -68,16 +68,19 @@ class Executor:
         *,
         generation: int,
         step: int,
+        factor: float | None = None,
     ) -> list[torch.Tensor]:
         """One pass. `inputs` are needed where the first chunk is, `targets` where the last one is, by micro-batch; None where
         the stage has them already.
 
         Returns the last chunk's losses in the order of micro-batches (elsewhere an empty list). Backward
-        adds the gradient of their mean to `buckets` (which has begun; None for a forward-only schedule).
+        adds the gradient of their sum times `factor`, by default of their mean, to `buckets` (which has begun; None for a
+        forward-only schedule).
         """
         for channel in self.channels.values():
             channel.settle()  # what the last pass left: its receivers have gone on to this one, or are about to
         self.stage.reset()
+        factor = 1.0 / program.schedule.microbatches if factor is None else factor
         losses: dict[int, torch.Tensor] = {}
         local: dict[Transfer, torch.Tensor] = {}
         sent: dict[Transfer, SendHandle] = {}
@@ -100,7 +103,7 @@ class Executor:
                 target = targets[microbatch] if action.gives is None else None
                 return Task(op, action.chunk, microbatch, inputs[microbatch] if given is None else given, target)
             if given is None and op is not Op.W:
-                given = losses[microbatch].new_full((), 1.0 / program.schedule.microbatches)
+                given = losses[microbatch].new_full((), factor)
             return Task(op, action.chunk, microbatch, given)
 
         def hand_on(action: Action, tensor: torch.Tensor | None) -> None:

@@ -316,7 +316,7 @@ class Leader:
         self.hooks.ordered(command)
 
     def _decided(self, action: p.Persist) -> None:
-        before = self.machine.log.entries[action.index - 1] if action.index else None
+        before = self.machine.log.entry(action.index - 1) if action.index else None
         if before is not None and action.record.parent != before.hash:
             self.record.write(Kind.SUPERSEDE, step=action.record.step, old=before.hash, new=action.record.hash)
         self.hooks.decided(action.index, action.record)
@@ -343,7 +343,7 @@ class Leader:
             entries = tuple(self.log.read_from(known)) if read else ()
             if known + len(entries) == 1 and (instead := self.hooks.agree(formed, me)) is not None:
                 return instead
-            return p.Formed(formed.generation, formed.members, entries)
+            return p.Formed(formed.generation, formed.members, entries, self.log.begin)
         except Retryable as error:
             self._closed.wait(STORE_PAUSE_S)
             return p.JoinFailed(str(error))
@@ -395,7 +395,7 @@ class Leader:
             self._closed.wait(STORE_PAUSE_S)
             self._blocking.put(lambda: self._reload(newer_than))
             return None
-        return LoadDurable(lineage, initial=lineage == self.machine.log.entries[0].hash)
+        return LoadDurable(lineage, initial=lineage == self.machine.log.genesis)
 
     def _rest(self) -> p.Event:
         try:
