@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for tools that check types; at run time `__getattr__` loads them
     from helixrt.engines.example_batch import ExampleBatch as ExampleBatch
+    from helixrt.engines.portions import Cut as Cut
     from helixrt.engines.stage_ranks import ParameterLayout as ParameterLayout
     from helixrt.engines.staged import Stages as Stages
     from helixrt.engines.update import Policy as Policy
@@ -46,6 +47,7 @@ _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "ConfigError": "helixrt.errors",
     "Corpus": "helixrt.job.description",
     "CsvLogger": "helixrt.job.loggers",
+    "Cut": "helixrt.engines.portions",
     "Description": "helixrt.job.description",
     "ExampleBatch": "helixrt.engines.example_batch",
     "Fatal": "helixrt.errors",

@@ -30,6 +30,7 @@ COMMANDS = {  # each a module of helixrt.commands
     "profile": "which operators hide behind which on this machine",
     "serve": "serve a run whose replicas are started by torchrun, Slurm or by hand",
     "accept-loss": "let a run that waits for newer state go on without it",
+    "export": "write a checkpoint's model as Hugging Face safetensors",
     "drain": "have a replica leave a run at a step boundary, or start it again",
     "lab": "networks on this machine: namespaces with rated links, a VM with RDMA NICs",
 }

@@ -23,6 +23,7 @@ class Role(StrEnum):
     """What an input or output of a part is. `name` in `Port` says which one."""
 
     PARAMETER = "parameter"  # in: a parameter by its qualified name
+    CAST = "cast"  # in: a parameter in another type, as `NAME as TYPE`; made by the caller, see `lift`
     BUFFER = "buffer"  # in: a buffer; out: its new value
     INPUT = "input"  # in: a tensor of the micro-batch, by its position or keyword
     TARGET = "target"  # in: what the loss compares with

@@ -31,7 +31,7 @@ from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.timing import BACKWARD, FORWARD, Place
 from helixrt.passes.verify import returned, verify, verify_made_from
 
-SHARED = frozenset({Role.PARAMETER, Role.BUFFER})
+SHARED = frozenset({Role.PARAMETER, Role.CAST, Role.BUFFER})
 LETTERS = {FORWARD: "f", BACKWARD: "b"}
 
 

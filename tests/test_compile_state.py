@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import helixrt
-from helixrt.compile import train_step
 from helixrt.errors import ConfigError
 from helixrt.passes.errors import CaptureError
 
@@ -322,10 +321,9 @@ def test_another_attention_kernel_has_graphs_of_its_own() -> None:
     assert model.explain().code["forward"] == fast and len(model.train_step.captured) == 2
 
 
-def test_too_many_kinds_of_calls_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_step, "KEPT", 2)
-    model = helixrt.compile(nn.Linear(8, 8).double(), loss=F.mse_loss)
-    with pytest.warns(UserWarning, match="more than 2 kinds of calls") as raised:
+def test_too_many_kinds_of_calls_are_told_once() -> None:
+    model = helixrt.compile(nn.Linear(8, 8).double(), loss=F.mse_loss, shapes=2)
+    with pytest.warns(UserWarning, match="more than shapes=2 kinds of calls") as raised:
         for turn in range(4):
             model.turn = turn
             model.train_step(X, target=Y)

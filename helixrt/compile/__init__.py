@@ -34,7 +34,7 @@ def compile(model_or_class: Any = None, **options: Any) -> Any:
     """Give a module, or all modules of a class, a `train_step`; as a function or a decorator, with options or without.
 
     The options, by keyword, are those of `Options`: loss, microbatches, strands, schedule, cuts, codegen, profile, strict,
-    chunk_dims. Raises ConfigError for options that cannot be; capture happens in the first `train_step`.
+    autocast, shapes, chunk_dims. Raises ConfigError for options that cannot be; capture happens in the first `train_step`.
     """
     chosen = Options.of(options)
     if model_or_class is None:

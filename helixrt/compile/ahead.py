@@ -24,6 +24,7 @@ from helixrt.passes.capture import Loss, capture
 from helixrt.passes.estimate import Supposed, Wire
 from helixrt.passes.group_private import group_named
 from helixrt.passes.groups import Group, group_name
+from helixrt.passes.lift import lift
 from helixrt.passes.pair import Rules
 from helixrt.passes.parts import Part
 from helixrt.passes.profile import Mode
@@ -85,7 +86,7 @@ def plan_ahead(
 ) -> Explanation:
     """Both strands of the module, planned for `links`. Raises CaptureError as `capture` does."""
     began = time.perf_counter()
-    joint = capture(module, args, kwargs, loss=loss, target=target)
+    joint = lift(capture(module, args, kwargs, loss=loss, target=target)).part
     supposed = {name: (links or Links()).supposed(ranks) for name, ranks in ranks_of(joint).items()}
     strands = build(joint, mode=mode, rules=rules, codegen=codegen, supposed=supposed)
     strands = with_times(strands, mode)

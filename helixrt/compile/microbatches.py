@@ -96,20 +96,25 @@ class Batch:
             tuple(_key(leaf.port.name, value) for leaf, value in zip(self.leaves, self._example, strict=True)),
         )
 
-    def difference(self, other: Batch) -> str:
-        """What a micro-batch has that one of `other` has not, in words; "" where the same graph serves both."""
-        mine, theirs = self._kinds(), other._kinds()
+    def difference(self, other: Batch, *, shapes: bool = True) -> str:
+        """What a micro-batch has that one of `other` has not, in words; "" where the same graph serves both, or, without
+        `shapes`, a graph of other shapes would."""
+        mine, theirs = self.kinds(shapes=shapes), other.kinds(shapes=shapes)
         if unlike := sorted(mine.keys() ^ theirs.keys()):
             return f"{unlike[0]} is in {'this one' if unlike[0] in mine else 'the example'} alone"
         found = (f"{name} of a micro-batch is {mine[name]}, not {theirs[name]}" for name in mine if mine[name] != theirs[name])
         return next(found, "")
 
-    def _kinds(self) -> dict[str, str]:
-        """Shape and dtype of tensors, the value of constants."""
+    def kinds(self, *, shapes: bool = True) -> dict[str, str]:
+        """Of a micro-batch's arguments by name: shape (without `shapes` the number of dimensions) and dtype of tensors, the
+        value of constants."""
         found = {}
         for leaf, value in zip(self.leaves, self._example, strict=True):
             name = leaf.port.name if leaf.port.role is Role.TARGET else f"argument {leaf.port.name}"
-            found[name] = f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            if isinstance(value, torch.Tensor):
+                found[name] = f"{value.dtype}{list(value.shape)}" if shapes else f"{value.dtype} of {value.dim()} dimensions"
+            else:
+                found[name] = repr(value)
         return found
 
     def add_gradient(self, microbatch: int, name: str, gradient: torch.Tensor) -> None:

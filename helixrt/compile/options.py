@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,6 +34,11 @@ class Options:
     - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
       "estimate". Models that do not communicate need none.
     - `strict`: raise for a model that cannot be captured; False warns once and trains it by a plain loop.
+    - `autocast`: `torch.bfloat16` runs forward and loss under `torch.autocast` of this type, with gradients in the types of the
+      parameters; each weight is cast once per step. None: the autocast that is active around `train_step`; for a pipeline the
+      session's dtype, else what is active around `session.parallelize`.
+    - `shapes`: for how many shapes of batches (such as sequence lengths) graphs are kept, those of the latest; one that comes
+      again after it was dropped is captured again.
     - `chunk_dims`: along which dimension an argument's tensors are split, by position, keyword or "target"; None for
       arguments that every micro-batch gets whole. Others are split along dim 0.
     """
@@ -46,6 +52,8 @@ class Options:
     codegen: str = "eager"
     profile: str = "auto"
     strict: bool = True
+    autocast: torch.dtype | None = None
+    shapes: int = 8
     chunk_dims: Mapping[int | str, int | None] | None = None
 
     @staticmethod
@@ -60,8 +68,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.loss is not None and not callable(self.loss):
             raise ConfigError("loss", self.loss, "must be callable as loss(output, target)")
-        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
-            raise ConfigError("microbatches", self.microbatches, "must be a whole number, at least 1")
+        for key, count in (("microbatches", self.microbatches), ("shapes", self.shapes)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ConfigError(key, count, "must be a whole number, at least 1")
+        if self.autocast not in (None, torch.bfloat16):
+            raise ConfigError("autocast", self.autocast, "must be torch.bfloat16, or None: others need a gradient scaler")
         for key, value, allowed in (
             ("strands", self.strands, (1, 2)),
             ("codegen", self.codegen, CODEGENS),
@@ -80,3 +91,8 @@ class Options:
         for name, dim in dims.items() if isinstance(dims, Mapping) else [(None, None)]:
             if type(name) not in (int, str) or type(dim) not in (int, type(None)):
                 raise ConfigError("chunk_dims", self.chunk_dims, "must map positions and keywords to dimensions or None")
+
+
+def autocast_to(dtype: torch.dtype | None, device: torch.device | str) -> AbstractContextManager[object]:
+    """Autocast to this type on the device's kind; of None the autocast that is active stays."""
+    return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype=dtype)

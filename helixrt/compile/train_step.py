@@ -3,7 +3,7 @@
 In: a module and `Options`. The first call with arguments of new shapes (or in another training mode, autocast, dtype or
 device, or with other parameters frozen or tied, other attention kernels allowed, or after a submodule, number, string,
 function, tensor, hook, container or settings object of a module was changed; see `state_key`)
-captures the module, plans and weaves; such graphs are kept, the last used `KEPT` of them. What forward does besides
+captures the module, plans and weaves; such graphs are kept, the last used `Options.shapes` of them. What forward does besides
 tensors happens once, at capture: after changing globals and other things that are not the module's, call `forget()`.
 
 Out: exactly what a plain loop leaves behind (`plain_loop`): the sum of gradients in the same order, buffers, the state of
@@ -28,21 +28,21 @@ from torch import nn
 
 from helixrt.compile.explanation import Explanation, explained, with_times
 from helixrt.compile.microbatches import Batch
-from helixrt.compile.options import Options
+from helixrt.compile.options import Options, autocast_to
 from helixrt.compile.recapture import Together
 from helixrt.compile.state_key import ambient_key, state_key, value_key
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.errors import CaptureError
+from helixrt.passes.executable import without_autocast
 from helixrt.passes.groups import group_name
+from helixrt.passes.lift import Cast, lift
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.pipeline.data_parallel import DataParallel, Wrapper, data_parallel
 from helixrt.pipeline.gradients import ParameterGradients, hooked
 from helixrt.pipeline.single_stage import SingleStage
 from helixrt.pipeline.strands import Strands, build
-
-KEPT = 8  # sets of graphs
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Captured:
     seconds: float
     reason: str = ""  # why there is a single strand, if two were asked for
     number: int = 0  # the same on all ranks that captured together
+    casts: tuple[Cast, ...] = ()  # of parameters, that the graphs take in
 
 
 class TrainStep:
@@ -97,6 +98,12 @@ class TrainStep:
         if target is not None and options.loss is None:
             raise ConfigError("target", type(target).__name__, "needs a loss: helixrt.compile(..., loss=...)")
         batch = Batch(inputs, kwargs, target, options.microbatches, options.chunk_dims)
+        with autocast_to(options.autocast, device_of(self.model)):
+            return self.run(batch)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """One step of a batch that can be split, under the autocast that its forward is to have."""
+        options = self.options
         parallel = data_parallel(self.wrapper.of(self.model))
         module = parallel.module
         loss = options.loss if isinstance(options.loss, nn.Module) else None
@@ -105,18 +112,18 @@ class TrainStep:
         found = self.captured.get(key)
         if not self.together.same(0 if found is None else found.number) or found is None:
             found = self.captured[key] = self.capture(module, batch)
-            while len(self.captured) > KEPT:
+            while len(self.captured) > options.shapes:
                 self.captured.popitem(last=False)
                 self.warn(
-                    f"captured more than {KEPT} kinds of calls, and each takes time; pass what changes from step to step as a "
-                    "tensor, not as a number or an attribute of a module, and keep the number of shapes small"
+                    f"captured more than shapes={options.shapes} kinds of calls, and each takes time; pass what changes from "
+                    "step to step as a tensor, not as a number or an attribute of a module, and keep the number of shapes small"
                 )
         self.captured.move_to_end(key)
         self.latest = found
         if found.strands is None or found.joint is None:
             self.warn(f"trained by a plain loop, without strands: {found.failure}")
             return self.plain_loop(batch, parallel)
-        stage = SingleStage(found.strands, module, loss)
+        stage = SingleStage(found.strands, module, loss, found.casts)
         gradients = ParameterGradients(stage.parameters(), found.joint.layouts)
         last = parallel.begin(gradients)
         with parameters_stay(gradients):
@@ -139,15 +146,16 @@ class TrainStep:
         woven, reason = options.strands if options.microbatches > 1 else 1, ""
         if woven == 2 and any(nodes.is_random(node) and nodes.origin(node).backward for node in joint.graph.nodes):
             woven, reason = 1, "the backward draws random numbers, which must come before those of the next forward"
-        strands = build(joint, strands=woven, mode=options.profile, codegen=options.codegen)
+        lifted = lift(joint)
+        strands = build(lifted.part, strands=woven, mode=options.profile, codegen=options.codegen)
         number = self.together.captured(group_name(node) for node in joint.graph.nodes if nodes.communicates(node))
-        return Captured(joint, strands, None, time.perf_counter() - began, reason, number)
+        return Captured(joint, strands, None, time.perf_counter() - began, reason, number, lifted.casts)
 
     def warn(self, message: str) -> None:
         """Once for each beginning of a message."""
         if message[:20] not in self.warned:
             self.warned.add(message[:20])
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message, stacklevel=4)
 
     def plain_loop(self, batch: Batch, parallel: DataParallel) -> torch.Tensor:
         """What the graphs stand for."""
@@ -160,7 +168,8 @@ class TrainStep:
                 loss = scalar(output if isinstance(output, torch.Tensor) else getattr(output, "loss", None))
                 if not loss.requires_grad:
                     raise ConfigError("loss", "without a gradient", "must depend on a parameter that requires grad")
-                (loss / batch.count).backward()
+                with without_autocast():  # as the graphs have it
+                    (loss / batch.count).backward()
             losses.append(loss.detach())
             for port, value in batch.inputs[index].items():
                 if value.grad is not None:
@@ -203,6 +212,11 @@ class TrainStep:
 def lost_loss(output: Any, target: Any) -> torch.Tensor:
     """Stands for a loss that could not be pickled with its model."""
     raise ConfigError("loss", "not pickled", "was a lambda or local function; call helixrt.compile(model, loss=...) again")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """That of its parameters; the processor for a module without."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def check_loss(joint: Part, options: Options) -> None:

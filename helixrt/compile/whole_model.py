@@ -1,13 +1,14 @@
 """A whole model as every rank of a pipeline captures it: without memory for tensors, then cut into chunks.
 
-In: a model, its loss, the arguments of one micro-batch. Out: `CutModel`s, in training and in evaluation mode. The model is
-held, so that it can be captured again; its tensors may be replaced meanwhile by others of the same shapes, on meta too.
+In: a model, its loss, the arguments of one micro-batch. Out: `CutModel`s, in training and in evaluation mode, for arguments of
+these and of other shapes. The model is held, so that it can be captured again; its tensors may be replaced meanwhile by others
+of the same shapes, on meta too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,9 +16,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from helixrt.compile.fake_model import capture_whole
+from helixrt.compile.options import autocast_to
 from helixrt.errors import ConfigError
 from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import CutModel
+from helixrt.passes.executable import without_autocast
 from helixrt.passes.parts import Part
 from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced
@@ -28,13 +31,20 @@ Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keyw
 
 
 class WholeModel:
-    """`device` is the one that the graphs run on. `agreed` makes ranks that hold other parts of the model, and so estimate
+    """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
+    run in the types of parameters and arguments). `agreed` makes ranks that hold other parts of the model, and so estimate
     other times, cut it alike: it is given the first units of later chunks."""
 
     def __init__(
-        self, model: nn.Module, loss: Any, call: Call, device: torch.device | str = "cpu", agreed: Agreed = tuple
+        self,
+        model: nn.Module,
+        loss: Any,
+        call: Call,
+        device: torch.device | str = "cpu",
+        autocast: torch.dtype | None = None,
+        agreed: Agreed = tuple,
     ) -> None:
-        self.model, self.loss, self.device, self._agreed = model, loss, device, agreed
+        self.model, self.loss, self.device, self.autocast, self._agreed = model, loss, device, autocast, agreed
         self.args, self.kwargs, self.target = shapes_of(call)
 
     def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
@@ -43,7 +53,7 @@ class WholeModel:
 
         Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none.
         """
-        joint = self._captured()
+        joint = self._captured((self.args, self.kwargs, self.target))
         if len(placement) == 1:
             return uncut(joint)
         if cuts is None:
@@ -53,18 +63,21 @@ class WholeModel:
         except ConfigError as error:
             raise ConfigError("cuts", error.value, error.rule) from error
 
-    def evaluation(self, like: CutModel) -> CutModel:
-        """The model in evaluation mode, cut where `like` is. Raises CaptureError."""
-        with _evaluating(self.model):
-            joint = self._captured()
+    def again(self, like: CutModel, call: Call, training: bool) -> CutModel:
+        """The model for these arguments, in the mode that it is in or (not `training`) in evaluation mode, cut where `like` is.
+        Raises CaptureError."""
+        with nullcontext() if training else _evaluating(self.model):
+            joint = self._captured(shapes_of(call))
         if len(like.chunks) == 1:
             return uncut(joint)
         found = units(joint)
         later = like.chunks[1:]
         return cut(joint, [found.layers.index(chunk.layers[0]) + 1 if chunk.layers else found.count - 1 for chunk in later])
 
-    def _captured(self) -> Part:
-        return capture_whole(self.model, self.args, self.kwargs, loss=self.loss, target=self.target, device=self.device)
+    def _captured(self, call: Call) -> Part:
+        args, kwargs, target = call
+        with without_autocast(), autocast_to(self.autocast, self.device):
+            return capture_whole(self.model, args, kwargs, loss=self.loss, target=target, device=self.device)
 
 
 @contextmanager

@@ -72,8 +72,11 @@ class Buffers:
         self._running: list[_Buffer] = []
         self._constant: list[_Buffer] = []
         self._floats = self._integers = 0  # elements of running buffers
+        self.not_persistent: set[str] = set()  # names of those that no state_dict has
         named = set(registered.running_buffers)
         for buffer, persistent in _find(registered):
+            if not persistent:
+                self.not_persistent.add(buffer.name)
             largest = LARGEST_INTEGER if buffer.integer else LARGEST_FLOAT
             chosen = buffer.name in named
             named.discard(buffer.name)

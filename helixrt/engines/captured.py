@@ -8,8 +8,8 @@ With tp ranks a plan cuts the model before (`captured_tensor`), so that a rank c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
 from helixrt.compile.whole_model import WholeModel, shapes_of
-from helixrt.engines.captured_engine import CapturedEngine, CapturedParts
+from helixrt.engines.buffers import Mode
+from helixrt.engines.captured_engine import CAPTURE_S, Busy, CapturedEngine, CapturedParts
 from helixrt.engines.captured_tensor import GradientForms, agreed_starts, check_optimizers, cut_over_tp, gradient_forms
 from helixrt.engines.example_batch import ExampleBatch
 from helixrt.engines.pipeline import Batches
@@ -33,14 +34,10 @@ from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.passes.agree import agree_on
 from helixrt.passes.cut_model import CutModel, ModelChunk
+from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Port, Role
-from helixrt.pipeline.captured_stage import MicroBatch
 from helixrt.pipeline.held import Values
 from helixrt.schedule.ir import Schedule
-
-CAPTURE_S = 3600.0  # within which a model is captured; a rank that captures is not taken for stuck
-
-Busy = Callable[[str, float], AbstractContextManager[None]]  # what is done, and its limit in seconds
 
 
 def pipeline_schedule(options: Options, stages: int) -> Schedule:
@@ -62,8 +59,9 @@ class CapturedModel(PipelinedModel):
 
     `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
     safetensors that they are read from instead. `tp_plan`, else the model's own plan, cuts it over the tp ranks of the mesh; a
-    rank's parameters are its parts, plain tensors. Raises ConfigError for options and examples that do not fit, CaptureError
-    for a model that cannot be captured or cut, MisuseError for one that a pipeline cannot train or the plan does not fit,
+    rank's parameters are its parts, plain tensors. Forward and loss run under the autocast that the options of
+    `helixrt.compile` name, else `autocast`, else the one that is active now. Raises ConfigError for options and examples that
+    do not fit, CaptureError for a model that cannot be captured or cut, MisuseError for one that the plan does not fit,
     DisagreementError when the ranks of the replica cut it differently.
     """
 
@@ -76,6 +74,7 @@ class CapturedModel(PipelinedModel):
         seed: int = 0,
         weights: str | Path | None = None,
         tp_plan: TensorPlan | None = None,
+        autocast: torch.dtype | None = None,
         busy: Busy = lambda doing, limit_s: nullcontext(),
     ) -> None:
         super().__init__()
@@ -85,13 +84,13 @@ class CapturedModel(PipelinedModel):
         args, kwargs, target = shapes_of((example.inputs, dict(example.named), example.target))
         self._example = Batch(args, kwargs, target, options.microbatches, options.chunk_dims)
         model = step.model
+        self._autocast = options.autocast or autocast or _active_autocast()
         with busy("captures the model", CAPTURE_S):
-            over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
-            captured = model if over is None else over.model
-            self._whole = WholeModel(captured, options.loss, self._example.calls[0], agreed=self._agreed)
+            over = self._over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
+            captured, call = model if over is None else over.model, self._example.calls[0]
+            self._whole = WholeModel(captured, options.loss, call, autocast=self._autocast, agreed=self._agreed)
             self._cut = self._whole.cut(self._schedule.placement, options.cuts)
             self._agree(self._cut)
-            _check_changed(self._cut.chunks)
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)
             mine = _names_of(place.stage, self._cut, self._schedule, model, options.loss)
             pieces = {} if over is None else over.pieces
@@ -117,6 +116,7 @@ class CapturedModel(PipelinedModel):
         replicas: int = 1,
         seed: int = 0,
         batches: Batches | None = None,
+        buffers: Mode = "mean",
     ) -> CapturedEngine:
         assert batches is None, "a user's loop gives the batches"
         if self.place.mesh.size("tp") > 1:
@@ -125,9 +125,10 @@ class CapturedModel(PipelinedModel):
         self._engine = engine = CapturedEngine(
             CapturedParts(
                 cut=self._cut,
+                example=self._example,
                 holders=self._holders(mine),
                 lasting=_lasting(mine, self._tensors),
-                evaluation=self._evaluation_cut,
+                cut_for=self._cut_for,
                 schedule=self._schedule,
                 registered=registered,
                 stage=self.place.stage,
@@ -139,6 +140,9 @@ class CapturedModel(PipelinedModel):
                 replica=replica,
                 replicas=replicas,
                 seed=seed,
+                buffers=buffers,
+                shapes=self._options.shapes,
+                busy=self._busy,
                 mesh=self.place.mesh,
                 forms=self._forms,
                 adaptation=self._options.adapt,
@@ -155,41 +159,59 @@ class CapturedModel(PipelinedModel):
             fill(holder, self._tensors, names[number])
         return holders
 
-    def _evaluation_cut(self) -> CutModel:
-        with self._busy("captures the model in evaluation mode", CAPTURE_S):
-            cut = self._whole.evaluation(self._cut)
-            self._agree(cut)
-        used = (name for chunk in self._mine(cut) for name in (*chunk.parameters, *chunk.buffers))
-        if missing := [name for name in used if name not in self._tensors.parameters and name not in self._tensors.buffers]:
-            raise MisuseError(
-                f"in evaluation mode stage {self.place.stage} needs {missing[0]}, which it does not have in training"
-            )
+    def _cut_for(self, batch: Batch, training: bool) -> CutModel:
+        """The model for batches like this one. All stages call it together. Raises MisuseError where it cannot be captured, or
+        uses other tensors than with the example."""
+        what = "in training mode" if training else "in evaluation mode"
+        if difference := batch.difference(self._example):
+            what += f", with a batch of other shapes than the example's ({difference}),"
+        try:
+            cut = self._whole.again(self._cut, batch.calls[0], training)
+        except CaptureError as error:
+            raise MisuseError(f"{what} the model cannot be captured: {error}") from error
+        self._agree(cut)
+        used = {name for chunk in self._mine(cut) for name in (*chunk.parameters, *chunk.buffers)}
+        if missing := sorted(used - self._tensors.parameters.keys() - self._tensors.buffers.keys()):
+            raise MisuseError(f"{what} stage {self.place.stage} needs {missing[0]}, which it does not have with the example")
+        for now, first in zip(cut.chunks, self._cut.chunks, strict=True) if training else ():
+            given = {*first.gradients, *first.changed}
+            if different := sorted(given ^ {*now.gradients, *now.changed}):
+                does = "is not trained or changed" if different[0] in given else "is trained or changed"
+                raise MisuseError(f"{what} {different[0]} {does}, other than with the example")
+        if training and self._over is not None and gradient_forms(cut, self._over) != self._forms:
+            raise MisuseError(f"{what} gradients lie otherwise over the tp ranks than with the example")
         return cut
 
     def _mine(self, cut: CutModel) -> list[ModelChunk]:
         return [chunk for chunk in cut.chunks if self._schedule.placement[chunk.number] == self.place.stage]
 
-    def train_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> float:
+    def train_batch(
+        self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any, weight: float | torch.Tensor | None = None
+    ) -> float:
         assert isinstance(self._engine, CapturedEngine)
-        return self._engine.train_microbatches(self._microbatches(inputs, named, target))
+        return self._engine.train_batch(self._batch(inputs, named, target), weight)
 
-    def evaluate(self, *inputs: Any, target: Any = None, **named: Any) -> float:
+    def evaluate(self, *inputs: Any, target: Any = None, weight: float | torch.Tensor | None = None, **named: Any) -> float:
         """The mean loss of a batch in evaluation mode (`model.eval()`), on every stage: for the function that
-        `session.evaluate` was given, which runs on all ranks of a replica together. It takes what `step.train` takes, of the
-        same shapes; the first call captures the model in this mode."""
+        `session.evaluate` was given, which runs on all ranks of a replica together. It takes what `step.train` takes, the first
+        call with arguments of new shapes captures the model in this mode."""
         if not isinstance(self._engine, CapturedEngine):
             raise MisuseError("register the model before it is evaluated")
-        return self._engine.measure_microbatches(self._microbatches(inputs, named, target))
+        return self._engine.measure_batch(self._batch(inputs, named, target), weight)
 
-    def _microbatches(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> Sequence[MicroBatch]:
-        """Raises MisuseError for a batch unlike the example."""
+    def _batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> Batch:
+        """Raises MisuseError for a batch unlike the example in more than its shapes, and under another autocast."""
+        if (active := _active_autocast()) not in (None, self._autocast):
+            rule = f"runs {'without autocast' if self._autocast is None else f'under autocast to {self._autocast}'}"
+            remedy = "helixrt.compile(..., autocast=torch.bfloat16) or the session's dtype says so before it is captured"
+            raise MisuseError(f"autocast to {active} is active around a model that {rule}; {remedy}")
         try:
             batch = Batch(inputs, named, target, self._options.microbatches, self._options.chunk_dims)
         except ConfigError as error:
             raise MisuseError(f"this batch cannot be cut into micro-batches: {error}") from error
-        if difference := batch.difference(self._example):
+        if difference := batch.difference(self._example, shapes=False):
             raise MisuseError(f"this batch is unlike the example that the model was captured with: {difference}")
-        return batch.inputs
+        return batch
 
 
 def fill(root: nn.Module, tensors: Tensors, names: Iterable[str]) -> None:
@@ -221,7 +243,7 @@ def _names_of(stage: int, cut: CutModel, schedule: Schedule, model: nn.Module, l
     everywhere = places(model, loss)
     stages: dict[int, set[int]] = {}
     for chunk in cut.chunks:
-        for name in (*chunk.parameters, *chunk.buffers):
+        for name in (*chunk.parameters, *chunk.buffers, *chunk.changed):
             stages.setdefault(id(everywhere[name].tensor), set()).add(schedule.placement[chunk.number])
     stored = persistent_names(model, loss)
     first: dict[int, str] = {}
@@ -249,19 +271,19 @@ def _freeze_others(cut: CutModel, tensors: Tensors, place: StagePlace) -> set[st
     return {name for name in trained if name in tensors.parameters}
 
 
-def _check_changed(chunks: Iterable[ModelChunk]) -> None:
-    """Raises MisuseError for a model with running buffers."""
-    for chunk in chunks:
-        if chunk.changed:
-            raise MisuseError(
-                f"forward changes the buffer {chunk.changed[0]}; what micro-batches of a pipeline change is not summed over "
-                "replicas yet. Replace the module (BatchNorm by GroupNorm), or train with mesh.pp=1 and step.backward"
-            )
+def _active_autocast(device: str = "cpu") -> torch.dtype | None:
+    """The type that autocast is active for now. Raises ConfigError for one that needs a gradient scaler."""
+    if not torch.is_autocast_enabled(device):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    if dtype is not torch.bfloat16:
+        raise ConfigError("autocast", dtype, "must be torch.bfloat16: others need a gradient scaler")
+    return dtype
 
 
 def _lasting(chunks: Iterable[ModelChunk], tensors: Tensors) -> Values:
     found: Values = {}
     for chunk in chunks:
         found |= {Port(Role.PARAMETER, name): tensors.parameters[name] for name in chunk.parameters}
-        found |= {Port(Role.BUFFER, name): tensors.buffers[name] for name in chunk.buffers}
+        found |= {Port(Role.BUFFER, name): tensors.buffers[name] for name in (*chunk.buffers, *chunk.changed)}
     return found

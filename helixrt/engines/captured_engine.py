@@ -1,15 +1,20 @@
 """The engine of a stage whose chunks were cut from one captured graph of an unmodified model.
 
 In: `CapturedParts`: the cut, this stage's parameters, the schedule, what is registered. Out: a `PipelineEngine` that always
-runs by graphs and takes batches as micro-batches by port (`Batch.inputs` of `helixrt.compile`).
+runs by graphs and takes batches as `helixrt.compile` cuts them (`Batch`), with a weight, in several shapes.
 
 Random operators draw from (seed, replica, position of the batch, micro-batch, their number in the whole model): the same
 numbers for every number of stages and every schedule.
+
+The weight of a batch and the buffers that forwards have changed travel beside the gradients, in the book (`exchange_book`),
+which is handed out last; at commit the sum of gradients is divided by the sum of weights.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,37 +22,54 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.compile.microbatches import Batch
+from helixrt.engines.buffers import Mode as BufferMode
 from helixrt.engines.captured_tensor import GradientForms
+from helixrt.engines.exchange_book import ExchangeBook, Totals, check_weight
 from helixrt.engines.pipeline import BUCKET_BYTES, PipelineEngine, PipelineParts
 from helixrt.engines.random_state import micro_batch_seed
-from helixrt.engines.registered import Registered
+from helixrt.engines.registered import Registered, qualified
 from helixrt.engines.replica_mesh import ReplicaMesh
-from helixrt.engines.update import Policy
+from helixrt.engines.shape_graphs import ShapeGraphs
+from helixrt.engines.update import ModuleUpdate, Policy
+from helixrt.errors import MisuseError
 from helixrt.passes.cut_model import CutModel, ModelChunk
+from helixrt.passes.parts import Port, Role
 from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import seed_of
 from helixrt.pipeline.captured_stage import CapturedStage, EvaluationStage, MicroBatch, ModelInputs
+from helixrt.pipeline.casts import Casts
+from helixrt.pipeline.channels import Lane
 from helixrt.pipeline.endpoint_channels import StageChannels
+from helixrt.pipeline.epilogue import gather
 from helixrt.pipeline.executor import Executor
 from helixrt.pipeline.graph_stage import JointStage
 from helixrt.pipeline.held import Values
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
+from helixrt.replica.contracts import State, Update, WorkResult
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.ir import Schedule
+
+CAPTURE_S = 3600.0  # within which a model is captured; a rank that captures is not taken for stuck
+
+Busy = Callable[[str, float], AbstractContextManager[None]]  # what is done, and its limit in seconds
 
 _EVALUATION = -1  # in place of a batch's position
 
 
 @dataclass(frozen=True)
 class CapturedParts:
-    """`cut` is the whole model's; `holders` are modules with the parameters of this stage's chunks by number, `lasting` all
-    parameters and buffers that these take in. `evaluation` gives the cut of the model in evaluation mode, at the same places.
-    `forms`: how gradients lie on the ranks of `mesh` that share the stage. The other fields are those of `PipelineParts`."""
+    """`cut` is the whole model's, for batches like `example`; `holders` are modules with the parameters of this stage's chunks
+    by number, `lasting` all parameters and buffers that these take in. `cut_for(batch, training)` gives the cut for batches of
+    other shapes, or in evaluation mode, at the same places; `shapes` is for how many shapes graphs are kept. `forms`: how
+    gradients lie on the ranks of `mesh` that share the stage. The other fields are those of `PipelineParts`."""
 
     cut: CutModel
+    example: Batch
     holders: Mapping[int, nn.Module]
     lasting: Values
-    evaluation: Callable[[], CutModel]
+    cut_for: Callable[[Batch, bool], CutModel]
     schedule: Schedule
     registered: Registered
     stage: int
@@ -60,6 +82,9 @@ class CapturedParts:
     replica: int = 0
     replicas: int = 1
     seed: int = 0
+    buffers: BufferMode = "mean"
+    shapes: int = 8
+    busy: Busy = lambda doing, limit_s: nullcontext()
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
     forms: GradientForms = field(default_factory=GradientForms)
     adaptation: Adaptation | None = None
@@ -68,20 +93,45 @@ class CapturedParts:
         """Those of this stage."""
         return {number: cut.chunks[number] for number in self.holders}
 
+    def changing(self) -> list[str]:
+        """The buffers of this stage that a forward changes, by their names among the registered ones."""
+        names = {name for chunk in self.chunks(self.cut).values() for name in chunk.changed}
+        changed = {id(self.lasting[Port(Role.BUFFER, name)]) for name in names}
+        models = self.registered.models.items()
+        return [qualified(key, name) for key, model in models for name, each in model.named_buffers() if id(each) in changed]
+
 
 def boundaries(cut: CutModel) -> list[torch.Tensor]:
     """Tensors of the shapes and dtypes that cross; they hold no memory."""
     return [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in cut.boundaries]
 
 
+@dataclass(frozen=True)
+class _Training:
+    """Graphs for batches of one shape, and what crosses between chunks."""
+
+    stage: CapturedStage
+    boundary: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    stage: EvaluationStage
+    executor: Executor
+
+
 class CapturedEngine(PipelineEngine):
-    """As `PipelineEngine`; batches come by `train_microbatches` and `measure_microbatches`."""
+    """As `PipelineEngine`; batches come by `train_batch` and `measure_batch`. Stages of a replica must give the same batch."""
 
     def __init__(self, parts: CapturedParts) -> None:
         self._captured_parts = parts
-        self._inputs: ModelInputs
+        self._casts = Casts(parts.lasting)
+        self._training = ShapeGraphs(parts.shapes, self._training_graphs)
+        self._evaluations = ShapeGraphs(parts.shapes, self._evaluation_graphs)
         self._drawn = 0  # of the batch that is worked on
-        self._evaluator: tuple[Executor, EvaluationStage] | None = None
+        self._weight = 1.0  # of the batch that was worked on last
+        self._totals: Totals | None = None  # of the newest exchange that counted
+        self._hand_out: Callable[[int], None] = lambda bucket: None
         super().__init__(
             PipelineParts(
                 modules=parts.holders,
@@ -96,7 +146,8 @@ class CapturedEngine(PipelineEngine):
                 record=parts.record,
                 bucket_bytes=parts.bucket_bytes,
                 tied={tie.name: tie.chunks for tie in parts.cut.ties},
-                changing=(),
+                changing=parts.changing(),
+                buffers=parts.buffers,
                 graphs="always",
                 policy=parts.policy,
                 replica=parts.replica,
@@ -107,34 +158,88 @@ class CapturedEngine(PipelineEngine):
                 adaptation=parts.adaptation,
             )
         )
+        self._book = ExchangeBook(0, self._constants, torch.device("cpu"))
+
+    # ---------------------------------------------------------------- graphs
 
     def _captured(self) -> JointStage:
+        return self._training.of(self._captured_parts.example).stage
+
+    def _training_graphs(self, batch: Batch) -> _Training:
+        parts = self._captured_parts
+        if not self._training.made:  # the example's
+            return self._graphs_of(parts.cut)
+        with parts.busy("captures the model for batches of other shapes", CAPTURE_S):
+            made = self._graphs_of(parts.cut_for(batch, True))
+            made.stage.prepare(self._program)
+            return made
+
+    def _graphs_of(self, cut: CutModel) -> _Training:
         parts = self._captured_parts
         pieces, group = parts.forms.pieces, self._ranks.group
-        stage = CapturedStage(parts.chunks(parts.cut), parts.lasting, mode=parts.profile, group=group, pieces=pieces)
-        self._inputs = stage.inputs
-        return stage
+        stage = CapturedStage(parts.chunks(cut), self._casts, mode=parts.profile, group=group, pieces=pieces)
+        return _Training(stage, boundaries(cut))
+
+    def _evaluation_graphs(self, batch: Batch) -> _Evaluation:
+        parts = self._captured_parts
+        with parts.busy("captures the model in evaluation mode", CAPTURE_S):
+            cut = parts.cut_for(batch, False)
+            stage = EvaluationStage(parts.chunks(cut), self._casts)
+            return _Evaluation(stage, Executor(stage, self._channels, boundaries(cut), self.record))
+
+    # ---------------------------------------------------------------- a step
+
+    @property
+    def buckets(self) -> Sequence[torch.Tensor]:
+        """The book, then the flat gradients."""
+        return [*self._book.tensors, *self._buckets.flat]
+
+    def begin(self, on_bucket: Callable[[int], None]) -> None:
+        offset = len(self._book.tensors)
+        super().begin(lambda bucket: on_bucket(bucket + offset))
+        self._hand_out = on_bucket
+        self._constants.begin()
+        self._book.begin()
 
     def seed(self, position: int) -> None:
         super().seed(position)
         self._drawn = micro_batch_seed(self._seed, self._replica, 0, position)
 
-    def train_microbatches(self, microbatches: Sequence[MicroBatch]) -> float:
-        """As `train`, of a batch that is cut already."""
-        self._begin(self._inputs, microbatches, self._drawn)
-        return self._train(microbatches)
+    def train_batch(self, batch: Batch, weight: float | torch.Tensor | None = None) -> float:
+        """As `train`. With `weight` the loss of each micro-batch is a sum, and the batch has so many items: the mean loss is
+        over items. Batches of shapes that have not been seen are captured now, by all stages. Raises MisuseError for a weight
+        that is none, a batch that the model cannot be captured with, and where stages were given different batches."""
+        items = _items(weight)
+        self._compare(batch, items)
+        made = self._training.of(batch)
+        if self._graphs is not made.stage:
+            made.stage.prepare(self._program)  # of a schedule that is newer than the graphs
+            self._graphs = self._executor.stage = made.stage
+            self._executor.boundary = made.boundary
+        self._begin(made.stage.inputs, batch.inputs, self._drawn)
+        mean = self._train(batch, items)
+        self._weight = 1.0 if items is None else items
+        self._book.add(torch.tensor(mean * self._weight if self._weight else 0.0, dtype=torch.float64), self._weight)
+        return mean
 
-    def measure_microbatches(self, microbatches: Sequence[MicroBatch]) -> float:
-        """As `measure`. The first one captures the model in evaluation mode. Raises CaptureError."""
-        if self._evaluator is None:
-            parts = self._captured_parts
-            cut = parts.evaluation()
-            stage = EvaluationStage(parts.chunks(cut), parts.lasting)
-            self._evaluator = Executor(stage, self._channels, boundaries(cut), self.record), stage
-        executor, stage = self._evaluator
+    def measure_batch(self, batch: Batch, weight: float | torch.Tensor | None = None) -> float:
+        """As `measure`; `weight` as for `train_batch`. The first batch of each shape captures the model in evaluation mode.
+        Raises MisuseError as `train_batch` does."""
+        self.check_copies()
+        items = _items(weight)
         self._passes += 1
-        self._begin(stage.inputs, microbatches, micro_batch_seed(self._seed, 0, 0, _EVALUATION))
-        return self._forward_pass(executor, self._evaluation, microbatches, None)
+        self._compare(batch, items)
+        made = self._evaluations.of(batch)
+        self._begin(made.stage.inputs, batch.inputs, micro_batch_seed(self._seed, 0, 0, _EVALUATION))
+        return self._forward_pass(made.executor, self._evaluation, batch, None, items=items)
+
+    def _compare(self, batch: Batch, items: float | None) -> None:
+        """Raises MisuseError, on all stages, if they were given batches of different shapes, or weights."""
+        said = [f"{name} is {kind}" for name, kind in batch.kinds().items()] + [f"weight is {items}"]
+        number = float(int.from_bytes(hashlib.sha256("; ".join(said).encode()).digest()[:6], "big"))
+        told = gather(self._channels, self.stage, self.stages, self.generation, self._passes, number, Lane.BATCH)
+        if other := [stage for stage, each in enumerate(told) if each != number]:
+            raise MisuseError(f"stage {other[0]} was given another batch than stage {self.stage}, with which {', '.join(said)}")
 
     def _begin(self, inputs: ModelInputs, microbatches: Sequence[MicroBatch], drawn: int) -> None:
         inputs.begin(microbatches, [seed_of(drawn, number) for number in range(len(microbatches))])
@@ -142,6 +247,42 @@ class CapturedEngine(PipelineEngine):
     def _microbatches(self, batch: Any, count: int) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]:
         nothing = [None] * count  # the stage has them
         return nothing, nothing
+
+    def end(self) -> WorkResult:
+        super().end()
+        self._book.fill(())
+        for index in reversed(range(len(self._book.tensors))):
+            self._hand_out(index)
+        return WorkResult(self._loss, self._weight)
+
+    # ---------------------------------------------------------------- updates and state
+
+    def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
+        self._casts.forget()
+        update = super().apply(record, reduced)
+        if update is None or self._totals is None:
+            self._constants.discard()
+            return None
+        return ModuleUpdate(update.grad_norm, update.learning_rate, self._totals.loss, self._totals.weight)
+
+    def _install(self, record: CommitRecord, reduced: Sequence[torch.Tensor]) -> bool:
+        room = len(self._book.tensors)
+        totals = self._totals = self._book.read(reduced[:room])
+        if not totals.weight > 0:
+            return False
+        self._buckets.install(reduced[room:], totals.weight)
+        self._constants.commit(totals.changed, totals.floats, totals.integers, record.summed)
+        return True
+
+    def load(self, state: State) -> None:
+        super().load(state)
+        self._casts.forget()
+
+
+def _items(weight: float | torch.Tensor | None) -> float | None:
+    """Raises MisuseError for a weight that is none."""
+    check_weight(weight)
+    return None if weight is None else float(weight)
 
 
 def _in_the_graph(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch import nn
 
 from helixrt.compile.materialize import places
 from helixrt.engines.dtensor_private import factor_of
+from helixrt.engines.portions import Cut
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded import check_kinds, is_sharded
@@ -30,8 +31,8 @@ from helixrt.errors import MisuseError
 from helixrt.passes.agree import broadcast
 from helixrt.passes.cut_model import CutModel
 from helixrt.passes.pieces import Piece, piece_of
+from helixrt.replica.portions import parts_of
 
-_PART = ParameterLayout(sharded=("tp",))
 _TERM = ParameterLayout(summed=(*DATA_AXES, "tp"))
 _OF_MATRICES = ("Muon",)  # optimizers whose update of an element needs the whole matrix
 
@@ -106,9 +107,9 @@ def _piece(tensor: Any, mesh: ReplicaMesh) -> Piece | None:
 
 def gradient_forms(cut: CutModel, over: TensorCut) -> GradientForms:
     """Of all parameters. Raises MisuseError for gradients that would have to be exchanged in each micro-batch."""
-    layouts = dict.fromkeys(over.terms, _TERM) | dict.fromkeys(over.pieces, _PART)
-    pieces: dict[str, Piece] = {}
     own = {name: place.tensor for name, place in places(over.model).items()}
+    layouts = dict.fromkeys(over.terms, _TERM) | {name: _part_of(own[name]) for name in over.pieces}
+    pieces: dict[str, Piece] = {}
     for chunk in cut.chunks:
         for name, layout in chunk.part.layouts.items():
             whole, gradient = name not in over.pieces, layout.placements[0]
@@ -123,6 +124,14 @@ def gradient_forms(cut: CutModel, over: TensorCut) -> GradientForms:
                     "give its module another style in tp_plan, so that a rank's gradient is that of its own part"
                 )
     return GradientForms(_under_all_names(layouts, over.model), pieces)
+
+
+def _part_of(tensor: Any) -> ParameterLayout:
+    """Of a DTensor that is cut over the tp ranks."""
+    placement = tensor.placements[0]
+    dim = placement.dim % tensor.dim()
+    sections = parts_of(tensor.shape[dim], factor_of(placement) or 1)
+    return ParameterLayout(sharded=("tp",), cuts=(Cut(dim, ("tp",), sections),))
 
 
 def _under_all_names(layouts: Mapping[str, ParameterLayout], model: nn.Module) -> dict[str, ParameterLayout]:

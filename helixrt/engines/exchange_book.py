@@ -36,6 +36,15 @@ class Totals:
     integers: torch.Tensor | None
 
 
+def check_weight(weight: float | torch.Tensor | None) -> None:
+    """Raises MisuseError for a weight that is none; the value of a tensor is not read."""
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1 or weight.is_complex():
+            raise MisuseError(f"the weight of a micro-batch is one number, not a tensor of shape {list(weight.shape)}")
+    elif weight is not None and (not isinstance(weight, Real) or not 0 <= weight < math.inf):
+        raise MisuseError(f"the weight of a micro-batch is a number of at least 0, not {weight!r}")
+
+
 class ExchangeBook:
     def __init__(self, parameters: int, buffers: Buffers, device: torch.device, group: InnerGroup | None = None) -> None:
         self._parameters, self._buffers, self._device, self._group = parameters, buffers, device, group
@@ -55,17 +64,14 @@ class ExchangeBook:
     def add(self, loss: torch.Tensor | None, weight: float | torch.Tensor | None) -> None:
         """Count a micro-batch: its summed loss (None: not known) and over how many items. Raises MisuseError for a weight that
         is none."""
+        check_weight(weight)
         if isinstance(weight, torch.Tensor):
-            if weight.numel() != 1 or weight.is_complex():
-                raise MisuseError(f"the weight of a micro-batch is one number, not a tensor of shape {list(weight.shape)}")
             if self._host is not None:
                 self._weight += weight.item()
             else:
                 more = weight.detach().reshape(()).to(self._device, torch.float64)
                 self._more_weight = more if self._more_weight is None else self._more_weight + more
         else:
-            if weight is not None and (not isinstance(weight, Real) or not 0 <= weight < math.inf):
-                raise MisuseError(f"the weight of a micro-batch is a number of at least 0, not {weight!r}")
             self._weight += 1.0 if weight is None else float(weight)
         if self._host is not None:
             self._loss = (self._loss or 0.0) + (math.nan if loss is None else loss.item())

@@ -18,7 +18,7 @@ On the device there are at most two gradient-sized sets: the local one, of which
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.exchange_book import ExchangeBook
 from helixrt.engines.flat_gradients import FlatGradients
 from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
+from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded import ShardedModels, is_sharded
 from helixrt.engines.stream_marks import StreamMarks, marks_for
@@ -39,6 +41,7 @@ from helixrt.engines.update import ModuleUpdate, Policy, StepGuard, UpdateFuncti
 from helixrt.errors import MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import Engine, State, Update, WorkResult
+from helixrt.replica.portions import Portion
 
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel has it
 
@@ -268,6 +271,12 @@ class ModuleEngine(Engine):
 
     def state(self) -> State:
         return self._state.read()
+
+    def portions(self) -> Mapping[str, Portion]:
+        dp, tp = self._group, None if self._tensor is None else self._tensor.group
+        sizes = {"dp_shard": 1 if dp is None else dp.size, "tp": 1 if tp is None else tp.size}
+        group_rank = (0 if dp is None else dp.rank) * sizes["tp"] + (0 if tp is None else tp.rank)
+        return portions_of(self._state, ReplicaMesh(sizes, group_rank))
 
     def check_copies(self) -> None:
         if self._tensor is not None:

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helixrt.engines.buffers import Buffers
+from helixrt.engines.buffers import Buffers, Mode
+from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded_stage import ShardedBuckets, ShardedStage
+from helixrt.engines.stage_places import NamesOf, stage_places
 from helixrt.engines.stage_ranks import LayoutsOf, StageRanks
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import Policy, StepGuard, UpdateFunction
@@ -33,13 +35,14 @@ from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
-from helixrt.pipeline.executor import Executor
+from helixrt.pipeline.executor import Executor, Slowdown
 from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
 from helixrt.pipeline.reductions import BucketSums
 from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
+from helixrt.replica.portions import Portion
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
@@ -80,10 +83,11 @@ class PipelineParts:
     there is none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward
     changes, where that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a
     single stage. `channels` lead to the other stages, and are closed with the engine; None: over `group`. `mesh` is that of
-    the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage. A schedule
-    that moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
-    `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
-    change the schedule; then all run by graphs, which give the same bits.
+    the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage, `names` what
+    parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that moves W
+    or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise. `profile`, one
+    of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may change the
+    schedule; then all run by graphs, which give the same bits.
     """
 
     modules: Mapping[int, nn.Module]
@@ -99,6 +103,7 @@ class PipelineParts:
     bucket_bytes: int = BUCKET_BYTES
     tied: str | Mapping[str, Sequence[int]] = ""
     changing: Collection[str] | None = None
+    buffers: Mode | None = None  # how those of contributors are united; None: a forward may change none
     graphs: str = "auto"
     profile: str = "auto"
     policy: Policy = field(default_factory=Policy)
@@ -108,6 +113,7 @@ class PipelineParts:
     seed: int = 0  # of random numbers, see `seed`
     mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
     layouts: LayoutsOf | None = None
+    names: NamesOf | None = None
     adaptation: Adaptation | None = None
 
 
@@ -172,6 +178,7 @@ class PipelineEngine(BatchEngine):
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
         self._ties = [tie for tie in _ties(parts) if self.stage in tie.stages]
         self._ranks = StageRanks(parts.mesh, self.modules, parts.layouts)
+        self._mesh = parts.mesh
         layouts = self._ranks.layouts
         withheld = [tie.name for tie in self._ties]
         self._shards, self._shard = parts.mesh.size("dp_shard"), parts.mesh.rank("dp_shard")
@@ -180,11 +187,14 @@ class PipelineEngine(BatchEngine):
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
         self._check_registered()
-        self._constants = Buffers(self.registered, "mean", 0, 1, changing=parts.changing)
-        if self._constants.running:
+        mode = parts.buffers or "mean"
+        self._constants = Buffers(self.registered, mode, parts.replica, parts.replicas, changing=parts.changing)
+        if self._constants.running and parts.buffers is None:
             raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
         self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
         self._state = ReplicatedState(self.registered, self._constants)
+        copies = {tie.name for tie in self._ties if tie.stages[0] != self.stage}
+        self._places = stage_places(self.registered, self.modules, parts.names, parts.layouts, parts.mesh, copies)
         self._copies_checked = False  # since the state was changed in any way
         self._loaded = True  # the state was built or loaded, and no pass has checked it yet
         self._sharded: ShardedStage | None = None
@@ -242,9 +252,9 @@ class PipelineEngine(BatchEngine):
         self._graphs.prepare(program)
         return self._graphs, program
 
-    def slow_down(self, factor: Callable[[int], float]) -> None:
-        """Have the operations of this stage take `factor(step)` times as long from now on, on purpose."""
-        self._executor.slowdown = factor
+    def slow_down(self, slowdown: Callable[[int], Slowdown]) -> None:
+        """Have the operations of this stage take as long as `slowdown(step)` says from now on, on purpose."""
+        self._executor.slowdown = slowdown
 
     def use_communication(self, comm: Comm) -> None:
         """From the next `run` on, send and receive directly or delegated; each stage may do so by itself.
@@ -306,15 +316,16 @@ class PipelineEngine(BatchEngine):
         """
         return self._train((inputs, targets))
 
-    def _train(self, batch: Any) -> float:
-        """`train` with the arguments that `_microbatches` cuts."""
+    def _train(self, batch: Any, items: float | None = None) -> float:
+        """`train` with the arguments that `_microbatches` cuts. With `items` losses are sums, over so many in all, and
+        gradients are those of their sum; else losses are means, and gradients those of their mean."""
         if self._loaded:
             self.check_copies()
         finish_tied = {}
         for tie in self._ties:
             grad = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == tie.name)
             finish_tied[tie.name] = sum_tied(self._channels, tie.stages, tie.number, grad, self.generation, self._passes)
-        self._loss = self._forward_pass(self._executor, self._program, batch, self._buckets, finish_tied)
+        self._loss = self._forward_pass(self._executor, self._program, batch, self._buckets, finish_tied, items)
         return self._loss
 
     def end(self) -> WorkResult:
@@ -330,18 +341,24 @@ class PipelineEngine(BatchEngine):
         batch: Any,
         buckets: GradientBuckets | None,
         finish_tied: Mapping[str, Callable[[], None]] = MappingProxyType({}),
+        items: float | None = None,
     ) -> float:
-        """One pass (with its backward, if there are buckets) over one batch; the mean loss, on every stage."""
+        """One pass (with its backward, if there are buckets) over one batch; the mean loss, on every stage. `items`: see
+        `_train`."""
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs, targets = self._microbatches(batch, program.schedule.microbatches)
-        losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=self._passes)
+        pass_, factor = self._passes, None if items is None else 1.0
+        losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor)
         if self._sharded is not None:
             self._sharded.end_pass()
         for name, finish in finish_tied.items():
             assert buckets is not None
             finish()
             buckets.complete(name)
-        mine = math.fsum(loss.item() for loss in losses) / len(losses) if self._predicts else None
+        mine = None
+        if self._predicts:
+            count = len(losses) if items is None else items
+            mine = math.fsum(loss.item() for loss in losses) / count if count else math.nan
         return self._ranks.mean_loss(shared(mine))
 
     def _microbatches(
@@ -360,10 +377,9 @@ class PipelineEngine(BatchEngine):
 
     def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
         self._unchanged.check()
-        if reduced is None:
+        if reduced is None or not self._install(record, reduced):
             return None
         self._passes += 1
-        self._buckets.install(reduced, len(record.summed) * self._ranks.streams)
         norm = math.sqrt(math.fsum(self._squared_norms()))
         if not math.isfinite(norm):
             raise Fatal(f"the gradient of step {record.step} is not finite (norm {norm}); lower optim.lr or check the data")
@@ -381,6 +397,11 @@ class PipelineEngine(BatchEngine):
         self._unchanged.record()
         self._copies_checked = False
         return Update(norm, rate)
+
+    def _install(self, record: CommitRecord, reduced: Sequence[torch.Tensor]) -> bool:
+        """Put the mean of the summed gradients into place; False where nothing of them counts."""
+        self._buckets.install(reduced, len(record.summed) * self._ranks.streams)
+        return True
 
     def _squared_norms(self) -> list[float]:
         """Each stage's squared norm of the gradient in the local set, in the order of stages; of a tied parameter's copies the
@@ -403,6 +424,9 @@ class PipelineEngine(BatchEngine):
 
     def state(self) -> State:
         return self._state.read()
+
+    def portions(self) -> Mapping[str, Portion]:
+        return portions_of(self._state, self._mesh, self._places)
 
     def load(self, state: State) -> None:
         self._state.load(state)

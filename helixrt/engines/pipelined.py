@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from helixrt.engines.buffers import Mode
 from helixrt.engines.pipeline import Batches, PipelineEngine
 from helixrt.engines.registered import Registered
 from helixrt.engines.update import Policy
@@ -40,12 +41,16 @@ class PipelinedModel(nn.Module):
         replicas: int = 1,
         seed: int = 0,
         batches: Batches | None = None,
+        buffers: Mode = "mean",
     ) -> PipelineEngine:
         """What trains this rank's part; see `PipelineParts`. Called by all ranks of the replica together, once."""
 
     @abstractmethod
-    def train_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> float:
-        """Forward and backward of a batch in a step; its mean loss. Raises MisuseError for one that does not fit."""
+    def train_batch(
+        self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any, weight: float | torch.Tensor | None = None
+    ) -> float:
+        """Forward and backward of a batch in a step; its mean loss. With `weight` the loss is a sum over so many items. Raises
+        MisuseError for a batch that does not fit."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise MisuseError(

@@ -12,7 +12,7 @@ Names follow parameters, not their numbers, so that they stay when a model gains
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ class ReplicatedState:
         tensors, scalars = self.entries()
         scalars |= {PLACEMENTS + path: placement_of(tensor, path) for path, tensor in tensors.items() if is_sharded(tensor)}
         return State({path: local(tensor) for path, tensor in tensors.items()}, scalars)
+
+    @property
+    def not_persistent(self) -> Collection[str]:
+        """Names of buffers that the models' `state_dict` does not have."""
+        return self._buffers.not_persistent
 
     def entries(self) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
         """The same with DTensors whole, and without their placements."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import nn
 
 from helixrt.engines.copies import Copies, Held, held_in
 from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.portions import Cut
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
@@ -39,10 +40,13 @@ class ParameterLayout:
     of these axes has only a summand of the gradient of what it holds. A parameter that sees a part of the positions on each tp
     rank (a norm under sequence parallelism) is `summed=("dp_shard", "cp", "tp")`; a matrix cut over tp is `sharded=("tp",)`;
     an expert's whose tokens of all data ranks come to it is `sharded=("dp_shard", "cp"), summed=()`.
+
+    `cuts` says where it is cut over the axes of `sharded`. Without it a checkpoint can only be resumed with the same mesh.
     """
 
     sharded: tuple[str, ...] = ()
     summed: tuple[str, ...] = DATA_AXES
+    cuts: tuple[Cut, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for key, axes in (("sharded", self.sharded), ("summed", self.summed)):
@@ -51,6 +55,8 @@ class ParameterLayout:
         if both := [axis for axis in self.sharded if axis in self.summed]:
             rule = "is in `sharded` too: ranks that hold other parts have no summands of one gradient"
             raise ConfigError("ParameterLayout.summed", both[0], rule)
+        if others := [axis for each in self.cuts for axis in each.axes if axis not in self.sharded]:
+            raise ConfigError("ParameterLayout.cuts", others[0], "must be axes of `sharded`")
 
 
 WHOLE = ParameterLayout()

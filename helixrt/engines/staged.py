@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.engines.buffers import Mode
 from helixrt.engines.pipeline import (
     BUCKET_BYTES,
     GRAPHS,
@@ -28,6 +29,7 @@ from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded_stage import shard_chunks
+from helixrt.engines.stage_places import NamesOf
 from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
@@ -63,6 +65,9 @@ class Stages:
     With dp_shard above 1 every dp_shard rank builds its parts whole, with the same values, and gives its own batch. FSDP2
     shards them (`helixrt.engines.sharded_stage`), but for parameters whose layout is `sharded` over dp_shard. Captured graphs
     do not run them.
+
+    Checkpoints have the names of the whole model: `names(part, name)` gives that of the parameter or buffer `name` of part
+    number `part`. Without it these are `chunkPART.NAME`, and a run is resumed with as many parts, on any number of stages.
     """
 
     modules: Sequence[nn.Module] | Mapping[int, nn.Module] | MakeParts
@@ -76,6 +81,7 @@ class Stages:
     bucket_bytes: int = BUCKET_BYTES
     layouts: LayoutsOf | None = None
     profile: str = "auto"
+    names: NamesOf | None = None
     adapt: Adaptation | None = None
 
     GRAPHS: ClassVar = GRAPHS
@@ -168,6 +174,7 @@ class StagedModel(PipelinedModel):
         replicas: int = 1,
         seed: int = 0,
         batches: Batches | None = None,
+        buffers: Mode = "mean",
     ) -> PipelineEngine:
         stages, place = self.stages, self.place
         self._engine = PipelineEngine(
@@ -193,12 +200,17 @@ class StagedModel(PipelinedModel):
                 seed=seed,
                 mesh=place.mesh,
                 layouts=stages.layouts,
+                names=stages.names,
                 adaptation=stages.adapt,
             )
         )
         return self._engine
 
-    def train_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> float:
+    def train_batch(
+        self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any, weight: float | torch.Tensor | None = None
+    ) -> float:
+        if weight is not None:
+            raise MisuseError("weight= is for a compiled model with an example; the loss of helixrt.Stages is a mean")
         if named or not all(isinstance(each, torch.Tensor) for each in (*inputs, target)) or len(inputs) != 1:
             raise MisuseError("helixrt.Stages take one input and a target, both tensors: step.train(model, x, target=y)")
         assert self._engine is not None

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from helixrt.errors import ConfigError
@@ -47,5 +48,7 @@ def captured_model(
         rule = "is not compiled; with example= it must be: helixrt.compile(model, loss=..., microbatches=...)"
         raise ConfigError("model", type(model).__name__, rule)
     pipeline_schedule(step.options, settings.mesh.pp)
-    place = host.connect_stages()
-    return CapturedModel(step, example, place, seed=settings.seed, weights=weights, tp_plan=tp_plan, busy=host.busy)
+    place, autocast = host.connect_stages(), torch.bfloat16 if settings.dtype == "bfloat16" else None
+    return CapturedModel(
+        step, example, place, seed=settings.seed, weights=weights, tp_plan=tp_plan, autocast=autocast, busy=host.busy
+    )

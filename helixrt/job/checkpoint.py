@@ -1,10 +1,15 @@
 """Durable checkpoints: what is in their folders, which are due, and how they are found again and read.
 
     checkpoints/step_00000050_1a2b3c4d/      the step and the start of its record's lineage hash
-        stage_0/                             torch.distributed.checkpoint's files of that stage
-        stage_1/
-        complete.json                        the commit record and every file's size and CRC-32
+        .metadata                            of torch.distributed.checkpoint (DCP), over all files below
+        rank_0/__0_0.distcp                  what rank 0 of the replica has stored
+        rank_0/part.json                     which entries that is (`checkpoint_layout`), and the file's size and CRC-32
+        rank_1/...
+        objects/...                          scalars, for those who read the checkpoint with plain PyTorch
+        complete.json                        commit record, mesh, every file's size and CRC-32; written last
 
+The whole folder is one DCP checkpoint of the replica, with the names of the whole model: `model.NAME`,
+`optimizer.KEY.state.NAME.exp_avg`, `optimizer.KEY.param_groups` and so on.
 `newest_complete` ignores a folder that was half written: it has no `complete.json`. The hash in the name
 keeps a record that superseded another of the same step apart from it. `checkpoint_writer` writes them.
 """
@@ -14,30 +19,46 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
-import torch
-
 from helixrt.errors import ConfigError
+from helixrt.job.checkpoint_layout import Index, PartIndex, is_of_model
+from helixrt.job.checkpoint_restore import empty_of, restored
 from helixrt.job.lineage_files import read_lineage
 from helixrt.protocol.step.lineage import CommitRecord, Log
+from helixrt.replica.contracts import State
+from helixrt.replica.portions import Portion
 
-MANIFEST = "complete.json"
+MANIFEST, PART = "complete.json", "part.json"
+LAYOUT = 2  # of the files in a checkpoint's folder; 1 was one DCP checkpoint for each stage
 _FOLDER = re.compile(r"^step_(\d{8,})_([0-9a-f]{8})$")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one: where it is, the record whose state it holds, and how many stages it has."""
+    """A complete one: where it is, the record whose state it holds, and the sizes of the axes of the mesh that wrote it."""
 
     folder: Path
     record: CommitRecord
-    stages: int
+    mesh: Mapping[str, int]
+
+    @property
+    def ranks(self) -> int:
+        """Of the replica that wrote it."""
+        return prod(self.mesh.values())
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank has read of a checkpoint, on the CPU. `left`: the parameters and buffers that it has no part of."""
+
+    state: State
+    left: tuple[str, ...]
 
 
 # Decisions
@@ -125,44 +146,71 @@ def newest_complete(folder: Path, wanted: Callable[[CommitRecord], bool] = lambd
 
 
 def verify(folder: Path) -> Checkpoint:
-    """The checkpoint in this folder. Raises ConfigError (resume) with what is wrong with it."""
+    """The checkpoint in this folder, every file checked. Raises ConfigError (resume) with what is wrong with it."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        record = CommitRecord.from_json(manifest["record"])
-        stages, files = int(manifest["stages"]), manifest["files"]
-        if folder_name(record) != folder.name or set(files) != {f"stage_{s}" for s in range(stages)}:
-            raise ValueError(f"{MANIFEST} belongs to another checkpoint")
-        for stage in files:
-            if file_sums(folder / stage) != files[stage]:
-                raise ValueError(f"the files of {stage} are not those that were written")
+        checkpoint, files = _manifest(folder)
+        needed = {f"rank_{rank}/{PART}" for rank in range(checkpoint.ranks)} | {".metadata"}
+        if missing := sorted(needed - files.keys()):
+            raise ValueError(f"{MANIFEST} does not name {missing[0]}")
+        for name, (size, crc) in files.items():
+            if file_sum(folder / name) != [size, crc]:
+                raise ValueError(f"{name} is not the file that was written")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("resume", "true", f"the checkpoint {folder} is unreadable: {error}") from error
-    return Checkpoint(folder, record, stages)
+    return checkpoint
 
 
-def load(checkpoint: Checkpoint, stage: int, like: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """A stage's tensors, on the CPU, with the names, shapes and dtypes of `like` (an engine's `state()`); None: all that are
-    there, for an engine whose state has another layout before the first step of its optimizers.
-
-    Raises ConfigError (resume) when the checkpoint does not have exactly these.
-    """
-    from torch.distributed import checkpoint as dcp
-
-    part = checkpoint.folder / f"stage_{stage}"
-    reader = dcp.FileSystemReader(part)
+def read_manifest(folder: Path) -> Checkpoint:
+    """The checkpoint in this folder, as its manifest has it. Raises ConfigError (resume) without one that can be read."""
     try:
-        stored = {name: (m.size, m.properties.dtype) for name, m in reader.read_metadata().state_dict_metadata.items()
-                  if isinstance(m, dcp.TensorStorageMetadata)}  # fmt: skip
-        wanted = stored if like is None else {name: (tensor.size(), tensor.dtype) for name, tensor in like.items()}
-        if stored != wanted:
-            odd = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))[0]
-            raise ValueError(f"{odd!r} is {_shape(stored.get(odd))} there and {_shape(wanted.get(odd))} in this model")
-        shards = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in wanted.items()}
-        alone_on_purpose()
-        dcp.load(shards, storage_reader=reader, no_dist=True)
+        return _manifest(folder)[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("resume", "true", f"the checkpoint {folder} is unreadable: {error}") from error
+
+
+def _manifest(folder: Path) -> tuple[Checkpoint, dict[str, list[int]]]:
+    """The checkpoint of this folder as its manifest has it, and size and CRC-32 of its files."""
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if (layout := manifest.get("layout", 1)) != LAYOUT:
+        raise ValueError(
+            f"it has layout {layout}, of another version of helixrt, and this version reads layout {LAYOUT}; resume the run "
+            "with the version that wrote it"
+        )
+    record = CommitRecord.from_json(manifest["record"])
+    if folder_name(record) != folder.name:
+        raise ValueError(f"{MANIFEST} belongs to another checkpoint")
+    return Checkpoint(folder, record, {str(axis): int(size) for axis, size in manifest["mesh"].items()}), manifest["files"]
+
+
+def read_index(checkpoint: Checkpoint) -> Index:
+    """What its ranks have stored. Raises ConfigError (resume)."""
+    try:
+        texts = [(checkpoint.folder / f"rank_{r}" / PART).read_text(encoding="utf-8") for r in range(checkpoint.ranks)]
+        return Index([PartIndex.from_plain(json.loads(text)["index"]) for text in texts])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("resume", "true", f"cannot load {checkpoint.folder}: {' '.join(str(error).split())}") from error
+
+
+def load(
+    checkpoint: Checkpoint, rank: int, mesh: Mapping[str, int], live: State, portions: Mapping[str, Portion]
+) -> Loaded:
+    """For rank `rank` of a replica of this mesh, which need not be the one that wrote the checkpoint. `live`: the rank's state
+    as it is, for its names and shapes, and `portions`: how it lies in the whole (`Engine.portions`).
+
+    Raises ConfigError (resume) when the checkpoint does not have what this rank needs.
+    """
+    from helixrt.job.dcp_private import read  # brings torch.distributed.checkpoint
+
+    index = read_index(checkpoint)
+    try:
+        found = restored(index, rank, dict(mesh) == dict(checkpoint.mesh), live, portions)
+        tensors = {name: empty_of(wanted) for name, wanted in found.tensors.items()}
+        read(checkpoint.folder, {name: (found.tensors[name].portion, tensor) for name, tensor in tensors.items()})
     except Exception as error:  # DCP wraps what went wrong in a CheckpointException of many causes
-        raise ConfigError("resume", "true", f"cannot load {part}: {' '.join(str(error).split())}") from error
-    return shards
+        text = " ".join(str(error).split())
+        raise ConfigError("resume", "true", f"cannot load {checkpoint.folder}: {text}") from error
+    left = tuple(name.split("/", 1)[1] for name in index.placed if is_of_model(name) and name not in found.taken)
+    return Loaded(State(tensors, found.scalars), left)
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -184,12 +232,22 @@ def find_resume(root: Path, name: str = "") -> tuple[Path, Checkpoint]:
 
 
 def checkpoint_of(run: Path) -> Checkpoint | None:
-    """The newest complete checkpoint in a run's folder. One whose record was superseded counts only if there is no other."""
+    """The newest complete checkpoint in a run's folder whose record is on the lineage; None if there is no complete one.
+
+    Raises ConfigError (resume) if all are of records that were superseded: the run would begin again at step 0.
+    """
     newest = newest_complete(run / "checkpoints")
     if newest is None:
         return None
     log = Log(read_lineage(run / "lineage"))
-    return newest_complete(run / "checkpoints", partial(_on_chain, log)) or newest
+    found = newest_complete(run / "checkpoints", partial(_on_chain, log)) if len(log) else newest
+    if found is None:
+        rule = (
+            f"its only complete checkpoints, the newest of step {newest.record.step}, are of steps that were superseded: the "
+            "lineage went on without them. Begin a new run"
+        )
+        raise ConfigError("resume", run, rule)
+    return found
 
 
 def name_of_run(run: Path) -> str:
@@ -204,24 +262,10 @@ def _on_chain(log: Log, record: CommitRecord) -> bool:
     return log.on_chain(record.hash)
 
 
-def alone_on_purpose() -> None:
-    """Each stage saves and loads its own part, the manifest joins them: DCP need not warn of it."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-
-def file_sums(part: Path) -> dict[str, list[int]]:
-    """Each file's size in bytes and CRC-32."""
-    sums: dict[str, list[int]] = {}
-    for path in sorted(p for p in part.iterdir() if p.is_file()):
-        crc = size = 0
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                crc, size = zlib.crc32(block, crc), size + len(block)
-        sums[path.name] = [size, crc]
-    if not sums:
-        raise FileNotFoundError(f"{part} is empty")
-    return sums
-
-
-def _shape(entry: tuple[torch.Size, torch.dtype] | None) -> str:
-    return "absent" if entry is None else f"{list(entry[0])} {str(entry[1]).removeprefix('torch.')}"
+def file_sum(path: Path) -> list[int]:
+    """A file's size in bytes and CRC-32."""
+    crc = size = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return [size, crc]

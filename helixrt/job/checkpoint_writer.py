@@ -1,9 +1,10 @@
 """Writing checkpoints: by one replica, in the background, each complete or ignored.
 
 In: the state of a step's boundary and its commit record. Out: a folder as `helixrt.job.checkpoint` describes it.
-Each stage of the writing replica writes its part from a snapshot and says so through the run's store; when
-all have, stage 0 writes the manifest. A part is written under a name of its own, synced and renamed into place, and
-the first one in place stays: equal records have equal states, so two replicas may write one checkpoint at a time.
+Each rank of the writing replica writes its part from a snapshot, with the checksum of its own file, and says so through the
+run's store; when all have, rank 0 writes DCP's metadata over all parts, and the manifest. A part is written under a name of its
+own, synced and renamed into place, and the first one in place stays: equal records have equal states, so two replicas may write
+one checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from helixrt.errors import Fatal, Retryable
-from helixrt.job.checkpoint import MANIFEST, alone_on_purpose, file_sums, folder_name, is_complete, is_due, prune
+from helixrt.job.checkpoint import LAYOUT, MANIFEST, PART, file_sum, folder_name, is_complete, is_due, prune
+from helixrt.job.checkpoint_layout import Index, PartIndex, RankPart, objects_of, tensors_of
 from helixrt.job.lineage_files import sync_folder, write_durably
 from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.protocol.step.lineage import CommitRecord
@@ -31,39 +32,40 @@ from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore
 
 _WRITTEN, _BUSY, _FAILED = "written", "busy", "failed: "
+_UNFINISHED = ".part-"  # in the name of what is being written, before a random number
 _LOOK_S = 1.0  # between two looks whether the checkpointer was closed
 _PAUSE_S = 0.2  # before an unanswered store is asked again
 
 
 def kept_key(record: CommitRecord) -> str:
-    """Put by stage 0 of whoever wrote the run's last checkpoint, when it is complete and synced."""
+    """Put by rank 0 of whoever wrote the run's last checkpoint, when it is complete and synced."""
     return f"checkpoint/{record.hash}/complete"
 
 
 @dataclass(frozen=True)
 class _Job:
     record: CommitRecord
-    state: dict[str, torch.Tensor] | None  # None: this stage was still busy, the checkpoint is given up
+    part: RankPart | None  # None: this rank was still busy, the checkpoint is given up
     flush_lineage: Callable[[], object]
     after_failover: bool
-    attempt: int  # number of the attempts at this record before; equal on all stages, which see the same orders
+    attempt: int  # number of the attempts at this record before; equal on all ranks, which see the same orders
 
 
 class Checkpointer:
-    """One stage's side of writing checkpoints. `folder` is the run's `checkpoints` folder, `life` names this
-    incarnation of the replica, `last_step` is the run's last.
+    """One rank's side of writing checkpoints. `folder` is the run's `checkpoints` folder, `mesh` has the sizes of the replica's
+    axes, `life` names this incarnation of the replica, `last_step` is the run's last.
 
     `maybe_save` never waits for the disk: at most one checkpoint is being written and the next one
-    is given up by all stages if one of them is not done with it, but for the run's last, which waits its turn. What
-    goes wrong while writing never stops training: on stage 0, which knows of it, `trouble` has it until one succeeds.
-    A stage that has not written its part after `write_s` counts as failed.
+    is given up by all ranks if one of them is not done with it, but for the run's last, which waits its turn. What
+    goes wrong while writing never stops training: on rank 0, which knows of it, `trouble` has it until one succeeds.
+    A rank that has not written its part after `write_s` counts as failed.
     """
 
     def __init__(
         self,
         folder: Path,
-        stage: int,
-        stages: int,
+        rank: int,
+        mesh: Mapping[str, int],
         store: RunStore,
         record: FlightRecord,
         every: int,
@@ -74,7 +76,8 @@ class Checkpointer:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.trouble = StorageTrouble("checkpoint", record, say)
-        self._folder, self._stage, self._stages, self._life = folder, stage, stages, life
+        self._folder, self._rank, self._mesh, self._life = folder, rank, dict(mesh), life
+        self._ranks = prod(mesh.values())
         self._store, self._record = store, record
         self._every, self._keep, self._last_step, self._write_s = every, keep, last_step, write_s
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
@@ -87,26 +90,26 @@ class Checkpointer:
     def maybe_save(
         self,
         commit_record: CommitRecord,
-        read_state: Callable[[], Mapping[str, torch.Tensor]],
+        read_part: Callable[[], RankPart],
         me_writes: bool,
         flush_lineage: Callable[[], object],
     ) -> bool:
         """Begin a checkpoint of the state, if this step is due and this replica writes it (`writer_of`).
 
-        `read_state` is called in that case only, and the state is cloned before this returns. `flush_lineage` must make
-        the lineage durable up to the record; stage 0 calls it, on the background thread. Returns whether one was begun.
+        `read_part` copies the state; it is called in that case only, before this returns. `flush_lineage` must make
+        the lineage durable up to the record; rank 0 calls it, on the background thread. Returns whether one was begun.
         """
         due = is_due(commit_record.step, self._every, self._last_step) and me_writes
-        return due and self.save(commit_record, read_state(), flush_lineage, after_failover=False)
+        return due and self.save(commit_record, read_part, flush_lineage, after_failover=False)
 
     def save(
         self,
         commit_record: CommitRecord,
-        state: Mapping[str, torch.Tensor],
+        read_part: Callable[[], RankPart],
         flush_lineage: Callable[[], object],
         after_failover: bool,
     ) -> bool:
-        """As `maybe_save`, out of turn. All stages of the replica that writes must be told to, in the same order."""
+        """As `maybe_save`, out of turn. All ranks of the replica that writes must be told to, in the same order."""
         if self._closed.is_set():
             return False
         with self._changed:
@@ -114,7 +117,7 @@ class Checkpointer:
             self._unfinished += 1
             attempt = self._newest[1] if self._newest[0] == commit_record.hash else 0
             self._newest = (commit_record.hash, attempt + 1)
-        snapshot = None if busy else {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        snapshot = None if busy else read_part()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
             self._thread.start()
@@ -159,7 +162,7 @@ class Checkpointer:
             try:
                 self._save(job)
             except (Exception, CheckpointException) as error:
-                if self._stage == 0 and not is_complete(self._folder / folder_name(job.record)):
+                if self._rank == 0 and not is_complete(self._folder / folder_name(job.record)):
                     self.trouble.failed(job.record.step, _first_cause(error))
             finally:
                 with self._changed:
@@ -170,63 +173,41 @@ class Checkpointer:
         target = self._folder / folder_name(job.record)
         verdict = _BUSY
         try:
-            if job.state is not None:
+            if job.part is not None:
                 verdict = f"{_FAILED}killed"
-                self._write_part(target / f"stage_{self._stage}", job.record, job.state)
+                self._write_part(target / f"rank_{self._rank}", job.record, job.part)
                 verdict = _WRITTEN
         except BaseException as error:
             verdict = f"{_FAILED}{_first_cause(error)}"
             raise
         finally:
-            if self._stage != 0:
-                self._tell(self._key(job, self._stage), verdict)
-        if self._stage == 0 and verdict == _WRITTEN:
+            if self._rank != 0:
+                self._tell(self._key(job, self._rank), verdict)
+        if self._rank == 0 and verdict == _WRITTEN:
             self._complete(target, job)
 
-    def _write_part(self, part: Path, record: CommitRecord, state: dict[str, torch.Tensor]) -> None:
-        from torch.distributed import checkpoint as dcp
+    def _write_part(self, part: Path, record: CommitRecord, mine: RankPart) -> None:
+        def written() -> None:
+            self._record.write(Kind.CHECKPOINT_BEGIN, step=record.step, lineage=record.hash)
 
-        flight = self._record
-
-        class Writer(dcp.FileSystemWriter):
-            """Notes the begin when the tensors' bytes are in the file and the metadata is not."""
-
-            def finish(self, metadata: dcp.Metadata, results: list[list[Any]]) -> None:
-                flight.write(Kind.CHECKPOINT_BEGIN, step=record.step, lineage=record.hash)
-                super().finish(metadata, results)
-
-        if part.is_dir():
-            return  # whole, by an earlier attempt or by another replica
-        alone_on_purpose()
-        unfinished = part.with_name(f"{part.name}.part-{secrets.token_hex(4)}")
-        try:
-            unfinished.mkdir(parents=True)
-            dcp.save(dict(state), storage_writer=Writer(unfinished), no_dist=True)
-            sync_folder(unfinished)
-            try:
-                os.rename(unfinished, part)
-            except OSError:
-                if not part.is_dir():  # else another replica was first
-                    raise
-            sync_folder(part.parent)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        _write_folder(part, mine.tensors, {"index": mine.index().to_plain()}, written)
 
     def _complete(self, target: Path, job: _Job) -> None:
-        """Stage 0: wait for the other stages, then write the manifest."""
+        """Rank 0: wait for the other ranks, then write DCP's metadata and the manifest."""
         deadline = time.monotonic() + self._write_s
-        for stage in range(1, self._stages):
-            said = self._await(self._key(job, stage), deadline, stage)
-            self._store.delete(self._key(job, stage))
+        for rank in range(1, self._ranks):
+            said = self._await(self._key(job, rank), deadline, rank)
+            self._store.delete(self._key(job, rank))
             if said == _BUSY:
                 return  # with the one before, which is complete soon
             if said != _WRITTEN:
-                raise Fatal(f"stage {stage} could not write its part: {said.removeprefix(_FAILED)}")
+                raise Fatal(f"rank {rank} could not write its part: {said.removeprefix(_FAILED)}")
         job.flush_lineage()
         manifest = {
+            "layout": LAYOUT,
             "record": job.record.to_json(),
-            "stages": self._stages,
-            "files": {f"stage_{s}": file_sums(target / f"stage_{s}") for s in range(self._stages)},
+            "mesh": self._mesh,
+            "files": _join_parts(target, self._ranks),
         }
         write_durably(target / MANIFEST, json.dumps(manifest, indent=1))
         sync_folder(self._folder)
@@ -241,18 +222,18 @@ class Checkpointer:
             after_failover=job.after_failover,
         )
         self.trouble.worked(job.record.step)
-        for left in target.glob("stage_*.part-*"):  # by a life of a replica that was killed
+        for left in target.glob(f"*{_UNFINISHED}*"):  # by a life of a replica that was killed
             shutil.rmtree(left, ignore_errors=True)
         prune(self._folder, self._keep)
 
-    def _await(self, key: str, deadline: float, stage: int) -> str:
-        """What another stage says. Raises Retryable when it says nothing until the deadline, or the end."""
+    def _await(self, key: str, deadline: float, rank: int) -> str:
+        """What another rank says. Raises Retryable when it says nothing until the deadline, or the end."""
         while True:
             try:
                 return self._store.wait(key, min(_LOOK_S, max(0.01, deadline - time.monotonic())))
             except Retryable as error:
                 if time.monotonic() >= deadline or self._closed.wait(0.01):
-                    raise Retryable(f"stage {stage} did not write its part in {self._write_s:g} s: {error}") from error
+                    raise Retryable(f"rank {rank} did not write its part in {self._write_s:g} s: {error}") from error
 
     def _tell(self, key: str, value: str) -> None:
         """Put a key, again and again while the store does not answer, for at most `write_s`."""
@@ -268,8 +249,73 @@ class Checkpointer:
     def _ends(self, record: CommitRecord) -> bool:
         return record.step >= self._last_step or record.last != ""
 
-    def _key(self, job: _Job, stage: int) -> str:
-        return f"checkpoint/{self._life}/{job.record.hash}/{job.attempt}/{stage}"
+    def _key(self, job: _Job, rank: int) -> str:
+        return f"checkpoint/{self._life}/{job.record.hash}/{job.attempt}/{rank}"
+
+
+def _write_folder(
+    folder: Path, things: Sequence[Any], description: Mapping[str, Any], written: Callable[[], None] = lambda: None
+) -> None:
+    """Write tensors or objects into a new folder, and `PART` with the description, where each thing is and the checksums of the
+    files. Nothing, if the folder is there: it is whole, by an earlier attempt or by another replica."""
+    from helixrt.job.dcp_private import write_data
+
+    if folder.is_dir():
+        return
+    unfinished = folder.with_name(f"{folder.name}{_UNFINISHED}{secrets.token_hex(4)}")
+    try:
+        unfinished.mkdir(parents=True)
+        stored = [[each.file, each.at, each.nbytes] for each in write_data(unfinished, things, written)]
+        sums = {path.name: file_sum(path) for path in sorted(unfinished.iterdir())}
+        write_durably(unfinished / PART, json.dumps({**description, "stored": stored, "files": sums}))
+        try:
+            os.rename(unfinished, folder)
+        except OSError:
+            if not folder.is_dir():  # else another replica was first
+                raise
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _join_parts(target: Path, ranks: int) -> dict[str, list[int]]:
+    """Make the parts of all ranks one DCP checkpoint; size and CRC-32 of all files. Raises ValueError for parts that do not
+    make up a whole state."""
+    from helixrt.job.dcp_private import Stored, write_metadata
+
+    def described(folder: str) -> dict[str, Any]:
+        text = (target / folder / PART).read_text(encoding="utf-8")
+        files[f"{folder}/{PART}"] = file_sum(target / folder / PART)
+        found: dict[str, Any] = json.loads(text)
+        files.update({f"{folder}/{name}": known for name, known in found["files"].items()})
+        return found
+
+    files: dict[str, list[int]] = {}
+    parts = [described(f"rank_{rank}") for rank in range(ranks)]
+    index = Index([PartIndex.from_plain(part["index"]) for part in parts])
+    objects = objects_of(index)
+    _write_folder(target / "objects", list(objects.values()), {})
+    stored = [[Stored(*each).below(f"rank_{rank}") for each in part["stored"]] for rank, part in enumerate(parts)]
+    kept = [Stored(*each).below("objects") for each in described("objects")["stored"]]
+    if not (target / ".metadata").exists():
+        unfinished = target / f".metadata{_UNFINISHED}{secrets.token_hex(4)}"
+        unfinished.mkdir()
+        write_metadata(unfinished, tensors_of(index, stored), dict(zip(objects, kept, strict=True)))
+        _put_in_place(unfinished / ".metadata", target / ".metadata")
+        shutil.rmtree(unfinished, ignore_errors=True)
+    files[".metadata"] = file_sum(target / ".metadata")
+    return files
+
+
+def _put_in_place(file: Path, target: Path) -> None:
+    """The first one stays. On a file system without links a later one takes its place, which says the same."""
+    try:
+        os.link(file, target)
+    except FileExistsError:
+        return
+    except OSError:
+        os.replace(file, target)
+    sync_folder(target.parent)
 
 
 def _first_cause(error: BaseException) -> str:

@@ -98,13 +98,14 @@ class FaultConfig:
 
 @dataclass(frozen=True)
 class SlowConfig:
-    """Have the operations of a pipeline stage take `factor` times as long, in steps `steps[0]` to `steps[1]` - 1: the stage
-    sleeps behind each, and its results leave when it wakes."""
+    """Have the operations of a pipeline stage take `factor` times as long, and each F, B and W at least `least_ms`, in steps
+    `steps[0]` to `steps[1]` - 1: the stage sleeps behind each, and its results leave when it wakes."""
 
     stage: int = 0
     factor: float = 1.5
     steps: tuple[int, ...] = ()  # [first, end]; (): all
     replica: int = -1  # -1: of all replicas
+    least_ms: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
 from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
+from helixrt.job.run_lock import RunLock
 from helixrt.job.warm_up import chosen_start, rank_environment
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
@@ -73,13 +74,14 @@ class Run:
     entries: tuple[CommitRecord, ...]
     life: int = 0  # how often it was resumed
     agreed: int = -1  # the life whose streams agreed on what those of this one must agree on; -1: on nothing so far
+    lock: RunLock | None = None  # of the folder, held until the run's end
 
 
 def new_run(config: JobConfig) -> Run:
     """Make the run's folder, with its settings and identity in it."""
     folder = new_run_folder(Path(config.output.root))
     name = f"{config.name}-{secrets.token_hex(4)}"
-    run = Run(folder, name, time.time(), (genesis(name, config.mesh.replicas),))
+    run = Run(folder, name, time.time(), (genesis(name, config.mesh.replicas),), lock=RunLock(folder, name, 0))
     write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
     _write_identity(run)
     return run
@@ -90,8 +92,14 @@ def _write_identity(run: Run) -> None:
 
 
 def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool = False) -> Run:
-    """A new life of the run in this folder, from one of its checkpoints. `dealt`: its data is dealt over other streams."""
+    """A new life of the run in this folder, from one of its checkpoints. `dealt`: its data is dealt over other streams.
+
+    Nothing is changed before the folder is locked and the checkpoint is known to be there still. Raises ConfigError (resume).
+    """
     identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    lock = RunLock(folder, identity["run"], identity["life"] + 1)
+    if not checkpoints.is_complete(checkpoint.folder):
+        raise ConfigError("resume", folder, f"its checkpoint {checkpoint.folder.name} was deleted meanwhile; resume again")
     entries = tuple(read_lineage(folder / "lineage"))
     if checkpoint.record.hash not in {e.hash for e in entries}:
         rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
@@ -100,7 +108,7 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool =
     # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
     epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
     life = 1 + max(identity["life"], *(entry.life for entry in entries))
-    run = Run(folder, identity["run"], epoch_s, entries, life, -1 if dealt else checkpoint.record.life)
+    run = Run(folder, identity["run"], epoch_s, entries, life, -1 if dealt else checkpoint.record.life, lock)
     _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
     return run
 
@@ -223,6 +231,8 @@ class Driver:
             return self._end(stopped)
         finally:
             self.output.close()
+            if self.run_.lock is not None:
+                self.run_.lock.close()
             if self.lighthouse is not None:
                 self.lighthouse.shutdown()  # type: ignore[attr-defined]
 
@@ -243,7 +253,8 @@ class Driver:
             self._next[(replica, incarnation)] = number
         self.output.tick()
         if not self._stream_kept:
-            self._stream_kept = keep_stream(self.store, self.run_.folder, self.config.mesh.replicas, self.run_.life)
+            mesh = self.config.mesh
+            self._stream_kept = keep_stream(self.store, self.run_.folder, mesh.replicas, self.run_.life, mesh.dp_shard)
         for asked in take_requests(self.run_.folder, self.config.mesh.replicas):
             self.controller.drain(asked)
         if take_acceptance(self.run_.folder):

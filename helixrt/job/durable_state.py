@@ -1,26 +1,38 @@
 """The checkpoints of a run as the durable state that the step protocol asks for.
 
 In: the run's folder and its log. Out: which state a replica may go back to, and its tensors in the engine. A replica that
-fetches from a living peer never comes here, and reads no checkpoint.
+fetches from a living peer never comes here, and reads no checkpoint. The ranks of a replica tell each other through the store
+which parameters they took, so that none is left behind: a model that has lost a layer is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.protocol.step.lineage import CommitRecord, Log
-from helixrt.replica.contracts import Engine
-from helixrt.replica.state_shards import state_of
+from helixrt.replica.contracts import Engine, RunStore
 
 
 class DurableState:
-    """Of one rank: stage `stage` of `stages`. `read_log()` gives the run's log as it is now."""
+    """Of rank `rank` of a replica of this mesh, in the incarnation `life`. `read_log()` gives the run's log as it is now."""
 
-    def __init__(self, folder: Path, stage: int, stages: int, engine: Engine, read_log: Callable[[], Log]) -> None:
-        self._folder, self._stage, self._stages, self._engine, self._read_log = folder, stage, stages, engine, read_log
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        mesh: Mapping[str, int],
+        engine: Engine,
+        read_log: Callable[[], Log],
+        store: RunStore,
+        life: str,
+    ) -> None:
+        self._folder, self._rank, self._mesh, self._engine, self._read_log = folder, rank, mesh, engine, read_log
+        self._store, self._life = store, life
 
     def newest(self, newer_than: int) -> str | None:
         """The lineage hash of the newest complete checkpoint of the chain with a higher step; with `newer_than` -1 that of
@@ -41,14 +53,25 @@ class DurableState:
             return True
         record = self._read_log().get(lineage)
         assert record is not None, f"the leader chose {lineage}, which the log does not know"
-        folder = self._folder / checkpoints.folder_name(record)
-        checkpoint = checkpoints.Checkpoint(folder, record, self._stages)
+        folder, engine = self._folder / checkpoints.folder_name(record), self._engine
         try:
-            # The engine compares: an optimizer has no state before its first step, so its layout is that of the checkpoint.
-            shards = checkpoints.load(checkpoint, self._stage, None)
+            checkpoint = checkpoints.read_manifest(folder)
+            loaded = checkpoints.load(checkpoint, self._rank, self._mesh, engine.state(), engine.portions())
         except ConfigError:
             if checkpoints.is_complete(folder):
                 raise
             return False
-        self._engine.load(state_of(shards))
+        self._check_all_taken(lineage, loaded.left, folder)
+        engine.load(loaded.state)
         return True
+
+    def _check_all_taken(self, lineage: str, left: Sequence[str], folder: Path) -> None:
+        """The last rank of the replica that comes here raises ConfigError for a parameter or buffer that all have left."""
+        keys = [f"checkpoint/left/{self._life}/{lineage}/{rank}" for rank in range(prod(self._mesh.values()))]
+        self._store.put_if_absent(keys[self._rank], json.dumps(left))
+        said = [self._store.get(key) for key in keys]
+        if all(text is not None for text in said):
+            everywhere = set(left).intersection(*(json.loads(text) for text in said if text is not None))
+            if everywhere:
+                rule = f"cannot load {folder}: it holds {min(everywhere)!r}, which this model does not have"
+                raise ConfigError("resume", "true", rule)

@@ -125,8 +125,9 @@ def run(
 
     `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
-    ranks of a replica, the seed and the data must be the same; `until` may be another. With another number of replicas the
-    items that were not read yet are dealt over the new streams, which needs `session.sampler`.
+    seed and the data must be the same; `until` and `mesh` may be others: checkpoints have the names of the whole model (for
+    `Stages` see its `names`). With another number of replicas, or of dp_shard ranks, the items that were not read yet are dealt
+    over the new streams, which needs `session.sampler`.
     `launcher`: "local" starts the ranks as processes of this host. "ray" starts them as actors of the Ray cluster that this
     process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working directory
     of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one GPU. Replicas

@@ -235,7 +235,7 @@ class Leading:
                 after_ms=change.after_ms,
             )
         if self._adapter is not None:
-            self._adapter.measured()
+            self._adapter.measured(times.rank, times.step)
 
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 

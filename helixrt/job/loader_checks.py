@@ -56,6 +56,13 @@ def set_epoch(loader: Any, epoch: int) -> None:
             part.set_epoch(epoch)
 
 
+def content_of(loader: Any) -> str:
+    """What the loader says it reads: `content_digest`, a short text (a digest of the files, and the settings that cut them into
+    batches), of itself or its data set; "" if it says nothing."""
+    found = [getattr(part, "content_digest", "") for part in (loader, getattr(loader, "dataset", None))]
+    return next((text for text in found if isinstance(text, str) and text), "")
+
+
 def generators(loader: Any) -> list[torch.Generator]:
     """The random generators of the loader and its samplers, each once."""
     found = [getattr(part, "generator", None) for part in [loader, *_parts(loader)]]

@@ -41,7 +41,8 @@ class _StepDone:
 
 @dataclass(frozen=True)
 class _Measured:
-    pass
+    rank: str
+    step: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class OrderAdapter:
         self._news: queue.SimpleQueue[_StepDone | _Prepared | _Measured | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="helixrt-order-adapter", daemon=True)
         # Below: of the thread.
-        self._heard = 0  # reports of ranks since costs were judged: all ranks', so that both ends of a link are in them
+        self._heard: dict[str, int] = {}  # the newest step that each rank has measured
+        self._judged = 0  # the newest step of which all ranks' measurements were judged: both ends of a link are in them
         self._rests_until_s = 0.0  # no question before, however costs change
         self._ready = {self._first}  # orders that all ranks have made ready
         self._pending: Switch | None = None  # the ranks make it ready
@@ -100,9 +102,9 @@ class OrderAdapter:
         """Update number `step` was ordered."""
         self._news.put(_StepDone(step, self._record.clock()))
 
-    def measured(self) -> None:
-        """A rank has measured something new."""
-        self._news.put(_Measured())
+    def measured(self, rank: str, step: int) -> None:
+        """A rank has measured this step, and maybe some before it."""
+        self._news.put(_Measured(rank, step))
 
     def prepared(self, order: str, seconds: float, failed: str) -> None:
         """All ranks have answered `prepare`."""
@@ -126,9 +128,9 @@ class OrderAdapter:
                     case _Prepared():
                         self._prepared(news)
                     case _Measured():
-                        self._heard += 1
-                        if self._heard >= self._ranks and self._record.clock() >= self._rests_until_s:
-                            self._heard = 0
+                        self._heard[news.rank] = news.step
+                        if self._all_measured() and self._record.clock() >= self._rests_until_s:
+                            self._judged = min(self._heard.values())
                             self._judge()
         except BaseException as error:
             self._broken(error)
@@ -140,6 +142,10 @@ class OrderAdapter:
         found = self._orders.schedule(in_use)
         self._ready.add(order_key(found))
         return OrderPolicy(self._orders.first, self._rules, self._last_step, found if in_use else None, self._comm)
+
+    def _all_measured(self) -> bool:
+        """Whether every rank has measured a step that was not judged yet."""
+        return len(self._heard) == self._ranks and min(self._heard.values()) > self._judged
 
     def _judge(self) -> None:
         measured = self._estimates()

@@ -20,6 +20,7 @@ from helixrt.errors import ConfigError, Departed, Retryable, StartAgain
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.chaos import ChaosSink
 from helixrt.job.chaos_actions import ReplicaKiller
+from helixrt.job.checkpoint_layout import RankPart
 from helixrt.job.checkpoint_writer import Checkpointer
 from helixrt.job.config import JobConfig
 from helixrt.job.connections import gradient_exchange, state_transport
@@ -34,6 +35,7 @@ from helixrt.job.leaving import TermSignal
 from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.machine import boot_identity
 from helixrt.job.measuring import Measuring
+from helixrt.job.places import axes_of
 from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
 from helixrt.job.rank_context import RankContext, RankJob, open_context
 from helixrt.job.step_rules import publish_memory
@@ -43,11 +45,10 @@ from helixrt.protocol.catchup_memory import GB
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.record import Kind
 from helixrt.replica.commands import Broken, RankReport, Save
-from helixrt.replica.contracts import RankSpec
+from helixrt.replica.contracts import Engine, RankSpec
 from helixrt.replica.layout_book import LayoutBook
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.state_shards import shards_of
 
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
 
@@ -116,8 +117,9 @@ class RankRuntime:
         def read_log() -> Log:
             return Log(RunLog(context.store).read_from(0))
 
+        mesh = axes_of(context.config.mesh)
         durable = DurableState(
-            context.output / "checkpoints", context.group_rank, context.group_world_size, job.engine, read_log
+            context.output / "checkpoints", context.group_rank, mesh, job.engine, read_log, context.store, context.life
         )
         checkpointer = self._make_checkpointer(job.steps)
         genesis = GenesisDigest(
@@ -175,7 +177,7 @@ class RankRuntime:
         self._checkpointer = Checkpointer(
             context.output / "checkpoints",
             context.group_rank,
-            context.group_world_size,
+            axes_of(context.config.mesh),
             context.store,
             context.record,
             settings.every,
@@ -207,13 +209,13 @@ class RankRuntime:
 
     def _updated(self, job: RankJob, checkpointer: Checkpointer, done: Done) -> None:
         writes = self._writes(done.record)
-        checkpointer.maybe_save(done.record, lambda: shards_of(job.engine.state()), writes, self._flush)
+        checkpointer.maybe_save(done.record, lambda: _part_of(job.engine), writes, self._flush)
         job.updated(done)
         if self._measuring is not None:
             self._measuring.step_done(done.record.step)
 
     def _save(self, job: RankJob, checkpointer: Checkpointer, command: Save) -> None:
-        checkpointer.save(command.record, shards_of(job.engine.state()), self._flush, command.after_failover)
+        checkpointer.save(command.record, lambda: _part_of(job.engine), self._flush, command.after_failover)
 
     def _writes(self, record: CommitRecord) -> bool:
         return self.context.replica == checkpoints.writer_of(record)
@@ -263,6 +265,10 @@ class RankRuntime:
             if part is not None:
                 part.close()
         self.context.record.write(Kind.RANK_END, code=0)
+
+
+def _part_of(engine: Engine) -> RankPart:
+    return RankPart.of(engine.state(), engine.portions())
 
 
 def exit_code(spec: RankSpec, error: BaseException) -> int:

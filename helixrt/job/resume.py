@@ -2,15 +2,16 @@
 
 In: `helixrt.run(resume=)`, the settings, the folders of earlier runs. Out: a new life of the run (`driver.Run`) that goes on
 from its newest checkpoint on the lineage: the record has the positions of all streams, the checkpoint parameters, optimizers,
-schedulers and what else is registered, the folder `streams` states of loaders and of what is registered per replica. With
-another number of replicas the data that was not read is dealt anew (`dealing`), and each change is in the records from then on.
+schedulers and what else is registered, the folder `streams` states of loaders and of what is registered per replica. The ranks
+of a replica may be others: checkpoints have the names of the whole model. With another number of streams (replicas, dp_shard)
+the data that was not read is dealt anew (`dealing`), and each change is in the records from then on.
 """
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def saved_run(storage: str | Path, name: str = "") -> SavedRun:
     for own in ("train", "arguments"):
         del settings[own]
     called = f"{train.script or train.module}:{train.qualname}"
-    return SavedRun(folder, checkpoint.record.step, checkpoint.stages, called, settings, before.arguments)
+    return SavedRun(folder, checkpoint.record.step, checkpoint.ranks, called, settings, before.arguments)
 
 
 def _settings_of(folder: Path) -> SessionConfig:
@@ -64,7 +65,7 @@ def _settings_of(folder: Path) -> SessionConfig:
 def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
     """The folder of the run that `which` names (a run's folder, or "latest") and the checkpoint to go on from.
 
-    Raises ConfigError (resume) if there is none, or if it does not fit: other ranks of a replica, or another seed.
+    Raises ConfigError (resume) if there is none, or if it does not fit: another seed.
     """
     if str(which) == LATEST:
         folder, found = checkpoints.find_resume(Path(config.output.root), config.name)
@@ -77,9 +78,6 @@ def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, check
             raise ConfigError("resume", which, "has no complete checkpoint")
         found = checkpoint
     before = _settings_of(folder)
-    if replace(before.mesh, replicas=config.mesh.replicas) != config.mesh:
-        rule = f"{folder} was begun with {before.mesh}; a run is resumed with the same ranks in each replica"
-        raise ConfigError("resume", str(config.mesh), rule)
     if before.seed != config.seed:
         rule = f"{folder} was begun with seed={before.seed}, which the order of its data follows"
         raise ConfigError("seed", config.seed, rule)
@@ -88,26 +86,29 @@ def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, check
 
 def deals_of(config: SessionConfig, folder: Path, record: CommitRecord) -> tuple[Deal, ...]:
     """The changes of the number of streams up to a life of the run that goes on from `record` with these settings: one more
-    than the record has, if the number of replicas is another than in the record's life.
+    than the record has, if the number of replicas, or of dp_shard ranks in each, is another than in the record's life.
 
-    Raises ConfigError (replicas) if the rest of the data cannot be dealt over another number, with the name of the loader.
+    Raises ConfigError (replicas, or mesh.dp_shard) if the rest of the data cannot be dealt over other streams, with the name of
+    the loader.
     """
     agreed = _agreed(folder, record.life)
-    begun = _settings_of(folder).mesh.replicas
-    before = begun if agreed is None else int(agreed.get("replicas", begun))
-    if before == config.mesh.replicas:
+    begun = _settings_of(folder).mesh
+    replicas = begun.replicas if agreed is None else int(agreed.get("replicas", begun.replicas))
+    shards = begun.dp_shard if agreed is None else int(agreed.get("shards", begun.dp_shard))
+    if (replicas, shards) == (config.mesh.replicas, config.mesh.dp_shard):
         return record.deal
+    key, value, before = ("replicas", config.mesh.replicas, replicas)
+    if replicas == config.mesh.replicas:
+        key, value, before = ("mesh.dp_shard", config.mesh.dp_shard, shards)
     instead = f"resume {folder} with {before}"
     if agreed is None or "items" not in agreed:
         loader = "its loader" if agreed is None else agreed.get("loader", "its loader")
-        rule = f"{loader} has no session.sampler, whose ids can be dealt over another number of replicas; {instead}"
-        raise ConfigError("replicas", config.mesh.replicas, rule)
+        raise ConfigError(key, value, f"{loader} has no session.sampler, whose ids can be dealt over other streams; {instead}")
     if any((folder / "streams").glob("*.per_replica")):
-        rule = f"what is registered with per_replica= belongs to the replicas of before; {instead}"
-        raise ConfigError("replicas", config.mesh.replicas, rule)
+        raise ConfigError(key, value, f"what is registered with per_replica= belongs to the streams of before; {instead}")
     deal = Deal(
-        tuple(record.positions.get(replica, 0) for replica in range(before)),
-        config.mesh.dp_shard,
+        tuple(record.positions.get(replica, 0) for replica in range(replicas)),
+        shards,
         agreed["items"],
         agreed["shuffle"],
         agreed["batch"],
@@ -118,12 +119,12 @@ def deals_of(config: SessionConfig, folder: Path, record: CommitRecord) -> tuple
     return (*record.deal, deal)
 
 
-def keep_stream(store: RunStore, folder: Path, replicas: int = 0, life: int = 0) -> bool:
-    """Write what the streams of this life agreed on into the run's folder; whether that is done."""
+def keep_stream(store: RunStore, folder: Path, replicas: int = 0, life: int = 0, shards: int = 1) -> bool:
+    """Write what the streams of this life agreed on into the run's folder, and how many there are; whether that is done."""
     text = store.get(LENGTH_KEY)
     if text is None:
         return False
-    write_durably(_file(folder, life), json.dumps(json.loads(text) | {"replicas": replicas}))
+    write_durably(_file(folder, life), json.dumps(json.loads(text) | {"replicas": replicas, "shards": shards}))
     return True
 
 

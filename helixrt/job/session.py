@@ -193,8 +193,8 @@ class Session:
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
         and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with
         the run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
-        the rest of it is freed. With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. cp and
-        dp_shard must be 1.
+        the rest of it is freed. With dtype="bfloat16" it is captured under autocast, and each weight is cast once per step.
+        With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. cp and dp_shard must be 1.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
         stages on another device or in another type, CaptureError for a model that cannot be captured or cut; MisuseError for a
@@ -205,7 +205,7 @@ class Session:
         if isinstance(model, Stages):
             return self._staged(model)
         if example is not None:
-            self._check_stages()
+            self._check_device()
             return captured_model(self.settings, self._host, model, example, weights, tp_plan)
         if weights is not None:
             raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
@@ -216,15 +216,14 @@ class Session:
             model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
         return model.to(self.device)
 
-    def _check_stages(self) -> None:
-        settings = self.settings
+    def _check_device(self) -> None:
         if self.device.type != "cpu":
-            raise ConfigError("device", settings.device, "a model in stages trains on the CPU so far (device='cpu')")
-        if settings.dtype != "float32":
-            raise ConfigError("dtype", settings.dtype, "a model in stages trains in the type of its parameters (float32)")
+            raise ConfigError("device", self.settings.device, "a model in stages trains on the CPU so far (device='cpu')")
 
     def _staged(self, stages: Stages) -> StagedModel:
-        self._check_stages()
+        self._check_device()
+        if self.settings.dtype != "float32":
+            raise ConfigError("dtype", self.settings.dtype, "a model in stages trains in the type of its parameters (float32)")
         mesh = self.settings.mesh
         mesh.check_supported()  # what is wrong is found before the ranks connect
         check_shards(stages.scheduled(mesh.pp), stages.graphs, mesh.dp_shard)
@@ -274,7 +273,12 @@ class Session:
         if isinstance(model, PipelinedModel):
             policy = Policy(settings.lr_policy)  # type: ignore[arg-type]
             self._engine = model.engine(
-                registered, policy=policy, replica=settings.replica, replicas=settings.replicas, seed=settings.drawn_seed
+                registered,
+                policy=policy,
+                replica=settings.replica,
+                replicas=settings.replicas,
+                seed=settings.drawn_seed,
+                buffers=settings.buffers,  # type: ignore[arg-type]
             )
             return
         if settings.mesh.pp > 1:
@@ -325,8 +329,9 @@ class Session:
         """The steps that this replica has to compute, up to update number `until` of the run; `accumulate` micro-batches each.
 
         `loader`: any iterable of micro-batches that begins anew each time, in a reproducible order; it is begun again at its
-        end, with `set_epoch`. While this replica is behind, state is fetched in here. After the last step all replicas compare
-        their states, and the loop ends.
+        end, with `set_epoch`. A text `content_digest` of it, or of its data set, names what is read, and must be the same in
+        all streams and when the run is resumed. While this replica is behind, state is fetched in here. After the last step all
+        replicas compare their states, and the loop ends.
 
         Raises MisuseError for a wrong order of calls, ConfigError for a loader that cannot be used, Retryable or Fatal if this
         replica cannot go on.

@@ -43,7 +43,7 @@ class Committed:
     `applied`: parameters were changed; False if no gradient was finite, or the total weight was 0.
     `contributors`: the replicas whose gradients were summed. `loss`: the mean over all items of all contributors (sum of
     losses / sum of weights), `grad_norm`: before clipping; both are numbers or tensors with one element, on the host or on
-    the device, and are not read unless they are logged. They are NaN if nothing was applied. With a model in stages `loss` is
+    the device, and are not read unless they are logged. They are NaN if nothing was applied. With `helixrt.Stages` `loss` is
     that of this replica's own batch.
     """
 
@@ -131,15 +131,29 @@ class Step:
             )
         self._backwards += 1
 
-    def train(self, model: torch.nn.Module, *inputs: Any, target: Any = None, **named: Any) -> float:
+    def train(
+        self,
+        model: torch.nn.Module,
+        *inputs: Any,
+        target: Any = None,
+        weight: float | torch.Tensor | None = None,
+        **named: Any,
+    ) -> float:
         """Forward and backward of this batch through all stages of the model, which `session.parallelize` gave for `Stages` or
         for a compiled model with an example, and `session.register` got; the exchange of its gradients runs meanwhile. All
         stages of the replica call it with the same batch. `Stages` take one input, read on the first stage, and a target, read
-        on the last one; a compiled model takes its own arguments, and a target for its loss if it was given one. Returns the
-        mean loss of the batch's micro-batches, on every stage.
+        on the last one; a compiled model takes its own arguments, and a target for its loss if it was given one. A batch of
+        other shapes than those before (another sequence length) has graphs of its own, which are captured now. Returns the mean
+        loss of the batch's micro-batches, on every stage.
+
+        The loss of each micro-batch is its mean, and a batch counts 1. With `weight` the loss of each micro-batch is a *sum*,
+        and the whole batch has `weight` items: the update uses (sum of gradients) / (sum of weights) over all contributors, as
+        with `backward`. All stages give the same one. It is for compiled models; an argument of the model of this name is
+        passed by position.
 
         Raises MisuseError for a model without stages, a batch that cannot be cut into micro-batches or is unlike the example, a
-        second call for a batch, or one outside the step; Retryable when a stage of this replica is lost.
+        weight that is none, a second call for a batch, or one outside the step, and where stages were given different batches;
+        Retryable when a stage of this replica is lost.
         """
         if not isinstance(self._engine, PipelineEngine):
             raise MisuseError(
@@ -149,7 +163,7 @@ class Step:
         if not isinstance(model, PipelinedModel) or model.engine_in_use is not self._engine:
             raise MisuseError("step.train was called with another model than the registered one")
         self._check_turn("step.train", "call it once for each batch")
-        loss = model.train_batch(inputs, named, target)
+        loss = model.train_batch(inputs, named, target, weight)
         self._backwards += 1
         return loss
 

@@ -31,6 +31,7 @@ from helixrt.errors import ConfigError, Fatal, StartAgain
 from helixrt.job.data_random import seed_generators
 from helixrt.job.loader_checks import (
     check_reproducible,
+    content_of,
     dealt_by,
     generators,
     keeps_position,
@@ -211,11 +212,16 @@ class Stream:
 
     def _agree(self, length: int) -> None:
         """All streams of the run have the same length and the same `accumulate`; the first to say it decides."""
+        content = content_of(self._loader)
         mine = {"batches": length, "accumulate": self._settings.accumulate, "stream": self._settings.name, **self._described()}
+        mine |= {"content": content} if content else {}
         first = json.loads(self._store.put_if_absent(LENGTH_KEY, json.dumps(mine)))
         if first["accumulate"] != self._settings.accumulate:
             rule = f"stream {first['stream']} has {first['accumulate']}; must be equal on all replicas"
             raise ConfigError("accumulate", self._settings.accumulate, rule)
+        if first.get("content", content) != content:
+            rule = f"stream {first['stream']} reads {first['content']}; all streams, and a run that is resumed, read the same"
+            raise ConfigError("loader", f"{content or 'data without a name'} in stream {self._settings.name}", rule)
         if first["batches"] != length:
             rule = (
                 f"stream {first['stream']} has {first['batches']}, and streams must have the same length; "
@@ -244,7 +250,7 @@ class Stream:
         dealt, newest = dealt_by(self._loader), self._settings.deals[-1]
         if dealt is None or dealt[0].deals != self._settings.deals:
             before = f"{newest.items} items, shuffle={newest.shuffle}"
-            rule = f"the run was resumed with another number of replicas, so its loader must read session.sampler of {before}"
+            rule = f"the run was resumed with another number of streams, so its loader must read session.sampler of {before}"
             found = name_of(self._loader) if dealt is None else f"{dealt[0].items} items, shuffle={dealt[0].shuffle}"
             raise ConfigError("loader", found, rule)
         if newest.accumulate != self._settings.accumulate:

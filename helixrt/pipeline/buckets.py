@@ -138,7 +138,7 @@ class GradientBuckets:
         self._next = len(self.flat) - 1
 
     @torch.no_grad()
-    def install(self, sums: Sequence[torch.Tensor], count: int) -> None:
+    def install(self, sums: Sequence[torch.Tensor], count: float) -> None:
         """Copy `sums / count`, laid out as `flat`, over the gradients of the step; every parameter has one."""
         for local, total in zip(self.flat, sums, strict=True):
             if count != 1:

@@ -1,8 +1,8 @@
 """A stage of a pipeline that was cut from one captured graph of the whole model (`passes.cut`).
 
-In: the stage's chunks, their parameters and buffers by name; before each pass the micro-batches of the whole model, and a
-seed for each. Out: as of any stage. Besides what a neighbour gives, a chunk takes in those of the model's inputs and targets
-that its part of the graph names. `CapturedStage` trains; `EvaluationStage` runs forwards that save nothing.
+In: the stage's chunks, their parameters and buffers by name (`Casts`); before each pass the micro-batches of the whole model,
+and a seed for each. Out: as of any stage. Besides what a neighbour gives, a chunk takes in those of the model's inputs and
+targets that its part of the graph names. `CapturedStage` trains; `EvaluationStage` runs forwards that save nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import torch
 from helixrt.passes.cut_model import BOUNDARY, ModelChunk
 from helixrt.passes.executable import Executable
 from helixrt.passes.forward import forward_alone
-from helixrt.passes.parts import Port, Role
+from helixrt.passes.lift import lift
+from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.pieces import Piece
 from helixrt.passes.profile import Mode
 from helixrt.passes.seeding import SEED
 from helixrt.pipeline.buckets import GradientBuckets
+from helixrt.pipeline.casts import Casts
 from helixrt.pipeline.gradients import ParameterGradients
 from helixrt.pipeline.graph_stage import JointStage
-from helixrt.pipeline.held import Strand, Values, run_held
+from helixrt.pipeline.held import Strand, run_held
 from helixrt.pipeline.stage import Stage, Task
 from helixrt.schedule.ir import Op
 
@@ -55,21 +57,24 @@ class ModelInputs:
 
 
 class CapturedStage(JointStage):
-    """Runs F, B, W and BW of chunks, and pairs. `lasting` has their parameters and buffers, as plain tensors of this rank, also
+    """Runs F, B, W and BW of chunks, and pairs. `casts` have their parameters and buffers, as plain tensors of this rank, also
     where the model was captured with DTensors. Raises VerifyError."""
 
     def __init__(
         self,
         chunks: Mapping[int, ModelChunk],
-        lasting: Values,
+        casts: Casts,
         *,
         mode: Mode | str = Mode.AUTO,
         group: Any = None,
         pieces: Mapping[str, Piece] | None = None,
     ) -> None:
-        joints = {number: replace(chunk.part, layouts={}) for number, chunk in chunks.items()}
-        super().__init__(joints, lasting, mode=mode, group=group, pieces=pieces)
-        self.inputs = ModelInputs(chunks)
+        super().__init__(_lifted(chunks, casts), casts.lasting, mode=mode, group=group, pieces=pieces)
+        self.casts, self.inputs = casts, ModelInputs(chunks)
+
+    def reset(self) -> None:
+        super().reset()
+        self.casts.refresh()
 
     def given(self, task: Task) -> Mapping[Port, torch.Tensor | None]:
         return self.inputs.of(task)
@@ -78,14 +83,14 @@ class CapturedStage(JointStage):
 class EvaluationStage(Stage):
     """Runs forwards alone, of chunks that were captured in evaluation mode."""
 
-    def __init__(self, chunks: Mapping[int, ModelChunk], lasting: Values) -> None:
-        self.lasting = lasting
-        self.inputs = ModelInputs(chunks)
-        self.graphs = {number: Executable(forward_alone(chunk.part)) for number, chunk in chunks.items()}
+    def __init__(self, chunks: Mapping[int, ModelChunk], casts: Casts) -> None:
+        self.casts, self.inputs = casts, ModelInputs(chunks)
+        self.graphs = {number: Executable(forward_alone(part)) for number, part in _lifted(chunks, casts).items()}
         self._none = ParameterGradients({}, {})
 
     def reset(self) -> None:
-        """Nothing is kept between operations."""
+        """Nothing but casts is kept between operations."""
+        self.casts.refresh()
 
     def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         (task,) = tasks
@@ -95,6 +100,16 @@ class EvaluationStage(Stage):
         held = {port: value for port, value in self.inputs.of(task).items() if port in wanted}
         tasks.clear()
         del task
-        (result,) = run_held(graph, [Strand(held)], self.lasting, self._none)
+        (result,) = run_held(graph, [Strand(held)], self.casts.lasting, self._none)
         (value,) = result.values()
         return [value.clone() if value.dim() == 0 else value]  # as a view a loss would hold what it lies in
+
+
+def _lifted(chunks: Mapping[int, ModelChunk], casts: Casts) -> dict[int, Part]:
+    """The chunks' graphs, which take in casts of parameters; gradients of DTensors are those of a rank's part."""
+    parts = {}
+    for number, chunk in chunks.items():
+        lifted = lift(replace(chunk.part, layouts={}))
+        casts.add(lifted.casts)
+        parts[number] = lifted.part
+    return parts

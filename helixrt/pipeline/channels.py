@@ -29,6 +29,7 @@ class Lane(StrEnum):
     LOSS = "loss"
     TIED = "tied"
     NORM = "norm"
+    BATCH = "batch"  # what a batch is like
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the stages of a replica tell each other once a pass: the loss, norms, gradients of tied copies.
+"""What the stages of a replica tell each other once a pass: what its batch is like, the loss, norms, gradients of tied copies.
 
 All of it goes over the channels that activations take, with lanes of its own.
 """
@@ -33,9 +33,17 @@ def share_loss(
     return result
 
 
-def gather(channels: Mapping[int, Channel], stage: int, stages: int, generation: int, step: int, value: float) -> list[float]:
+def gather(
+    channels: Mapping[int, Channel],
+    stage: int,
+    stages: int,
+    generation: int,
+    step: int,
+    value: float,
+    lane: Lane = Lane.NORM,
+) -> list[float]:
     """Every stage's value, in the order of stages."""
-    tag = Tag(generation, step, 0, 0, Lane.NORM)
+    tag = Tag(generation, step, 0, 0, lane)
     mine = torch.tensor([value], dtype=torch.float64)
     handles: dict[int, RecvHandle] = {peer: channels[peer].recv(tag, mine) for peer in range(stages) if peer != stage}
     for peer in handles:

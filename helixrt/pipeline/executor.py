@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,18 @@ from helixrt.pipeline.program import Action, Arrival, Program, Transfer
 from helixrt.pipeline.stage import Stage, Task
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.ir import Op
+
+
+class Slowdown(NamedTuple):
+    """How long operations take on purpose: `factor` times as long as they did, and each F, B and W at least `least_s`."""
+
+    factor: float = 1.0
+    least_s: float = 0.0
+
+    def sleep_s(self, took_s: float, operations: Sequence[Op]) -> float:
+        """What is missing of that, for operations that took so long together; a backward in one piece is a B and a W."""
+        parts = sum(2 if op is Op.BW else 1 for op in operations)
+        return max(0.0, self.factor * took_s - took_s, parts * self.least_s - took_s)
 
 
 class Executor:
@@ -43,8 +56,8 @@ class Executor:
     ) -> None:
         self.stage, self.channels, self.boundary, self.record = stage, channels, boundary, record
         self.ahead_bytes = ahead_bytes
-        self.slowdown: Callable[[int], float] | None = None
-        """By step, how many times as long every operation takes: chaos, on purpose."""
+        self.slowdown: Callable[[int], Slowdown] | None = None
+        """By step: chaos, on purpose."""
 
     def run(
         self,
@@ -55,16 +68,19 @@ class Executor:
         *,
         generation: int,
         step: int,
+        factor: float | None = None,
     ) -> list[torch.Tensor]:
         """One pass. `inputs` are needed where the first chunk is, `targets` where the last one is, by micro-batch; None where
         the stage has them already.
 
         Returns the last chunk's losses in the order of micro-batches (elsewhere an empty list). Backward
-        adds the gradient of their mean to `buckets` (which has begun; None for a forward-only schedule).
+        adds the gradient of their sum times `factor`, by default of their mean, to `buckets` (which has begun; None for a
+        forward-only schedule).
         """
         for channel in self.channels.values():
             channel.settle()  # what the last pass left: its receivers have gone on to this one, or are about to
         self.stage.reset()
+        factor = 1.0 / program.schedule.microbatches if factor is None else factor
         losses: dict[int, torch.Tensor] = {}
         local: dict[Transfer, torch.Tensor] = {}
         sent: dict[Transfer, SendHandle] = {}
@@ -87,7 +103,7 @@ class Executor:
                 target = targets[microbatch] if action.gives is None else None
                 return Task(op, action.chunk, microbatch, inputs[microbatch] if given is None else given, target)
             if given is None and op is not Op.W:
-                given = losses[microbatch].new_full((), 1.0 / program.schedule.microbatches)
+                given = losses[microbatch].new_full((), factor)
             return Task(op, action.chunk, microbatch, given)
 
         def hand_on(action: Action, tensor: torch.Tensor | None) -> None:
@@ -125,9 +141,10 @@ class Executor:
     def _compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         if self.slowdown is None:
             return self.stage.compute(tasks, buckets)
+        operations = [task.op for task in tasks]  # the stage empties the list, to free what was given
         begin_s = time.perf_counter()
         results = self.stage.compute(tasks, buckets)
-        time.sleep(max(0.0, (self.slowdown(self.record.step) - 1.0) * (time.perf_counter() - begin_s)))
+        time.sleep(self.slowdown(self.record.step).sleep_s(time.perf_counter() - begin_s, operations))
         return results
 
     def like(self, transfer: Transfer) -> torch.Tensor:

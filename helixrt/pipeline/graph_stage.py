@@ -38,7 +38,7 @@ from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk, Task
 from helixrt.pipeline.strands import Plan, agree_among_ranks, group_names, planned
 from helixrt.schedule.ir import Op
 
-NAMED = frozenset({Role.PARAMETER, Role.BUFFER, Role.GRADIENT})
+NAMED = frozenset({Role.PARAMETER, Role.CAST, Role.BUFFER, Role.GRADIENT})
 
 Key = tuple[int, Op, int]  # of a woven graph: the forward's chunk, the backward's operation and chunk
 

@@ -1,9 +1,9 @@
 """Runs graphs on what micro-batches hold between them.
 
-In: a graph of one strand or of two (`Executable`), what the micro-batch of each strand holds, and what lasts: parameters
-and buffers, which graphs read in place. Out: the results that leave; what later graphs need stays with the micro-batch,
-each value until the last graph that takes it in has it. So an activation is freed inside the graph that uses it last,
-and what a weight-gradient graph needs stays until that has run.
+In: a graph of one strand or of two (`Executable`), what the micro-batch of each strand holds, and what lasts: parameters,
+their casts (`casts`) and buffers, which graphs read in place. Out: the results that leave; what later graphs need stays with
+the micro-batch, each value until the last graph that takes it in has it. So an activation is freed inside the graph that
+uses it last, and what a weight-gradient graph needs stays until that has run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run_held(
 
     def take(port: Port) -> torch.Tensor:
         own = Port(port.role, port.name)
-        if port.role in (Role.PARAMETER, Role.BUFFER):
+        if port.role in (Role.PARAMETER, Role.CAST, Role.BUFFER):
             return local(lasting[own])
         strand = strands[port.strand]
         return local(strand.held[own] if own in strand.later else strand.held.pop(own))

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from helixrt.passes.executable import Gradients
+from helixrt.passes.lift import Cast
 from helixrt.passes.parts import Port, Role
+from helixrt.pipeline.casts import Casts
 from helixrt.pipeline.held import Strand, Values, lasting_of, parameters_of, run_held
 from helixrt.pipeline.strands import Strands
 
@@ -25,11 +27,13 @@ InputGradient = Callable[[int, str, torch.Tensor], None]  # micro-batch, name of
 
 
 class SingleStage:
-    """Runs steps. `loss` is the loss if it is a module: its parameters are called `loss.NAME`."""
+    """Runs steps. `loss` is the loss if it is a module: its parameters are called `loss.NAME`. `casts` are those of parameters
+    that the graphs take in; each step makes them."""
 
-    def __init__(self, strands: Strands, module: nn.Module, loss: nn.Module | None = None) -> None:
+    def __init__(self, strands: Strands, module: nn.Module, loss: nn.Module | None = None, casts: Sequence[Cast] = ()) -> None:
         self.strands = strands
         self.lasting = lasting_of(module, loss)
+        self.casts = Casts(self.lasting, casts)
         self.later = frozenset(strands.backward.inputs)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -49,6 +53,8 @@ class SingleStage:
         Gradients are those of loss i divided by the number of micro-batches, one after the other; the last
         micro-batch's go to `last` if it is given. Inputs that require grad have theirs given to `input_gradient`.
         """
+        self.casts.forget()
+        self.casts.refresh()
         graphs, count = self.strands, len(microbatches)
         held: list[Values] = []
         losses: list[torch.Tensor] = []

@@ -16,6 +16,7 @@ import torch
 
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import Member
+from helixrt.replica.portions import Portion
 
 Number = float | torch.Tensor  # a tensor has one element; it is read, with `float`, only where the number is logged
 Scalar = bool | int | float | str | None  # what JSON has, but for containers
@@ -108,6 +109,11 @@ class Engine(ABC):
     def check_copies(self) -> None:  # noqa: B027 an engine may hold nothing twice in a replica
         """Compare what several ranks of this replica hold alike. Raises Fatal, with an entry's name, where their bits differ.
         All ranks of the replica call it at the same point, between two steps."""
+
+    def portions(self) -> Mapping[str, Portion]:
+        """How tensors of `state` lie in the state of the whole replica, by their names in `state`: what checkpoints are written
+        by, so that ranks of another mesh can read them. What is left out is taken for this rank's own."""
+        return {}
 
     @abstractmethod
     def load(self, state: State) -> None:

@@ -238,10 +238,11 @@ class ReplicaStream:
 
 
 class EpochLoader:
-    """Batches by position as a loader of epochs, for `session.steps`: it has a length, `set_epoch` and a state."""
+    """Batches by position as a loader of epochs, for `session.steps`: it has a length, `set_epoch` and a state.
+    `content_digest` names what is read, so that a run is not resumed on other data."""
 
-    def __init__(self, batch_at: BatchAt, batches: int) -> None:
-        self._batch_at, self._batches = batch_at, batches
+    def __init__(self, batch_at: BatchAt, batches: int, content_digest: str = "") -> None:
+        self._batch_at, self._batches, self.content_digest = batch_at, batches, content_digest
         self._epoch = self._first = self._next = 0  # batches of the epoch: where the next iteration begins, what it gives next
 
     def __len__(self) -> int:

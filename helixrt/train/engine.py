@@ -25,6 +25,11 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def name_in_model(part: int, name: str) -> str:
+    """Parts have the names of the whole model."""
+    return name
+
+
 def inputs_and_targets(tokens: torch.Tensor, cp: Group | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """What a batch of int64 tokens [batch, seq_len + 1] asks for: each token from those before it. A context-parallel rank gets
     its part of both."""
@@ -75,4 +80,5 @@ def model_stages(
         adapt=schedule.adaptation if schedule.adapt == "on" else None,
         bucket_bytes=bucket_bytes,
         layouts=partial(parameter_layouts, groups=groups),
+        names=name_in_model,
     )

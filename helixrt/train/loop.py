@@ -67,7 +67,8 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
         return {"loss_nats": math.fsum(losses) / len(losses), "tokens": len(losses) * data.batch * data.seq_len}
 
     session.evaluate(validate, every=config.eval.every or config.steps)
-    loader = EpochLoader(hooks.batches(stream), stream.batches_per_epoch)
+    content = f"bytes of SHA-256 {corpus.sha256[:16]} in {data.batch} x {data.seq_len}"
+    loader = EpochLoader(hooks.batches(stream), stream.batches_per_epoch, content)
     for step in session.steps(loader, until=config.steps):
         for tokens in step:
             inputs, targets = inputs_and_targets(tokens, groups.cp)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import helixrt
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.schedule.generators.policies import policy
 from helixrt.train.config import CONTEXTS, TrainConfig
 
 FAMILIES = ("gpt", "llama")
 LAUNCHERS = ("auto", "local", "ray")
+_STREAMS = ("replicas", "dp_shard")  # of the mesh: each has a data stream of its own, which is not dealt anew
 
 
 def validate(config: TrainConfig) -> None:
@@ -140,14 +140,10 @@ def resume_conflicts(before: TrainConfig, now: TrainConfig) -> Iterator[ConfigEr
     """Settings that decide what a batch or a parameter is, and so may not change between a run and its resumption."""
     must_stay = {
         "seed": (before.seed, now.seed),
-        **{f"mesh.{k}": (v, now.to_plain()["mesh"][k]) for k, v in before.to_plain()["mesh"].items()},
+        **{f"mesh.{k}": (getattr(before.mesh, k), getattr(now.mesh, k)) for k in _STREAMS},
         **{f"model.{k}": (v, now.to_plain()["model"][k]) for k, v in before.to_plain()["model"].items()},
         **{f"data.{k}": (v, now.to_plain()["data"][k]) for k, v in before.to_plain()["data"].items()},
     }
     for key, (was, is_) in must_stay.items():
         if was != is_:
             yield ConfigError(key, is_, f"was {was} in the run to resume, and must stay so")
-    placements = [policy(c.schedule.name).placement(c.mesh.pp) for c in (before, now)]
-    if placements[0] != placements[1]:
-        rule = f"was {before.schedule.name} in the run to resume, which has other layers on each stage; not supported yet"
-        yield ConfigError("schedule.name", now.schedule.name, rule)

@@ -12,13 +12,23 @@ import torch
 
 from helixrt.errors import ConfigError, Retryable
 from helixrt.job import checkpoint as checkpoints
-from helixrt.job.checkpoint import find_resume, is_due, load, newest_complete, pause_steps, verify, writer_of, writer_of_last
+from helixrt.job.checkpoint import (
+    Checkpoint,
+    find_resume,
+    is_due,
+    newest_complete,
+    pause_steps,
+    verify,
+    writer_of,
+    writer_of_last,
+)
+from helixrt.job.checkpoint_layout import RankPart
 from helixrt.job.checkpoint_writer import Checkpointer, kept_key
 from helixrt.job.lineage_files import LineageWriter, drop_from, read_lineage
 from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.contracts import RunStore
+from helixrt.replica.contracts import RunStore, State
 
 
 class MemoryStore(RunStore):
@@ -51,17 +61,29 @@ def record_of(step: int, generation: int = 1) -> CommitRecord:
     return CommitRecord(step, generation, "parent", ((0, 0), (1, 0)), {0: step, 1: step}, "run")
 
 
-def state_of(stage: int, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * stage + step)
+WEIGHT, MESH = "parameter/weight", {"pp": 2}
+
+
+def state_of(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Of an engine that does not say how its state lies in a whole one: each rank has its own."""
+    generator = torch.Generator().manual_seed(100 * rank + step)
     return {
-        "weight": torch.randn(7, 5, generator=generator),
+        WEIGHT: torch.randn(7, 5, generator=generator),
         "moment": torch.randn(35, generator=generator, dtype=torch.float64),
         "step": torch.tensor(step),
     }
 
 
+def part_of(rank: int, step: int) -> RankPart:
+    return RankPart.of(State(state_of(rank, step)), {})
+
+
+def load(checkpoint: Checkpoint, rank: int, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(checkpoints.load(checkpoint, rank, MESH, State(like), {}).state.tensors)
+
+
 class Replica:
-    """The checkpointers of a replica's stages, all in this process."""
+    """The checkpointers of a replica's ranks, all in this process."""
 
     def __init__(
         self, folder: Path, stages: int = 2, every: int = 2, keep: int = 3, write_s: float = 20.0, last_step: int = 1000
@@ -70,7 +92,7 @@ class Replica:
         self.store, self.said = MemoryStore(), list[str]()
         self.savers = [
             Checkpointer(
-                folder, s, stages, self.store, self.records[s], every, keep, last_step, write_s, "0/0", self.said.append
+                folder, s, {"pp": stages}, self.store, self.records[s], every, keep, last_step, write_s, "0/0", self.said.append
             )
             for s in range(stages)
         ]
@@ -81,9 +103,14 @@ class Replica:
         for stage, saver in enumerate(self.savers):
             state = state_of(stage, record.step)
             begun.append(
-                saver.maybe_save(record, lambda state=state: state, me_writes, lambda: self.flushed.append(record.step))
+                saver.maybe_save(
+                    record,
+                    lambda state=state: RankPart.of(State(state), {}),
+                    me_writes,
+                    lambda: self.flushed.append(record.step),
+                )
             )
-            state["weight"].zero_()  # the engine trains on
+            state[WEIGHT].zero_()  # the engine trains on
         return begun
 
     def save_and_wait(self, record: CommitRecord) -> None:
@@ -103,11 +130,11 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     replica.save_and_wait(record_of(2))
     found = newest_complete(tmp_path)
-    assert found is not None and (found.record, found.stages) == (record_of(2), 2)
+    assert found is not None and (found.record, found.mesh, found.ranks) == (record_of(2), MESH, 2)
     for stage in range(2):
         expected = state_of(stage, 2)
         got = load(found, stage, like={k: torch.zeros_like(v) for k, v in expected.items()})
-        assert list(got) == list(expected)
+        assert sorted(got) == sorted(expected)
         assert all(torch.equal(got[k], expected[k]) and got[k].dtype == expected[k].dtype for k in expected)
     assert replica.kinds(0) == [Kind.CHECKPOINT_BEGIN, Kind.CHECKPOINT_END] and replica.kinds(1) == [Kind.CHECKPOINT_BEGIN]
     assert replica.flushed == [2], "the lineage was made durable first"
@@ -142,22 +169,24 @@ def test_one_out_of_turn_is_as_good_as_any_and_says_why(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     assert not checkpoints.saved_since(tmp_path, 0)
     for stage, saver in enumerate(replica.savers):
-        assert not saver.busy and saver.save(record_of(3), state_of(stage, 3), lambda: None, after_failover=True)
+        begun = saver.save(record_of(3), lambda stage=stage: part_of(stage, 3), lambda: None, after_failover=True)
+        assert begun, "nothing else is being written"
     for saver in replica.savers:
         saver.wait(20)
     replica.save_and_wait(record_of(4))
     ends = [e for e in replica.records[0].events() if e.kind is Kind.CHECKPOINT_END]
     assert [(e.step, e.detail["after_failover"]) for e in ends] == [(3, True), (4, False)]
-    assert torch.equal(load(verify(Path(ends[0].detail["path"])), 1, state_of(1, 3))["weight"], state_of(1, 3)["weight"])
-    (tmp_path / checkpoints.folder_name(record_of(6)) / "stage_0").mkdir(parents=True)  # half written
+    saved = verify(Path(ends[0].detail["path"]))
+    assert torch.equal(load(saved, 1, state_of(1, 3))[WEIGHT], state_of(1, 3)[WEIGHT])
+    (tmp_path / checkpoints.folder_name(record_of(6)) / "rank_0").mkdir(parents=True)  # half written
     assert [checkpoints.saved_since(tmp_path, step) for step in (3, 4, 5, 6)] == [True, True, False, False]
     replica.close()
-    assert not replica.savers[0].save(record_of(5), state_of(0, 5), lambda: None, after_failover=True), "it has ended"
+    assert not replica.savers[0].save(record_of(5), lambda: part_of(0, 5), lambda: None, after_failover=True), "it has ended"
 
 
 def test_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
     replica = Replica(tmp_path, keep=2)
-    (tmp_path / checkpoints.folder_name(record_of(1)) / "stage_0").mkdir(parents=True)  # half written long ago
+    (tmp_path / checkpoints.folder_name(record_of(1)) / "rank_0").mkdir(parents=True)  # half written long ago
     for step in (2, 4, 6, 8):
         replica.save_and_wait(record_of(step))
     replica.close()
@@ -183,13 +212,13 @@ def test_pruned_while_it_is_read_is_no_damage(tmp_path: Path, monkeypatch: pytes
     replica.close()
 
 
-def test_stage_that_never_writes_leaves_no_checkpoint_and_training_goes_on(tmp_path: Path) -> None:
+def test_rank_that_never_writes_leaves_no_checkpoint_and_training_goes_on(tmp_path: Path) -> None:
     replica = Replica(tmp_path, write_s=0.3)
-    replica.savers[0].maybe_save(record_of(2), lambda: state_of(0, 2), True, lambda: None)
+    replica.savers[0].maybe_save(record_of(2), lambda: part_of(0, 2), True, lambda: None)
     replica.savers[0].wait(20)
     assert newest_complete(tmp_path) is None
     assert replica.kinds(0) == [Kind.CHECKPOINT_BEGIN, Kind.STORAGE_FAILED]
-    assert "stage 1 did not write its part in 0.3 s" in replica.said[0]
+    assert "rank 1 did not write its part in 0.3 s" in replica.said[0]
     replica.save_and_wait(record_of(4))
     assert replica.said[1:] == ["checkpoint of step 4 was written, after 1 failed attempts"]
     found = newest_complete(tmp_path)
@@ -207,10 +236,10 @@ def test_the_last_checkpoint_of_a_run_waits_for_one_that_is_being_written(tmp_pa
     replica.close()
     found = newest_complete(tmp_path)
     assert found is not None and found.record.step == 4
-    assert torch.equal(load(found, 1, state_of(1, 4))["weight"], state_of(1, 4)["weight"]), "as it was when it was asked for"
+    assert torch.equal(load(found, 1, state_of(1, 4))[WEIGHT], state_of(1, 4)[WEIGHT]), "as it was when it was asked for"
 
 
-def test_stage_that_is_still_busy_gives_the_next_one_up_for_all(tmp_path: Path) -> None:
+def test_rank_that_is_still_busy_gives_the_next_one_up_for_all(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     go = threading.Event()
     replica.savers[1]._write_part = lambda *a, write=replica.savers[1]._write_part: (go.wait(20), write(*a))  # type: ignore[assignment,misc]
@@ -239,7 +268,7 @@ def test_killed_while_writing_leaves_a_half_written_one_that_is_not_used(tmp_pat
     seen: list[list[str]] = []
 
     def kill(event: object) -> None:
-        (part,) = (tmp_path / checkpoints.folder_name(record_of(4))).glob("stage_1.part-*")
+        (part,) = (tmp_path / checkpoints.folder_name(record_of(4))).glob("rank_1.part-*")
         seen.append([p.name for p in part.iterdir() if p.stat().st_size])
         raise Killed
 
@@ -278,7 +307,7 @@ def test_a_write_that_fails_is_told_and_the_next_ones_succeed(tmp_path: Path) ->
     replica.close()
 
 
-def test_a_stage_that_fails_is_tried_again_and_the_other_is_not_written_twice(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_tried_again_and_the_other_is_not_written_twice(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     write = replica.savers[1]._write_part
 
@@ -287,8 +316,8 @@ def test_a_stage_that_fails_is_tried_again_and_the_other_is_not_written_twice(tm
 
     replica.savers[1]._write_part = full  # type: ignore[method-assign]
     replica.save_and_wait(record_of(2))
-    assert "stage 1 could not write its part: [Errno 28]" in replica.said[0]
-    part = tmp_path / checkpoints.folder_name(record_of(2)) / "stage_0"
+    assert "rank 1 could not write its part: [Errno 28]" in replica.said[0]
+    part = tmp_path / checkpoints.folder_name(record_of(2)) / "rank_0"
     before = part.stat().st_ino
     replica.savers[1]._write_part = write  # type: ignore[method-assign]
     replica.save_and_wait(record_of(2))
@@ -307,7 +336,7 @@ def test_two_replicas_may_write_the_same_checkpoint_at_a_time(tmp_path: Path) ->
         assert replica.said == [] and replica.store.get(kept_key(record_of(4))) == "yes"
     found = newest_complete(tmp_path)
     assert found is not None and found.record.step == 4
-    assert {p.name for p in found.folder.iterdir()} == {"stage_0", "stage_1", checkpoints.MANIFEST}
+    assert {p.name for p in found.folder.iterdir()} == {"rank_0", "rank_1", "objects", ".metadata", checkpoints.MANIFEST}
 
 
 @pytest.mark.parametrize("failures", range(1, 12))
@@ -338,22 +367,22 @@ def run(tmp_path: Path) -> Path:
 
 def damage(run: Path, step: int, how: str) -> None:
     folder = next(f for f in checkpoints.step_folders(run / "checkpoints") if f.name.startswith(f"step_{step:08d}"))
-    data = next(p for p in (folder / "stage_1").iterdir() if p.suffix == ".distcp")
+    data = next(p for p in (folder / "rank_1").iterdir() if p.suffix == ".distcp")
     if how == "flipped":
         raw = bytearray(data.read_bytes())
         raw[len(raw) // 2] ^= 1
         data.write_bytes(raw)
     elif how == "short":
         data.write_bytes(data.read_bytes()[:-9])
-    elif how == "lost_stage":
-        shutil.rmtree(folder / "stage_1")
+    elif how == "lost_part":
+        shutil.rmtree(folder / "rank_1")
     elif how == "garbled_manifest":
         (folder / checkpoints.MANIFEST).write_text("{")
     elif how == "half_written":
         (folder / checkpoints.MANIFEST).unlink()
 
 
-@pytest.mark.parametrize("how", ["flipped", "short", "lost_stage", "garbled_manifest", "half_written"])
+@pytest.mark.parametrize("how", ["flipped", "short", "lost_part", "garbled_manifest", "half_written"])
 def test_damaged_ones_are_passed_over_and_reported_when_none_is_left(run: Path, how: str, tmp_path: Path) -> None:
     damage(run, 4, how)
     found = find_resume(tmp_path)
@@ -388,15 +417,18 @@ def test_resume_passes_over_a_superseded_record(tmp_path: Path) -> None:
         replica.save_and_wait(entry)
     replica.close()
     assert find_resume(tmp_path)[1].record == log[1]
+    shutil.rmtree(run / "checkpoints" / checkpoints.folder_name(log[1]))
+    with pytest.raises(ConfigError, match="only complete checkpoints, the newest of step 2, are of steps that were superseded"):
+        find_resume(tmp_path)
 
 
 def test_other_model_cannot_load_it(run: Path, tmp_path: Path) -> None:
     found = find_resume(tmp_path)[1]
-    other = {**state_of(0, 4), "weight": torch.zeros(7, 6)}
-    with pytest.raises(ConfigError, match=r"'weight' is \[7, 5\] float32 there and \[7, 6\] float32 in this model"):
+    other = {**state_of(0, 4), WEIGHT: torch.zeros(7, 6)}
+    with pytest.raises(ConfigError, match=r"'parameter/weight' is \[7, 5\] float32 there and of shape \[7, 6\] here"):
         load(found, 0, other)
-    with pytest.raises(ConfigError, match=r"'bias' is absent there"):
-        load(found, 0, {**state_of(0, 4), "bias": torch.zeros(1)})
+    with pytest.raises(ConfigError, match=r"'parameter/bias' is absent there"):
+        load(found, 0, {**state_of(0, 4), "parameter/bias": torch.zeros(1)})
 
 
 def test_lineage_on_disk_is_what_was_appended(tmp_path: Path) -> None:

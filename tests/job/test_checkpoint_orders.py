@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helixrt.job.checkpoint import newest_complete
+from helixrt.job.checkpoint_layout import RankPart
 from helixrt.job.checkpoint_orders import CheckpointOrders, last_pause_s, unsaved_key
 from helixrt.job.checkpoint_writer import Checkpointer, kept_key
 from helixrt.job.finish import ObservedMembership
@@ -17,10 +18,10 @@ from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Save, decode, encode
-from helixrt.replica.contracts import Formed, Membership
+from helixrt.replica.contracts import Formed, Membership, State
 from helixrt.replica.store import MemoryRunStore
 
-STATE = {"weight": torch.arange(6.0)}
+PART = RankPart.of(State({"weight": torch.arange(6.0)}), {})
 
 
 def record_of(step: int, contributors: tuple[int, ...] = (0, 1)) -> CommitRecord:
@@ -54,7 +55,7 @@ class Replica:
         self.number, self.alive, self.now, self.told = number, True, 0.0, list[Save]()
         self.said: list[str] = []
         record = FlightRecord(f"r{number}")
-        self.saver = Checkpointer(disk.folder, 0, 1, store, record, every, 3, last_step, life=f"{number}/0")
+        self.saver = Checkpointer(disk.folder, 0, {"pp": 1}, store, record, every, 3, last_step, life=f"{number}/0")
         self.saver.trouble = StorageTrouble("checkpoint", record, self.said.append, lambda: self.now)
         self.orders = CheckpointOrders(
             number, disk.folder, every, 60.0, last_step, store, self.saver, None, self.told.append, lambda: self.now
@@ -63,16 +64,16 @@ class Replica:
     def apply(self, record: CommitRecord, waits: bool = True) -> None:
         """What a rank does with an update and the order behind it."""
         save = self.orders.out_of_turn(record)
-        self.saver.maybe_save(record, lambda: STATE, record.replicas[0] == self.number, lambda: None)
+        self.saver.maybe_save(record, lambda: PART, record.replicas[0] == self.number, lambda: None)
         if save is not None:
             self.told.append(save)
-            self.saver.save(save.record, STATE, lambda: None, save.after_failover)
+            self.saver.save(save.record, lambda: PART, lambda: None, save.after_failover)
         if waits:
             self.saver.wait(20)
 
     def carry_out(self) -> None:
         for save in self.told:
-            self.saver.save(save.record, STATE, lambda: None, save.after_failover)
+            self.saver.save(save.record, lambda: PART, lambda: None, save.after_failover)
         self.told.clear()
         self.saver.wait(20)
 

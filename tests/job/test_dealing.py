@@ -259,8 +259,14 @@ def test_a_resume_with_another_number_of_replicas_deals_and_one_with_the_same_do
     later = replace(record, life=1, deal=deals, positions={0: 4, 2: 2})
     assert resumed(tmp_path, 3, later) == deals
     assert resumed(tmp_path, 2, later) == (deal, Deal((4, 0, 2), 1, 60, True, 4, 4, 2, 2))
+    assert resumed(tmp_path, 3, later, dp_shard=2) == (deal, Deal((4, 0, 2), 1, 60, True, 4, 4, 2, 2)), "twice the streams"
     assert restore_stream(MemoryRunStore(), tmp_path, before=1, life=2)
     assert resumed(tmp_path, 3, replace(later, life=2)) == deals
+
+    assert keep_stream(store, tmp_path, 1, life=3, shards=2)  # a life of one replica with two dp_shard ranks
+    sharded = replace(record, life=3, deal=deals, positions={0: 2})
+    assert resumed(tmp_path, 1, sharded, dp_shard=2) == deals
+    assert resumed(tmp_path, 2, sharded) == (deal, Deal((2,), 2, 60, True, 4, 4, 2, 2)), "as many streams, of other replicas"
 
 
 @pytest.mark.parametrize(
@@ -277,14 +283,14 @@ def test_a_resume_with_another_number_of_replicas_deals_and_one_with_the_same_do
 def test_a_loader_that_cannot_be_dealt_is_refused_by_name(loader: Any, name: str, tmp_path: Path) -> None:
     record = begun(tmp_path, loader)
     assert resumed(tmp_path, 2, record) == ()
-    with pytest.raises(ConfigError, match=f"replicas=3: {name} has no session.sampler, whose ids can be dealt over another"):
+    with pytest.raises(ConfigError, match=f"replicas=3: {name} has no session.sampler, whose ids can be dealt over other"):
         resumed(tmp_path, 3, record)
 
 
 def test_state_per_replica_is_not_dealt(tmp_path: Path) -> None:
     record = begun(tmp_path, DataLoader(range(60), 4, sampler=sampler_of()))  # type: ignore[arg-type]
     (tmp_path / "streams" / "0.0.per_replica").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="replicas=1: what is registered with per_replica= belongs to the replicas of before"):
+    with pytest.raises(ConfigError, match="replicas=1: what is registered with per_replica= belongs to the streams of before"):
         resumed(tmp_path, 1, record)
 
 
@@ -297,7 +303,7 @@ def test_a_batch_sampler_over_the_sessions_sampler_can_be_dealt(tmp_path: Path) 
     ("sampler", "found"),
     [
         (RandomSampler(range(60), generator=torch.Generator()), "DataLoader with RandomSampler: the run was"),
-        (sampler_of(items=59, replicas=3), "59 items, shuffle=True: the run was resumed with another number of replicas"),
+        (sampler_of(items=59, replicas=3), "59 items, shuffle=True: the run was resumed with another number of streams"),
     ],
 )
 def test_a_script_that_reads_other_data_than_before_is_refused(sampler: Any, found: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from helixrt.errors import ConfigError
+from helixrt.job import order_adapter
 from helixrt.job.order_adapter import OrderAdapter
 from helixrt.job.order_planner import OrderPlanner
 from helixrt.job.orders import OrderBook, RankOrders
@@ -133,13 +135,22 @@ class Replica:
     said: list[str] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     step: int = 0
+    ranks: tuple[str, ...] = ("r0",)
+    judged: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def steps(self, count: int, delay_ms: float) -> None:
         for _ in range(count):
             self.step += 1
             self.adapter.step_done(self.step)
             self.news = measured(self.step, delay_ms)
-            self.adapter.measured()
+            for rank in self.ranks:
+                self.adapter.measured(rank, self.step)
+            self.judged.acquire(timeout=DEADLINE_S)  # else the adapter might see nothing but the costs of a later step
+
+    def estimates(self) -> MeasuredCosts | None:
+        news = self.news
+        self.judged.release()
+        return news
 
     def switch(self, delay_ms: float, failed: str = "") -> str:
         """The order that comes of these measurements; the ranks answer."""
@@ -150,6 +161,7 @@ class Replica:
             except queue.Empty:
                 continue
             self.adapter.prepared(order, 0.01, failed)
+            self.steps(1, delay_ms)
             return order
         raise AssertionError(f"no switch; {self.said}, {self.errors}, {kinds(self.record)}")
 
@@ -159,19 +171,20 @@ def kinds(record: FlightRecord) -> list[Event]:
 
 
 @pytest.fixture
-def replica(tmp_path: Path) -> Iterator[Callable[..., Replica]]:
+def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replica]]:
     made: list[Replica] = []
+    monkeypatch.setattr(order_adapter, "_REST", 0)  # every step is judged
 
-    def make(in_use: str = "", **rules: Any) -> Replica:
+    def make(in_use: str = "", ranks: tuple[str, ...] = ("r0",), **rules: Any) -> Replica:
         engine = NoGraphs(ZB)
-        found = Replica(engine, orders_of(engine, tmp_path), FlightRecord("r0"))
+        found = Replica(engine, orders_of(engine, tmp_path), FlightRecord("r0"), ranks=ranks)
         found.adapter = OrderAdapter(
             found.orders,
             Adaptation(**rules),
             0,
-            1,
+            len(ranks),
             lambda: in_use,
-            lambda: found.news,
+            found.estimates,
             found.asked.put,
             found.record,
             found.said.append,
@@ -221,3 +234,18 @@ def test_a_replica_that_starts_again_judges_from_its_order(replica: Callable[...
     assert found.switch(0.0) == ""
     (event,) = [e.detail for e in kinds(found.record) if e.kind is Kind.ORDER]
     assert event["before"] == key and event["order"] == order_key(ZB)
+
+
+def test_costs_are_judged_when_the_last_rank_has_measured_a_step_whoever_that_is(replica: Callable[..., Replica]) -> None:
+    """A rank that came before the others in one step, and comes behind them in the next, is not waited for once more."""
+    found = replica(ranks=("r0.pp0", "r0.pp1"))
+    judged: list[int] = []
+
+    def estimates() -> None:
+        judged.append(found.adapter._judged)
+
+    found.adapter._estimates = estimates
+    for rank, step in (("pp0", 1), ("pp1", 1), ("pp1", 2), ("pp0", 2), ("pp0", 3), ("pp0", 4), ("pp1", 4), ("pp1", 5)):
+        found.adapter.measured(f"r0.{rank}", step)
+    found.adapter.close()
+    assert judged == [1, 2, 4]

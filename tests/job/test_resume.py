@@ -38,7 +38,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     names: set[str] = set()
 
     def found(run: Path) -> checkpoints.Checkpoint | None:
-        return checkpoints.Checkpoint(run, genesis("run", 2), 1) if run.name in names else None
+        return checkpoints.Checkpoint(run, genesis("run", 2), {"pp": 1}) if run.name in names else None
 
     monkeypatch.setattr(checkpoints, "checkpoint_of", found)
     return names
@@ -81,8 +81,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, saved: set[str]) -> N
     with pytest.raises(ConfigError, match="is not the folder of a run: it has no run.json"):
         run_to_resume(config, tmp_path)
     assert run_to_resume(config_of(tmp_path, replicas=3), folder)[0] == folder
-    with pytest.raises(ConfigError, match="a run is resumed with the same ranks in each replica"):
-        run_to_resume(replace(config, mesh=MeshConfig(2, 1, dp_shard=2)), folder)
+    assert run_to_resume(replace(config, mesh=MeshConfig(1, 4, tp=2)), folder)[0] == folder, "other stages and shards"
     with pytest.raises(ConfigError, match="seed=4: .* was begun with seed=3"):
         run_to_resume(config_of(tmp_path, seed=4), folder)
 
@@ -100,6 +99,25 @@ def test_a_resumed_run_reads_its_data_as_before(accumulate: int, batches: int, t
         return
     with pytest.raises(ConfigError, match="stream of the run that is resumed has (2|12)"):
         Stream(list(range(batches)), StreamSettings(1, accumulate), again)
+
+
+class Named(list[int]):
+    def __init__(self, content: str) -> None:
+        super().__init__(range(12))
+        self.content_digest = content
+
+
+def test_a_run_is_not_resumed_on_other_data_and_streams_read_the_same(tmp_path: Path) -> None:
+    store = MemoryRunStore()
+    Stream(Named("corpus 1"), StreamSettings(0, 2), store)
+    with pytest.raises(ConfigError, match="loader=corpus 2 in stream 1/0: stream 0/0 reads corpus 1; all streams"):
+        Stream(Named("corpus 2"), StreamSettings(1, 2), store)
+    assert keep_stream(store, tmp_path)
+    again = MemoryRunStore()
+    assert restore_stream(again, tmp_path)
+    with pytest.raises(ConfigError, match="reads corpus 1; all streams, and a run that is resumed, read the same"):
+        Stream(Named(""), StreamSettings(0, 2), again)
+    Stream(Named("corpus 1"), StreamSettings(0, 2), again)
 
 
 def test_states_in_the_folder_outlive_the_store(tmp_path: Path) -> None:

@@ -18,9 +18,16 @@ def test_a_stage_is_slow_from_the_first_step_until_the_end() -> None:
     assert slowdown_of(slow, 0, 0) is None
     first, second, always = slowdown_of(slow, 0, 2), slowdown_of(slow, 1, 2), slowdown_of(slow, 1, 1)
     assert first is not None and second is not None and always is not None
-    assert [first(step) for step in (19, 20, 59, 60)] == [1.0, 1.5, 1.5, 1.0]
-    assert [second(step) for step in (49, 50, 59, 60, 70)] == [1.5, 3.0, 3.0, 2.0, 1.0], "several multiply"
-    assert always(1) == always(10_000) == 1.5
+    assert [first(step).factor for step in (19, 20, 59, 60)] == [1.0, 1.5, 1.5, 1.0]
+    assert [second(step).factor for step in (49, 50, 59, 60, 70)] == [1.5, 3.0, 3.0, 2.0, 1.0], "several multiply"
+    assert always(1) == always(10_000) == (1.5, 0.0)
+
+
+def test_of_several_least_times_the_longest_holds() -> None:
+    slow = (SlowConfig(0, 1.0, least_ms=10.0), SlowConfig(0, 1.0, (5, 9), least_ms=30.0), SlowConfig(0, 1.0, least_ms=20.0))
+    times = slowdown_of(slow, 0, 0)
+    assert times is not None
+    assert [times(step) for step in (4, 5, 9)] == [(1.0, 0.020), (1.0, 0.030), (1.0, 0.020)]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +35,7 @@ def test_a_stage_is_slow_from_the_first_step_until_the_end() -> None:
     [
         (SlowConfig(4), r"chaos.slow\[0\].stage=4: must be a stage, below mesh.pp=4"),
         (SlowConfig(1, 0.5), r"factor=0.5: must be at least 1"),
+        (SlowConfig(1, least_ms=-1.0), r"least_ms=-1.0: must be a number, at least 0"),
         (SlowConfig(1, replica=2), r"replica=2: must be below mesh.replicas=2, or -1"),
         (SlowConfig(1, 2.0, (5,)), r"steps=\[5\]: must be \[first, end\]"),
         (SlowConfig(1, 2.0, (9, 9)), r"steps=\[9, 9\]: must be \[first, end\]"),

@@ -307,10 +307,10 @@ def test_what_must_stay_when_a_run_is_resumed() -> None:
     assert not list(resume_conflicts(before, dataclasses.replace(before, steps=9, resume=True)))
     changed = dataclasses.replace(before, seed=3, data=dataclasses.replace(before.data, batch=8))
     assert [e.key for e in resume_conflicts(before, changed)] == ["seed", "data.batch"]
-    reshaped = dataclasses.replace(before, mesh=dataclasses.replace(before.mesh, cp=2, tp=2))
-    assert [e.key for e in resume_conflicts(before, reshaped)] == ["mesh.cp", "mesh.tp"]
-    another = [dataclasses.replace(before, schedule=ScheduleConfig(name, 4)) for name in ("helix", "zbv")]
-    assert [[e.key for e in resume_conflicts(before, now)] for now in another] == [[], ["schedule.name"]]
+    streams = dataclasses.replace(before, mesh=dataclasses.replace(before.mesh, replicas=7, dp_shard=2))
+    assert [e.key for e in resume_conflicts(before, streams)] == ["mesh.replicas", "mesh.dp_shard"]
+    reshaped = dataclasses.replace(before, mesh=dataclasses.replace(before.mesh, pp=4, cp=2, tp=2))
+    assert not list(resume_conflicts(before, dataclasses.replace(reshaped, schedule=ScheduleConfig("zbv", 4))))
 
 
 @pytest.mark.parametrize("argument", ["stepz=1", "mesh.replicas=0", "data.path=/no/such"])

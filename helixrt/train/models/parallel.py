@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helixrt import ParameterLayout
+from helixrt import Cut, ParameterLayout
 from helixrt.errors import ConfigError
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.collective_functions import all_reduce
@@ -116,12 +116,15 @@ def parameter_layouts(module: nn.Module, *, groups: ParallelGroups) -> dict[str,
 
 def _on_mesh(layout: Layout, groups: ParallelGroups) -> ParameterLayout:
     sharded: tuple[str, ...] = ()
+    cuts: tuple[Cut, ...] = ()
     for shard in layout.shards:
         group = groups.tp if shard.axis == "tp" else groups.ep
         if group is not None:
-            sharded += ("tp",) if shard.axis == "tp" else EXPERT_AXES
+            axes = ("tp",) if shard.axis == "tp" else EXPERT_AXES
+            sharded += axes
+            cuts += (Cut(shard.dim, axes, shard.sections),)
     data = () if layout.expert and groups.ep is not None else EXPERT_AXES
-    return ParameterLayout(sharded, (*data, "tp") if layout.partial else data)
+    return ParameterLayout(sharded, (*data, "tp") if layout.partial else data, cuts)
 
 
 def take(full: torch.Tensor, shard: Shard, index: int, count: int) -> torch.Tensor:

@@ -1,0 +1,187 @@
+"""torch.distributed.checkpoint (torch 2.11 to 2.13), without a process group: each rank writes its files, one the metadata.
+
+In: tensors and objects with their keys. Out: files in DCP's format, and a `.metadata` over those of all ranks, which names them
+by their paths below its folder: `dcp.load`, `dcp_to_torch_save` and others read it as any checkpoint.
+
+What is not public: `_StorageInfo`, where an entry lies in a file.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from helixrt.job.checkpoint_layout import WholeTensor, box_of
+from helixrt.replica.portions import Portion
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor or an object lies: file (relative to the folder that was written), first byte, number of bytes."""
+
+    file: str
+    at: int
+    nbytes: int
+
+    def below(self, folder: str) -> Stored:
+        return Stored(f"{folder}/{self.file}", self.at, self.nbytes)
+
+
+def write_data(folder: Path, things: Sequence[Any], written: Callable[[], None] = lambda: None) -> list[Stored]:
+    """Write tensors (on the CPU) and other objects into the folder, synced. `written()` is called when the bytes are there."""
+    saved: list[list[WriteResult]] = []
+
+    class Writer(dcp.FileSystemWriter):
+        def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+            written()
+            saved.extend(results)
+
+    _alone_on_purpose()
+    dcp.save({}, storage_writer=Writer(folder), planner=_SavePlanner(things), no_dist=True)
+    found = {int(each.index.fqn): each.storage_data for part in saved for each in part}
+    return [Stored(found[i].relative_path, found[i].offset, found[i].length) for i in range(len(things))]
+
+
+def write_metadata(
+    folder: Path, tensors: Mapping[tuple[str, ...], WholeTensor], objects: Mapping[tuple[str, ...], Stored]
+) -> None:
+    """The `.metadata` of the checkpoint in this folder, synced. Keys are paths in the nested state. Raises ValueError for two
+    with one name."""
+    entries: dict[str, Any] = {}
+    storage: list[WriteResult] = []
+    for path, whole in tensors.items():
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in whole.boxes]
+        _put(entries, path, dcp.TensorStorageMetadata(_properties(whole.dtype), torch.Size(whole.shape), chunks))
+        for number, (chunk, stored) in enumerate(zip(chunks, whole.stored, strict=True)):
+            storage.append(_result(MetadataIndex(_key(path), chunk.offsets, number), stored))
+    for path, stored in objects.items():
+        _put(entries, path, dcp.BytesStorageMetadata())
+        storage.append(_result(MetadataIndex(_key(path)), stored))
+    paths = {_key(path): path for path in (*tensors, *objects)}
+    dcp.FileSystemWriter(folder).finish(dcp.Metadata(entries, planner_data=paths), [storage])
+
+
+def read(folder: Path, wanted: Mapping[str, tuple[Portion, torch.Tensor]]) -> None:
+    """Fill each tensor with what its portion names of the checkpoint in the folder; by any keys, `Portion.name` is that in the
+    checkpoint. Raises what DCP raises."""
+    _alone_on_purpose()
+    dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(wanted), no_dist=True)
+
+
+def _key(path: tuple[str, ...]) -> str:
+    return ".".join(path)
+
+
+def _put(entries: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    if _key(path) in entries:
+        raise ValueError(f"two entries of the state would be called {_key(path)} in the checkpoint")
+    entries[_key(path)] = value
+
+
+def _result(index: MetadataIndex, stored: Stored) -> WriteResult:
+    return WriteResult(index, stored.nbytes, _StorageInfo(stored.file, stored.at, stored.nbytes))
+
+
+def _properties(dtype: str) -> TensorProperties:
+    return TensorProperties(dtype=getattr(torch, dtype))
+
+
+def _alone_on_purpose() -> None:
+    """Each rank saves and loads its own part: DCP need not warn of it."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+class _SavePlanner(dcp.SavePlanner):
+    """Writes `things` under their numbers."""
+
+    def __init__(self, things: Sequence[Any]) -> None:
+        self._things = things
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        return dcp.SavePlan([self._item(str(number), thing) for number, thing in enumerate(self._things)])
+
+    @staticmethod
+    def _item(name: str, thing: Any) -> WriteItem:
+        if not isinstance(thing, torch.Tensor):
+            return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+        chunk = dcp.ChunkStorageMetadata(torch.Size([0] * thing.dim()), thing.size())
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(thing), thing.size())
+        return WriteItem(MetadataIndex(name), WriteItemType.TENSOR, tensor_data=data)
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
+        return all_plans, dcp.Metadata({})
+
+    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        thing = self._things[int(write_item.index.fqn)]
+        if isinstance(thing, torch.Tensor):
+            return thing
+        stream = io.BytesIO()
+        torch.save(thing, stream)
+        return stream
+
+
+class _LoadPlanner(dcp.LoadPlanner):
+    """Reads portions of tensors into tensors."""
+
+    def __init__(self, wanted: Mapping[str, tuple[Portion, torch.Tensor]]) -> None:
+        self._wanted = wanted
+        self._metadata: dcp.Metadata | None = None
+
+    def set_up_planner(self, state_dict: Any, metadata: dcp.Metadata | None = None, is_coordinator: bool = False) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        assert self._metadata is not None
+        items: list[dcp.ReadItem] = []
+        for name, (portion, tensor) in self._wanted.items():
+            stored = self._metadata.state_dict_metadata.get(portion.name)
+            if not isinstance(stored, dcp.TensorStorageMetadata):
+                raise ValueError(f"the checkpoint's metadata have no tensor {portion.name}")
+            if (tuple(stored.size), stored.properties.dtype) != (portion.shape, tensor.dtype):
+                raise ValueError(f"{portion.name} is {stored.properties.dtype}{list(stored.size)} in the checkpoint's metadata")
+            chunks = [dcp.ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.size)) for b in portion.blocks]
+            for number, chunk in enumerate(chunks):  # one by one: so each item's destination is known by its name
+                for item in create_read_items_for_chunk_list(portion.name, stored, [chunk]):
+                    dest = MetadataIndex(f"{number} {name}", chunk.offsets, number)
+                    items.append(
+                        dcp.ReadItem(
+                            LoadItemType.TENSOR, dest, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths
+                        )
+                    )
+        return dcp.LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("tensors alone are asked for")
+
+    def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
+        number, _, name = read_item.dest_index.fqn.partition(" ")
+        portion, tensor = self._wanted[name]
+        block = portion.blocks[int(number)]
+        return box_of(box_of(tensor, block.local, block.size), read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
+        pass

@@ -1,0 +1,84 @@
+"""A checkpoint's model in Hugging Face's form: `from_pretrained` gives the same logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helixrt.cli import main
+from helixrt.engines.module import ModuleEngine
+from helixrt.engines.registered import Registered
+from helixrt.errors import ConfigError
+from helixrt.job.checkpoint_layout import RankPart
+from helixrt.job.export import export
+from tests.job.test_checkpoint_layout import write
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    if family == "gpt2":  # a tied head
+        config = transformers.GPT2Config(vocab_size=64, n_layer=2, n_head=2, n_embd=16, n_positions=32)
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(**sizes, intermediate_size=24, num_key_value_heads=2, tie_word_embeddings=False)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    """A model, and the folder of a run that has a checkpoint of it."""
+    model = model_of(request.param)
+    with torch.no_grad():
+        for parameter in model.parameters():  # not as it was initialised
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    engine = ModuleEngine(Registered.of(model, [torch.optim.AdamW(model.parameters())]))
+    run = tmp_path / "run"
+    write(run / "checkpoints", {"pp": 1}, [RankPart.of(engine.state(), engine.portions())])
+    (run / "run.json").write_text("{}")
+    engine.close()
+    return model.eval(), run
+
+
+def test_logits_are_the_same_from_one_file_and_from_several(saved: tuple[Any, Path], tmp_path: Path, capsys: Any) -> None:
+    model, run = saved
+    model.config.save_pretrained(tmp_path / "config")
+    assert main(["export", str(run), "--to", str(tmp_path / "one"), "--config", str(tmp_path / "config")]) == 0
+    assert "step 2: " in capsys.readouterr().out
+    done = export(run, tmp_path / "several", config=tmp_path / "config" / "config.json", file_bytes=4000)
+    assert len(done.files) > 2 and all(file.is_file() for file in done.files)
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for folder in ("one", "several"):
+            loaded, info = type(model).from_pretrained(tmp_path / folder, output_loading_info=True)
+            assert not info["missing_keys"] and not info["unexpected_keys"]
+            assert (loaded.eval()(tokens).logits - expected).abs().max() < 1e-5
+
+
+def test_what_cannot_be_exported_is_refused_and_nothing_is_left(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    _, run = saved
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    for to, others, why in (
+        ("full", {}, "must be a new or an empty folder"),
+        ("new", {"dtype": "int8"}, "must be one of float64, float32, bfloat16, float16"),
+        ("new", {"step": 7}, "has no complete checkpoint of step 7"),
+        ("new", {"config": tmp_path}, "must be a model's config.json"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            export(run, tmp_path / to, **others)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is neither the folder of a run nor of a checkpoint"):
+        export(tmp_path / "full", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    done = export(checkpoint, tmp_path / "new", dtype="bfloat16")
+    header = done.files[0].read_bytes()
+    names = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
+    assert {entry["dtype"] for name, entry in names.items() if name != "__metadata__"} == {"BF16"}

@@ -1,0 +1,65 @@
+"""The main job, its driver killed, goes on with other stages, tensor ranks and another schedule: losses are those of a job that
+nobody interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.jobs import Job, assert_consistent, kills
+from tests.train.test_mesh_job import losses
+
+pytestmark = [
+    pytest.mark.slow,  # three drivers each
+    pytest.mark.timeout(480),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only"),
+]
+STEPS = 30
+CHANGES = {
+    "stages to tensor ranks": (
+        ("model.tied=true",),
+        ("mesh.pp=2", "mesh.tp=1"),
+        ("mesh.pp=1", "mesh.tp=2"),
+    ),
+    "tensor ranks in two stages with two chunks each to one rank": (
+        ("model.family=llama", "model.layers=4"),
+        ("mesh.pp=2", "mesh.tp=2", "schedule.name=interleaved"),
+        ("mesh.pp=1", "mesh.tp=1", "schedule.name=1f1b"),
+    ),
+    "experts over context ranks to stages": (
+        ("model.experts=4", "model.capacity=8", "model.auxiliary=0"),
+        ("mesh.pp=1", "mesh.cp=2"),
+        ("mesh.pp=2", "mesh.cp=1"),
+    ),
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    """Makes a `Job` of some overrides; whatever it left is ended with the test."""
+    made: list[Job] = []
+
+    def make(*overrides: str) -> Job:
+        made.append(Job(tmp_path, "mesh.replicas=1", f"steps={STEPS}", *overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_job_goes_on_with_another_mesh(change: str, job: Any, tmp_path: Path) -> None:
+    model, before, after = CHANGES[change]
+    run = job(*model, *before, kills((-1, 15, "driver")))
+    plain = run.run(*after, f"output.root={tmp_path / 'plain'}", "chaos.kill=[]")
+    assert plain.code == 0, run.why(plain)
+    died = run.run()
+    assert died.code != 0 and run.newest_checkpoint().record.step == 10, run.why(died)
+    assert_consistent(run, run.run("resume=true", *after), steps=STEPS, replicas=1)
+    expected, got = losses(tmp_path / "plain", STEPS), losses(run.root, STEPS)
+    assert got.keys() == expected.keys()
+    assert got == pytest.approx(expected, rel=1e-4)
