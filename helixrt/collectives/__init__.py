@@ -3,8 +3,8 @@
 `exchange` holds the contract of the former: flat tensors are summed over replicas out of place, so that a
 broken exchange can be tried again with the survivors; `ftar` implements it. `communicator` runs plans over an endpoint.
 Importing this package makes torch.distributed know the backend "helix"; `ProcessGroupHelix` is torchft's
-kind of group. May stand on `transport/`, `protocol/` and `triton_kernels/`; knows nothing of pipelines or of a
-replica's life.
+kind of group. May stand on `transport/`, `protocol/` and `triton_kernels/`; does not depend on pipelines or on
+`replica/`.
 """
 
 from __future__ import annotations

@@ -49,12 +49,12 @@ class Package:
 PACKAGES = (
     Package("torch", (2, 11), "tensors, gradients, process groups", needed_for=Need.JOB, load="torch"),
     Package("numpy", (1, 26), "arrays", needed_for=Need.JOB, modules=("numpy",)),
-    Package("hydra-core", (1, 3), "settings of the main job", needed_for=Need.JOB, modules=("hydra", "omegaconf")),
+    Package("hydra-core", (1, 3), "settings of the built-in job", "train", Need.JOB, ("hydra", "omegaconf")),
     Package("torchft", (0, 2), "membership, exchange", "ft", Need.JOB, ("torchft",), load="torchft.coordination"),
     Package("torchdata", (0, 11), "the loader and its position", "ft", Need.JOB, ("torchdata.stateful_dataloader",)),
-    Package("tensorboard", (2,), "metrics files", needed_for=Need.JOB, modules=("tensorboard",)),
-    Package("matplotlib", (3,), "plots of the report", needed_for=Need.JOB, modules=("matplotlib",)),
-    Package("tqdm", (4,), "the progress bar", modules=("tqdm",)),
+    Package("tensorboard", (2,), "TensorBoard files", "train", modules=("tensorboard",)),
+    Package("matplotlib", (3,), "PNG pictures", "train", modules=("matplotlib",)),
+    Package("tqdm", (4,), "the progress bar", "train", modules=("tqdm",)),
     Package("ray", (2, 40), "jobs and actors on a cluster", "ray", Need.RAY_JOB, ("ray", "aiohttp", "opencensus")),
     Package("deepspeed", (0, 19, 8), "ZeRO inside a replica: session.deepspeed", "deepspeed", modules=("deepspeed",)),
 )

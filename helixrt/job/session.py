@@ -106,7 +106,7 @@ class Session:
 
     @property
     def stream(self) -> int:
-        """Which data stream this rank reads: what an IterableDataset divides itself by, with `streams`."""
+        """The number of the data stream that this rank reads. An IterableDataset divides itself by it and `streams`."""
         return self.replica * self.settings.mesh.dp_shard + self.shard
 
     @property
@@ -247,7 +247,7 @@ class Session:
         running_buffers: Sequence[str] = (),
         per_replica: Mapping[str, Any] | None = None,
     ) -> None:
-        """Say what is trained: everything that the update changes. It is equal on all replicas, bit for bit.
+        """Register what is trained: all objects that the update changes. They are equal on all replicas, bit for bit.
 
         `model`: one module, or several by name. `optimizers`, `schedulers`: in the order in which the update steps them.
         `clip_norm`: gradients are scaled down to this norm, taken over all parameters. `scaler`: a `torch.amp.GradScaler`;
@@ -394,7 +394,7 @@ class Session:
             stream.close()
 
     def prepare(self, *things: Any, until: int, accumulate: int = 1, clip_norm: float | None = None) -> tuple[Any, ...]:
-        """For a loop that stays as it is: registers the models, optimizers and schedulers among `things`, and gives them back
+        """For an existing loop: registers the models, optimizers and schedulers among `things`, and gives them back
         in the same order, with stand-ins for the optimizers, the schedulers and the one loader:
 
             for x, y in loader:                        # over all epochs, up to update number `until`
@@ -422,9 +422,9 @@ class Session:
             self._host.log(done.step, scalars(values), self._step.timing)
 
     def stop(self, reason: str) -> None:
-        """End the run early: after one of the next steps, the same on all replicas, whoever called it. The state is saved and
+        """End the run early: after one of the next steps, the same on all replicas. The state is saved and
         evaluated as after the last step, code behind the loop runs, and `helixrt.run` returns; the report has the reason. Call
-        it within the loop, on one replica or on several. The loop goes on until the agreed step.
+        it within the loop, on one replica or on several. The loop continues until the agreed step.
 
         Raises MisuseError outside the loop, and for a reason that is no text of 1 to 200 characters.
         """
@@ -442,7 +442,7 @@ class Session:
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         """A context for work of the user that takes longer than a step may (compiling, writing files): within it this rank is
-        not taken for stuck until `limit_s` seconds have passed. The other replicas go on without this one."""
+        not treated as stuck until `limit_s` seconds have passed. The other replicas continue without this one."""
         if not limit_s > 0:
             raise ConfigError("limit_s", limit_s, "must be above 0")
         return self._host.busy(doing, limit_s)
