@@ -40,4 +40,4 @@ def bind_gloo(address: str) -> None:
             options._devices, options._timeout = [device], timeout
             return _Gloo(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = BoundGloo  # type: ignore[misc, assignment]
+    distributed_c10d.ProcessGroupGloo = BoundGloo  # type: ignore[misc]
