@@ -1,5 +1,6 @@
 # make train   train the example model as a Ray job, lose a replica on the way, write a report
 # make test    the tests; both do the set-up they need, once
+# make docs    the documentation, in build/docs
 #
 # ARGS goes to the command behind a target: make train ARGS="steps=60", make test ARGS="-k lineage",
 # make test-slow ARGS="--seeds 20000".
@@ -25,7 +26,7 @@ DURATIONS := --durations=30 --durations-min=1
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(DURATIONS)
 
-.PHONY: help train test test-slow lint bench doctor wheel clean distclean
+.PHONY: help train test test-slow lint docs bench doctor wheel clean distclean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -66,6 +67,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/mypy helixrt
 	$(BIN)/lint-imports --no-logo
+
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: $(INSTALLED)
 	$(BIN)/helixrt bench $(or $(ARGS),train)

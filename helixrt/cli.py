@@ -1,4 +1,4 @@
-"""The `helixrt` command: `doctor` says what works here, `bench NAME` measures, `schedule` plans and draws.
+"""The `helixrt` command: `train` runs the built-in job, `doctor` says what works here, `bench NAME` measures, and so on.
 
 In: command-line arguments. Out: an exit code; 2 and one line on stderr for a wrong setting.
 It starts fast: what a command needs is imported only when that command is given, and the list of
@@ -29,11 +29,15 @@ COMMANDS = {  # each a module of helixrt.commands
     "strands": "two interwoven strands of a model: operators, pairs, times, pictures, graphs",
     "profile": "which operators hide behind which on this machine",
     "serve": "serve a run whose replicas are started by torchrun, Slurm or by hand",
-    "accept-loss": "let a run that waits for newer state go on without it",
+    "accept-loss": "end the wait of a run for newer state that is lost",
     "export": "write a checkpoint's model as Hugging Face safetensors",
+    "attach": "drive a run whose driver has gone, or follow a submitted job again",
     "drain": "have a replica leave a run at a step boundary, or start it again",
     "lab": "networks on this machine: namespaces with rated links, a VM with RDMA NICs",
 }
+
+
+TRAIN = "train the built-in job; its arguments are settings, key=value (as python -m helixrt.train)"
 
 
 def benchmarks() -> dict[str, str]:
@@ -48,7 +52,7 @@ def benchmarks() -> dict[str, str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the usage, and where the right one is told."""
+    """Reports a wrong usage in one line, with the command that prints the right one."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"helixrt: {message}; usage: {self.prog} --help\n")
@@ -68,6 +72,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"helixrt {helixrt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
+    commands.add_parser("train", help=TRAIN)
     doctor = commands.add_parser("doctor", help="what is on and off on this machine, why, and how to fix it")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
@@ -103,7 +108,12 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code; argparse exits by itself with 2 on a wrong usage."""
-    argv = _joined(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["train"]:  # whose arguments are hydra's, --help included
+        from helixrt.train.__main__ import main as train
+
+        return train(argv[1:])
+    argv = _joined(argv)
     try:
         args = _parser(argv).parse_args(argv)
         if args.command == "doctor":

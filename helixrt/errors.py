@@ -1,6 +1,6 @@
-"""The kinds of failure helixrt tells apart.
+"""The kinds of failure in helixrt.
 
-A failure is `Retryable` (the step can be done again by whoever is left) or `Fatal` (this
+A failure is `Retryable` (the survivors can repeat the step) or `Fatal` (this
 process or this run must stop), and always names the first root cause, never a consequence of it.
 A wrong setting is a `ConfigError`: one line, the value, the rule and the key, exit code 2.
 """
@@ -32,7 +32,7 @@ class Cause:
 
 
 class HelixError(Exception):
-    """Base of every error helixrt raises on purpose."""
+    """Base class of helixrt's errors."""
 
 
 class Departed(SystemExit):

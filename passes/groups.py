@@ -4,7 +4,7 @@ In: parts; every rank of their groups calls `locate` at the same time. Out: for 
 ranks on how many hosts, which backend. A group on one host communicates inside the node, every other one between nodes
 (DHelix, section 3.1, separates the two because they use different wires).
 
-A host is what `HELIX_HOST` says, else this machine's name, boot and network: processes in two network namespaces of
+A host is what `HELIXRT_HOST` says, else this machine's name, boot and network: processes in two network namespaces of
 one machine reach each other over a link and count as two hosts.
 """
 
@@ -92,7 +92,7 @@ def group_name(collective: fx.Node) -> str:
 
 def this_host() -> str:
     """What this process calls its host."""
-    if said := os.environ.get("HELIX_HOST"):
+    if said := os.environ.get("HELIXRT_HOST"):
         return said
     found = [socket.gethostname()]
     with suppress(OSError):

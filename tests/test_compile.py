@@ -134,6 +134,13 @@ def test_the_model_stays_what_it_was() -> None:
     assert Decorated().train_step is not model.train_step
 
 
+def test_type_checkers_know_the_options_that_there_are() -> None:
+    from helixrt.compile.options import Keywords, Options
+
+    typed = {name: getattr(kind, "__forward_arg__", kind) for name, kind in Keywords.__annotations__.items()}
+    assert typed == Options.__annotations__
+
+
 def test_forms_of_the_decorator() -> None:
     bare = Bare()
     assert bare.train_step(X).shape == () and bare.a.weight.grad is not None

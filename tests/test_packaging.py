@@ -11,19 +11,21 @@ import venv
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTRUCTIONS = ("pyproject.toml", "README.md")
+INSTRUCTIONS = ("pyproject.toml", "README.md", "LICENSE")
+NUMPY = ("numpy", "numpy.libs")
 
 
 def sources() -> set[str]:
-    """What a wheel must hold: Python files, the typing mark, YAML and JSON, seen through the symlinked folders."""
+    """What a wheel must hold: Python files, the typing mark, data and templates, seen through the symlinked folders."""
     found = set()
     for folder, subfolders, names in os.walk(ROOT / "helixrt", followlinks=True):
         subfolders[:] = [name for name in subfolders if name != "__pycache__"]
         for name in names:
-            if name.endswith((".py", ".yaml", ".json")) or name == "py.typed":
+            if name.endswith((".py", ".yaml", ".json", ".j2", ".css", ".js")) or name == "py.typed":
                 found.add(Path(folder, name).relative_to(ROOT).as_posix())
     return found
 
@@ -96,12 +98,9 @@ from importlib import resources
 assert pathlib.Path(helixrt.__file__).is_relative_to(sys.prefix), helixrt.__file__
 for room in ("protocol", "schedule", "ray_cluster", "passes"):
     package = importlib.import_module("helixrt." + room)
-    if room in ("protocol", "schedule"):
-        for info in pkgutil.iter_modules(package.__path__):
-            try:
-                importlib.import_module(f"helixrt.{room}.{info.name}")
-            except ModuleNotFoundError as error:  # numpy alone is asked for by what computes with schedules
-                assert (room, error.name) == ("schedule", "numpy"), error
+    if room == "protocol":
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            importlib.import_module(info.name)
 assert any(f.name.endswith(".yaml") for f in (resources.files("helixrt.conf") / "experiment").iterdir())
 for bare in ("passes", "triton_kernels", "ray_cluster", "conf"):
     assert importlib.util.find_spec(bare) is None, bare
@@ -113,3 +112,25 @@ for bare in ("passes", "triton_kernels", "ray_cluster", "conf"):
     doctor = run(str(python.with_name("helixrt")), "doctor")
     assert doctor.returncode == 1, "without torch the main job cannot run"
     assert "bad   torch" in doctor.stdout and "cannot run: torch" in doctor.stdout, doctor.stdout + doctor.stderr
+
+    (there,) = (tmp_path / "empty").glob("lib/python*/site-packages")
+    for name in NUMPY:  # the one package that schedules need
+        installed_numpy = Path(np.__file__).parent.parent / name
+        if installed_numpy.exists():
+            (there / name).symlink_to(installed_numpy)
+    code = """
+import importlib, pkgutil, sys
+import helixrt.schedule
+for info in pkgutil.walk_packages(helixrt.schedule.__path__, "helixrt.schedule."):
+    importlib.import_module(info.name)
+from helixrt.schedule.costs import uniform, with_delays
+from helixrt.schedule.planner.plan import plan
+print(plan(with_delays(uniform(4), {(0, 1): 2.0, (1, 0): 2.0}), 12).makespan_ms)
+assert "torch" not in sys.modules
+"""
+    done = run(str(python), "-I", "-c", code)
+    assert (done.returncode, done.stdout) == (0, "41.0\n"), done.stderr
+    order = run(str(python.with_name("helixrt")), "schedule", "--policy", "zb", "--stages", "2", "--microbatches", "4")
+    assert order.returncode == 0 and "ms" in order.stdout, order.stderr
+    trained = run(str(python.with_name("helixrt")), "train", "steps=1")
+    assert trained.returncode != 0 and "helixrt[train]" in trained.stderr, trained.stderr

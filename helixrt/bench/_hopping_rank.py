@@ -31,7 +31,7 @@ MEMORIES = 8  # that arrive at a time
 
 class Host:
     def __init__(self) -> None:
-        self.devices = os.environ["HELIX_RAILS"].split(",")
+        self.devices = os.environ["HELIXRT_RAILS"].split(",")
         self.endpoints: dict[str, TcpEndpoint] = {}
         self.records: dict[str, FlightRecord] = {}
         self.side = ""

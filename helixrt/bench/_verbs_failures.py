@@ -1,4 +1,4 @@
-"""How soon a verbs link notices that a NIC failed, goes on over the backup, and comes back, in the lab.
+"""Time until a verbs link notices a failed NIC, continues over the backup, and returns, in the lab.
 
 In: the NIC pair to break. Out: per kind of failure, in milliseconds,
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.bench._verbs_end import RECEIVER, Ends, Stream
+from helixrt.errors import MissingExtra
 from helixrt.lab.nics import NicPair
 from helixrt.transport.verbs.queue_pair import Patience, Sizes
 
@@ -78,8 +79,11 @@ def write(recorded: dict[str, Any], picture: Path) -> None:
 
 
 def draw(recorded: dict[str, Any], picture: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "train", "--picture") from error
 
     figure = Figure(figsize=(10, 3.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""Slow links under real ranks whose operations sleep: step times of every policy beside the exact simulation.
+"""Step times of every policy under slow links, on real ranks whose operations sleep, beside the exact simulation.
 
 Every rank is a process that runs its part of a schedule by the executor of a job over the channels of a job; its F, B and W
 sleep until a deadline, and tensors are tiny. Links are slowed down as `chaos.link` does it, by multiples of an operation, one

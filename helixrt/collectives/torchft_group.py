@@ -3,7 +3,7 @@
     manager = Manager(pg=ProcessGroupHelix(timeout=timedelta(seconds=30)), …)
 
 In: torchft's `configure` for every quorum. Out: collectives in place, on CPU tensors (CUDA tensors through host
-memory). Every generation ends with its first error, which `errored` tells until the next `configure`.
+memory). A generation ends with its first error, which `errored` returns until the next `configure`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`helixrt accept-loss RUN_FOLDER`: let a run that waits for newer state go on without it.
+"""`helixrt accept-loss RUN_FOLDER`: end the wait of a run for newer state that is lost.
 
-In: the folder of a run whose console says for whom it waits. Out: the driver of the run is told; the replicas that are
-there go on from the newest state that one of them, or a checkpoint, has. Steps after it are lost and computed again.
+In: the folder of a run whose console names the replica it waits for. Out: a request to the driver; the running replicas
+continue from the newest state that one of them, or a checkpoint, has. Steps after it are lost and computed again.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ def run(args: argparse.Namespace) -> int:
     from helixrt.job.loss_acceptance import accept_loss
 
     accept_loss(args.run_folder)
-    print(f"the driver of {args.run_folder} will let the replicas go on without the missing one")
+    print(f"the driver of {args.run_folder} lets the replicas continue without the missing one")
     return 0

@@ -1,7 +1,7 @@
 """`helixrt drain REPLICA`: a replica leaves a run at a step boundary and stays away; `--back` starts it again.
 
-In: the replica's number and the run's folder. Out: the driver of the run is told, and says on its console what became of it.
-The others go on without the replica; no exchange breaks, and nothing is computed twice.
+In: the replica's number and the run's folder. Out: a request to the run's driver, which reports the result on its console.
+The other replicas continue; no exchange breaks, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("run", args.run, f"its driver did not answer within {_TAKEN_WITHIN_S:g} s")
         time.sleep(0.05)
     what = "started again" if args.back else "asked to leave at a step boundary"
-    print(f"replica {args.replica} of {args.run.resolve()} is {what}; the run's console says what became of it")
+    print(f"replica {args.replica} of {args.run.resolve()} is {what}; the run's console reports the result")
     return 0

@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         parents=[shape],
         help="run a command once on every host",
-        description="Runs COMMAND once on every host. It finds HELIX_HOST (its number), HELIX_HOSTS, HELIX_ADDRESS, "
-        "MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and GLOO_SOCKET_IFNAME set, so that torch.distributed joins the hosts "
-        "as it is. The exit code is that of the first host to fail.",
+        description="Runs COMMAND once on every host, with HELIXRT_HOST (its number), HELIXRT_HOSTS, HELIXRT_ADDRESS, "
+        "MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and GLOO_SOCKET_IFNAME set, so that torch.distributed connects the hosts "
+        "without further settings. The exit code is that of the first host to fail.",
     )
     run.add_argument("--pin", action="store_true", help="one core per host, in turn")
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments")
     measure = commands.add_parser("measure", parents=[shape], help="what a connection carries between hosts 0 and 1, each way")
     measure.add_argument("--seconds", type=float, default=2.0, help="per connection (default 2)")
-    commands.add_parser("clean", help="remove networks whose owner is gone, and end what still runs in them")
+    commands.add_parser("clean", help="remove networks whose owner has ended, and end their processes")
 
 
 def run(args: argparse.Namespace) -> int:

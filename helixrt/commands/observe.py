@@ -109,7 +109,7 @@ def _delay(link: LinkEstimate) -> str:
 
 
 def _note(link: LinkEstimate) -> str:
-    return "nobody waited" if link.upper_bound else ""
+    return "no receiver waited" if link.upper_bound else ""
 
 
 def _value(estimate: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""`helixrt replay`: what policies make of a run whose links slow down and whose NICs fail.
+"""`helixrt replay`: step times of policies in a run with slow links and failed NICs.
 
 In: a trace (the package's own is ADAPTRA's Table 3), costs and policies. Out: on stdout or in a file, every policy's
 total, how it compares with the others, and its throughput over the iterations, as text or JSON.

@@ -41,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "machines that on the way to the others, else loopback",
     )
     add("--port", type=int, default=0, help="of the run's store; 0: any free one")
-    add("--membership", default="auto", help="what says who takes part: auto, torchft or store (needs no torchft)")
+    add("--membership", default="auto", help="decides which replicas take part: auto, torchft or store (without torchft)")
     add("--step-timeout-s", type=float, default=60.0, help="no step of a healthy replica takes longer")
     add("--heartbeat-s", type=float, default=0.0, help="of the membership; 0: derived from the step timeout")
     add("--checkpoint-every", type=int, default=50, help="steps between two checkpoints; 0: none")
     add("--restarts", type=int, default=100, help="how often a replica may come again within an hour")
-    add("--wait-s", type=float, default=1800.0, help="how long a replica that nobody starts (again) is waited for")
+    add("--wait-s", type=float, default=1800.0, help="how long to wait for a replica that is not started (again)")
     add("--secret-file", type=Path, help="holds the run's secret; default: HELIXRT_SECRET, else a new one in the run's folder")
 
 
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> JobConfig:
     from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, OutputConfig
-    from helixrt.job.driver import membership_kind
     from helixrt.job.hosts import serving_host
     from helixrt.job.mesh import Mesh
     from helixrt.job.rules import check_address
+    from helixrt.job.services import membership_kind
     from helixrt.timeouts import derive
 
     for key in ("replicas", "restarts", "checkpoint_every"):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, MissingExtra
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import Group, ParallelGroups
@@ -66,8 +66,10 @@ def names() -> list[str]:
 
 def model_config(name: str) -> ModelConfig:
     """One of them. Raises ConfigError for another name."""
-    from omegaconf import OmegaConf
-
+    try:
+        from omegaconf import OmegaConf
+    except ImportError as error:
+        raise MissingExtra("hydra-core", "train", "a model of helixrt's own") from error
     if name not in names():
         raise ConfigError("MODEL", name, f"must be one of {', '.join(names())}, or module:function")
     text = (resources.files("helixrt.conf") / "model" / f"{name}.yaml").read_text(encoding="utf-8")

@@ -17,24 +17,24 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
 
 from helixrt.compile.explanation import Explanation
-from helixrt.compile.options import Options
+from helixrt.compile.options import Keywords, Options
 from helixrt.compile.train_step import TrainStep
 from helixrt.errors import ConfigError
 
 __all__ = ["Explanation", "Options", "TrainStep", "compile"]
 
 
-def compile(model_or_class: Any = None, **options: Any) -> Any:
+def compile(model_or_class: Any = None, **options: Unpack[Keywords]) -> Any:
     """Give a module, or all modules of a class, a `train_step`; as a function or a decorator, with options or without.
 
-    The options, by keyword, are those of `Options`: loss, microbatches, strands, schedule, cuts, codegen, profile, strict,
-    autocast, shapes, chunk_dims. Raises ConfigError for options that cannot be; capture happens in the first `train_step`.
+    The options, by keyword, are the fields of `Options`. Raises ConfigError for options that cannot work; capture happens in
+    the first `train_step`.
     """
     chosen = Options.of(options)
     if model_or_class is None:
@@ -85,7 +85,7 @@ def explain(self: nn.Module, *, times: bool = False) -> Explanation:
 class CallableModule(ModuleType):
     """A module that is called as its function of the same name."""
 
-    def __call__(self, model_or_class: Any = None, **options: Any) -> Any:
+    def __call__(self, model_or_class: Any = None, **options: Unpack[Keywords]) -> Any:
         return compile(model_or_class, **options)
 
 

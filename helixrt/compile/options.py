@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -18,6 +18,23 @@ from helixrt.schedule.ir import Schedule
 CODEGENS = ("eager", "inductor")
 
 
+class Keywords(TypedDict, total=False):
+    """The keywords of `helixrt.compile` for type checkers: the fields of `Options`, which describes them."""
+
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    microbatches: int
+    strands: int
+    schedule: str | Schedule
+    cuts: Sequence[str] | None
+    adapt: Adaptation | None
+    codegen: str
+    profile: str
+    strict: bool
+    autocast: torch.dtype | None
+    shapes: int
+    chunk_dims: Mapping[int | str, int | None] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of `helixrt.compile`.
@@ -28,11 +45,12 @@ class Options:
     - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule` knows, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
       balances chunks. `train_step` runs one stage, and takes neither.
-    - `adapt`: the job may change the order of the schedule while it runs, by what it measures, as readily as this
-      `helixrt.Adaptation` says; None: it stays.
+    - `adapt`: the job may change the order of the schedule while it runs, by measured costs, under the rules of this
+      `helixrt.Adaptation`; None: the order is fixed.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
     - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
-      "estimate". Models that do not communicate need none.
+      "estimate". Models that do not communicate need none. With "measure" the chunks of a pipeline are balanced by times of
+      the layers that are measured at the start, else by estimates.
     - `strict`: raise for a model that cannot be captured; False warns once and trains it by a plain loop.
     - `autocast`: `torch.bfloat16` runs forward and loss under `torch.autocast` of this type, with gradients in the types of the
       parameters; each weight is cast once per step. None: the autocast that is active around `train_step`; for a pipeline the

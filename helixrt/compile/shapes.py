@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
+from helixrt.errors import MissingExtra
 from helixrt.schedule.exchange.svg import FAINT, FONT, INK, words
 
 HATCH = ("#fbeceb", "#dfa19a")  # ground and strokes
@@ -74,10 +75,13 @@ def svg(picture: Picture) -> str:
 
 
 def png(picture: Picture, sharpness: float = SHARPNESS) -> bytes:
-    """The picture as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
+    """The picture as PNG. Raises MissingExtra without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "train", "a PNG picture") from error
 
     points = 72 / 100  # points of a pixel at 100 pixels an inch
     figure = Figure(figsize=(picture.wide / 100, picture.high / 100), dpi=100 * sharpness, facecolor="white")

@@ -39,7 +39,7 @@ class ParameterLayout:
     `sharded`: each rank of these axes holds another part of it; the ranks of all other axes hold the same. `summed`: each rank
     of these axes has only a summand of the gradient of what it holds. A parameter that sees a part of the positions on each tp
     rank (a norm under sequence parallelism) is `summed=("dp_shard", "cp", "tp")`; a matrix cut over tp is `sharded=("tp",)`;
-    an expert's whose tokens of all data ranks come to it is `sharded=("dp_shard", "cp"), summed=()`.
+    an expert, which gets tokens of all data ranks, is `sharded=("dp_shard", "cp"), summed=()`.
 
     `cuts` says where it is cut over the axes of `sharded`. Without it a checkpoint can only be resumed with the same mesh.
     """

@@ -30,7 +30,7 @@ COMMAND_S = 60.0  # a command may take so long
 
 MOMENTS = (
     "before_quorum",  # about to join the step's quorum
-    "forward",  # after the first forward operation
+    "forward",  # after the first forward operation; of a plain module, whose operations are not recorded, after its backwards
     "exchange_early",  # after the first bucket was exchanged
     "exchange_late",  # after the last bucket was exchanged
     "before_commit",  # voted, the record not put yet
@@ -165,6 +165,8 @@ def moments_of(event: Event, buckets_done: int) -> tuple[str, ...]:
         case Kind.QUORUM_JOIN:
             return ("before_quorum",)
         case Kind.OPERATION if event.detail.get("op") == "F":
+            return ("forward",)
+        case Kind.WORK_END:  # a stage has had its first forward before
             return ("forward",)
         case Kind.EXCHANGE_BUCKET:
             early = ("exchange_early",) if buckets_done == 1 else ()

@@ -27,7 +27,7 @@ class MeshConfig:
 class CheckpointConfig:
     every: int = 50  # steps, and the last step always; 0 turns checkpoints off
     keep: int = 3  # newest complete ones kept
-    after_failover: bool = True  # one more as soon as a link had to go on without one of its rails; needs `every` > 0
+    after_failover: bool = True  # an additional one when a link has lost one of its rails; needs `every` > 0
     write_s: float = 3600.0  # a checkpoint that is not written after so long has failed
     retry_s: float = 300.0  # how long the last one is tried again if it fails; then the run ends with exit code 1
 
@@ -37,8 +37,8 @@ class CatchupConfig:
     max_wait_s: float = 0.0  # how long an exchange waits for a replica that is fetching state
     replay: int = 16  # reduced steps a replica that is behind keeps while it fetches, at most; fewer where memory_gb is less
     memory_gb: float = 4.0  # GiB of host memory per rank for reduced gradients, snapshots and fetched state, at most
-    hold_s: float = 600.0  # the others wait once, at most so long, for a replica whose fetches were overtaken twice
-    serve_cpu: float = 0.0  # cores that a rank spends on serving state, at most; 0: what its machine has to spare
+    hold_s: float = 600.0  # longest wait, once, for a replica whose fetched state was out of date twice
+    serve_cpu: float = 0.0  # most cores that a rank uses to serve state; 0: idle processor time
     serve_mb_s: float = 0.0  # MB/s that a rank serves, at most; 0: no limit
 
 
@@ -68,6 +68,16 @@ class PipelineConfig:
     queues: int = 2  # connections to each stage, each with a thread; micro-batches take turns
     direct: int = 0  # sends and receives of a stage that may be unfinished before it waits, in order; 0: sends never hold it up
     host_mb: int = 1024  # of host memory per rank for messages on their way out
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """Where ranks are Ray actors: what the cluster keeps for each rank, and which code travels to its nodes."""
+
+    cpus: float = 0.0  # of each rank; 0: one per compute thread
+    gpus: float = -1.0  # of each rank; -1: one where device=cuda, or device=auto and the cluster has GPUs
+    code: str = ""  # a folder, the working directory of ranks; "": that of the program; none: the nodes have it. Not in a Ray
+    # job, which has its own
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,7 @@ class JobConfig:
     launcher: str = "auto"  # local | ray | environment (others start the ranks) | auto (ray inside a Ray job)
     start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
     threads: int = 1  # compute threads per rank
-    membership: str = "auto"  # what says who takes part: torchft | store | auto (torchft where it is installed)
+    membership: str = "auto"  # decides which replicas take part: torchft | store | auto (torchft where it is installed)
     exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo
     step_timeout_s: float = 60.0
     heartbeat_s: float = 0.0  # of the membership: a replica that does not run is out within 1.5 of it; 0: derived
@@ -155,11 +165,14 @@ class JobConfig:
     nonfinite_limit: int = 10  # a replica whose gradient was not finite in more of the last 100 steps is started again
     host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there
     port: int = 0  # of the run's store; 0: any free one
+    driver_away_s: float = -1.0  # how long ranks train on without a driver, so that one can attach; 0: they end with it;
+    # -1: 600 where ranks are Ray actors, else 0
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     catchup: CatchupConfig = field(default_factory=CatchupConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     deal: tuple[Deal, ...] = ()  # of a run that was resumed: changes of the number of streams so far
@@ -175,6 +188,13 @@ class JobConfig:
         from helixrt.job.rules import check
 
         check(self, steps)
+
+    def check_settings(self, steps: int = 0) -> None:
+        """Raise ConfigError for a setting of the runtime that works on no machine: the part of `check_runtime` for a process
+        that does not run where the job will."""
+        from helixrt.job.rules import check_settings
+
+        check_settings(self, steps)
 
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> JobConfig:
@@ -201,6 +221,7 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         "catchup": CatchupConfig(**raw["catchup"]),
         "transport": TransportConfig(**transport),
         "pipeline": PipelineConfig(**raw.get("pipeline", {})),
+        "ray": RayConfig(**raw.get("ray", {})),
         "chaos": chaos,
         "output": OutputConfig(**raw["output"]),
         "deal": tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),

@@ -18,7 +18,7 @@ from helixrt.collectives.endpoints import open_endpoint
 from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.gloo import GlooExchange
-from helixrt.collectives.gloo_address_private import bind_gloo
+from helixrt.collectives.gloo_groups_private import bind_gloo, one_gloo_worker
 from helixrt.collectives.rendezvous import StoreClients, all_connected, meet
 from helixrt.engines.replica_mesh import AXES, ReplicaMesh
 from helixrt.errors import MisuseError, Retryable
@@ -78,6 +78,8 @@ def _connect_ranks(context: RankContext, backend: str, timeout: timedelta) -> No
     )
     if not os.environ.get("GLOO_SOCKET_IFNAME"):  # else the user has chosen
         bind_gloo(context.interface)
+    else:
+        one_gloo_worker()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"pipeline/{context.life}", store),

@@ -1,4 +1,4 @@
-"""What a program says of itself for the console and the report: model, work of a step, data, and the figures that it logs.
+"""Description of a program for the console and the report: model, work of a step, data, and the figures that it logs.
 
 In: the program's own words and names. Out: `Description`, which `helixrt.run(description=)` takes.
 """

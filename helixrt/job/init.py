@@ -63,7 +63,7 @@ def init(
     Ray started this process, else "local". The settings are those of `helixrt.run`; in a run that
     `helixrt serve` serves, `storage`, `name` and the options of the runtime are the server's. Compute threads stay as they are.
 
-    The replica ends with the process: with an exception it is lost, and joins again when whoever started it starts it again.
+    The replica ends with the process: after an exception it is lost, and joins again when it is started again.
     Raises ConfigError for settings that cannot work, and MisuseError for a second call.
     """
     global _session

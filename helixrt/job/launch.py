@@ -16,15 +16,18 @@ from typing import Any
 
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal
+from helixrt.job.attaching import attached_driver, away_s, started_driver
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.description import Description
-from helixrt.job.driver import Driver, JobProgram, cluster, new_run, reopened_run
+from helixrt.job.driver import JobProgram, new_run, reopened_run
 from helixrt.job.environment import SessionChoices, joined
+from helixrt.job.kept_run import check_same, living
 from helixrt.job.launchers import chosen_launcher
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
-from helixrt.job.resume import deals_of, run_to_resume
+from helixrt.job.ray_run import in_cluster
+from helixrt.job.resume import deals_of, folder_to_resume, run_to_resume
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
@@ -57,7 +60,7 @@ class RunOptions:
     checkpoint_every: int = 50  # steps, and the last one always; 0: no checkpoints
     loader_every: int = 100  # batches between two published states of the data loader
     buffers: str = "mean"  # running buffers of contributors: mean | first
-    membership: str = "auto"  # what says who takes part: torchft | store | auto (torchft where it is installed, else store)
+    membership: str = "auto"  # decides who takes part: torchft | store | auto (torchft where it is installed, else store)
     start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
     exit_grace_s: float = 600.0  # for the code behind the loop: a rank that has not ended so long after the run is killed
     base: JobConfig = field(default_factory=JobConfig)
@@ -113,27 +116,29 @@ def run(
     loggers: Sequence[MetricsLogger] = (),
     options: RunOptions = RunOptions(),  # noqa: B008 frozen
 ) -> RunResult:
-    """Train on `replicas` replicas of `mesh` ranks each; returns when the run has ended well.
+    """Train on `replicas` replicas of `mesh` ranks each; returns when the run has succeeded.
 
     `train(session, **arguments)` is called on every rank; `arguments` are JSON values. It must be at the top level of a module
-    or script, since ranks import it by name; in a script the call of `run` stands under `if __name__ == "__main__":`. The run's
+    or script, since ranks import it by name; in a script, call `run` under `if __name__ == "__main__":`. The run's
     folder is made under `storage`. `seed`: of the data order and of all random numbers. `device`: auto, cpu or cuda; `dtype`:
     float32 or bfloat16, the compute type; parameters, optimizer state and the exchange keep the parameters' type. `policy`: how
     learning rates follow the number of replicas that contribute. `description`: what console and report say of the program.
     `loggers`: where figures go besides console, `metrics.jsonl` and TensorBoard (`helixrt.MetricsLogger`), in this process.
 
-    `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script goes on
+    `resume`: the folder of an earlier run, or "latest" for the newest run of this `name` under `storage`: the script continues
     from that run's newest checkpoint, in the same folder, with the data positions, optimizers and schedulers of that step. The
     seed and the data must be the same; `until` and `mesh` may be others: checkpoints have the names of the whole model (for
     `Stages` see its `names`). With another number of replicas, or of dp_shard ranks, the items that were not read yet are dealt
     over the new streams, which needs `session.sampler`.
     `launcher`: "local" starts the ranks as processes of this host. "ray" starts them as actors of the Ray cluster that this
-    process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working directory
-    of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one GPU. Replicas
-    that the cluster has no resources for are waited for. With "environment" this process is itself one rank of the run that
-    `helixrt serve` serves (`helixrt.job.starters`), and calls `train` here: the processes of one torchrun, or of one srun, are
-    a replica. `storage`, `name` and options of the runtime are the server's then. "auto" is "environment" where HELIXRT_STORE
-    is set or torchrun or Slurm started this process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
+    process belongs to or that RAY_ADDRESS names. The program's folder travels to the nodes (in a Ray job its working
+    directory), and `storage` must be a folder that all nodes share, which is checked at the start. Each rank reserves a CPU
+    per thread, and a GPU with device="cuda", or "auto" where the cluster has GPUs (`ray` in `options.base`); a replica stays on
+    one node that has room for it, and replicas are spread. The run waits for replicas that the cluster has no resources for.
+    With "environment" this process is itself one rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and
+    calls `train` here: the processes of one torchrun, or of one srun, are a replica. `storage`, `name` and options of the
+    runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
+    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
@@ -166,20 +171,34 @@ def run(
     )
     config.check()
     config.check_runtime()
-    warm_up(config)
-    program = JobProgram(PROGRAM, description, options.exit_grace_s, 1.0 if device == "cuda" else 0.0, tuple(loggers))
-    with cluster(config):
-        if resume is None:
-            begun = new_run(config)
+    if away_s(config) == 0:
+        warm_up(config)  # else the keeper does
+    with in_cluster(config) as (config, reserved):
+        program = JobProgram(PROGRAM, description, options.exit_grace_s, reserved, tuple(loggers))
+        kept = _living(config, resume)
+        if kept is not None:
+            driver = attached_driver(kept, program)
+        elif resume is None:
+            driver = started_driver(config, new_run(config), program)
         else:
             folder, checkpoint = run_to_resume(config, resume)
             config = replace(config, deal=deals_of(config, folder, checkpoint.record))
             begun = reopened_run(folder, checkpoint, dealt=config.deal != checkpoint.record.deal)
-        driver = Driver(config, begun, program)
+            driver = started_driver(config, begun, program)
         if driver.run() != 0:
-            raise Fatal(f"the run failed; its folder is {begun.folder}")
+            raise Fatal(f"the run failed; its folder is {driver.run_.folder}")
     head = driver.seen.head
-    return RunResult(begun.folder, head.step, head.hash, head.last)
+    return RunResult(driver.run_.folder, head.step, head.hash, head.last)
+
+
+def _living(config: SessionConfig, resume: str | Path | None) -> Path | None:
+    """The folder of the run that is to be resumed, if its ranks live. Raises ConfigError if they train something else."""
+    folder = None if resume is None else folder_to_resume(config, resume)
+    kept = None if folder is None else living(folder)
+    if kept is None:
+        return None
+    check_same(kept, config.to_plain())
+    return folder
 
 
 def checked(train: Callable[..., Any], arguments: Mapping[str, Any] | None) -> dict[str, Any]:

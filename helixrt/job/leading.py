@@ -237,7 +237,8 @@ class Leading:
 
     def measured(self, times: RankTimes) -> None:
         """What a rank of the replica measured; from any thread."""
-        for shift in self.costs.add(times):
+        shifts = self.costs.add(times)
+        for shift in shifts:
             change, what = shift.change, cost_key(shift.key)
             self._context.record.write(
                 Kind.COSTS_CHANGED,
@@ -248,7 +249,7 @@ class Leading:
                 after_ms=change.after_ms,
             )
         if self._adapter is not None:
-            self._adapter.measured(times.rank, times.step)
+            self._adapter.measured(times.rank, times.step, bool(shifts))
 
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 

@@ -63,7 +63,7 @@ class TensorBoardLogger(MetricsLogger):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise MissingExtra("tensorboard", "ft", "the run's TensorBoard files") from error
+            raise MissingExtra("tensorboard", "train", "TensorBoardLogger") from error
         self._writer: Callable[..., Any] = SummaryWriter
         self._board: Any = None
 

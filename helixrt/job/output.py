@@ -8,6 +8,7 @@ if the stream is a terminal.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -59,8 +60,9 @@ def point_latest_to(folder: Path) -> None:
 class RunOutput:
     """The folder, the lines and the bar of one run of so many replicas. `stream` gets the lines; `folder` must exist.
 
-    `loggers`: besides TensorBoard's. `flops_per_step`: of a replica; `peak_flops`: of all its ranks together, per second; 0
-    where they are not known. Raises MissingExtra.
+    `loggers`: besides TensorBoard's. Where the packages tensorboard or tqdm are not installed, the run has no such files, which
+    a line says, or no bar. `flops_per_step`: of a replica; `peak_flops`: of all its ranks together, per second; 0
+    where they are not known.
     """
 
     def __init__(
@@ -84,11 +86,15 @@ class RunOutput:
         _drop_cut_line(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self._unwritten = False  # the newest line of metrics.jsonl
-        self._loggers = [Guarded(logger, self.problem) for logger in (TensorBoardLogger(), *loggers)]
+        missing = [package for package in ("tensorboard", "tqdm") if importlib.util.find_spec(package) is None]
+        board = [] if "tensorboard" in missing else [TensorBoardLogger()]
+        self._loggers = [Guarded(logger, self.problem) for logger in (*board, *loggers)]
         for logger in self._loggers:
             logger.begin(folder, name, settings)
         self._bar: Any = None
-        if self._stream.isatty():
+        if board == []:
+            self.say("no TensorBoard files: the package tensorboard is not installed (pip install 'helixrt[train]')")
+        if self._stream.isatty() and "tqdm" not in missing:
             from tqdm import tqdm
 
             self._bar = tqdm(total=None, unit="step", file=self._stream, dynamic_ncols=True, leave=False)
@@ -250,8 +256,9 @@ def summary_of(report: dict[str, Any]) -> list[str]:
     hashes = {r["parameters_sha256"] for r in report["replicas"]}
     alike = "bitwise equal" if len(hashes) == 1 else "DIFFERENT" if hashes else "unknown"
     validation = "unknown" if reached is None else f"{reached:.4f} bits/byte"
+    corpus = "" if order0 is None else f", order-0 entropy of the corpus {order0:.4f}"
     lines = [
-        f"validation {validation}" + ("" if order0 is None else f", order-0 entropy of the corpus {order0:.4f}"),
+        *([f"validation {validation}{corpus}"] if reached is not None or order0 is not None else []),
         f"data: {audit['batches']} batches, {audit['gaps']} gaps, {audit['repeats']} repeats: {verdict}",
         f"final parameters of all replicas: {alike}",
     ]

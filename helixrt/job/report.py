@@ -186,6 +186,9 @@ def to_plain(found: Figures) -> dict[str, Any]:
             for e in facts.history
             if e.kind is Happening.SKIPPED
         ],
+        "drivers_attached": [
+            {"at_s": e.at_s - found.begin_s, "what": e.why} for e in facts.history if e.kind is Happening.ATTACHED
+        ],
         "order_changes": [asdict(change) for change in found.orders],
         "rails_left": [
             {

@@ -29,7 +29,7 @@ LATEST = "latest"  # the newest run with the same name
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run that `helixrt.run(resume=folder)` goes on from. `step`: of its newest complete checkpoint; `ranks`: of a replica;
+    """A run that `helixrt.run(resume=folder)` continues. `step`: of its newest complete checkpoint; `ranks`: of a replica;
     `settings`: of the runtime, as plain data; `arguments`: of its train function, whose module (or script) and name `train`
     is."""
 
@@ -60,6 +60,16 @@ def _settings_of(folder: Path) -> SessionConfig:
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = "was not begun by helixrt.run of this version: its config.json cannot be read"
         raise ConfigError("resume", folder, rule) from error
+
+
+def folder_to_resume(config: SessionConfig, which: str | Path) -> Path | None:
+    """The folder of the run that `which` names, whether it has a checkpoint or not; None if "latest" names none."""
+    if str(which) != LATEST:
+        return Path(which).resolve()
+    newest = Path(config.output.root) / LATEST
+    if not (newest / "run.json").is_file():
+        return None
+    return newest.resolve() if _settings_of(newest).name == config.name else None
 
 
 def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:

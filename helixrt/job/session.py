@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
+from helixrt.engines.deepspeed import DeepSpeedEngine
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine, check_shards
@@ -42,6 +43,7 @@ from helixrt.engines.update import Policy, UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.captured import captured_model
 from helixrt.job.checkpoint import is_due
+from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import PerReplicaState
 from helixrt.job.prepared import prepare
@@ -104,7 +106,7 @@ class Session:
 
     @property
     def stream(self) -> int:
-        """Which data stream this rank reads: what an IterableDataset divides itself by, with `streams`."""
+        """The number of the data stream that this rank reads. An IterableDataset divides itself by it and `streams`."""
         return self.replica * self.settings.mesh.dp_shard + self.shard
 
     @property
@@ -245,7 +247,7 @@ class Session:
         running_buffers: Sequence[str] = (),
         per_replica: Mapping[str, Any] | None = None,
     ) -> None:
-        """Say what is trained: everything that the update changes. It is equal on all replicas, bit for bit.
+        """Register what is trained: all objects that the update changes. They are equal on all replicas, bit for bit.
 
         `model`: one module, or several by name. `optimizers`, `schedulers`: in the order in which the update steps them.
         `clip_norm`: gradients are scaled down to this norm, taken over all parameters. `scaler`: a `torch.amp.GradScaler`;
@@ -296,6 +298,28 @@ class Session:
             tensor=TensorRanks(self._tensor_group(), self._terms) if settings.mesh.tp > 1 else None,
         )
 
+    def deepspeed(
+        self, engine: Any, *, running_buffers: Sequence[str] = (), per_replica: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Train with a DeepSpeed engine in each replica, in place of `parallelize` and `register`; gives the engine back.
+
+        `engine`: a function that calls `deepspeed.initialize` and gives its engine, run once the ranks of this replica are
+        connected; or an engine that was made after `session.device_mesh`. ZeRO 1, 2 or 3 divides it over the replica's ranks
+        (`Mesh(dp_shard=n)`), in float32 or bfloat16 as its own configuration says, which also has clipping, accumulation and
+        the schedule of learning rates. In the loop, with `accumulate` as it is configured there, `engine.backward(loss)` and
+        `engine.step()` stand for `step.backward` and, after the last micro-batch, `step.commit`; either may be called. The
+        others are as in `register`.
+
+        Raises ConfigError for a mesh or a setting that cannot be trained (deepspeed.KEY), MisuseError for a second call and for
+        what is no engine over this replica's ranks.
+        """
+        if self._engine is not None:
+            raise MisuseError("session.deepspeed comes once, in place of session.register")
+        made, self._engine = deepspeed_engine(self.settings, self.device, self._group, engine, running_buffers)
+        self._per_replica = dict(per_replica or {})
+        wrap_calls(made, lambda: self._step)
+        return made
+
     def update(self, function: UpdateFunction) -> UpdateFunction:
         """Decorator: run `function(record)` as the update, in place of clipping and stepping.
 
@@ -344,6 +368,9 @@ class Session:
         if accumulate != 1 and isinstance(engine, PipelineEngine):
             rule = "must be 1 for a model in stages, which cuts each batch itself (microbatches=)"
             raise ConfigError("accumulate", accumulate, rule)
+        if isinstance(engine, DeepSpeedEngine) and accumulate != engine.accumulate:
+            rule = f"must be {engine.accumulate}, the gradient_accumulation_steps of the DeepSpeed engine"
+            raise ConfigError("accumulate", accumulate, rule)
         self._began = True
         stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)
         own = self._own_state(self.settings.stream(accumulate), until)
@@ -367,7 +394,7 @@ class Session:
             stream.close()
 
     def prepare(self, *things: Any, until: int, accumulate: int = 1, clip_norm: float | None = None) -> tuple[Any, ...]:
-        """For a loop that stays as it is: registers the models, optimizers and schedulers among `things`, and gives them back
+        """For an existing loop: registers the models, optimizers and schedulers among `things`, and gives them back
         in the same order, with stand-ins for the optimizers, the schedulers and the one loader:
 
             for x, y in loader:                        # over all epochs, up to update number `until`
@@ -395,9 +422,9 @@ class Session:
             self._host.log(done.step, scalars(values), self._step.timing)
 
     def stop(self, reason: str) -> None:
-        """End the run early: after one of the next steps, the same on all replicas, whoever called it. The state is saved and
+        """End the run early: after one of the next steps, the same on all replicas. The state is saved and
         evaluated as after the last step, code behind the loop runs, and `helixrt.run` returns; the report has the reason. Call
-        it within the loop, on one replica or on several. The loop goes on until the agreed step.
+        it within the loop, on one replica or on several. The loop continues until the agreed step.
 
         Raises MisuseError outside the loop, and for a reason that is no text of 1 to 200 characters.
         """
@@ -415,7 +442,7 @@ class Session:
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         """A context for work of the user that takes longer than a step may (compiling, writing files): within it this rank is
-        not taken for stuck until `limit_s` seconds have passed. The other replicas go on without this one."""
+        not treated as stuck until `limit_s` seconds have passed. The other replicas continue without this one."""
         if not limit_s > 0:
             raise ConfigError("limit_s", limit_s, "must be above 0")
         return self._host.busy(doing, limit_s)

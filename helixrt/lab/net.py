@@ -111,10 +111,10 @@ class Network:
     def environment(self, host: int) -> dict[str, str]:
         """What a program on a host is told: who and where it is, and what torch.distributed needs to use rail 0."""
         return {
-            "HELIX_HOST": str(host),
-            "HELIX_HOSTS": str(self.hosts),
-            "HELIX_ADDRESS": self.address(host),
-            "HELIX_RAILS": ",".join(self.device(rail) for rail in range(self.rails)),
+            "HELIXRT_HOST": str(host),
+            "HELIXRT_HOSTS": str(self.hosts),
+            "HELIXRT_ADDRESS": self.address(host),
+            "HELIXRT_RAILS": ",".join(self.device(rail) for rail in range(self.rails)),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(MASTER_PORT),
             "GLOO_SOCKET_IFNAME": self.device(),

@@ -1,4 +1,4 @@
-"""The schedule IR: per stage an ordered list of operations, and where every chunk of the model lives.
+"""The schedule IR: per stage an ordered list of operations, and the stage of every chunk of the model.
 
 An operation is F (forward), B (backward for inputs), W (backward for weights) or BW (the whole backward in one
 piece, whose gradient leaves when all of it is done), of one chunk and one micro-batch; a `Pair` is a forward and a

@@ -1,4 +1,4 @@
-"""`python -m helixrt.train [+experiment=NAME] [key=value ...]`: train, here or as a Ray job's entrypoint.
+"""`helixrt train`, `python -m helixrt.train [+experiment=NAME] [key=value ...]`: train, here or as a Ray job's entrypoint.
 
 Ctrl-C and SIGTERM end the run and all its processes, with one line and the code that shells give them.
 """

@@ -23,7 +23,7 @@ ADAPT = ("off", "on")
 def check_graphs(model: ModelConfig, schedule: ScheduleConfig) -> None:
     """Raise ConfigError for a model that can never be captured where graphs are asked for."""
     if model.experts and not model.capacity and schedule.graphs == "always":
-        rule = "experts without a limit (model.capacity=0) have as many rows as the router says, which no graph can have; "
+        rule = "experts without a limit (model.capacity=0) have a varying number of rows, which a captured graph cannot have; "
         raise ConfigError("schedule.graphs", schedule.graphs, rule + "must be never, or auto, or the capacity above 0")
 
 

@@ -3,8 +3,8 @@
 In: arguments (`+experiment=tiny key=value …`). Out: the frozen configuration, or `ConfigError`: every
 wrong argument is one line with its key, its value and the rule.
 
-Hydra only composes here: its job runner, logging and output folders are not used. `--help`, `--cfg`
-and `--info` are answered by hydra itself.
+Hydra only composes here: its job runner, logging and output folders are not used, so its options `--multirun` and
+`--config-dir` are refused. `--help`, `--cfg` and `--info` are answered by hydra itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, MissingExtra
 from helixrt.train.config import TrainConfig
 
 CONFIG_MODULE = "helixrt.conf"
@@ -23,9 +23,12 @@ _QUESTIONS = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--
 
 
 def register() -> None:
-    """Put the structured configuration into hydra's ConfigStore, as `schema`; idempotent."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import DictConfig, OmegaConf
+    """Put the structured configuration into hydra's ConfigStore, as `schema`; idempotent. Raises MissingExtra."""
+    try:
+        from hydra.core.config_store import ConfigStore
+        from omegaconf import DictConfig, OmegaConf
+    except ImportError as error:
+        raise MissingExtra("hydra-core", "train", "the built-in job") from error
 
     def unlock(node: DictConfig) -> None:
         # Frozen dataclasses make read-only nodes, which hydra could not override.

@@ -64,6 +64,18 @@ def test_every_moment_kills_once_in_its_step(moment: str, kind: Kind) -> None:
     assert killed_after((KillConfig(1, 3, moment),), replica=0) == [], "and so is another one"
 
 
+def test_a_model_without_recorded_operations_is_killed_after_its_backwards() -> None:
+    record = FlightRecord("r1.pp0")
+    killed: list[tuple[int, Kind]] = []
+    sink = ChaosSink(ChaosConfig((KillConfig(1, 2),)), 1, 0, lambda: killed.append((record.step, record.events()[-1].kind)))
+    record.attach(sink)
+    for step in (1, 2, 3):
+        record.step = step
+        for kind in (Kind.WORK_BEGIN, Kind.WORK_END):
+            record.write(kind, position=step)
+    assert killed == [(2, Kind.WORK_END)]
+
+
 def test_early_and_late_are_the_first_and_the_last_bucket() -> None:
     for moment, bucket in (("exchange_early", 2), ("exchange_late", 0)):
         record = FlightRecord("r0.pp0")

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helixrt.collectives.gloo_address_private import bind_gloo
+from helixrt.collectives.gloo_groups_private import bind_gloo
 from helixrt.errors import ConfigError, HelixError, Retryable
 from helixrt.job import environment
 from helixrt.job.config import JobConfig

@@ -220,7 +220,7 @@ def test_page_stands_alone_and_shows_everything(tmp_path: Path, facts: RunFacts)
                  "order-0 entropy of the corpus",
                  "made-up: made up, 2 layers", "schedule 1f1b", CORPUS.sha256,
                  "ab" * 32, "each exactly once", "r0.pp1", "r1.pp0",
-                 "Rails that were left", "the peer&#x27;s end was closed",
+                 "Rails that were left", "the peer&#39;s end was closed",
                  'class="message-F"', "waiting for a message"):  # fmt: skip
         assert part in text, part
     numbers = [float(n) for n in re.findall(r' (?:x|y|x1|y1|cx|cy|width|height)="([-\d.]+)"', text)]

@@ -251,7 +251,8 @@ def test_run_gives_environment_cores_and_folder_and_the_commands_own_exit(
     core = min(os.sched_getaffinity(0))
     with Network(hosts=2) as network:
         shown = (
-            "import os; print(os.getpid(), os.environ['HELIX_HOST'], os.environ['MINE'], os.getcwd(), os.sched_getaffinity(0))"
+            "import os; print(os.getpid(), os.environ['HELIXRT_HOST'], os.environ['MINE'], os.getcwd(), "
+            "os.sched_getaffinity(0))"
         )
         argv = [sys.executable, "-c", shown]
         process = network.run(1, argv, {"MINE": "m"}, tmp_path, {core}, stdout=subprocess.PIPE, text=True)
@@ -261,7 +262,7 @@ def test_run_gives_environment_cores_and_folder_and_the_commands_own_exit(
         with pytest.raises(ConfigError, match="no-such-program"):
             network.run(0, ["no-such-program"])
     before = os.sched_getaffinity(0)
-    failing = "test $HELIX_HOST = 0 || { sleep 0.3; exit 4; }; echo out --delay -1 $1; echo err >&2"
+    failing = "test $HELIXRT_HOST = 0 || { sleep 0.3; exit 4; }; echo out --delay -1 $1; echo err >&2"
     assert cli.main(["lab", "net", "run", "--pin", "--", "bash", "-c", failing, "--rate", "-1"]) == 4
     printed = capfd.readouterr()
     assert printed.out == "host0 | out --delay -1 -1\n"

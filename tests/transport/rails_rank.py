@@ -31,7 +31,7 @@ def content(sender: int, number: int, size: int) -> bytes:
 
 
 def main() -> None:
-    rails = [rail_on(name) for name in os.environ["HELIX_RAILS"].split(",")]
+    rails = [rail_on(name) for name in os.environ["HELIXRT_RAILS"].split(",")]
     options = TcpOptions(period_s=0.5, link=LinkOptions(rest_s=0.05, retry_s=0.1), restore_s=0.5)
     endpoint = TcpEndpoint(b"of the lab", rails, options)
     say(address=endpoint.address().decode())

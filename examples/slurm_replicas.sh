@@ -1,0 +1,26 @@
+#!/bin/bash
+# One replica per element of a job array; each replica is --ntasks processes (ranks of its mesh) on its own nodes.
+#
+#   helixrt serve --replicas 4 --dp-shard 2 --host ADDRESS --storage /shared/runs > /shared/runs/variables     # on one machine
+#   sbatch --array=0-3 examples/slurm_replicas.sh
+#
+# A lost process ends its replica; the loop starts it again. --requeue does so when its machine was lost.
+#SBATCH --job-name=helixrt
+#SBATCH --array=0-3
+#SBATCH --ntasks=2
+#SBATCH --cpus-per-task=4
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+set -u
+source <(grep -o 'export .*' "${VARIABLES:-/shared/runs/variables}" | grep -v HELIXRT_REPLICA) # HELIXRT_STORE, HELIXRT_SECRET_FILE
+export HELIXRT_REPLICA=$SLURM_ARRAY_TASK_ID
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+
+for attempt in 1 2 3 4; do
+    if srun --ntasks="$SLURM_NTASKS" --kill-on-bad-exit=1 python examples/hsdp.py "$@"; then
+        exit 0
+    fi
+    echo "replica $HELIXRT_REPLICA: attempt $attempt has ended with an error" >&2
+done
+exit 1
