@@ -31,6 +31,7 @@ COMMANDS = {  # each a module of helixrt.commands
     "serve": "serve a run whose replicas are started by torchrun, Slurm or by hand",
     "accept-loss": "end the wait of a run for newer state that is lost",
     "export": "write a checkpoint's model as Hugging Face safetensors",
+    "attach": "drive a run whose driver has gone, or follow a submitted job again",
     "drain": "have a replica leave a run at a step boundary, or start it again",
     "lab": "networks on this machine: namespaces with rated links, a VM with RDMA NICs",
 }

@@ -74,6 +74,12 @@ class Kind(StrEnum):
 DETAIL = frozenset({Kind.OPERATION, Kind.SEND, Kind.RECV, Kind.EXCHANGE_BUCKET, Kind.PATH_PROBED})
 """What every step writes by the dozen: the bars of a timeline, which nobody asks for long afterwards."""
 
+ROUTINE = frozenset(
+    {Kind.STEP_BEGIN, Kind.STEP_END, Kind.QUORUM_JOIN, Kind.QUORUM, Kind.WORK_BEGIN, Kind.WORK_END, Kind.EXCHANGE_BEGIN}
+    | {Kind.EXCHANGE_END, Kind.VOTE, Kind.COMMIT, Kind.APPLY, Kind.SNAPSHOT}
+)
+"""What every step writes once: whole for tens of thousands of steps, then the newest."""
+
 
 def _encoder() -> Callable[[Any], str]:
     """As `JSONEncoder.encode`, which makes an encoder for each value."""
@@ -179,46 +185,73 @@ class JsonLinesSink:
         os.close(self._fd)
 
 
-class BoundedSink:
-    """The files of a run that goes on for months: what tells the run's story is kept whole, `DETAIL` only while it is new.
+class _Pages:
+    """Events in a file `new`, which becomes the file `old` (in place of what that was) when it holds half of `most_bytes`. What
+    is not `ROUTINE` goes to the file `story` before the page that it is on is gone; without one nothing does."""
 
-    `path` takes all other events. Those of `DETAIL` go to a file beside it (`.detail.jsonl`), which becomes the older one
-    (`.detail.old.jsonl`, in place of what that was) when it holds half of `detail_bytes`: at least half, at most all of
-    that many bytes are there (and one event), the newest.
-    """
-
-    def __init__(self, path: Path, detail_bytes: int) -> None:
-        self._story = JsonLinesSink(path)
-        self._new, self._old = path.with_suffix(".detail.jsonl"), path.with_suffix(".detail.old.jsonl")
-        self._detail, self._half = JsonLinesSink(self._new), detail_bytes // 2
+    def __init__(self, new: Path, old: Path, most_bytes: int, story: Path | None = None) -> None:
+        self._new, self._old, self._half, self._story_path = new, old, most_bytes // 2, story
+        self._page = JsonLinesSink(new)
+        self._story: JsonLinesSink | None = None
+        self._rare: list[Event] = []  # of this page
+        self._rare_old: list[Event] = []  # of the one before
         self._lock = threading.Lock()  # writers of several threads; one of them turns the page
 
     def __call__(self, event: Event) -> None:
-        if event.kind not in DETAIL:
-            self._story(event)
-            return
         with self._lock:
-            self._detail(event)
-            if self._detail.bytes >= self._half:
+            self._page(event)
+            if self._story_path is not None and event.kind not in ROUTINE:
+                self._rare.append(event)
+            if self._page.bytes >= self._half:
                 self._turn()
 
     def _turn(self) -> None:
         try:
+            if self._rare_old and self._story_path is not None:
+                self._story = self._story or JsonLinesSink(self._story_path)
+                for event in self._rare_old:
+                    self._story(event)
+                self._rare_old = []
             with suppress(FileNotFoundError):  # it was turned before, and the device had no room for a fresh one
                 os.replace(self._new, self._old)
             fresh = JsonLinesSink(self._new)
         except OSError:
             return  # as for a full disk: goes on in the file there is, until it can
-        fresh.lost = self._detail.lost
-        self._detail.close()
-        self._detail = fresh
+        fresh.lost = self._page.lost
+        self._page.close()
+        self._page, self._rare, self._rare_old = fresh, [], self._rare
 
     @property
     def lost(self) -> int:
-        return self._story.lost + self._detail.lost
+        return self._page.lost + (self._story.lost if self._story is not None else 0)
 
     def close(self) -> None:
-        self._story.close()
+        self._page.close()
+        if self._story is not None:
+            self._story.close()
+
+
+class BoundedSink:
+    """The files of a run that goes on for months: what is rare is kept whole, what each step writes only while it is new.
+
+    `path` takes all events but those of `DETAIL`, which go to a file beside it (`.detail.jsonl`). Each becomes the older one
+    (`.old.jsonl`, `.detail.old.jsonl`) when it holds half of `most_bytes`: at least half, at most all of that many bytes of
+    each are there (and one event), the newest. Of pages that are gone `.story.jsonl` has all but `ROUTINE`.
+    """
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._steps = _Pages(path, path.with_suffix(".old.jsonl"), most_bytes, path.with_suffix(".story.jsonl"))
+        self._detail = _Pages(path.with_suffix(".detail.jsonl"), path.with_suffix(".detail.old.jsonl"), most_bytes)
+
+    def __call__(self, event: Event) -> None:
+        (self._detail if event.kind in DETAIL else self._steps)(event)
+
+    @property
+    def lost(self) -> int:
+        return self._steps.lost + self._detail.lost
+
+    def close(self) -> None:
+        self._steps.close()
         self._detail.close()
 
 

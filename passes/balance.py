@@ -1,8 +1,10 @@
 """Balance: where to cut, so that the slowest stage is as fast as can be.
 
-In: what each unit costs (`unit_costs`), which stage has each chunk, and how much memory a stage has. Out: the first units of
-later chunks. The time of a stage is the sum over its chunks; the largest of these times is minimal, and among all such cuts
-the sum of the chunks' squares, so that they are as even as they can be.
+In: what each unit costs (`unit_costs`), which stage has each chunk, how much memory a stage has, and how long a step takes with
+a cut, where a schedule tells it. Out: the first units of later chunks. The time of a stage is the sum over its chunks; the
+largest of these times is minimal, and among all such cuts the sum of the chunks' squares, so that they are as even as they
+can be. From there boundaries move, one by one unit at a time, as long as a step takes less: a stage that comes late in a
+pipeline may be better off with less work than one that comes early.
 
 Dynamic programming over chunks: after each chunk a state is how far the cut has come and the loads of the stages that have
 chunks to come. States that cannot beat a cut which is known are dropped. With one chunk for each stage no loads are left
@@ -12,12 +14,13 @@ over, and this is the textbook's partition of a line; folded and interleaved pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from helixrt.errors import ConfigError
 
 MOST_STATES = 3_000  # after a chunk; above it the best are kept
+MOST_STEPS = 1_000  # cuts that `makespan` is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class UnitCost:
 @dataclass(frozen=True)
 class Balanced:
     """`starts` are the first units of the later chunks. `times` and `bytes` are of the stages; `exact` tells whether no cut
-    has a faster slowest stage for certain; it is False where too many states had to be dropped."""
+    has a faster slowest stage for certain (with `makespan`: than the cut that it began with); it is False where too many
+    states had to be dropped."""
 
     starts: tuple[int, ...]
     times: tuple[float, ...]
@@ -47,13 +51,15 @@ def balance(
     *,
     limit_bytes: float = float("inf"),
     in_flight: Sequence[int] | None = None,
+    makespan: Callable[[tuple[int, ...]], float] | None = None,
 ) -> Balanced:
     """The best cut of the units into `len(placement)` chunks; `placement[chunk]` is its stage.
 
-    `in_flight` is how many micro-batches each chunk has saved at most (one by default). Raises ConfigError for more chunks
-    than units, and where no cut keeps each stage within `limit_bytes`.
+    `in_flight` is how many micro-batches each chunk has saved at most (one by default), `makespan` how long a step takes with
+    the cut of these starts: no neighbour of the result takes less (unless `MOST_STEPS` cuts were compared). Raises ConfigError
+    for more chunks than units, and where no cut keeps each stage within `limit_bytes`.
     """
-    return _Search(costs, placement, limit_bytes, in_flight or [1] * len(placement)).best()
+    return _Search(costs, placement, limit_bytes, in_flight or [1] * len(placement)).best(makespan)
 
 
 Loads = tuple[tuple[float, float], ...]  # time and bytes of each stage that has chunks to come, else (0, 0)
@@ -79,7 +85,7 @@ class _Search:
         ]
         self.exact = True
 
-    def best(self) -> Balanced:
+    def best(self, makespan: Callable[[tuple[int, ...]], float] | None) -> Balanced:
         """Raises ConfigError where nothing fits."""
         known = self.known()
         bound = max(self.loads(known, self.time_of)) if known else float("inf")
@@ -89,6 +95,8 @@ class _Search:
             raise ConfigError("limit_bytes", self.limit, rule)
         exact = self.exact
         starts = self.search(max(self.loads(starts, self.time_of)), squares=True) or starts
+        if makespan is not None:
+            starts = self.moved(starts, makespan)
         return Balanced(starts, self.loads(starts, self.time_of), self.loads(starts, self.bytes_of), exact)
 
     def time_of(self, chunk: int, begin: int, end: int) -> float:
@@ -121,6 +129,20 @@ class _Search:
                 if self.fits(other) and max(self.loads(other, self.time_of)) < slowest:
                     starts, better = other, True
                     break
+        return starts
+
+    def moved(self, starts: tuple[int, ...], makespan: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+        """To the best neighbour, as long as it is better."""
+        least, known, better = makespan(starts), {starts}, True
+        while better:
+            better = False
+            for other in self.neighbours(starts):
+                if other not in known and len(known) < MOST_STEPS and self.fits(other):
+                    known.add(other)
+                    if (made := makespan(other)) < least * (1 - 1e-9):
+                        least, best, better = made, other, True
+            if better:
+                starts = best
         return starts
 
     def neighbours(self, starts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

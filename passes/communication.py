@@ -82,7 +82,13 @@ KNOWN: dict[str, Communication] = {
     "symm_mem::fused_all_gather_scaled_matmul": Communication(How.BLOCKS, pattern=Pattern.ALL_GATHER),
     "symm_mem::fused_matmul_reduce_scatter": Communication(How.BLOCKS, pattern=Pattern.REDUCE_SCATTER),
     "symm_mem::fused_scaled_matmul_reduce_scatter": Communication(How.BLOCKS, pattern=Pattern.REDUCE_SCATTER),
+    # of DeepSpeed's DeepCompile, which knows parameters by number; the result of a reduction is used by nobody
+    "dc::allgather_param": Communication(How.LAUNCHES, "", Pattern.ALL_GATHER, runnable=False),
+    "dc::reduce_grad": Communication(How.BLOCKS, "", Pattern.REDUCE_SCATTER, runnable=False),
 }
+WAITS = frozenset({"dc::wait_allgather"})  # besides that of the functional collectives
+AMONG_COMPUTE = frozenset({"dc::release_param"})  # views by their schemas, with an effect; in order with compute
+UNTOLD = frozenset({"dc"})  # namespaces whose other operators have effects that their schemas do not tell
 REGISTERED: dict[str, Communication] = {}  # by `register`; of this process, as torch's operators are
 
 

@@ -92,6 +92,8 @@ def grows_by(node: fx.Node) -> int:
     """By how many bytes a collective's result is larger than what it sends; 0 for what is no collective."""
     if not nodes.is_collective(node):
         return 0
+    if (allocated := node.meta.get("allgather_allocation_bytes")) is not None:  # DeepCompile says it, and no shapes of shards
+        return int(allocated)
     return bytes_of(node) - sum(map(bytes_of, node.all_input_nodes))
 
 
@@ -115,6 +117,8 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.INTRA
     if nodes.is_wait(node):
         return Kind.WAIT
+    if nodes.is_among_compute(node):
+        return Kind.COMPUTE
     free = nodes.is_view(node) or node.target is operator.getitem or node.op == "get_attr" or is_number(node)
     return Kind.FREE if free else Kind.COMPUTE
 
@@ -131,4 +135,6 @@ def keeps_its_place(node: fx.Node) -> bool:
     numbers_alone = not any(isinstance(before.meta.get("val"), torch.Tensor) for before in node.all_input_nodes)
     if is_number(node) and numbers_alone and node.op == "call_function":
         return False
+    if nodes.has_untold_effects(node):
+        return True
     return nodes.mutates(node) or not isinstance(node.target, torch._ops.OpOverload)

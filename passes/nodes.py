@@ -14,7 +14,16 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from helixrt.passes.communication import FUNCTIONAL, How, arguments, communication, described
+from helixrt.passes.communication import (
+    AMONG_COMPUTE,
+    FUNCTIONAL,
+    UNTOLD,
+    WAITS,
+    How,
+    arguments,
+    communication,
+    described,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,23 @@ def attribute(root: torch.nn.Module | None, path: str) -> Any:
 
 def is_wait(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in FUNCTIONAL and target._opname == "wait_tensor"
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return (target.namespace in FUNCTIONAL and target._opname == "wait_tensor") or target._schema.name in WAITS
+
+
+def is_among_compute(node: fx.Node) -> bool:
+    """A view by its schema that must keep its place among compute."""
+    found = schema(node)
+    return found is not None and found.name in AMONG_COMPUTE
+
+
+def has_untold_effects(node: fx.Node) -> bool:
+    """Its operator does more than its schema and `passes.communication` say."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in UNTOLD:
+        return False
+    return described(node) is None and not is_wait(node) and not is_among_compute(node)
 
 
 def is_random(node: fx.Node) -> bool:

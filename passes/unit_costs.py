@@ -1,8 +1,9 @@
 """Unit costs: what each unit of a model takes on its stage, for `balance`.
 
 In: the joint graph and its units. Out: a `UnitCost` for each: the time of its operators by the roofline (`estimate`) with
-given rates of the device, or as measured; the bytes of its parameters with their gradients and the optimizer's state, and
-of what a micro-batch saves for its backward. Rates are not measured here: all ranks must come to the same cut.
+given rates of the device, with adding its gradients to those of other micro-batches, or as measured; the bytes of its
+parameters with their gradients and the optimizer's state, and of what a micro-batch saves for its backward. Rates are not
+measured here: all ranks must come to the same cut. `balanced` says where that is, for a schedule.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from torch import fx
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
 from helixrt.passes.balance import Balanced, UnitCost, balance
+from helixrt.passes.chunk_times import ChunkTimes, makespan_of_cuts
 from helixrt.passes.estimate import Rates, compute
 from helixrt.passes.parts import Part, Role
+from helixrt.passes.split import Halves
 from helixrt.passes.units import Units, ports, units
+from helixrt.passes.verify import returned
+from helixrt.schedule.ir import Schedule
 
 NOMINAL = {
-    "cpu": Rates(1e4, 2.0, {"float64": 2e4, "float32": 4e4, "bfloat16": 4e4}),
+    "cpu": Rates(1e4, 2.0, {"float64": 3e4, "float32": 6e4, "bfloat16": 6e4}),
     "cuda": Rates(2e6, 3.0, {"float32": 6e7, "bfloat16": 4e8, "float16": 4e8}),
 }
 """A core of a processor and a recent GPU, by orders of magnitude: only ratios count."""
@@ -35,38 +40,52 @@ def unit_costs(
     found: Units,
     *,
     rates: Rates | None = None,
-    measured: Mapping[str, float] | None = None,
+    measured: Mapping[str, ChunkTimes] | None = None,
     lasting: float = LASTING,
 ) -> tuple[UnitCost, ...]:
-    """By unit. `measured` gives the times of F, B and W together, in any one unit, by the name of the unit's first module
-    ("" for what is before the layers), all of them. Raises ConfigError for names that are no units or are missing."""
-    times = _measured(found, measured) if measured is not None else _estimated(joint, found, rates)
+    """By unit; F, B and W count together. Other arguments and errors as of `unit_times`."""
+    times = unit_times(joint, found, rates=rates, measured=measured)
     lasts, saved = _lasting(joint, found, lasting), _saved(found)
-    return tuple(UnitCost(times[unit], lasts[unit], saved[unit]) for unit in range(found.count))
+    return tuple(UnitCost(times[unit].total_ms, lasts[unit], saved[unit]) for unit in range(found.count))
+
+
+def unit_times(
+    joint: Part, found: Units, *, rates: Rates | None = None, measured: Mapping[str, ChunkTimes] | None = None
+) -> list[ChunkTimes]:
+    """By unit: estimates, or those that were `measured`, by the name of the unit's first module ("" for what is before the
+    layers), all of them. Raises ConfigError for names that are no units or are missing."""
+    return _measured(found, measured) if measured is not None else _estimated(joint, found, rates)
 
 
 def balanced(
     joint: Part,
-    placement: Sequence[int],
+    over: Schedule | Sequence[int],
     *,
     rates: Rates | None = None,
-    measured: Mapping[str, float] | None = None,
+    measured: Mapping[str, ChunkTimes] | None = None,
     limit_bytes: float = float("inf"),
     in_flight: Sequence[int] | None = None,
 ) -> Balanced:
-    """Where to cut a captured model: its `starts` are boundaries for `cut`. Arguments as of `unit_costs` and `balance`.
+    """Where to cut a captured model: its `starts` are boundaries for `cut`. Arguments as of `unit_times` and `balance`; a
+    step of the schedule `over` which chunks run takes as little time as can be, or for a placement its slowest stage.
 
     What is before or after the layers stays with them where it has no parameters: no chunk could train there. Raises
     ConfigError as these do, CaptureError for a model without layers.
     """
     found = units(joint)
-    costs = list(unit_costs(joint, found, rates=rates, measured=measured))
+    times = unit_times(joint, found, rates=rates, measured=measured)
+    costs = list(unit_costs(joint, found, measured=dict(zip(found.names, times, strict=True))))
     joined = int(not costs[0].lasting_bytes)
     if joined:
-        costs[:2] = [_sum(*costs[:2])]
+        costs[:2], times[:2] = [_sum(*costs[:2])], [ChunkTimes.sum(times[:2])]
     if not costs[-1].lasting_bytes:
-        costs[-2:] = [_sum(*costs[-2:])]
-    best = balance(costs, placement, limit_bytes=limit_bytes, in_flight=in_flight)
+        costs[-2:], times[-2:] = [_sum(*costs[-2:])], [ChunkTimes.sum(times[-2:])]
+    if isinstance(over, Schedule):
+        placement: Sequence[int] = over.placement
+        makespan = makespan_of_cuts(times, over)
+    else:
+        placement, makespan = over, None
+    best = balance(costs, placement, limit_bytes=limit_bytes, in_flight=in_flight, makespan=makespan)
     return replace(best, starts=tuple(start + joined for start in best.starts))
 
 
@@ -74,7 +93,7 @@ def _sum(one: UnitCost, other: UnitCost) -> UnitCost:
     return UnitCost(one.time + other.time, one.lasting_bytes + other.lasting_bytes, one.saved_bytes + other.saved_bytes)
 
 
-def _measured(found: Units, measured: Mapping[str, float]) -> list[float]:
+def _measured(found: Units, measured: Mapping[str, ChunkTimes]) -> list[ChunkTimes]:
     """Raises ConfigError."""
     for name in (*measured, *found.names):
         if name not in found.names:
@@ -84,8 +103,9 @@ def _measured(found: Units, measured: Mapping[str, float]) -> list[float]:
     return [measured[name] for name in found.names]
 
 
-def _estimated(joint: Part, found: Units, rates: Rates | None) -> list[float]:
-    times = [0.0] * found.count
+def _estimated(joint: Part, found: Units, rates: Rates | None) -> list[ChunkTimes]:
+    times = [{"F": 0.0, "B": 0.0, "W": 0.0} for _ in range(found.count)]
+    home = Halves(joint).home
     known: dict[Any, float] = {}
     for node, unit in found.of.items():
         if rates is None:
@@ -93,8 +113,14 @@ def _estimated(joint: Part, found: Units, rates: Rates | None) -> list[float]:
         alike = _alike(node)
         if alike not in known:
             known[alike] = compute(node, rates).time_us
-        times[unit] += known[alike]
-    return times
+        times[unit][home[node]] += known[alike]
+    for port, gradient in zip(joint.outputs, returned(joint), strict=True):
+        if port.role is Role.GRADIENT and rates is not None:
+            for term in found.terms.get(port, (gradient,)):
+                owner = found.owner(term)
+                if owner is not None:  # reads it and the sum, writes the sum
+                    times[found.of[owner]]["W"] += 3 * nodes.size_bytes(term) / rates.bytes_per_us
+    return [ChunkTimes(one["F"] / 1e3, one["B"] / 1e3, one["W"] / 1e3, (one["B"] + one["W"]) / 1e3) for one in times]
 
 
 def _device(joint: Part) -> torch.device:

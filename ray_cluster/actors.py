@@ -51,7 +51,7 @@ class RankActor:
         self._done = threading.Event()
         self._outcome = Outcome(0)
         os.environ.update(environment)
-        _send_output_to(Path(log))
+        send_output_to(Path(log))
 
     def process(self) -> Process:
         import ray
@@ -100,7 +100,7 @@ def _call(entry: str, spec: dict[str, Any]) -> Outcome:
         return Outcome(1, f"{type(error).__name__}: {error}")
 
 
-def _send_output_to(log: Path) -> None:
+def send_output_to(log: Path) -> None:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -20,9 +20,11 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
-from helixrt.errors import Cause, Fatal
+from helixrt.errors import Cause, Fatal, MissingExtra
+from helixrt.ray_cluster.cluster import check_version
 from helixrt.replica.orphan import PARENT_VARIABLE
 
 OBJECT_STORE_BYTES = 200 << 20
@@ -46,8 +48,8 @@ def local_head(cpus: int) -> Iterator[Head]:
 
     Raises Fatal if it does not start. Scheduling must never wait for a CPU: say at least one per rank.
     """
-    folder, mark, kept = Path(tempfile.mkdtemp(prefix="helixrt-ray-")), secrets.token_hex(8), False
     auth = _token_auth()
+    folder, mark, kept = Path(tempfile.mkdtemp(prefix="helixrt-ray-")), secrets.token_hex(8), False
     process: subprocess.Popen[bytes] | None = None
     sweeper = _sweeper(mark, folder)
     try:
@@ -176,10 +178,14 @@ def sweep(mark: str, folder: Path) -> None:
 def _token_auth() -> dict[str, str]:
     """Ray's token authentication, by the user's token file, which is made if there is none.
 
-    The servers of a head listen on all interfaces; without the token they answer nobody. Versions
-    of Ray that know no such thing ignore it. This process, too, is told, unless it has read its
-    settings already: then Ray's own rule applies, which is to use a token that is there.
+    The servers of a head listen on all interfaces; without the token they answer nobody. This process, too, is told, unless
+    it has read its settings already: then Ray's own rule applies, which is to use a token that is there. Raises ConfigError
+    (ray) for a version that knows no token, MissingExtra without ray.
     """
+    try:
+        check_version(metadata.version("ray"), "0.0.0.0")
+    except metadata.PackageNotFoundError:
+        raise MissingExtra("ray", "ray", "a Ray head on this machine") from None
     made = subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"],
         stdout=subprocess.DEVNULL,
@@ -187,7 +193,7 @@ def _token_auth() -> dict[str, str]:
         timeout=60,
     )
     if made.returncode != 0:
-        return {}
+        raise Fatal("Ray could not make the token of its servers: `ray get-auth-token --generate` failed")
     mode = {"RAY_AUTH_MODE": "token"}
     if "ray" not in sys.modules:
         os.environ.update(mode)

@@ -1,59 +1,30 @@
 """Ranks as Ray actors: the `Launcher` of a job on a Ray cluster.
 
 One actor per rank and incarnation, never restarted by Ray (the controller's policy does that), never
-detached: Ray ends them with the job. On this process's own node a rank's end is seen at once through
-its process id; on others as soon as Ray sees it.
+detached: Ray ends them with the process that started them. The ranks of an incarnation share a placement group
+(`placement`), and start when all of them are known and it has been made. On this process's own node a rank's end is seen at
+once through its process id; on others as soon as Ray sees it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from helixrt.errors import Cause, ConfigError, MissingExtra
+from helixrt.errors import Cause
 from helixrt.ray_cluster.actors import CONCURRENCY_GROUPS, CONTROL_GROUP, RUN_GROUP, Outcome, Process, RankActor
+from helixrt.ray_cluster.cluster import connect
+from helixrt.ray_cluster.placement import Life, Placements
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.rank_log import describe_code, last_error, log_name
 
 KILL_AFTER_S = 0.5  # Ray ends a healthy process at once; one that is stopped does not hear of it
-
-
-def connect() -> bool:
-    """Connect this process to the cluster it belongs to (RAY_ADDRESS); False if it was connected. Raises MissingExtra without
-    ray, ConfigError (launcher) without a cluster."""
-    try:
-        import ray
-    except ImportError:
-        raise MissingExtra("ray", "ray", "launcher=ray") from None
-    if ray.is_initialized():
-        return False
-    try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError:
-        rule = "no Ray cluster is running here; start one with `ray start --head`, or set RAY_ADDRESS"
-        raise ConfigError("launcher", "ray", rule) from None
-    return True
-
-
-@contextmanager
-def connected() -> Iterator[None]:
-    """Connected to the cluster inside; afterwards as before. Raises what `connect` raises."""
-    ours = connect()
-    try:
-        yield
-    finally:
-        if ours:
-            import ray
-
-            ray.shutdown()
 
 
 @dataclass
@@ -79,9 +50,8 @@ class _Actor:
 class RayLauncher(Launcher):
     """Connects to the cluster this process belongs to (RAY_ADDRESS), unless it is connected.
 
-    `entry` is what a rank runs, `module:function`; `num_cpus` and `num_gpus` are what each rank reserves: the default lets
-    any number of ranks share a small machine. Calls come from one thread. Raises MissingExtra without ray, ConfigError without
-    a cluster.
+    `entry` is what a rank runs, `module:function`; `ranks`: of a replica; `num_cpus` and `num_gpus` are what each rank
+    reserves. Calls come from one thread. Raises what `connect` raises.
     """
 
     def __init__(
@@ -89,8 +59,9 @@ class RayLauncher(Launcher):
         log_folder: Path,
         entry: str,
         environment: Mapping[str, str] | None = None,
-        num_cpus: float = 0.01,
+        num_cpus: float = 1.0,
         num_gpus: float = 0.0,
+        ranks: int = 1,
     ) -> None:
         self._connected = connect()
         import ray
@@ -104,26 +75,54 @@ class RayLauncher(Launcher):
             "max_restarts": 0,
             "max_task_retries": 0,
             "concurrency_groups": CONCURRENCY_GROUPS,
-            "scheduling_strategy": "SPREAD",
         }
         self._actor_class = ray.remote(**options)(RankActor)
+        self._reserved = {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount}
+        self._ranks = ranks
+        self._placements: Placements | None = None  # known with the run's name
+        self._unplaced: dict[Life, list[RankSpec]] = {}
+        self._cancelled: list[RankExit] = []
+        self._started: set[tuple[Coordinate, int]] = set()
         self._actors: dict[tuple[Coordinate, int], _Actor] = {}
         self._closed = False
 
     def start(self, spec: RankSpec) -> None:
         key = (spec.coordinate, spec.incarnation)
-        if key in self._actors or self._closed:
+        if key in self._started or self._closed:
             return
+        self._started.add(key)
+        self._unplaced.setdefault((spec.coordinate.replica, spec.incarnation), []).append(spec)
+        self._start_placed()
+
+    def _start_placed(self) -> None:
+        """Start the replicas whose ranks are all known, as far as the cluster has a place for them."""
+        for life, specs in list(self._unplaced.items()):
+            if len(specs) < self._ranks:
+                continue
+            if self._placements is None:
+                self._placements = Placements(specs[0].run, self._reserved, self._ranks)
+            group = self._placements.place(life)
+            if group is None:
+                continue
+            del self._unplaced[life]
+            for index, spec in enumerate(specs):
+                self._start_actor(spec, group, index)
+
+    def _start_actor(self, spec: RankSpec, group: Any, index: int) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        key = (spec.coordinate, spec.incarnation)
         log = self._log_folder / log_name(*key)
-        handle: Any = self._actor_class.options(name=f"{spec.run}/{spec.coordinate}.inc{spec.incarnation}").remote(
-            self._entry, str(log), self._environment
-        )
+        handle: Any = self._actor_class.options(
+            name=f"{spec.run}/{spec.coordinate}.inc{spec.incarnation}",
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        ).remote(self._entry, str(log), self._environment)
         process = handle.process.options(concurrency_group=CONTROL_GROUP).remote()
         outcome = handle.run.options(concurrency_group=RUN_GROUP).remote(spec.to_plain())
         self._actors[key] = _Actor(*key, handle, process, outcome, log)
 
     def poll(self) -> list[RankExit]:
-        exits = []
+        exits, self._cancelled = self._cancelled, []
         self._insist()
         for actor in self._living():
             self._find_process(actor)
@@ -132,7 +131,16 @@ class RayLauncher(Launcher):
                 actor.ended = True
                 self._end(actor)  # a rank that has returned still has its process
                 exits.append(ended)
+        for replica, incarnation in {(ended.coordinate.replica, ended.incarnation) for ended in exits}:
+            self._free(replica, incarnation)
+        self._start_placed()
         return exits
+
+    def _free(self, replica: int, incarnation: int) -> None:
+        """Give back the place of an incarnation that has no rank left."""
+        here = [a for a in self._living() if (a.coordinate.replica, a.incarnation) == (replica, incarnation)]
+        if self._placements is not None and not here and (replica, incarnation) not in self._unplaced:
+            self._placements.remove((replica, incarnation))
 
     def pids(self, replica: int) -> list[int]:
         """The process ids, on this node, of a replica's ranks that have not been reported as ended."""
@@ -146,15 +154,20 @@ class RayLauncher(Launcher):
         mine = [a for a in self._living() if a.coordinate.replica == replica]
         for actor in mine:
             self._find_process(actor)
-        return any(actor.process_ref is not None for actor in mine)
+        return any(actor.process_ref is not None for actor in mine) or any(life[0] == replica for life in self._unplaced)
 
     def kill(self, replica: int) -> None:
+        for life in [life for life in self._unplaced if life[0] == replica]:
+            for spec in self._unplaced.pop(life):
+                cause = Cause("was not started", f"{spec.coordinate} incarnation {spec.incarnation}")
+                self._cancelled.append(RankExit(spec.coordinate, spec.incarnation, -int(signal.SIGKILL), str(cause)))
         for actor in self._living():
             if actor.coordinate.replica == replica:
                 self._end(actor)
 
     def close(self) -> None:
         self._closed = True
+        self._unplaced.clear()
         for actor in self._living():
             self._end(actor)
         deadline = time.monotonic() + 30
@@ -164,6 +177,8 @@ class RayLauncher(Launcher):
         for actor in self._actors.values():
             if actor.pidfd >= 0:
                 os.close(actor.pidfd)
+            if self._placements is not None:
+                self._placements.remove((actor.coordinate.replica, actor.incarnation))
         self._actors.clear()
         if self._connected:
             self._connected = False

@@ -234,6 +234,8 @@ def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
     import torch
     import torch.distributed as dist
 
+    from helixrt.collectives.gloo_groups_private import gloo_backend
+
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
 
@@ -244,7 +246,7 @@ def run_stages(monkeypatch: pytest.MonkeyPatch) -> RunStages:
 
         def body(stage: int) -> None:
             try:
-                group = dist.ProcessGroupGloo(store, stage, stages, timedelta(seconds=timeout_s))
+                group = gloo_backend(store, stage, stages, timedelta(seconds=timeout_s))
                 results[stage] = fn(stage, group)
             except BaseException as error:  # handed to the test's thread
                 errors.append(error)
@@ -338,7 +340,10 @@ def rank_main(
     import torch
     import torch.distributed as dist
 
+    from helixrt.collectives.gloo_groups_private import one_gloo_worker
+
     torch.set_num_threads(1)
+    one_gloo_worker()
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     try:
         for name in names:

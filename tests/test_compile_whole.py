@@ -13,6 +13,7 @@ from torch import nn
 from helixrt.compile.fake_model import capture_whole, fake_model
 from helixrt.errors import ConfigError
 from helixrt.passes.capture import capture
+from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.cut import cut
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Part, Role
@@ -72,13 +73,14 @@ def test_cuts_are_balanced_by_estimates_by_measured_times_or_named(on_meta: tupl
     assert "embed.weight" in chunks[0].parameters and "embed.weight" in chunks[3].parameters
     named = cut(joint, ["layers.1", "layers.2", "head"])
     assert [chunk.layers for chunk in named.chunks] == [(0,), (1,), (2, 3), ()]
-    times = {"": 1.0, "head": 9.0} | {f"layers.{layer}": 3.0 for layer in range(4)}
+    in_all = {"": 1.0, "head": 9.0} | {f"layers.{layer}": 3.0 for layer in range(4)}
+    times = {name: ChunkTimes(each / 4, each / 4, each / 2, 3 * each / 4) for name, each in in_all.items()}
     found = balanced(joint, (0, 1), measured=times)
     assert found.times == (10.0, 12.0) and found.starts == (4,)
     with pytest.raises(ConfigError, match="has no time for 'layers.0'"):
-        balanced(joint, (0, 1), measured={"": 1.0})
+        balanced(joint, (0, 1), measured={"": times[""]})
     with pytest.raises(ConfigError, match="layers.9: is no unit of the model"):
-        balanced(joint, (0, 1), measured={"layers.9": 1.0})
+        balanced(joint, (0, 1), measured={"layers.9": times[""]})
 
 
 def test_meta_parameters_are_refused_by_capture(on_meta: tuple[nn.Module, Part]) -> None:

@@ -79,3 +79,21 @@ def test_details_go_on_in_the_file_there_is_while_its_page_cannot_be_turned(tmp_
     sink.close()
     newest = [event.detail["number"] for event in read_events(tmp_path / "r0.detail.jsonl")]
     assert newest == list(range(newest[0], 100)) and newest[0] > 50
+
+
+def test_of_steps_that_are_long_past_what_is_rare_is_kept(tmp_path: Path) -> None:
+    """Failures of the whole run, each once; the routine of the newest steps, without a gap."""
+    sink, record = BoundedSink(tmp_path / "r0.jsonl", LIMIT), FlightRecord("r0")
+    record.attach(sink)
+    for step in range(2000):
+        record.write(Kind.WORK_BEGIN, step=step)
+        record.write(Kind.COMMIT, step=step)
+        if step % 100 == 7:
+            record.write(Kind.FAILURE, step=step)
+    sink.close()
+    found = [event for path in sorted(tmp_path.iterdir()) for event in read_events(path)]
+    assert sorted(event.step for event in found if event.kind is Kind.FAILURE) == list(range(7, 2000, 100))
+    commits = sorted(event.step for event in found if event.kind is Kind.COMMIT)
+    assert commits == list(range(commits[0], 2000)) and commits[0] > 1000 and sink.lost == 0
+    routine = sum(path.stat().st_size for path in (tmp_path / "r0.jsonl", tmp_path / "r0.old.jsonl"))
+    assert LIMIT / 2 <= routine <= LIMIT + 500

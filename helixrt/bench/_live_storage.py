@@ -13,6 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helixrt.compile.fake_tensors_private import is_traced
+
 
 class LiveStorage(TorchDispatchMode):
     """`now_bytes` and `peak_bytes` of storages that operators made since the block began, and that still live."""
@@ -27,6 +29,8 @@ class LiveStorage(TorchDispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.sizes:
                 storage = tensor.untyped_storage()
+                if storage.device.type == "meta" or is_traced(tensor):  # no memory; storages of fake tensors are on meta, too
+                    continue
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.now_bytes += storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, self.now_bytes)

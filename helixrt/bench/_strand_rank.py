@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from helixrt.bench._live_storage import LiveStorage
 from helixrt.bench._strand_variants import ABLATION, PAIRED, TARGET, TOKENS, Shape, Stage, Way, token_loss
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.errors import Fatal
 from helixrt.job.heap import keep_freed_memory
 from helixrt.passes import nodes
@@ -186,6 +187,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not get between the answers
     here, hosts = int(os.environ["HELIXRT_HOST"]), int(os.environ["HELIXRT_HOSTS"])
+    one_gloo_worker()  # of both sides: the collectives of either complete at once
     dist.init_process_group("gloo", rank=here, world_size=hosts, timeout=timedelta(seconds=TIMEOUT_S))
     rank = Rank(Shape(**json.loads(sys.argv[1])))
     for line in sys.stdin:

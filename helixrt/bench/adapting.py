@@ -37,6 +37,7 @@ Delays = Mapping[tuple[int, int], float]
 FIXED = (("1f1b", "direct"), ("zb", "direct"), ("zb", "delegated"))
 SLOW_FROM, SLOW_TO, SLOW_STEPS = 20, 60, 80
 FLAP, FLAP_STEPS = 5, 100
+CALM_STEPS = 6  # without delays, before the loop and again after it
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,15 @@ def run(args: argparse.Namespace) -> int:
     with _ranks(size.stages, args.transport) as ranks:
         fixed = [_fixed(ranks, scenario, costs, size.microbatches, *strategy) for strategy in FIXED]
         first = plan_for_slack(costs, size.microbatches, effort=0.1).schedule
+        calm_ms = _calm_ms(ranks, costs, first)
         loop = _adapting(ranks, scenario, costs, first)
-    _print(scenario, size, fixed, loop)
+        calm_ms += _calm_ms(ranks, costs, first)
+    _print(scenario, size, fixed, loop, calm_ms)
     if args.json is not None:
         runs = {each.name: {**asdict(each), "total_s": each.total_s} for each in (*fixed, loop)}
         settings = {"size": args.size, "scenario": args.scenario, "factor": args.factor, "every": args.every}
-        write(args.json, "adapting", settings, {}, summary=_summary(scenario, fixed, loop), runs=runs)
+        summary = _summary(scenario, fixed, loop, calm_ms)
+        write(args.json, "adapting", settings, {}, summary=summary, undisturbed_ms=calm_ms, runs=runs)
         print(f"  written to {args.json}")
     return 0
 
@@ -116,6 +120,12 @@ def _fixed(ranks: Sequence[Connection], scenario: Scenario, costs: Costs, microb
         found.simulated_ms.append(makespan_ms(order, slowed, COMMS[comm]))
         found.orders.append(0)
     return found
+
+
+def _calm_ms(ranks: Sequence[Connection], costs: Costs, order: Schedule) -> list[float]:
+    """Steps by the loop's first order, with nothing that is slow."""
+    answers = _ask(ranks, Round(order, costs, COMMS["delegated"], CALM_STEPS))
+    return [max(answer.ends_ms[step] for answer in answers) for step in range(CALM_STEPS)]
 
 
 def _adapting(ranks: Sequence[Connection], scenario: Scenario, costs: Costs, first: Schedule) -> Run:
@@ -159,15 +169,15 @@ def _adapting(ranks: Sequence[Connection], scenario: Scenario, costs: Costs, fir
     return found
 
 
-def _summary(scenario: Scenario, fixed: Sequence[Run], loop: Run) -> dict[str, Any]:
-    """Ratios of times are measured; `undisturbed` is the loop's median step without delays."""
-    calm = [ms for step, ms in enumerate(loop.steps_ms, 1) if not scenario.delays(step)]
+def _summary(scenario: Scenario, fixed: Sequence[Run], loop: Run, calm_ms: Sequence[float]) -> dict[str, Any]:
+    """Ratios of times are measured; `undisturbed` is the median step of a run in which nothing is slow, by the loop's first
+    order."""
     said: dict[str, Any] = {
         "switches after steps": [step for step, *_ in loop.switches],
         "measured / simulated, median": round(median(a / b for a, b in zip(loop.steps_ms, loop.simulated_ms, strict=True)), 4),
         "total, s": {each.name: round(each.total_s, 2) for each in (*fixed, loop)},
         "total of others / total of the loop": {each.name: round(each.total_s / loop.total_s, 3) for each in fixed},
-        "total / undisturbed": round(loop.total_s * 1e3 / (median(calm) * scenario.steps), 3),
+        "total / undisturbed": round(loop.total_s * 1e3 / (median(calm_ms) * scenario.steps), 3),
     }
     if scenario.name == "slow-link":
         steady = slice(min(SLOW_FROM + 4, SLOW_TO - 2), SLOW_TO - 1)  # the order has followed
@@ -180,9 +190,9 @@ def _summary(scenario: Scenario, fixed: Sequence[Run], loop: Run) -> dict[str, A
     return said
 
 
-def _print(scenario: Scenario, size: Size, fixed: Sequence[Run], loop: Run) -> None:
+def _print(scenario: Scenario, size: Size, fixed: Sequence[Run], loop: Run, calm_ms: Sequence[float]) -> None:
     print(f"adapting: {scenario.name}, {scenario.steps} steps of {size} with operations that sleep")
     for step, why, before_ms, after_ms in loop.switches:
         print(f"  after step {step}: {before_ms:.0f} -> {after_ms:.0f} ms predicted; {why}")
-    for key, value in _summary(scenario, fixed, loop).items():
+    for key, value in _summary(scenario, fixed, loop, calm_ms).items():
         print(f"  {key}: {value}")

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from helixrt.collectives.process_group import register
+from helixrt.autoload import torch_backend
 
 if TYPE_CHECKING:
     from helixrt.collectives.torchft_group import ProcessGroupHelix
 
 __all__ = ["ProcessGroupHelix"]
 
-register()
+torch_backend()
 
 
 def __getattr__(name: str) -> Any:

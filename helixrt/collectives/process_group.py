@@ -12,10 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from helixrt.autoload import BACKEND
 from helixrt.collectives.group_lifecycle import GroupLifecycle
-
-BACKEND = "helix"
-DEVICES = ["cpu", "cuda"]
 
 
 class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
@@ -47,9 +45,3 @@ class HelixGroup(GroupLifecycle, dist.ProcessGroup):  # type: ignore[misc]
     @property
     def group_desc(self) -> str:
         return self._description
-
-
-def register() -> None:
-    """Make c10d know the backend; idempotent."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, HelixGroup, devices=DEVICES)

@@ -29,7 +29,8 @@ _SLOWEST_POLL_S = 0.02
 _POLL_PART = 0.1  # of the time waited so far: how much longer it may take to notice the end
 _LEAST_S = 0.01  # of a store's own limits
 _GRACE_S = 0.25  # for a wait in the store that ends by itself at the deadline, and says more than that it is over
-_GENERATION = struct.Struct("<q")
+_MOST_LOOKS_PER_S = 5000.0  # of all ranks that wait, at the store
+_GENERATION, _LENGTH = struct.Struct("<q"), struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ def meet(
         keys = [f"address/{r}" for r in range(size)]
         put: Any = store  # typed for text, takes bytes
         put.set(keys[rank], _GENERATION.pack(generation) + address)
-        _await(store, keys, deadline, aborted)
-        published = [bytes(value) for value in store.multi_get(keys)]
+        published = _gathered(store, rank, keys, "addresses", deadline, aborted)
         generations = [_GENERATION.unpack_from(value)[0] for value in published]
         peers = {r: value[_GENERATION.size :] for r, value in enumerate(published) if r != rank}
         return Meeting(max(generations), peers)
@@ -80,10 +80,36 @@ def all_connected(store: dist.Store, rank: int, size: int, deadline: Deadline, a
     def publish_and_wait() -> None:
         keys = [f"connected/{r}" for r in range(size)]
         store.set(keys[rank], "1")
-        _await(store, keys, deadline, aborted)
+        _gathered(store, rank, keys, "all-connected", deadline, aborted)
 
     if size > 1:
         in_time(publish_and_wait, deadline, aborted)
+
+
+def _gathered(
+    store: dist.Store, rank: int, keys: list[str], together: str, deadline: Deadline, aborted: Callable[[], bool]
+) -> list[bytes]:
+    """What stands under `keys`, one of each rank, once all have set theirs. Rank 0 looks at all of them, and puts what it found
+    under the key `together`, the only one that the others look at: so a look costs the store as much as there are ranks, and
+    not the square."""
+    if rank > 0:
+        _await(store, [together], keys, deadline, aborted)
+        return _parts(bytes(store.get(together)))
+    _await(store, keys, keys, deadline, aborted)
+    found = [bytes(value) for value in store.multi_get(keys)]
+    put: Any = store
+    put.set(together, b"".join(_LENGTH.pack(len(part)) + part for part in found))
+    return found
+
+
+def _parts(packed: bytes) -> list[bytes]:
+    found, at = list[bytes](), 0
+    while at < len(packed):
+        (length,) = _LENGTH.unpack_from(packed, at)
+        at += _LENGTH.size
+        found.append(packed[at : at + length])
+        at += length
+    return found
 
 
 class StoreSilent(Retryable):
@@ -121,17 +147,28 @@ def in_time(ask: Callable[[], _Answer], deadline: Deadline, aborted: Callable[[]
     return came[0]
 
 
-def _await(store: dist.Store, keys: list[str], deadline: Deadline, aborted: Callable[[], bool]) -> None:
-    """Until every rank has set its key."""
+def _await(store: dist.Store, keys: list[str], ranks: list[str], deadline: Deadline, aborted: Callable[[], bool]) -> None:
+    """Until all of `keys` are set. `ranks`: the key that each rank sets, which tells who is missing."""
     begin = time.monotonic()
+    slowest_s = max(_SLOWEST_POLL_S, len(ranks) / _MOST_LOOKS_PER_S)
     while not store.check(keys):
         if aborted():
             raise Retryable(Cause("aborted"))
         if deadline.over:
-            missing = [r for r in range(len(keys)) if not store.check([keys[r]])]
-            what = f"members number {missing} of {len(keys)} did not come within {deadline.limit_s:g} s"
+            missing = _missing(store, ranks, range(len(ranks)))
+            what = f"members number {missing} of {len(ranks)} did not come within {deadline.limit_s:g} s"
             raise Retryable(Cause(what, peers=tuple(missing)))
-        time.sleep(min(max(_POLL_S, _POLL_PART * (time.monotonic() - begin)), _SLOWEST_POLL_S))
+        time.sleep(min(max(_POLL_S, _POLL_PART * (time.monotonic() - begin)), slowest_s))
+
+
+def _missing(store: dist.Store, ranks: list[str], among: range) -> list[int]:
+    """Which ranks among these have not set their key. Few missing ones are found in few looks."""
+    if not among or store.check([ranks[rank] for rank in among]):
+        return []
+    if len(among) == 1:
+        return [among[0]]
+    half = len(among) // 2
+    return _missing(store, ranks, among[:half]) + _missing(store, ranks, among[half:])
 
 
 def shared_secret(store: dist.Store) -> str:

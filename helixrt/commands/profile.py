@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # now: loaded while there is a group, it keeps that to the end
 import torch.multiprocessing as multiprocessing
 
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.commands import output
 from helixrt.commands.problem import whole
 from helixrt.errors import ConfigError
@@ -109,6 +110,7 @@ def _measured(rank: int, local: int, processes: int, device: str, sizes: Sizes, 
         torch.cuda.set_device(place)
     store = None if folder is None else dist.FileStore(str(Path(folder, "store")), processes)
     backend = "nccl" if device == "cuda" else "gloo"
+    one_gloo_worker()
     dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=DEADLINE)
     busy = os.getloadavg()[0]
     try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from helixrt.commands import output
+from helixrt.commands import order_file, output, schedule_check
 from helixrt.commands import problem as problems
 from helixrt.commands.problem import Problem
 from helixrt.errors import ConfigError, MissingExtra
@@ -67,7 +67,8 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = EPILOG
-    parser.add_argument("action", nargs="?", metavar="compare", help="all policies side by side instead of one schedule")
+    parser.add_argument("action", nargs="?", metavar="compare|check", help="all policies side by side; prove an order")
+    parser.add_argument("file", nargs="?", metavar="FILE", help="of check: torch's CSV, or the JSON printed here")
     problems.add_costs(parser)
     problems.add_replay(parser)
     parser.add_argument("--policy", metavar="P", help=f"{', '.join(policies.POLICIES)} (default helix)")
@@ -75,13 +76,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", metavar="1|2", help="chunks per stage that helix plans with (default 1)")
     parser.add_argument("--exact", action="store_true", help="search on for the proven optimum (extra 'exact')")
     parser.add_argument("--time-limit", metavar="S", help="seconds that --exact may take (default 30)")
+    parser.add_argument("--prices", action="store_true", help="with check: what a step saves per ms less of a link or a stage")
     output.add_arguments(parser, FORMATS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say. Returns 0; raises ConfigError for what they get wrong."""
+    """Do what the arguments say. Returns 0, or 1 for an order that fails its check; raises ConfigError for what they get
+    wrong."""
+    if args.action == "check":
+        return schedule_check.run(args)
     if args.action not in (None, "compare"):
-        raise ConfigError("helixrt schedule", args.action, "must be compare or nothing, before options")
+        raise ConfigError("helixrt schedule", args.action, "must be compare or nothing or check FILE, before options")
+    for option, given in (("FILE", args.file), ("--prices", args.prices or None)):
+        if given is not None:
+            raise ConfigError(option, given, "goes with check")
     try:
         written = _compare(args) if args.action else _schedule(args)
     except ScheduleError as error:
@@ -112,26 +120,12 @@ def _of_order(args: argparse.Namespace, comm: Comm) -> Replay:
             raise ConfigError(f"--{option.replace('_', '-')}", getattr(args, option), "does not go with --order")
     if args.exact:
         raise ConfigError("--exact", True, "does not go with --order")
-    path = Path(args.order)
-    read = as_json.read if path.suffix == ".json" else torch_csv.read
-    schedule = read(problems.read_text("--order", args.order), path.name)
+    path, schedule = Path(args.order), order_file.read("--order", args.order)
     check(schedule)
-    problem = problems.problem(args, schedule.stages, schedule.microbatches)
-    costs = problem.run if schedule.placement == problem.run.placement else problem.run.split(schedule.placement)
+    costs = order_file.costs(args, schedule)
     timeline = simulate(replace(schedule, name=path.stem), costs, comm)
     _must_fit(path.name, timeline)
-    return Replay(path.stem, timeline, lower_bound(_asked(costs, schedule), schedule.microbatches), 0.0)
-
-
-def _asked(costs: Costs, schedule: Schedule) -> Costs:
-    """The costs of what the order does: one without backward has no gradients to wait for, nor anything to free.
-
-    Links are left out then, as the bound would count gradients on them; it holds, but is not the tightest.
-    """
-    if not schedule.forward_only:
-        return costs
-    nothing = (0.0,) * costs.chunks
-    return replace(costs, backward=nothing, weight=nothing, links={}, memory=(), pair_factor=1.0, pair_ms={})
+    return Replay(path.stem, timeline, order_file.bound_ms(schedule, costs), 0.0)
 
 
 def _of_policy(args: argparse.Namespace, comm: Comm) -> Replay:

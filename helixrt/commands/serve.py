@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from helixrt.job.served import ServedDriver
 
 SHORTEST_SECRET = 16
+AUTO = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="ranks over which a replica cuts matrices, as in the programs' Mesh")
     add("--storage", type=Path, default=Path("outputs"), help="the run's folder is made here; all machines must share it")
     add("--name", default="run", help="of the run")
-    add("--host", default="127.0.0.1", help="the address of this machine that the servers bind to, and replicas connect to")
+    add(
+        "--host",
+        default=AUTO,
+        help="the address of this machine that the servers bind to, and replicas connect to; auto: in a Slurm job of several "
+        "machines that on the way to the others, else loopback",
+    )
     add("--port", type=int, default=0, help="of the run's store; 0: any free one")
     add("--membership", default="auto", help="decides which replicas take part: auto, torchft or store (without torchft)")
     add("--step-timeout-s", type=float, default=60.0, help="no step of a healthy replica takes longer")
@@ -45,9 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from helixrt.job.hosts import unreachable
     from helixrt.job.served import serve
 
     config = _config(args)
+    if why := unreachable(config.host, os.environ):
+        print(f"helixrt: warning: {why}", file=sys.stderr, flush=True)
     given = _given_secret(args.secret_file)
     secret = given or secrets.token_hex(32)
     try:
@@ -61,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> JobConfig:
     from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, OutputConfig
-    from helixrt.job.driver import membership_kind
+    from helixrt.job.hosts import serving_host
     from helixrt.job.mesh import Mesh
+    from helixrt.job.rules import check_address
+    from helixrt.job.services import membership_kind
     from helixrt.timeouts import derive
 
     for key in ("replicas", "restarts", "checkpoint_every"):
@@ -81,13 +92,14 @@ def _config(args: argparse.Namespace) -> JobConfig:
         heartbeat_s=args.heartbeat_s,
         restarts=args.restarts,
         membership=args.membership,
-        host=args.host,
+        host=serving_host(args.host, os.environ),
         port=args.port,
         mesh=MeshConfig(args.replicas, mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp),
         checkpoint=replace(CheckpointConfig(), every=args.checkpoint_every),
         output=OutputConfig(str(args.storage.resolve())),
     )
     membership_kind(config)
+    check_address(config.host, config.port)
     return config
 
 
@@ -108,8 +120,11 @@ def _given_secret(file: Path | None) -> str:
 
 def _say(driver: ServedDriver, args: argparse.Namespace, given: str) -> None:
     """Print what a replica's process needs; the secret itself is in a file or in a variable that the user set."""
+    from helixrt.job.hosts import is_loopback
+
     print(f"serving run {driver.run_.name} in {driver.run_.folder}; start each replica with")
-    print(f"  export HELIXRT_STORE={driver.address}")
+    alone = "  # for replicas on other machines: --host ADDRESS" if is_loopback(driver.config.host) else ""
+    print(f"  export HELIXRT_STORE={driver.address}{alone}")
     if not given:
         file = driver.run_.folder / "secret"
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:

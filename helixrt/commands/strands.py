@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.commands import output, subject
 from helixrt.commands.problem import number, whole
 from helixrt.commands.subject import Sizes, Subject
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if world is not None and world > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
+            one_gloo_worker()
             dist.init_process_group(backend, timeout=DEADLINE)
             stack.callback(dist.destroy_process_group)
         elif ranks > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from helixrt.passes.parts import Layout, local
 
@@ -30,3 +31,8 @@ class FakeWorld:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(local(tensor), FakeTensor)
+
+
+def is_traced(value: object) -> bool:
+    """Stands for another tensor while AOTAutograd traces; has no memory of its own."""
+    return isinstance(value, FunctionalTensor)

@@ -7,7 +7,7 @@ of the same shapes, on meta too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from helixrt.compile.fake_model import capture_whole
 from helixrt.compile.options import autocast_to
 from helixrt.errors import ConfigError
+from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import CutModel
 from helixrt.passes.executable import without_autocast
@@ -25,15 +26,18 @@ from helixrt.passes.parts import Part
 from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced
 from helixrt.passes.units import units
+from helixrt.schedule.ir import Schedule
 
 Agreed = Callable[[Sequence[int]], Sequence[int]]  # what this rank has chosen, to what all ranks take
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
+Times = Callable[[Part], Mapping[str, ChunkTimes]]  # of the units of a joint graph, for `balanced(measured=...)`
 
 
 class WholeModel:
     """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
-    run in the types of parameters and arguments). `agreed` makes ranks that hold other parts of the model, and so estimate
-    other times, cut it alike: it is given the first units of later chunks."""
+    run in the types of parameters and arguments). `times` gives those by which chunks are balanced, in place of estimates.
+    `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it alike: it is given the first
+    units of later chunks."""
 
     def __init__(
         self,
@@ -42,22 +46,25 @@ class WholeModel:
         call: Call,
         device: torch.device | str = "cpu",
         autocast: torch.dtype | None = None,
+        times: Times | None = None,
         agreed: Agreed = tuple,
     ) -> None:
-        self.model, self.loss, self.device, self.autocast, self._agreed = model, loss, device, autocast, agreed
+        self.model, self.loss, self.device, self.autocast = model, loss, device, autocast
+        self._times, self._agreed = times, agreed
         self.args, self.kwargs, self.target = shapes_of(call)
 
-    def cut(self, placement: Sequence[int], cuts: Sequence[str] | None = None) -> CutModel:
-        """One chunk for each entry of `placement`, its stage; `cuts` are the modules that later chunks begin with, else
-        chunks are balanced by estimates. The model is captured in the mode that it is in.
+    def cut(self, schedule: Schedule, cuts: Sequence[str] | None = None) -> CutModel:
+        """The chunks that `schedule` runs; `cuts` are the modules that later ones begin with, else chunks are balanced. The
+        model is captured in the mode that it is in.
 
         Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none.
         """
-        joint = self._captured((self.args, self.kwargs, self.target))
-        if len(placement) == 1:
+        joint = self.joint()
+        if schedule.chunks == 1:
             return uncut(joint)
         if cuts is None:
-            return cut(joint, self._agreed(balanced(joint, placement).starts))
+            measured = None if self._times is None else self._times(joint)
+            return cut(joint, self._agreed(balanced(joint, schedule, measured=measured).starts))
         try:
             return cut(joint, cuts)
         except ConfigError as error:
@@ -73,6 +80,10 @@ class WholeModel:
         found = units(joint)
         later = like.chunks[1:]
         return cut(joint, [found.layers.index(chunk.layers[0]) + 1 if chunk.layers else found.count - 1 for chunk in later])
+
+    def joint(self) -> Part:
+        """The whole model's graph, in the mode that it is in. Raises CaptureError."""
+        return self._captured((self.args, self.kwargs, self.target))
 
     def _captured(self, call: Call) -> Part:
         args, kwargs, target = call

@@ -34,8 +34,7 @@ RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard and jobs"}
 class Package:
     """An installed package that a part of helixrt needs: from which version, and which extra brings it.
 
-    `modules` must be findable too: they tell a full install from a partial one. `load` is imported. `built` False: no part
-    of helixrt uses the package yet.
+    `modules` must be findable too: they tell a full install from a partial one. `load` is imported.
     """
 
     distribution: str
@@ -45,7 +44,6 @@ class Package:
     needed_for: Need = Need.NOTHING
     modules: tuple[str, ...] = ()
     load: str = ""
-    built: bool = True
 
 
 PACKAGES = (
@@ -58,7 +56,7 @@ PACKAGES = (
     Package("matplotlib", (3,), "PNG pictures", "train", modules=("matplotlib",)),
     Package("tqdm", (4,), "the progress bar", "train", modules=("tqdm",)),
     Package("ray", (2, 40), "jobs and actors on a cluster", "ray", Need.RAY_JOB, ("ray", "aiohttp", "opencensus")),
-    Package("deepspeed", (0, 18), "its engine inside a replica", "deepspeed", modules=("deepspeed",), built=False),
+    Package("deepspeed", (0, 19, 8), "ZeRO inside a replica: session.deepspeed", "deepspeed", modules=("deepspeed",)),
 )
 
 
@@ -91,8 +89,6 @@ def package_finding(package: Package, version: str | None, missing_modules: Sequ
     def finding(state: State, detail: str, fix: str = "") -> Finding:
         return Finding(package.distribution, state, detail, fix, package.needed_for)
 
-    if not package.built:
-        return finding(State.OFF, f"{version or 'not installed'}; helixrt does not use it yet ({package.gives} is not built)")
     if version is None:
         return finding(absent, f"not installed ({package.gives})", fix)
     if parse_version(version) < package.at_least:

@@ -91,7 +91,8 @@ class Lighthouse:
             if node.alive:
                 world.answer(node, p.JoinFailed("log not read"), 0.5, 1.0)
             return
-        world.deliver(node, p.Formed(generation, members, tuple(world.store.entries[len(node.machine.log) :])))
+        entries = tuple(world.store.entries[len(node.machine.log) :])
+        world.deliver(node, p.Formed(generation, members, entries, world.store.begin))
         if node.machine.sits_until > generation:
             world.count["sat_out"] += 1
             world.left_out.add(node.replica)

@@ -52,6 +52,8 @@ class States:
         world = self.world
         if node.alive and node.life == world.store.life and state[0] in {e.hash for e in world.store.entries}:
             world.store.durable.setdefault(state[0], state)
+            if world.compacts:
+                world.store.compact(world.compacts)
 
     def reload(self, node: Node, action: p.Reload) -> None:
         world = self.world

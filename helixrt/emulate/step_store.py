@@ -34,6 +34,7 @@ class SimulatedStore:
     jumps: int = 0  # of the membership service's clock
     lost: int = 0  # steps that were superseded at a depth above 1
     down_until: float = 0.0
+    begin: int = 0  # machines need no entry before this index any more
 
     def __post_init__(self) -> None:
         self.entries.append(self.root)
@@ -67,6 +68,18 @@ class SimulatedStore:
             return f"{what} after {observed_s:.1f} s, and {sorted(held)[0][:6]} is held"
         return ""
 
+    def compact(self, kept: int) -> None:
+        """Machines may forget what lies behind the newest durable record, but for `kept` entries at least."""
+        log = Log(self.entries)
+        saved = [index for index, e in enumerate(self.entries) if e.hash in self.durable and log.on_chain(e.hash)]
+        self.begin = max(self.begin, log.may_begin(min(saved[-1], len(log) - kept)))
+
+    def log(self) -> Log:
+        """As a machine reads it that starts."""
+        log = Log(self.entries)
+        log.drop(self.begin)
+        return log
+
     def evidence(self, head: CommitRecord, generation: int) -> Evidence:
         """What a member that waits finds about `head`, its own wait counted."""
         log = Log(self.entries)
@@ -84,7 +97,7 @@ class SimulatedStore:
     def resume(self, keep: int, now: float) -> None:
         """A new life of the run: the lineage as far as it was on disk, and nothing else of the old store."""
         self.life += 1
-        self.entries = self.entries[:keep]
+        self.entries, self.begin = self.entries[:keep], 0
         self.ended, self.holders, self.waited = set(), [], {}
         self.down_until = now
 

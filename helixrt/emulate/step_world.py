@@ -35,7 +35,8 @@ class StepWorld:
     """Runs one seed. `faults` are kinds out of FAULTS; they happen in the first part of the run.
 
     `fetch_s` are the durations of a fetch to choose from; `cut` names pairs of replicas that never reach each other. With
-    `orders` replicas change the order of their schedule now and then, each time to one with a higher number.
+    `orders` replicas change the order of their schedule now and then, each time to one with a higher number. `compacts`: the
+    log is cut behind durable records, to so many entries at least; 0: never.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StepWorld:
         fetch_s: tuple[float, ...] = (0.1, 0.5, 2.5),
         cut: tuple[tuple[int, int], ...] = (),
         orders: bool = False,
+        compacts: int = 0,
     ) -> None:
         self.seed, self.replicas, self.group_world_size, self.steps, self.faults = (
             seed,
@@ -78,7 +80,7 @@ class StepWorld:
         self.count: Counter[str] = Counter()
         self.crashed: set[int] = set()
         self.left_out: set[int] = set()
-        self.orders = Orders(seed) if orders else None
+        self.orders, self.compacts = Orders(seed) if orders else None, compacts
         self.until_all = True  # the run ends when every replica holds the last state, not only one
 
     # ---- running
@@ -91,6 +93,7 @@ class StepWorld:
             f"--seed {self.seed} --replicas {self.replicas} --group-world-size {self.group_world_size} --steps {self.steps}"
         )
         options += " --orders" if self.orders else ""
+        options += f" --compacts {self.compacts}" if self.compacts else ""
         replay = f"python -m helixrt.emulate.step_world {options} --faults {','.join(self.faults)}"
         return Violation(f"{what}; at t={self.now:.3f}; replay: {replay}")
 
@@ -166,6 +169,7 @@ class StepWorld:
             sat_out=c["sat_out"],
             lives=self.store.life + 1,
             stopped=int(log.head.last != ""),
+            dropped=sum(node.machine.log.behind.begin > 0 for node in self.nodes.values()),
             switched=len({(r, order) for record in chain for r, order in record.orders.items()}),
         )
 
@@ -202,7 +206,7 @@ class StepWorld:
             self.at(0.5, lambda: self.boot(replica, incarnation) if life == self.store.life else None)
             return
         self.store.ended |= {(replica, earlier) for earlier in range(incarnation)}  # the successor's word
-        log = Log(self.store.entries)
+        log = self.store.log()
         state: State = ("", ())
         if log.head == self.store.root:
             state = self.store.durable[log.head.hash]
@@ -406,10 +410,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--orders", action="store_true")
+    parser.add_argument("--compacts", type=int, default=0)
     o = parser.parse_args(arguments)
     faults = tuple(f for f in o.faults.split(",") if f)
     for seed in range(o.seed, o.seed + o.count):
-        print(StepWorld(seed, o.replicas, o.group_world_size, o.steps, faults, orders=o.orders).run())
+        world = StepWorld(seed, o.replicas, o.group_world_size, o.steps, faults, orders=o.orders, compacts=o.compacts)
+        print(world.run())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from helixrt.compile.materialize import Tensors, materialize, persistent_names, 
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
-from helixrt.compile.whole_model import WholeModel, shapes_of
+from helixrt.compile.whole_model import Times, WholeModel, shapes_of
 from helixrt.engines.buffers import Mode
 from helixrt.engines.captured_engine import CAPTURE_S, Busy, CapturedEngine, CapturedParts
 from helixrt.engines.captured_tensor import GradientForms, agreed_starts, check_optimizers, cut_over_tp, gradient_forms
@@ -36,7 +36,9 @@ from helixrt.passes.agree import agree_on
 from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Port, Role
+from helixrt.passes.profile import Mode as Profile
 from helixrt.pipeline.held import Values
+from helixrt.pipeline.unit_times import unit_times
 from helixrt.schedule.ir import Schedule
 
 
@@ -58,10 +60,11 @@ class CapturedModel(PipelinedModel):
     """This rank's part of a model. Made by `session.parallelize(helixrt.compile(model, ...), example=...)`.
 
     `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
-    safetensors that they are read from instead. `tp_plan`, else the model's own plan, cuts it over the tp ranks of the mesh; a
-    rank's parameters are its parts, plain tensors. Forward and loss run under the autocast that the options of
-    `helixrt.compile` name, else `autocast`, else the one that is active now. Raises ConfigError for options and examples that
-    do not fit, CaptureError for a model that cannot be captured or cut, MisuseError for one that the plan does not fit,
+    safetensors that they are read from instead. With the option `profile="measure"` chunks are balanced by `times`, which must
+    be the same on all ranks. `tp_plan`, else the model's own plan, cuts it over the tp ranks of the mesh; a rank's parameters
+    are its parts, plain tensors. Forward and loss run under the autocast that the options of `helixrt.compile` name, else
+    `autocast`, else the one that is active now. Raises ConfigError for options and examples that do not fit, CaptureError for
+    a model that cannot be captured or cut, MisuseError for one that the plan does not fit,
     DisagreementError when the ranks of the replica cut it differently.
     """
 
@@ -73,6 +76,7 @@ class CapturedModel(PipelinedModel):
         *,
         seed: int = 0,
         weights: str | Path | None = None,
+        times: Times = unit_times,
         tp_plan: TensorPlan | None = None,
         autocast: torch.dtype | None = None,
         busy: Busy = lambda doing, limit_s: nullcontext(),
@@ -88,8 +92,11 @@ class CapturedModel(PipelinedModel):
         with busy("captures the model", CAPTURE_S):
             over = self._over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
             captured, call = model if over is None else over.model, self._example.calls[0]
-            self._whole = WholeModel(captured, options.loss, call, autocast=self._autocast, agreed=self._agreed)
-            self._cut = self._whole.cut(self._schedule.placement, options.cuts)
+            measured = times if options.profile == Profile.MEASURE else None
+            self._whole = WholeModel(
+                captured, options.loss, call, autocast=self._autocast, times=measured, agreed=self._agreed
+            )
+            self._cut = self._whole.cut(self._schedule, options.cuts)
             self._agree(self._cut)
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)
             mine = _names_of(place.stage, self._cut, self._schedule, model, options.loss)
@@ -98,6 +105,11 @@ class CapturedModel(PipelinedModel):
         self._trained = _freeze_others(self._cut, tensors, place)
         self._tensors = tensors
         fill(self, tensors, mine)
+
+    @property
+    def cut(self) -> CutModel:
+        """The whole model's."""
+        return self._cut
 
     def _agreed(self, starts: Sequence[int]) -> Sequence[int]:
         mesh = self.place.mesh

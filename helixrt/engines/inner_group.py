@@ -86,7 +86,7 @@ def lost_rank(error: BaseException) -> str:
     """Why a collective of torch.distributed failed, if it is that which `error` tells; else "".
 
     Collectives of FSDP2 and of parallel layers run inside forward and backward, and raise a plain RuntimeError when a rank has
-    gone; functional ones are operators, and so raise it where any operator does.
+    gone; functional ones are operators, and so raise it where any operator does. DeepSpeed waits for its own in its modules.
     """
     traceback = error.__traceback__
     if traceback is None or not isinstance(error, RuntimeError):
@@ -96,7 +96,10 @@ def lost_rank(error: BaseException) -> str:
     frame = traceback.tb_frame
     module = frame.f_globals.get("__name__", "")
     operator = str(frame.f_locals.get("self")) if module == "torch._ops" else ""
-    return _first_line(error) if module.startswith("torch.distributed.") or operator.startswith(_FUNCTIONAL) else ""
+    known = module.startswith("torch.distributed.") or operator.startswith(_FUNCTIONAL)
+    if module.startswith("deepspeed."):  # which raises other errors, too
+        known = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+    return _first_line(error) if known else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.exchange_book import ExchangeBook
 from helixrt.engines.flat_gradients import FlatGradients
 from helixrt.engines.inner_group import InnerGroup
+from helixrt.engines.losses import check_loss
 from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
@@ -159,12 +160,7 @@ class ModuleEngine(Engine):
 
         `last`: no other micro-batch of the batch follows. The values of loss and weight are not read on the host.
         """
-        if not isinstance(loss, torch.Tensor):
-            raise MisuseError(f"the loss is a {type(loss).__name__}, not a tensor; pass it before .item()")
-        if loss.numel() != 1:
-            raise MisuseError(f"the loss has shape {list(loss.shape)}; it must be one number: sum it, and pass weight=")
-        if not loss.requires_grad:
-            raise MisuseError("the loss depends on no parameter that requires a gradient (no_grad, detach, or all frozen?)")
+        check_loss(loss)
         self._gradients.before_backward(last)
         self._book.add(loss, weight)
         scaler = self.registered.scaler

@@ -59,7 +59,7 @@ class ModuleUpdate(Update):
 class StepGuard(AbstractContextManager[None]):
     """Hooks around the optimizers' `step`; `close` takes them away."""
 
-    def __init__(self, optimizers: Mapping[str, Optimizer], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, optimizers: Mapping[str, Optimizer], parameters: Sequence[torch.Tensor]) -> None:
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers.values()}
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._factor: float | None = None  # of the running update

@@ -29,7 +29,7 @@ from pathlib import Path
 from helixrt.errors import ConfigError
 from helixrt.job.checkpoint_layout import Index, PartIndex, is_of_model
 from helixrt.job.checkpoint_restore import empty_of, restored
-from helixrt.job.lineage_files import read_lineage
+from helixrt.job.lineage_files import read_log
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.replica.contracts import State
 from helixrt.replica.portions import Portion
@@ -239,7 +239,7 @@ def checkpoint_of(run: Path) -> Checkpoint | None:
     newest = newest_complete(run / "checkpoints")
     if newest is None:
         return None
-    log = Log(read_lineage(run / "lineage"))
+    log = read_log(run / "lineage")
     found = newest_complete(run / "checkpoints", partial(_on_chain, log)) if len(log) else newest
     if found is None:
         rule = (

@@ -71,6 +71,16 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
+class RayConfig:
+    """Where ranks are Ray actors: what the cluster keeps for each rank, and which code travels to its nodes."""
+
+    cpus: float = 0.0  # of each rank; 0: one per compute thread
+    gpus: float = -1.0  # of each rank; -1: one where device=cuda, or device=auto and the cluster has GPUs
+    code: str = ""  # a folder, the working directory of ranks; "": that of the program; none: the nodes have it. Not in a Ray
+    # job, which has its own
+
+
+@dataclass(frozen=True)
 class KillConfig:
     """Kill a replica (or the driver, replica = -1) with SIGKILL once, at a moment of a step."""
 
@@ -131,7 +141,7 @@ class ChaosConfig:
 class OutputConfig:
     root: str = "outputs"  # runs go to root/DATE/TIME
     peak_tflops: float = 0.0  # of one rank's device in the compute type, for model FLOPs utilisation; 0: it is not shown
-    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; all else of its record is kept whole
+    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; as much of its steps; all that is rare
 
 
 @dataclass(frozen=True)
@@ -155,11 +165,14 @@ class JobConfig:
     nonfinite_limit: int = 10  # a replica whose gradient was not finite in more of the last 100 steps is started again
     host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there
     port: int = 0  # of the run's store; 0: any free one
+    driver_away_s: float = -1.0  # how long ranks train on without a driver, so that one can attach; 0: they end with it;
+    # -1: 600 where ranks are Ray actors, else 0
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     catchup: CatchupConfig = field(default_factory=CatchupConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     deal: tuple[Deal, ...] = ()  # of a run that was resumed: changes of the number of streams so far
@@ -175,6 +188,13 @@ class JobConfig:
         from helixrt.job.rules import check
 
         check(self, steps)
+
+    def check_settings(self, steps: int = 0) -> None:
+        """Raise ConfigError for a setting of the runtime that works on no machine: the part of `check_runtime` for a process
+        that does not run where the job will."""
+        from helixrt.job.rules import check_settings
+
+        check_settings(self, steps)
 
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> JobConfig:
@@ -201,6 +221,7 @@ def job_parts(raw: dict[str, Any]) -> dict[str, Any]:
         "catchup": CatchupConfig(**raw["catchup"]),
         "transport": TransportConfig(**transport),
         "pipeline": PipelineConfig(**raw.get("pipeline", {})),
+        "ray": RayConfig(**raw.get("ray", {})),
         "chaos": chaos,
         "output": OutputConfig(**raw["output"]),
         "deal": tuple(Deal.from_plain(deal) for deal in raw.get("deal", ())),

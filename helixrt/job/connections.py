@@ -5,9 +5,7 @@ In: a rank's context. Out: the implementations of the contracts that its setting
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +18,7 @@ from helixrt.collectives.endpoints import open_endpoint
 from helixrt.collectives.exchange import Exchange
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.collectives.gloo import GlooExchange
+from helixrt.collectives.gloo_groups_private import bind_gloo, one_gloo_worker
 from helixrt.collectives.rendezvous import StoreClients, all_connected, meet
 from helixrt.engines.replica_mesh import AXES, ReplicaMesh
 from helixrt.errors import MisuseError, Retryable
@@ -37,7 +36,6 @@ from helixrt.replica.store import split_address
 from helixrt.replica.store_membership import StoreMembership
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 from helixrt.transport.auto import pack_addresses, unpack_addresses
-from helixrt.transport.tcp.interfaces import interface_of
 
 _PATIENCE_S = 3600.0  # of a collective: a rank that has gone breaks it at once, and the controller ends one that hangs, which
 # knows what may take longer (`session.busy`)
@@ -73,16 +71,15 @@ def replica_mesh(context: RankContext, device: torch.device) -> ReplicaMesh:
 
 
 def _connect_ranks(context: RankContext, backend: str, timeout: timedelta) -> None:
-    """Make the default process group that of this replica's ranks, over the interface that leads to the run's store."""
+    """Make the default process group that of this replica's ranks, on the address that leads to the run's store."""
     host, port = split_address(context.spec.store)
     store = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=context.timeouts.start_s)
     )
-    interface = interface_of(context.interface)
-    if ipaddress.ip_address(context.interface).is_loopback:
-        interface = "lo0" if sys.platform == "darwin" else "lo"
-    if interface:  # else Gloo goes by the machine's name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):  # else the user has chosen
+        bind_gloo(context.interface)
+    else:
+        one_gloo_worker()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"pipeline/{context.life}", store),

@@ -44,6 +44,7 @@ class Happening(Enum):
     WAITING = "waiting"  # for resources to start its ranks with
     SKIPPED = "skipped"  # a batch of its stream, which ended it twice
     STOPPED = "stopped"
+    ATTACHED = "attached"  # a driver to the run, whose ranks had trained on without one
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Controller:
         self._alive: set[tuple[int, str]] = set()  # (incarnation, rank) started and not reported as ended
         self._store_lost_s: float | None = None
         self._told_waiting: set[tuple[int, int]] = set()  # (replica, incarnation)
+        self._attached = False
         self._watch: ProgressWatch | None = None
         if timeouts is not None:
             period_s = timeouts.progress_period_s
@@ -113,15 +115,35 @@ class Controller:
         self._wake = threading.Event()
         self._signal: int | None = None
 
+    def take_over(self, state: RunState, alive: frozenset[tuple[int, str]], why: str) -> None:
+        """Before `run`: go on from where another controller of this life of the run has stopped. `alive`: the ranks
+        (incarnation, coordinate) that were started and have not ended. What it may have left half done is done again."""
+        self.state, self._alive = state, set(alive)
+        self._attached = True
+        self._tell(Happening.ATTACHED, -1, 0, why)
+        for index, replica in enumerate(state.replicas):
+            specs = self._specs(index, replica.incarnation)
+            if self._watch is not None:
+                self._watch.began(index, replica.incarnation, [str(spec.coordinate) for spec in specs])
+            if replica.phase in (Phase.STARTING, Phase.RESTARTING):
+                for spec in specs:
+                    self._alive.add((spec.incarnation, str(spec.coordinate)))
+                    self._launcher.start(spec)
+            elif replica.phase is Phase.LOST:
+                self._tell_survivors(index, replica.incarnation)
+                self._launcher.kill(index)
+
     def run(self, poll_s: float = 0.05, tick: Callable[[], None] = lambda: None) -> StopRun:
-        """Start all replicas and see them through; returns how the run ended, with no rank left.
+        """Start all replicas, or go on with those that were taken over, and see them through; returns how the run ended, with
+        no rank left.
 
         `tick` is called each round. Ctrl-C raises KeyboardInterrupt and SIGTERM raises `Terminated`
         from here, once every rank is gone; so does whatever `tick`, the store or the launcher raise.
         """
         with self._signals():
             try:
-                self._feed(policies.Began())
+                if not self._attached:
+                    self._feed(policies.Began())
                 while self.state.stopped is None:
                     self._pause(poll_s)
                     self._round()

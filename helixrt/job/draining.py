@@ -16,6 +16,7 @@ from helixrt.job.policies import ACTIVE, Phase, RunState
 
 _FILE = "drain.{}"  # in the run's folder, by replica; from the command to the driver
 _DRAIN, _BACK = "drain", "back"
+DRAINED_WHY = "drained by the user"  # what a replica is told that is to leave and to stay away
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def asked(state: RunState, event: DrainAsked, now: float) -> tuple[RunState, Ask
     others = [r for i, r in enumerate(state.replicas) if i != index and r.phase is Phase.RUNNING and not r.drained]
     if not others:
         return state, Refuse(index, f"no other replica than replica {index} runs; stop the run instead")
-    leave = AskToLeave(index, replica.incarnation, "drained by the user") if replica.phase in ACTIVE else None
+    leave = AskToLeave(index, replica.incarnation, DRAINED_WHY) if replica.phase in ACTIVE else None
     return _with(state, index, replace(replica, drained=True)), leave
 
 

@@ -14,38 +14,37 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.chaos import driver_is_due
-from helixrt.job.config import MEMBERSHIPS, ChaosConfig, JobConfig
+from helixrt.job.compaction import Compaction
+from helixrt.job.config import ChaosConfig, JobConfig
 from helixrt.job.controller import Controller, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.draining import take_requests
-from helixrt.job.leader_reports import Finished, lines_of, metrics_key
-from helixrt.job.lineage_files import drop_from, read_lineage, write_durably
+from helixrt.job.kept_run import Standing, absence_of
+from helixrt.job.leader_reports import Finished, lines_of, metrics_key, shown_key
+from helixrt.job.lineage_files import drop_from, read_log, write_durably
 from helixrt.job.loggers import MetricsLogger
-from helixrt.job.logs import VARIABLE as LOG_VARIABLE
 from helixrt.job.loss_acceptance import take_acceptance
 from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
 from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
+from helixrt.job.ray_run import Reserved
 from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
 from helixrt.job.run_lock import RunLock
-from helixrt.job.warm_up import chosen_start, rank_environment
-from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
+from helixrt.job.services import ServedHere, Services
+from helixrt.protocol.step.lineage import Behind, CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
-from helixrt.replica.orphan import command
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import TcpRunStore, host_store
+from helixrt.replica.store import TcpRunStore
 from helixrt.timeouts import derive
 
 
@@ -60,13 +59,13 @@ class JobProgram:
     module: str
     description: Description = Description()
     exit_grace_s: float = 600.0  # a rank that has not left so long after the run's end is killed
-    gpus_per_rank: float = 0.0  # that a Ray actor reserves
+    reserved: Reserved = Reserved()  # by each Ray actor
     loggers: tuple[MetricsLogger, ...] = ()  # besides those that are built in
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder and identity; `entries` is its log so far (the genesis alone for a new run)."""
+    """A run's folder and identity; `entries` is its log so far (the genesis alone for a new run), after what is `behind`."""
 
     folder: Path
     name: str
@@ -75,6 +74,7 @@ class Run:
     life: int = 0  # how often it was resumed
     agreed: int = -1  # the life whose streams agreed on what those of this one must agree on; -1: on nothing so far
     lock: RunLock | None = None  # of the folder, held until the run's end
+    behind: Behind = Behind()
 
 
 def new_run(config: JobConfig) -> Run:
@@ -100,57 +100,48 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool =
     lock = RunLock(folder, identity["run"], identity["life"] + 1)
     if not checkpoints.is_complete(checkpoint.folder):
         raise ConfigError("resume", folder, f"its checkpoint {checkpoint.folder.name} was deleted meanwhile; resume again")
-    entries = tuple(read_lineage(folder / "lineage"))
-    if checkpoint.record.hash not in {e.hash for e in entries}:
+    log = read_log(folder / "lineage")
+    if log.get(checkpoint.record.hash) is None:
         rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
         raise ConfigError("resume", "true", rule)
-    drop_from(folder / "lineage", len(entries))
+    drop_from(folder / "lineage", len(log))
+    entries = tuple(log.entries)
     # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
     epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
     life = 1 + max(identity["life"], *(entry.life for entry in entries))
-    run = Run(folder, identity["run"], epoch_s, entries, life, -1 if dealt else checkpoint.record.life, lock)
+    agreed = -1 if dealt else checkpoint.record.life
+    run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind)
     _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
     return run
 
 
-def membership_kind(config: JobConfig) -> str:
-    """What says who takes part: torchft or store. Raises ConfigError, MissingExtra for torchft that is asked for."""
-    if config.membership not in MEMBERSHIPS:
-        raise ConfigError("membership", config.membership, f"must be one of {', '.join(MEMBERSHIPS)}")
-    if config.membership != "auto":
-        return config.membership
-    return "torchft" if find_spec("torchft") is not None else "store"
-
-
-@contextmanager
-def cluster(config: JobConfig) -> Iterator[None]:
-    """Connected to the Ray cluster, where ranks are Ray actors. Raises MissingExtra without ray, ConfigError (launcher) without
-    a cluster."""
-    if config.launcher != "ray":
-        yield
-        return
-    from helixrt.ray_cluster.launcher import connected
-
-    with connected():
-        yield
-
-
 class Driver:
-    """Owns the services of one run and everything started for it."""
+    """Owns the services of one run and everything started for it. `services`: of a run with a keeper; `standing`: where that
+    run stands, if this driver attaches to it."""
 
-    def __init__(self, config: JobConfig, run: Run, program: JobProgram, secret: str = "") -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        run: Run,
+        program: JobProgram,
+        secret: str = "",
+        services: Services | None = None,
+        standing: Standing | None = None,
+    ) -> None:
         if config.resume:
             config = replace(config, chaos=ChaosConfig())  # kills belong to a run's first life
         self.config, self.run_, self.program = config, run, program
         self.timeouts = derive(config.step_timeout_s, config.heartbeat_s)
         self.secret = secret or secrets.token_hex(32)
-        self.server, self.address = host_store(config.host, config.port)
+        self._services = services or ServedHere(config, run.folder, program.module, program.reserved)
+        self._kept, self._standing = services is not None, standing
+        self.address = self._services.address
         self.store: RunStore = TcpRunStore(self.address)
         self.log = RunLog(self.store)
-        for index, entry in enumerate(run.entries):
-            self.log.append(index, entry)
-        self.seen = Log(run.entries)
-        self.lighthouse, self.lighthouse_address = self._serve_membership()
+        self.seen = Log(run.entries, run.behind)
+        self._compaction = Compaction(self.log, run.folder, config.mesh.replicas)
+        if standing is None:
+            self._compaction.restore(self.seen)
         self.output = RunOutput(
             run.folder,
             config.mesh.replicas,
@@ -165,25 +156,18 @@ class Driver:
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
         self.started_s = time.monotonic()
 
-    def _serve_membership(self) -> tuple[object, str]:
-        """The service and its address; "" where the replicas need none."""
-        if self.config.mesh.replicas == 1 or membership_kind(self.config) == "store":
-            return None, ""
-        os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
-        from helixrt.replica.membership import serve_lighthouse
-
-        return serve_lighthouse(self.timeouts, self.config.host)
-
     def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
         """What the ranks of one life of a replica are told."""
-        self._next.setdefault((replica, incarnation), 0)
+        if (replica, incarnation) not in self._next:
+            number = self.store.get(shown_key(replica, incarnation)) if self._standing is not None else None
+            self._next[(replica, incarnation)] = int(number or 0)
         return [
             RankSpec(
                 run=self.run_.name,
                 coordinate=coordinate,
                 incarnation=incarnation,
                 store=self.address,
-                lighthouse=self.lighthouse_address,
+                lighthouse=self._services.lighthouse,
                 output=str(self.run_.folder),
                 secret=self.secret,
                 run_epoch_s=self.run_.epoch_s,
@@ -195,19 +179,7 @@ class Driver:
         ]
 
     def launcher(self) -> Launcher:
-        logs = self.run_.folder / "logs"
-        environment = rank_environment(self.config.threads)
-        if self.config.launcher == "ray":
-            from helixrt.ray_cluster.launcher import RayLauncher
-
-            if LOG_VARIABLE in os.environ:  # actors inherit the cluster's environment, not this process's
-                environment[LOG_VARIABLE] = os.environ[LOG_VARIABLE]
-            entry = f"{self.program.module}:run_rank"
-            return RayLauncher(logs, entry, environment, num_gpus=self.program.gpus_per_rank)
-        from helixrt.job.local_launcher import LocalLauncher
-
-        warm = chosen_start(self.config.start) == "warm"
-        return LocalLauncher(command(self.program.module), logs, environment, warm)
+        return self._services.launcher()
 
     # ---------------------------------------------------------------- the run
 
@@ -222,10 +194,14 @@ class Driver:
             start_timeout_s=self.timeouts.start_s,
         )
         grace_s = self.program.exit_grace_s
+        ours = self._standing is None  # a run that this driver cannot attach to is left as it is
         try:
             self.controller = Controller(
                 self.launcher(), self.store, self.specs, options, self._lived, grace_s, timeouts=self.timeouts
             )
+            if self._standing is not None:
+                self._attach(self._standing)
+            ours = True
             stopped = self.controller.run(tick=self._tick)
             self._tick()
             return self._end(stopped)
@@ -233,8 +209,14 @@ class Driver:
             self.output.close()
             if self.run_.lock is not None:
                 self.run_.lock.close()
-            if self.lighthouse is not None:
-                self.lighthouse.shutdown()  # type: ignore[attr-defined]
+            if ours:
+                self._services.close()
+
+    def _attach(self, standing: Standing) -> None:
+        """Say what happened without a driver, and go on from there."""
+        absence = absence_of(self.store, self.seen.head.step, time.time())
+        self.output.say(f"attached to run {self.run_.name}: {absence}")
+        self.controller.take_over(standing.state, standing.alive, str(absence))
 
     def _lived(self, event: LifeEvent) -> None:
         self.output.life(event)
@@ -246,10 +228,12 @@ class Driver:
             self.output.plan(self._plan["until"])
         for (replica, incarnation), number in list(self._next.items()):
             while (part := self.store.get(metrics_key(replica, incarnation, number))) is not None:
-                self.store.delete(metrics_key(replica, incarnation, number))
-                number += 1
                 for line in lines_of(part):
                     self._show(read_metrics_line(line))
+                if self._kept:
+                    self.store.set(shown_key(replica, incarnation), str(number + 1))
+                self.store.delete(metrics_key(replica, incarnation, number))
+                number += 1
             self._next[(replica, incarnation)] = number
         self.output.tick()
         if not self._stream_kept:
@@ -265,6 +249,7 @@ class Driver:
             self.seen.append(entry)
             if driver_is_due(self.config.chaos, entry.step):
                 os.kill(os.getpid(), signal.SIGKILL)
+        self._compaction.look(self.seen, self._advance())
 
     def _show(self, line: MetricsLine) -> None:
         figures = self.program.description.figures
@@ -290,7 +275,7 @@ class Driver:
 
     def _end(self, stopped: StopRun) -> int:
         finished, advance = self._finished(), self._advance()
-        found = audit(self.seen.chain(), advance)
+        found = audit(self.seen.chain(), advance, self.seen.behind.audit)
         equal = len({(f.lineage, f.parameters_sha256, f.state_sha256) for f in finished}) == 1
         at_head = all(f.lineage == self.seen.head.hash for f in finished)
         self._report(finished, advance)
@@ -315,6 +300,7 @@ class Driver:
                     config=self.config,
                     description=self.program.description,
                     entries=tuple(self.seen.entries),
+                    behind=self.seen.behind,
                     finished=tuple(finished),
                     history=tuple(self.controller.history),
                     seconds=time.monotonic() - self.started_s,

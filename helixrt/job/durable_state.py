@@ -36,7 +36,8 @@ class DurableState:
 
     def newest(self, newer_than: int) -> str | None:
         """The lineage hash of the newest complete checkpoint of the chain with a higher step; with `newer_than` -1 that of
-        the initial parameters if there is none. Raises ConfigError if checkpoints are there and all are damaged."""
+        the initial parameters if there is none, while the log begins with them. Raises ConfigError if checkpoints are there and
+        all are damaged."""
         log = self._read_log()
 
         def wanted(record: CommitRecord) -> bool:
@@ -45,7 +46,7 @@ class DurableState:
         found = checkpoints.newest_complete(self._folder, wanted)
         if found is not None:
             return found.record.hash
-        return log.entries[0].hash if newer_than < 0 else None
+        return log.genesis if newer_than < 0 and not log.behind.begin else None
 
     def load(self, lineage: str, initial: bool) -> bool:
         """Load this rank's part into the engine; False if the checkpoint was deleted meanwhile."""

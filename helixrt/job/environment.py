@@ -9,7 +9,9 @@ the one before takes part no more.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import socket
 import time
 import traceback
 from collections.abc import Iterator
@@ -23,7 +25,8 @@ from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError, Departed, MisuseError, Retryable, StartAgain
 from helixrt.job.claims import LOOK_S, Claim, check_open, claim
 from helixrt.job.config import JobConfig
-from helixrt.job.group_watch import GroupWatch
+from helixrt.job.group_watch import AWAY_S, GroupWatch
+from helixrt.job.hosts import is_loopback
 from helixrt.job.mesh import Mesh
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE, RankRuntime
@@ -34,10 +37,14 @@ from helixrt.job.session_rank import check_loop_ended, opened_session, place_in
 from helixrt.job.starters import REPLICA, SECRET, STORE, Place
 from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.run_keys import SERVED_KEY, exit_key, spec_key
-from helixrt.replica.store import TcpRunStore
+from helixrt.replica.store import TcpRunStore, split_address
 
 SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
 ADMISSION_S = 120.0  # a restart waits for half a minute at most
+STORE_S = 60.0  # for the run's store to answer: this host, or the server's, may be cut off for a while
+_CONNECT_S, _AGAIN_S = 5.0, 0.5  # of a try to reach the store, and between two
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
     step.
     """
     os.environ.setdefault("RUST_LOG", "error")  # torchft tells every connection otherwise
+    _wait_for(place.store, STORE_S)
     store = TcpRunStore(place.store)
     _check_run(store, place, choices)
     claimed = Claim(store, place)
@@ -107,7 +115,7 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
         config = choices.config(JobConfig.from_plain(spec.config))
         _agree_on_settings(store, choices)
         life = (place.replica, incarnation)
-        with RankRuntime(spec, config) as runtime, GroupWatch(store, life, place.rank, place.ranks, runtime.fail):
+        with RankRuntime(spec, config) as runtime, _watch(store, life, place, runtime):
             with opened_session(runtime, config, place.local_rank) as session:
                 yield Joined(session, spec, store, runtime)
                 check_loop_ended(session)
@@ -129,6 +137,11 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
                 store.put_if_absent(exit_key(place.replica, claimed.incarnation, place.rank), told)
 
 
+def _watch(store: RunStore, life: tuple[int, int], place: Place, runtime: RankRuntime) -> GroupWatch:
+    away_s = max(AWAY_S, 2.0 * runtime.context.timeouts.step_s)
+    return GroupWatch(store, life, place.rank, place.ranks, runtime.fail, away_s=away_s)
+
+
 def _root_of(error: BaseException, place: Place) -> BaseException:
     """Retryable for what a collective raises when another rank of the replica has gone: no fault of the user's code."""
     if place.ranks > 1 and (why := lost_rank(error)):
@@ -145,6 +158,29 @@ def _code_of(error: BaseException) -> int:
     if isinstance(error, Departed):
         return LEFT_EXIT
     return RETRY_CODE if isinstance(error, Retryable) else FATAL_EXIT
+
+
+def _wait_for(address: str, limit_s: float) -> None:
+    """Until the run's store answers. Raises ConfigError for what is no address, Retryable if it does not within `limit_s`."""
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise ConfigError(STORE, address, "must be host:port, as `helixrt serve` prints it") from error
+    deadline, said = time.monotonic() + limit_s, False
+    while True:
+        try:
+            socket.create_connection((host, port), _CONNECT_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            why = f"the run's store at {address} cannot be reached: {error}"
+            if is_loopback(host):
+                why += "; that address is this host itself: a server on another one is started with --host ADDRESS"
+            if time.monotonic() >= deadline:
+                raise Retryable(f"{why}; given up after {limit_s:g} s") from error
+            if not said:
+                said = True
+                log.warning("%s; trying for %g s", why, limit_s)
+        time.sleep(_AGAIN_S)
 
 
 def _check_run(store: RunStore, place: Place, choices: SessionChoices) -> None:

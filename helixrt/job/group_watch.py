@@ -1,6 +1,6 @@
 """A replica is lost whole: a rank that was started from outside ends when another rank of its replica has ended, or when the
-run's server says that its incarnation has. A replica that leaves at a step boundary, and a run that has ended well, are left to
-end by themselves.
+run's server says that its incarnation has, or when the server itself has gone. A replica that leaves at a step boundary, and a
+run that has ended well, are left to end by themselves.
 
 In: the run's store. Out: a call with the reason, from a thread of this module. The starter of the processes may end them, too;
 but Slurm need not, and a rank that waits for its leader's orders would wait without a limit. A main thread that does not end by
@@ -18,20 +18,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from helixrt.errors import Retryable, StartAgain
+from helixrt.errors import HelixError, Retryable, StartAgain
 from helixrt.job.policies import RELOAD_EXIT
+from helixrt.job.rank import RETRY_CODE
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
 
 LOOK_S = 0.5
 GRACE_S = 15.0
+AWAY_S = 60.0  # for the run's server to answer again
 LEAVE_S = 120.0  # for a replica that leaves at a step boundary, and may save its state before
 
 
 class GroupWatch:
     """A context manager around the life of one rank: `rank` of `ranks` of the incarnation `life` (replica, incarnation).
 
-    `end(error)` makes the main thread raise the error when it comes to it. `leave(code)` ends the process.
+    `end(error)` makes the main thread raise the error when it comes to it. `leave(code)` ends the process. `away_s`: how long
+    the store may be away.
     """
 
     def __init__(
@@ -43,18 +46,18 @@ class GroupWatch:
         end: Callable[[BaseException], None],
         leave: Callable[[int], None] = os._exit,
         clock: Callable[[], float] = time.monotonic,
+        away_s: float = AWAY_S,
     ) -> None:
         self._store, self._life, self._rank = store, life, rank
         self._others = [other for other in range(ranks) if other != rank]
-        self._end, self._leave, self._clock = end, leave, clock
+        self._end, self._leave, self._clock, self._away_s = end, leave, clock, away_s
         self._leaves_s: float | None = None  # since when it is known that the replica leaves
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> GroupWatch:
-        if self._others:  # a replica of one rank sees at its quorums that it has ended
-            self._thread = threading.Thread(target=self._run, name="helixrt-group-watch", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="helixrt-group-watch", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -64,8 +67,8 @@ class GroupWatch:
 
     def look(self) -> str:
         """Why this rank is to end; "" if it is not. Raises Retryable without the store."""
-        if self._store.get(EXIT_KEY) is not None or self._is_leaving():
-            return ""
+        if self._store.get(EXIT_KEY) is not None or not self._others or self._is_leaving():
+            return ""  # a replica of one rank sees at its quorums that it has ended
         for other in self._others:
             if (said := self._store.get(exit_key(*self._life, other))) is not None and json.loads(said)["code"] != 0:
                 return f"rank {other} of this replica has ended: {json.loads(said)['why']}"
@@ -79,17 +82,24 @@ class GroupWatch:
         return self._leaves_s is not None and self._clock() - self._leaves_s < LEAVE_S
 
     def _run(self) -> None:
-        why = ""
-        while not why:
+        found: HelixError | None = None
+        answered_s = self._clock()
+        while found is None:
             if self._closed.wait(LOOK_S):
                 return
-            with suppress(Retryable):  # the main thread notices a store that stays away
+            try:
                 why = self.look()
-        self._end(StartAgain(why))
+                answered_s = self._clock()
+                found = StartAgain(why) if why else None
+            except Retryable as error:  # a leader asks again and again
+                if self._clock() - answered_s >= self._away_s:
+                    found = Retryable(f"{error}; it has been away for {self._away_s:g} s, and what was committed is on disk")
+        self._end(found)
         if self._closed.wait(GRACE_S):
             return
-        print(f"helixrt: {why}; this rank did not end within {GRACE_S:g} s, so its process ends", file=sys.stderr, flush=True)
-        told = json.dumps({"code": RELOAD_EXIT, "why": why})
+        code = RELOAD_EXIT if isinstance(found, StartAgain) else RETRY_CODE
+        print(f"helixrt: {found}; this rank did not end within {GRACE_S:g} s, so its process ends", file=sys.stderr, flush=True)
+        told = json.dumps({"code": code, "why": str(found)})
         with suppress(Retryable):
             self._store.put_if_absent(exit_key(*self._life, self._rank), told)
-        self._leave(RELOAD_EXIT)
+        self._leave(code)

@@ -16,20 +16,22 @@ from typing import Any
 
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, Fatal
+from helixrt.job.attaching import attached_driver, away_s, started_driver
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.description import Description
-from helixrt.job.driver import Driver, JobProgram, cluster, new_run, reopened_run
+from helixrt.job.driver import JobProgram, new_run, reopened_run
 from helixrt.job.environment import SessionChoices, joined
+from helixrt.job.kept_run import check_same, living
 from helixrt.job.launchers import chosen_launcher
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.logs import configure_logging
 from helixrt.job.mesh import Mesh
-from helixrt.job.resume import deals_of, run_to_resume
+from helixrt.job.ray_run import in_cluster
+from helixrt.job.resume import deals_of, folder_to_resume, run_to_resume
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
 from helixrt.job.warm_up import PROGRAM, warm_up
-from helixrt.protocol.step.lineage import Log
 from helixrt.replica.runlog import RunLog
 
 
@@ -129,13 +131,14 @@ def run(
     `Stages` see its `names`). With another number of replicas, or of dp_shard ranks, the items that were not read yet are dealt
     over the new streams, which needs `session.sampler`.
     `launcher`: "local" starts the ranks as processes of this host. "ray" starts them as actors of the Ray cluster that this
-    process belongs to or that RAY_ADDRESS names; each node must have the script at the same path, or in the working
-    directory of the Ray job, and `storage` must be a folder that all nodes share. With device="cuda" each rank reserves one
-    GPU. The run waits for replicas that the cluster has no resources for. With "environment" this process is itself one
-    rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and calls `train` here: the processes of one
-    torchrun, or of one srun, are a replica. `storage`, `name` and options of the runtime are the server's then. "auto" is
-    "environment" where HELIXRT_STORE is set or torchrun or Slurm started this process, "ray" inside a Ray job or with
-    RAY_ADDRESS, else "local".
+    process belongs to or that RAY_ADDRESS names. The program's folder travels to the nodes (in a Ray job its working
+    directory), and `storage` must be a folder that all nodes share, which is checked at the start. Each rank reserves a CPU
+    per thread, and a GPU with device="cuda", or "auto" where the cluster has GPUs (`ray` in `options.base`); a replica stays on
+    one node that has room for it, and replicas are spread. The run waits for replicas that the cluster has no resources for.
+    With "environment" this process is itself one rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and
+    calls `train` here: the processes of one torchrun, or of one srun, are a replica. `storage`, `name` and options of the
+    runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
+    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
@@ -168,20 +171,34 @@ def run(
     )
     config.check()
     config.check_runtime()
-    warm_up(config)
-    program = JobProgram(PROGRAM, description, options.exit_grace_s, 1.0 if device == "cuda" else 0.0, tuple(loggers))
-    with cluster(config):
-        if resume is None:
-            begun = new_run(config)
+    if away_s(config) == 0:
+        warm_up(config)  # else the keeper does
+    with in_cluster(config) as (config, reserved):
+        program = JobProgram(PROGRAM, description, options.exit_grace_s, reserved, tuple(loggers))
+        kept = _living(config, resume)
+        if kept is not None:
+            driver = attached_driver(kept, program)
+        elif resume is None:
+            driver = started_driver(config, new_run(config), program)
         else:
             folder, checkpoint = run_to_resume(config, resume)
             config = replace(config, deal=deals_of(config, folder, checkpoint.record))
             begun = reopened_run(folder, checkpoint, dealt=config.deal != checkpoint.record.deal)
-        driver = Driver(config, begun, program)
+            driver = started_driver(config, begun, program)
         if driver.run() != 0:
-            raise Fatal(f"the run failed; its folder is {begun.folder}")
+            raise Fatal(f"the run failed; its folder is {driver.run_.folder}")
     head = driver.seen.head
-    return RunResult(begun.folder, head.step, head.hash, head.last)
+    return RunResult(driver.run_.folder, head.step, head.hash, head.last)
+
+
+def _living(config: SessionConfig, resume: str | Path | None) -> Path | None:
+    """The folder of the run that is to be resumed, if its ranks live. Raises ConfigError if they train something else."""
+    folder = None if resume is None else folder_to_resume(config, resume)
+    kept = None if folder is None else living(folder)
+    if kept is None:
+        return None
+    check_same(kept, config.to_plain())
+    return folder
 
 
 def checked(train: Callable[..., Any], arguments: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -207,5 +224,5 @@ def _run_here(train: Callable[..., Any], arguments: Mapping[str, Any], choices: 
     name_of(train)
     with joined(place_of(mesh=choices.mesh), choices) as here:
         train(here.session, **arguments)
-        head = Log(RunLog(here.store).read_from(0)).head
+        head = RunLog(here.store).read().head
     return RunResult(Path(here.spec.output), head.step, head.hash, head.last)

@@ -44,6 +44,11 @@ def metrics_key(replica: int, incarnation: int, number: int) -> str:
     return f"metrics/{replica}/{incarnation}/{number}"
 
 
+def shown_key(replica: int, incarnation: int) -> str:
+    """Set by the driver of a run that has a keeper: the number of the next part that it has not shown."""
+    return f"metrics/{replica}/{incarnation}/shown"
+
+
 def lines_of(part: str) -> list[str]:
     """The lines of metrics that were put under one key."""
     return part.split("\n")

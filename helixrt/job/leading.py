@@ -80,8 +80,7 @@ class Leading:
         ]
         holders = Holders(store, context.replica, context.spec.incarnation)
         holders.end_predecessors()
-        entries = RunLog(context.store).read_from(0)
-        machine, addresses = self._machine(entries), self._addresses()
+        machine, addresses = self._machine(RunLog(context.store).read()), self._addresses()
         self._membership = ObservedMembership(membership(context))
         self._checkpoint_orders = CheckpointOrders(
             context.replica,
@@ -162,17 +161,17 @@ class Leading:
             communication(context.config.pipeline),
         )
 
-    def _machine(self, entries: Sequence[CommitRecord]) -> StepMachine:
-        context = self._context
-        for index, entry in enumerate(entries):
+    def _machine(self, log: Log) -> StepMachine:
+        context, entries = self._context, log.entries
+        for index, entry in enumerate(entries, log.behind.begin):
             self._parts.lineage.append(index, entry)
         memory = agreed_memory(context.store, context.life, context.group_world_size, context.timeouts.start_s)
         return StepMachine(
             context.replica,
             context.spec.incarnation,
             context.group_world_size,
-            Log(entries),
-            entries[0].hash if len(entries) == 1 and self._parts.genesis.holds() else "",
+            log,
+            log.genesis if len(log) == 1 and self._parts.genesis.holds() else "",
             self._job.steps,
             step_rules(context.config, memory, self._job.advance),
             context.spec.life,
@@ -204,11 +203,25 @@ class Leading:
         store.put_if_absent(f"ready/{self._context.replica}", "yes")
         share = 0.5 if self._context.config.launcher == "environment" else 1.0
         deadline = time.monotonic() + share * self._context.timeouts.start_s
-        for replica in range(self._context.config.mesh.replicas):
+        others = [f"ready/{replica}" for replica in range(self._context.config.mesh.replicas)]
+        # Replica 0 waits for all and says so. The others look themselves now and then, in case it is gone.
+        patience_s = 0.0 if self._context.replica == 0 else _LOOK_S * (1.0 + self._context.replica / len(others))
+        while (left_s := deadline - time.monotonic()) > 0.0:
             try:
-                store.wait(f"ready/{replica}", max(0.1, deadline - time.monotonic()))
-            except Retryable:
+                if patience_s:
+                    store.wait(_ALL_READY, min(patience_s, left_s))
+                    return
+                for key in others:
+                    store.wait(key, max(0.1, deadline - time.monotonic()))
+                store.put_if_absent(_ALL_READY, "yes")
                 return
+            except Retryable:
+                if not patience_s:
+                    return
+            with suppress(Retryable):
+                if all(store.get(key) is not None for key in others):
+                    store.put_if_absent(_ALL_READY, "yes")
+                    return
 
     # ---------------------------------------------------------------- commands and reports
 
@@ -224,7 +237,8 @@ class Leading:
 
     def measured(self, times: RankTimes) -> None:
         """What a rank of the replica measured; from any thread."""
-        for shift in self.costs.add(times):
+        shifts = self.costs.add(times)
+        for shift in shifts:
             change, what = shift.change, cost_key(shift.key)
             self._context.record.write(
                 Kind.COSTS_CHANGED,
@@ -235,7 +249,7 @@ class Leading:
                 after_ms=change.after_ms,
             )
         if self._adapter is not None:
-            self._adapter.measured(times.rank, times.step)
+            self._adapter.measured(times.rank, times.step, bool(shifts))
 
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 
@@ -249,7 +263,7 @@ class Leading:
 
     def _agree(self, formed: Formed, me: Member) -> p.Event | None:
         """Which initial state the run begins with, before its first commit."""
-        genesis = self._leader.machine.log.entries[0].hash
+        genesis = self._leader.machine.log.genesis
         instead = self._parts.genesis.agree(formed.members, me, genesis, self._parts.metrics.say)
         if isinstance(instead, p.Reloaded):
             self._leader.initial = ""  # what this replica holds from now on was fetched
@@ -257,7 +271,7 @@ class Leading:
 
     def _newest_durable(self, newer_than: int) -> str | None:
         found, genesis = self._parts.durable.newest(newer_than), self._parts.genesis
-        if found == self._leader.machine.log.entries[0].hash and not genesis.holds():
+        if found == self._leader.machine.log.genesis and not genesis.holds():
             raise Fatal(
                 "no replica that runs holds the initial values that this run began with, and this one's are others; seed what "
                 "builds the model, so that every start gives the same values"
@@ -298,6 +312,9 @@ class Leading:
             self._adapter.close()
         self._leader.close()
         self._membership.close()
+
+
+_ALL_READY, _LOOK_S = "ready/all", 5.0
 
 
 def address_key(life: str, rank: int) -> str:

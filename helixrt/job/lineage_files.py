@@ -21,10 +21,11 @@ from pathlib import Path
 
 from helixrt.errors import ConfigError, Retryable
 from helixrt.job.storage_trouble import StorageTrouble
-from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.protocol.step.lineage import Behind, CommitRecord, Log
 
 GATHER_S = 0.1  # how long a record waits for others to share its file
 _MOST = 1024  # records in a file
+_BEHIND = "begin.json"  # what lies behind the first entry, once old ones were deleted
 
 
 def write_durably(path: Path, text: str, replace: bool = True) -> bool:
@@ -244,19 +245,46 @@ class LineageWriter:
             self._changed.notify_all()
 
 
+def read_log(folder: Path) -> Log:
+    """The log as far as `read_lineage` reads it. Raises ConfigError (resume) for a damaged file."""
+    return Log(read_lineage(folder), _behind(folder))
+
+
 def read_lineage(folder: Path) -> list[CommitRecord]:
-    """The log's entries from 0 on, up to the first that is missing. Files may overlap, since a writer may have begun at another
-    record. Raises ConfigError (resume) for a damaged file."""
-    entries: list[CommitRecord] = []
+    """The log's entries from the first on disk, up to the first that is missing. Files may overlap, since a writer may have
+    begun at another record. Raises ConfigError (resume) for a damaged file."""
+    first, entries = _behind(folder).begin, list[CommitRecord]()
     for path in sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem)):
-        if (begin := int(path.stem)) > len(entries):
+        if (begin := int(path.stem)) > first + len(entries):
             break
         try:
             found = [CommitRecord.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError("resume", "true", f"cannot read {path}: {error}") from error
-        entries += found[len(entries) - begin :]
+        entries += found[first + len(entries) - begin :]
     return entries
+
+
+def _behind(folder: Path) -> Behind:
+    try:
+        return Behind.from_json((folder / _BEHIND).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Behind()
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError("resume", "true", f"cannot read {folder / _BEHIND}: {error}") from error
+
+
+def forget_before(folder: Path, behind: Behind) -> None:
+    """Have the log on disk begin with entry `behind.begin`: write down what lies behind it, then delete files that have nothing
+    else. Raises OSError."""
+    if not behind.begin or behind == _behind(folder):
+        return
+    write_durably(folder / _BEHIND, behind.to_json())
+    for path in folder.glob("[0-9]*.json"):
+        begin = int(path.stem)
+        if begin < behind.begin and begin + path.read_text(encoding="utf-8").count("\n") < behind.begin:
+            path.unlink(missing_ok=True)
+    sync_folder(folder)
 
 
 def drop_from(folder: Path, index: int) -> None:

@@ -30,6 +30,7 @@ from helixrt.schedule.simulate import DELEGATED, Comm
 
 _GAIN_STEPS = 5  # before and after a switch, whose median times are compared
 _REST = 4  # times as long as the last answer took, until the next question
+_CALM_S = 0.5  # between two judgements, while no cost has changed
 _CLOSE_S = 5.0
 
 
@@ -43,6 +44,7 @@ class _StepDone:
 class _Measured:
     rank: str
     step: int
+    changed: bool
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class OrderAdapter:
         # Below: of the thread.
         self._heard: dict[str, int] = {}  # the newest step that each rank has measured
         self._judged = 0  # the newest step of which all ranks' measurements were judged: both ends of a link are in them
+        self._judged_s = -math.inf
+        self._changed = False  # a cost, since then
         self._rests_until_s = 0.0  # no question before, however costs change
         self._ready = {self._first}  # orders that all ranks have made ready
         self._pending: Switch | None = None  # the ranks make it ready
@@ -102,9 +106,9 @@ class OrderAdapter:
         """Update number `step` was ordered."""
         self._news.put(_StepDone(step, self._record.clock()))
 
-    def measured(self, rank: str, step: int) -> None:
-        """A rank has measured this step, and maybe some before it."""
-        self._news.put(_Measured(rank, step))
+    def measured(self, rank: str, step: int, changed: bool = False) -> None:
+        """A rank has measured this step, and maybe some before it; `changed`: a cost is known to be another one by it."""
+        self._news.put(_Measured(rank, step, changed))
 
     def prepared(self, order: str, seconds: float, failed: str) -> None:
         """All ranks have answered `prepare`."""
@@ -129,8 +133,8 @@ class OrderAdapter:
                         self._prepared(news)
                     case _Measured():
                         self._heard[news.rank] = news.step
-                        if self._all_measured() and self._record.clock() >= self._rests_until_s:
-                            self._judged = min(self._heard.values())
+                        self._changed |= news.changed
+                        if self._due(self._record.clock()):
                             self._judge()
         except BaseException as error:
             self._broken(error)
@@ -143,11 +147,15 @@ class OrderAdapter:
         self._ready.add(order_key(found))
         return OrderPolicy(self._orders.first, self._rules, self._last_step, found if in_use else None, self._comm)
 
-    def _all_measured(self) -> bool:
-        """Whether every rank has measured a step that was not judged yet."""
-        return len(self._heard) == self._ranks and min(self._heard.values()) > self._judged
+    def _due(self, now_s: float) -> bool:
+        """Whether every rank has measured a step that was not judged yet, and it is time to."""
+        calm = not self._changed and now_s < self._judged_s + _CALM_S
+        if calm or now_s < self._rests_until_s or len(self._heard) < self._ranks:
+            return False
+        return min(self._heard.values()) > self._judged
 
     def _judge(self) -> None:
+        self._judged, self._judged_s, self._changed = min(self._heard.values()), self._record.clock(), False
         measured = self._estimates()
         if measured is None or measured.lacking():
             return

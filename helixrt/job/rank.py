@@ -115,7 +115,7 @@ class RankRuntime:
         transport = state_transport(context)
 
         def read_log() -> Log:
-            return Log(RunLog(context.store).read_from(0))
+            return RunLog(context.store).read()
 
         mesh = axes_of(context.config.mesh)
         durable = DurableState(

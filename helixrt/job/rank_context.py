@@ -3,13 +3,16 @@ progress; and what the job adds to a rank."""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from helixrt.collectives.endpoints import interface_towards
+from helixrt.errors import ConfigError
 from helixrt.job.config import JobConfig
 from helixrt.job.machine import boot_identity
 from helixrt.job.orders import RankOrders
@@ -32,6 +35,8 @@ WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp._fully_shard",
+    "deepspeed.comm",
+    "deepspeed.runtime.zero.partition_parameters",  # waits for its gathers
 )
 
 
@@ -106,6 +111,21 @@ class RankContext:
     def interface(self) -> str:
         """The address of this machine that leads to the run's store."""
         return interface_towards(self.spec.store)
+
+
+def check_folder(spec: RankSpec) -> None:
+    """Raises ConfigError (storage) if a Ray actor does not find the run's folder on its node: the driver has looked at the
+    nodes that were there at the start."""
+    if spec.transport != "ray":
+        return
+    try:
+        found = json.loads((Path(spec.output) / "run.json").read_text(encoding="utf-8"))["run"] == spec.run
+        wrong = "" if found else "there is another run's folder at this path"
+    except (OSError, ValueError, KeyError) as error:
+        wrong = getattr(error, "strerror", None) or str(error)
+    if wrong:
+        rule = f"must be a folder that all nodes of the cluster share; on node {socket.gethostname()}: {wrong}"
+        raise ConfigError("storage", spec.output, rule)
 
 
 def open_context(spec: RankSpec, config: JobConfig) -> RankContext:

@@ -27,11 +27,12 @@ from helixrt.observe.rails import RailOutage, rail_outages
 from helixrt.observe.run_costs import Observed, observed, profile
 from helixrt.observe.run_costs import to_plain as costs_to_plain
 from helixrt.observe.timeline import Timeline, timeline, typical_step
-from helixrt.protocol.step.lineage import Audit, CommitRecord, Log, audit
+from helixrt.protocol.step.lineage import Audit, Behind, CommitRecord, Log, audit
 from helixrt.record import Event, Kind, read_events
 from helixrt.replica.rank_log import last_traceback
 
 _TAKEN_UP = 3  # steps after the decision, at most, an order is worked by
+_MOST_FIGURES = 200_000  # of steps that are loaded, of all replicas
 _MOST_TRACEBACK = 8000  # characters of one in the report
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
 
@@ -48,6 +49,7 @@ class RunFacts:
     seconds: float
     advance: int = 1  # batches of a stream that a step takes
     goodput: float = 0.0  # see `helixrt.job.goodput`
+    behind: Behind = Behind()  # what lies behind the first of `entries`
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Figures:
     """Everything the report shows. Times in the charts count from `begin_s` (Unix time)."""
 
     facts: RunFacts
-    steps: tuple[StepMetrics, ...]  # the newest of each (replica, step), in order of the step
+    steps: tuple[StepMetrics, ...]  # the newest of each (replica, step), in order of the step; of many each n-th step
     validations: tuple[ValidationMetrics, ...]
     chain: tuple[CommitRecord, ...]
     superseded: int
@@ -99,7 +101,7 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
     """Read the run's folder and work out every figure."""
     events = read_flight(folder / "flight")
     steps, validations = _newest(folder / "metrics.jsonl")
-    log = Log(facts.entries)
+    log = Log(facts.entries, facts.behind)
     chain = tuple(log.chain()) if facts.entries else ()
     found, orders = tuple(failures(events, _losses(facts.history))), order_changes(events)
     commits = _commits(events, chain)
@@ -109,8 +111,8 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
         steps=steps,
         validations=validations,
         chain=chain,
-        superseded=len(log.superseded()),
-        audit=audit(chain, facts.advance),
+        superseded=log.behind.superseded + len(log.superseded()),
+        audit=audit(chain, facts.advance, log.behind.audit),
         failures=found,
         rails=tuple(rail_outages(events)),
         orders=orders,
@@ -183,6 +185,9 @@ def to_plain(found: Figures) -> dict[str, Any]:
             {"replica": e.replica, "at_s": e.at_s - found.begin_s, "reason": e.why}
             for e in facts.history
             if e.kind is Happening.SKIPPED
+        ],
+        "drivers_attached": [
+            {"at_s": e.at_s - found.begin_s, "what": e.why} for e in facts.history if e.kind is Happening.ATTACHED
         ],
         "order_changes": [asdict(change) for change in found.orders],
         "rails_left": [
@@ -273,11 +278,15 @@ def _newest(path: Path) -> tuple[tuple[StepMetrics, ...], tuple[ValidationMetric
     """A run that was resumed tells some steps twice: the later word counts."""
     steps: dict[tuple[int, int], StepMetrics] = {}
     validations: dict[int, ValidationMetrics] = {}
+    every = 1  # of a long run each so many steps, which a chart cannot tell from all
     for line in read_metrics(path) if path.exists() else ():
-        if isinstance(line, StepMetrics):
-            steps[line.step, line.replica] = line
-        else:
+        if isinstance(line, ValidationMetrics):
             validations[line.step] = line
+        elif line.step % every == 0:
+            steps[line.step, line.replica] = line
+            if len(steps) > _MOST_FIGURES:
+                every *= 2
+                steps = {at: kept for at, kept in steps.items() if at[0] % every == 0}
     return tuple(steps[k] for k in sorted(steps)), tuple(validations[k] for k in sorted(validations))
 
 

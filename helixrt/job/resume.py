@@ -62,6 +62,16 @@ def _settings_of(folder: Path) -> SessionConfig:
         raise ConfigError("resume", folder, rule) from error
 
 
+def folder_to_resume(config: SessionConfig, which: str | Path) -> Path | None:
+    """The folder of the run that `which` names, whether it has a checkpoint or not; None if "latest" names none."""
+    if str(which) != LATEST:
+        return Path(which).resolve()
+    newest = Path(config.output.root) / LATEST
+    if not (newest / "run.json").is_file():
+        return None
+    return newest.resolve() if _settings_of(newest).name == config.name else None
+
+
 def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
     """The folder of the run that `which` names (a run's folder, or "latest") and the checkpoint to go on from.
 

@@ -33,13 +33,18 @@ CHANNELS = ("endpoint", "gloo")
 
 def check(config: JobConfig, steps: int = 0) -> None:
     """Check every rule, cheap ones first. `steps`: of the run, 0 if they are not known. Raises the first ConfigError."""
+    check_settings(config, steps)
+    chosen_start(config.start)
+    _extras(config)
+    check_address(config.host, config.port)
+    _transport(config)
+
+
+def check_settings(config: JobConfig, steps: int = 0) -> None:
+    """Check the rules that hold on every machine: of numbers and names, and of settings that must fit each other."""
     for error in (*_numbers(config), *_relations(config), *_chaos(config, steps), *check_slow(config, steps)):
         raise error
-    chosen_start(config.start)
     derive(config.step_timeout_s, config.heartbeat_s)
-    _extras(config)
-    _address(config.host, config.port)
-    _transport(config)
 
 
 def _numbers(config: JobConfig) -> Iterator[ConfigError]:
@@ -66,6 +71,7 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
         "transport.latency_ms": config.transport.latency_ms,
         "transport.heartbeat_s": config.transport.heartbeat_s,
         "pipeline.direct": config.pipeline.direct,
+        "ray.cpus": config.ray.cpus,
     }
     positive = {
         "checkpoint.write_s": config.checkpoint.write_s,
@@ -80,6 +86,9 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
     if config.catchup.serve_mb_s != 0 and not 1 <= config.catchup.serve_mb_s < math.inf:
         rule = "must be at least 1, or 0 for no limit: a donor that is slower looks as if it were gone"
         yield ConfigError("catchup.serve_mb_s", config.catchup.serve_mb_s, rule)
+    if config.driver_away_s not in (-1, 0) and not 10 <= config.driver_away_s < math.inf:
+        rule = "must be at least 10, 0 for ranks that end with the driver, or -1 for the default of the launcher"
+        yield ConfigError("driver_away_s", config.driver_away_s, rule)
     if not 0 <= config.port <= 65535:
         yield ConfigError("port", config.port, "must be from 1 to 65535, or 0 for any free one")
 
@@ -185,8 +194,10 @@ def _extras(config: JobConfig) -> None:
             raise MissingExtra(package, extra, what_for)
 
 
-def _address(host: str, port: int) -> None:
+def check_address(host: str, port: int) -> None:
     """The run's servers must be able to listen at `host`, and its store at `port` there."""
+    if host in ("", "0.0.0.0", "::"):
+        raise ConfigError("host", host, "is every address of this machine; name the one that ranks connect to")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

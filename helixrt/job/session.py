@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import nn
 
+from helixrt.engines.deepspeed import DeepSpeedEngine
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine, check_shards
@@ -42,6 +43,7 @@ from helixrt.engines.update import Policy, UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.captured import captured_model
 from helixrt.job.checkpoint import is_due
+from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import PerReplicaState
 from helixrt.job.prepared import prepare
@@ -296,6 +298,28 @@ class Session:
             tensor=TensorRanks(self._tensor_group(), self._terms) if settings.mesh.tp > 1 else None,
         )
 
+    def deepspeed(
+        self, engine: Any, *, running_buffers: Sequence[str] = (), per_replica: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Train with a DeepSpeed engine in each replica, in place of `parallelize` and `register`; gives the engine back.
+
+        `engine`: a function that calls `deepspeed.initialize` and gives its engine, run once the ranks of this replica are
+        connected; or an engine that was made after `session.device_mesh`. ZeRO 1, 2 or 3 divides it over the replica's ranks
+        (`Mesh(dp_shard=n)`), in float32 or bfloat16 as its own configuration says, which also has clipping, accumulation and
+        the schedule of learning rates. In the loop, with `accumulate` as it is configured there, `engine.backward(loss)` and
+        `engine.step()` stand for `step.backward` and, after the last micro-batch, `step.commit`; either may be called. The
+        others are as in `register`.
+
+        Raises ConfigError for a mesh or a setting that cannot be trained (deepspeed.KEY), MisuseError for a second call and for
+        what is no engine over this replica's ranks.
+        """
+        if self._engine is not None:
+            raise MisuseError("session.deepspeed comes once, in place of session.register")
+        made, self._engine = deepspeed_engine(self.settings, self.device, self._group, engine, running_buffers)
+        self._per_replica = dict(per_replica or {})
+        wrap_calls(made, lambda: self._step)
+        return made
+
     def update(self, function: UpdateFunction) -> UpdateFunction:
         """Decorator: run `function(record)` as the update, in place of clipping and stepping.
 
@@ -343,6 +367,9 @@ class Session:
             raise ConfigError("until", until, "must be at least 1")
         if accumulate != 1 and isinstance(engine, PipelineEngine):
             rule = "must be 1 for a model in stages, which cuts each batch itself (microbatches=)"
+            raise ConfigError("accumulate", accumulate, rule)
+        if isinstance(engine, DeepSpeedEngine) and accumulate != engine.accumulate:
+            rule = f"must be {engine.accumulate}, the gradient_accumulation_steps of the DeepSpeed engine"
             raise ConfigError("accumulate", accumulate, rule)
         self._began = True
         stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)

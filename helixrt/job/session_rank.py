@@ -31,7 +31,7 @@ from helixrt.job.metrics import Logged
 from helixrt.job.orders import OrderBook, RankOrders
 from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT
 from helixrt.job.rank import RankRuntime, exit_code, run_as_process
-from helixrt.job.rank_context import RankJob
+from helixrt.job.rank_context import RankJob, check_folder
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_host import Plan
@@ -172,6 +172,7 @@ def run_rank(spec: RankSpec) -> int:
     try:
         config = SessionConfig.from_plain(spec.config)
         os.environ[RANK_VARIABLE] = _label(spec)
+        check_folder(spec)
         with RankRuntime(spec, config) as runtime, opened_session(runtime, config) as session:
             config.train.load()(session, **config.arguments)
             check_loop_ended(session)

@@ -25,9 +25,10 @@ from helixrt.job.mesh import Mesh
 STORE, REPLICA, SECRET, SECRET_FILE = "HELIXRT_STORE", "HELIXRT_REPLICA", "HELIXRT_SECRET", "HELIXRT_SECRET_FILE"
 # A Ray cluster may run inside a Slurm allocation, and torchrun inside a Ray job: the innermost first.
 _STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray", "SLURM_STEP_ID": "Slurm"}
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 # What all processes of one start have in common, and no other start has, as far as the starter tells it.
 _ATTEMPTS = {
-    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    "torchrun": ("TORCHELASTIC_RUN_ID", _RESTARTS, "MASTER_ADDR", "MASTER_PORT"),
     "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
 }
 _LOCAL_RANKS = {"torchrun": "LOCAL_RANK", "Slurm": "SLURM_LOCALID"}
@@ -72,7 +73,7 @@ def place_of(environ: Mapping[str, str] = os.environ, mesh: Mesh = Mesh()) -> Pl
     if int(replica) < before:
         rule = f"this task is behind those of {before} other replicas in its srun; set $((SLURM_PROCID / {mesh.ranks}))"
         raise ConfigError(REPLICA, replica, rule)
-    attempt = "/".join(environ.get(variable, "") for variable in _ATTEMPTS.get(who, ()))
+    attempt = _attempt(environ, who)
     return Place(environ[STORE], int(replica), _secret(environ), rank, mesh.ranks, attempt, _local_rank(environ, who))
 
 
@@ -100,6 +101,16 @@ def _rank(environ: Mapping[str, str], who: str, mesh: Mesh) -> tuple[int, int]:
     if rank >= size:
         raise ConfigError("RANK", rank, f"must be below WORLD_SIZE={size}")
     return rank, 0
+
+
+def _attempt(environ: Mapping[str, str], who: str) -> str:
+    """Each torchrun of several machines counts the restarts that it began itself: there the count differs inside one start. It
+    is not needed there: torchrun starts the processes of a round when those of the round before have ended on all machines that
+    take part, and `claims` has the newest claim of an attempt take the place of an older one."""
+    alike = _ATTEMPTS.get(who, ())
+    if environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        alike = tuple(variable for variable in alike if variable != _RESTARTS)
+    return "/".join(environ.get(variable, "") for variable in alike)
 
 
 def _local_rank(environ: Mapping[str, str], who: str) -> int:

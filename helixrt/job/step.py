@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from helixrt.engines.deepspeed import DeepSpeedEngine
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.pipelined import PipelinedModel
@@ -21,7 +22,7 @@ from helixrt.errors import MisuseError
 from helixrt.replica.contracts import Number, WorkResult
 from helixrt.replica.rank import Done, WorkOrder
 
-SessionEngine = ModuleEngine | PipelineEngine
+SessionEngine = ModuleEngine | PipelineEngine | DeepSpeedEngine
 
 
 class Worker(Protocol):
@@ -203,6 +204,15 @@ class Step:
             self._committed = Committed(True, done.record.step)
         self.timing = done
         return self._committed
+
+    def micro_batch_done(self) -> None:
+        """DeepSpeed's own call after each backward: commits after the last one. Raises MisuseError if there was no backward."""
+        if self._backwards != self._yielded:
+            raise MisuseError(
+                f"engine.step() came before engine.backward(loss) in micro-batch {self._yielded} of step {self.number}"
+            )
+        if self._backwards == self._accumulate:
+            self.commit()
 
     timing: Done | None = None
 

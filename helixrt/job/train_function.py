@@ -23,6 +23,7 @@ from helixrt.errors import ConfigError, MisuseError
 
 SCRIPT_MODULE = "__helixrt_script__"  # what __name__ is when a rank imports the script
 RANK_VARIABLE = "HELIXRT_RANK"  # set in the process of a rank: which one it is
+CODE_VARIABLE = "HELIXRT_CODE"  # the folder of the driver's machine that travelled to this node, as its working directory
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ def on_this_node(path: str) -> str:
     """Where a file or folder of the driver's machine is here. Ray names the copies of a job's working directory by their
     content, alike on all nodes, and a rank begins in its node's copy."""
     here, parts = Path.cwd(), Path(path).parts
+    code = os.environ.get(CODE_VARIABLE, "")
+    if path and code and Path(path).is_relative_to(code):
+        return str(here / Path(path).relative_to(code))
     if not path or Path(path).exists() or here.name not in parts:
         return path
     return str(here.joinpath(*parts[parts.index(here.name) + 1 :]))

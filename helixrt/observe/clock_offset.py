@@ -12,6 +12,7 @@ delay from an offset: the uncertainty says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +22,9 @@ _MOST_BOUNDS = 24  # of each side that are kept
 _ROUNDS, _ROUNDS_AGAIN = 30, 12  # of narrowing an interval of drifts by a third: all of them, those that were possible before
 _ALL = (-MOST_DRIFT, MOST_DRIFT)
 _GRAIN_S = 5e-6  # resolution of stamps
-_HOLDS_S = 2.0  # for so long what was worked out goes on by its drifts, unless a message shows more
+# For so long what was worked out goes on by its drifts: at most, and of the time for which messages have come, for the first
+# ones show much of the drift. A quarter of that if a message has shown more since, and no longer if one has shown otherwise.
+_HOLDS_S, _HOLDS_SHARE = 2.0, 0.1
 _TIGHTER = 0.1  # of the uncertainty, by which a bound shows more
 
 
@@ -106,18 +109,29 @@ class OffsetTracker:
         self._upper = _Hull(1.0)
         self._lower = _Hull(-1.0)
         self._known: _Known | None = None
+        self._tighter = False  # a message has shown more than that
+        self._since_s = math.inf  # the first message
         self._drifts = _ALL  # those that were possible, and a few more
 
     def to_b(self, at_s: float, difference_s: float) -> None:
         """A message from a to b, sent at `at_s`: arrival by clock b less sending by clock a."""
         self._upper.add(at_s, difference_s)
-        if self._known is not None and difference_s < self._known.at_most(at_s) - self._known.little_s:
-            self._known = None
+        self._since_s = min(self._since_s, at_s)
+        known = self._known
+        if known is not None and difference_s < known.at_most(at_s) - known.little_s:
+            self._shown(difference_s + _GRAIN_S < known.at_least(at_s))
 
     def to_a(self, at_s: float, difference_s: float) -> None:
         """A message from b to a that arrived at `at_s`: arrival by clock a less sending by clock b."""
         self._lower.add(at_s, -difference_s)
-        if self._known is not None and -difference_s > self._known.at_least(at_s) + self._known.little_s:
+        self._since_s = min(self._since_s, at_s)
+        known = self._known
+        if known is not None and -difference_s > known.at_least(at_s) + known.little_s:
+            self._shown(-difference_s - _GRAIN_S > known.at_most(at_s))
+
+    def _shown(self, otherwise: bool) -> None:
+        self._tighter = True
+        if otherwise:
             self._known = None
 
     def at(self, now_s: float) -> Offset | None:
@@ -125,8 +139,10 @@ class OffsetTracker:
         if not self._upper.bounds or not self._lower.bounds:
             return None
         known = self._known
-        if known is None or abs(now_s - known.now_s) > _HOLDS_S:
-            known = self._known = self._solved(now_s)
+        holds_s = min(_HOLDS_S, _HOLDS_SHARE * (now_s - self._since_s)) * (0.25 if self._tighter else 1.0)
+        if known is None or abs(now_s - known.now_s) > holds_s:
+            known, self._tighter = self._solved(now_s), False
+            self._known = known
         if known is None:  # a clock was set; what was known is wrong, and one of these may be, too
             one, other = self._upper.only_newest(), self._lower.only_newest()
             return Offset((one + other) / 2, abs(one - other) / 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from helixrt.observe.clock_offset import SAME_CLOCK, Offset, OffsetTracker
 from helixrt.observe.estimates import Estimate, LinkEstimate, MeasuredCosts, OperationKey, PairKey, Way
@@ -136,7 +137,9 @@ class Estimator:
             key, what = (forward, op, backward), "pair"
         else:
             key, what = operations[0], "op"
-        window = self._operations.setdefault((times.rank, key), Window(_FLOOR_MS, self._steps))
+        window = self._operations.get((times.rank, key))
+        if window is None:
+            window = self._operations[times.rank, key] = Window(_FLOOR_MS, self._steps)
         self._shifted(what, key, window.add(times.step, sample))
 
     def _way(self, flow: _Flow) -> Way | None:
@@ -152,10 +155,8 @@ class Estimator:
         if way is None or self._same_clock(flow.lane, way):
             return
         tracker = self._offsets[flow.lane, (min(way), max(way))]
-        if way[0] < way[1]:
-            tracker.to_b(sample.at_s, sample.least_ms * 1e-3)
-        else:
-            tracker.to_a(sample.at_s + sample.least_ms * 1e-3, sample.least_ms * 1e-3)
+        add = tracker.to_b if way[0] < way[1] else tracker.to_a
+        add(_lower_clock_s(way, sample), sample.least_ms * 1e-3)
 
     def _same_clock(self, lane: str, way: Way) -> bool:
         clocks = [self._clocks.get((lane, stage), "") for stage in way]
@@ -172,10 +173,13 @@ class Estimator:
 
     def _message(self, flow: _Flow, sample: FlowSample, step: int) -> None:
         way = self._way(flow)
-        offset = None if way is None else self._offset(flow, way, sample.at_s)
+        offset = None if way is None else self._offset(flow, way, _lower_clock_s(way, sample))
         if way is None or offset is None:
             return
-        self._shifted("link", way, self._delays.setdefault(flow, _Delay(self._steps)).add(step, sample, offset))
+        delay = self._delays.get(flow)
+        if delay is None:
+            delay = self._delays[flow] = _Delay(self._steps)
+        self._shifted("link", way, delay.add(step, sample, offset))
 
     def _shifted(self, what: str, key: Key, change: Change | None) -> None:
         if change is not None and len(self.shifts) < _MOST_SHIFTS:
@@ -222,6 +226,12 @@ class Estimator:
         return links, since
 
 
+def _lower_clock_s(way: Way, sample: FlowSample) -> float:
+    """When the sample was taken, by the clock of the lower of the two stages: of the sender at sending, of the receiver at
+    arrival."""
+    return sample.at_s if way[0] < way[1] else sample.at_s + sample.least_ms * 1e-3
+
+
 class _Unmatched:
     """Messages without a sender's stamp, until both of their ends have been reported."""
 
@@ -231,6 +241,8 @@ class _Unmatched:
 
     def matched(self, lane: str, times: RankTimes) -> dict[_Flow, FlowSample]:
         """The newest pass of each flow of which both ends are known now."""
+        if not times.sent and not times.arrived:
+            return {}
         touched: set[tuple[_Flow, int]] = set()
         for held, given in ((self._sent, times.sent), (self._arrived, times.arrived)):
             for name, passes in given.items():
@@ -273,12 +285,14 @@ def _chunks(keys: Iterable[Key]) -> set[int]:
     return {part for key in keys for part in key if not isinstance(part, Op)}
 
 
-def _operations(name: str) -> list[OperationKey]:
+@cache
+def _operations(name: str) -> tuple[OperationKey, ...]:
     """Of a name such as F0, BW2 or F0+B3."""
     parts = [(part.rstrip("0123456789"), part) for part in name.split("+")]
-    return [(Op(op), int(part[len(op) :])) for op, part in parts]
+    return tuple((Op(op), int(part[len(op) :])) for op, part in parts)
 
 
+@cache
 def place_of(rank: str) -> tuple[str, int]:
     """A rank's lane, which it shares with the ranks that it exchanges messages with, and its stage: r0.pp1.tp1 is (tp1, 1)."""
     lane, stage = [], 0

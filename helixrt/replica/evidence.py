@@ -100,4 +100,4 @@ class Holders:
             self._entries.append(((replica, incarnation), lineage))
 
     def _on_chain(self, log: Log) -> set[Incarnation]:
-        return {who for who, lineage in self._entries if log.on_chain(lineage)}
+        return {who for who, lineage in self._entries if log.may_be_on_chain(lineage)}

@@ -115,7 +115,9 @@ class Leader:
         self._own: deque[_Call] = deque()  # calls that the thread that handles events makes itself
         self._fetched: dict[str, set[int]] = {}
         self._loaded: dict[int, bool] = {}  # rank -> whether it found the durable state that all are to load
+        self._preparing = False  # an order of the schedule: ranks do so between two steps
         self._prepared: dict[int, OrderPrepared] = {}  # rank -> its answer for the order that is made ready
+        self._done: list[_Item] = []  # ranks that were done meanwhile
         self._loads, self._newer_than = 0, -1
         self._closed = threading.Event()
         self._failed = False  # handling an event has raised; written by the thread that handles
@@ -173,8 +175,12 @@ class Leader:
             self._order(item)
             return
         if isinstance(item, PrepareOrder):
+            self._preparing = True
             self._prepared.clear()
             self._order(item)
+            return
+        if self._preparing and isinstance(item, tuple) and isinstance(item[1], p.RankDone):
+            self._done.append(item)  # else the step that ranks prepare for would begin by the order of before
             return
         event = self._hear(*item) if isinstance(item, tuple) else item
         if event is not None:
@@ -226,7 +232,9 @@ class Leader:
         self._prepared[group_rank] = report
         if len(self._prepared) < self.machine.group_world_size:
             return None
-        answers, self._prepared = self._prepared, {}
+        answers, self._prepared, self._preparing = self._prepared, {}, False
+        self._events.extendleft(reversed(self._done))  # behind the event that this gives
+        self._done = []
         failed = next((f"rank {rank}: {each.failed}" for rank, each in sorted(answers.items()) if each.failed), "")
         self.hooks.prepared(report.order, max(each.seconds for each in answers.values()), failed)
         return None if failed else p.OrderReady(report.order)
@@ -308,7 +316,7 @@ class Leader:
         self.hooks.ordered(command)
 
     def _decided(self, action: p.Persist) -> None:
-        before = self.machine.log.entries[action.index - 1] if action.index else None
+        before = self.machine.log.entry(action.index - 1) if action.index else None
         if before is not None and action.record.parent != before.hash:
             self.record.write(Kind.SUPERSEDE, step=action.record.step, old=before.hash, new=action.record.hash)
         self.hooks.decided(action.index, action.record)
@@ -335,7 +343,7 @@ class Leader:
             entries = tuple(self.log.read_from(known)) if read else ()
             if known + len(entries) == 1 and (instead := self.hooks.agree(formed, me)) is not None:
                 return instead
-            return p.Formed(formed.generation, formed.members, entries)
+            return p.Formed(formed.generation, formed.members, entries, self.log.begin)
         except Retryable as error:
             self._closed.wait(STORE_PAUSE_S)
             return p.JoinFailed(str(error))
@@ -387,7 +395,7 @@ class Leader:
             self._closed.wait(STORE_PAUSE_S)
             self._blocking.put(lambda: self._reload(newer_than))
             return None
-        return LoadDurable(lineage, initial=lineage == self.machine.log.entries[0].hash)
+        return LoadDurable(lineage, initial=lineage == self.machine.log.genesis)
 
     def _rest(self) -> p.Event:
         try:

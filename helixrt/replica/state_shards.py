@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -15,6 +15,7 @@ from helixrt.replica.commands import Digested
 from helixrt.replica.contracts import State
 
 SCALARS = "scalars"
+PIECE_BYTES = 16 << 20  # of a tensor that are copied to be hashed
 
 
 def shards_of(state: State) -> dict[str, torch.Tensor]:
@@ -43,9 +44,24 @@ def digest(state: State) -> Digested:
     parameters, everything = hashlib.sha256(), hashlib.sha256()
     shards = shards_of(state)
     for name in sorted(shards):
-        # Any dtype as bytes: numpy has no bfloat16, so the view is made by torch.
-        raw = name.encode() + shards[name].cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        everything.update(raw)
-        if name.startswith("parameter/"):
-            parameters.update(raw)
+        counts = (everything, parameters) if name.startswith("parameter/") else (everything,)
+        for raw in (name.encode(), *_pieces(shards[name])):
+            for each in counts:
+                each.update(raw)
     return Digested(parameters.hexdigest(), everything.hexdigest())
+
+
+def _pieces(tensor: torch.Tensor, most_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
+    """A tensor's bytes in their logical order, in host memory, at most so many at a time; it may be on any device."""
+    item, count = tensor.element_size(), tensor.numel()
+    if count * item > most_bytes and not tensor.is_contiguous() and tensor.dim() > 1:
+        rows = most_bytes * tensor.shape[0] // (count * item)
+        for begin in range(0, tensor.shape[0], max(1, rows)):
+            yield from _pieces(tensor[begin : begin + rows].contiguous() if rows else tensor[begin], most_bytes)
+        return
+    flat, step = tensor.reshape(-1), max(1, most_bytes // item)
+    for begin in range(0, count, step):
+        piece = flat[begin : begin + step].cpu()
+        if piece.stride(0) != 1:  # `contiguous` leaves one element as it is
+            piece = piece.clone(memory_format=torch.contiguous_format)
+        yield piece.view(torch.uint8).numpy().data  # any dtype as bytes: numpy has no bfloat16, so the view is torch's

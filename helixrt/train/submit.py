@@ -1,9 +1,12 @@
-"""`python -m helixrt.train.submit [+experiment=NAME] [key=value ...]`: train as a Ray job and watch it.
+"""`python -m helixrt.train.submit [--detach] [+experiment=NAME] [key=value ...]`: train as a Ray job and watch it.
 
 In: hydra overrides, as for `helixrt.train`. Out: the job's output as it comes, its exit code. The
 cluster is the one RAY_ADDRESS names, else a local head on loopback that lives as long as this
 command. Settings are checked before anything is started. Ctrl-C stops the job, and the head if it is
 ours; nothing stays behind.
+
+A connection that is lost does not stop the job: it is made again. With `--detach` the command ends when the job is submitted.
+`helixrt attach JOB` follows a job again; its end, and Ctrl-C there, leave the job alone.
 """
 
 from __future__ import annotations
@@ -24,19 +27,20 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.errors import ConfigError, Fatal, MissingExtra
+from helixrt.ray_cluster.cluster import code_env
 from helixrt.train.config import TrainConfig
 
 DEFAULT_EXPERIMENT = "tiny"
+DETACH = "--detach"
 # Lines that Ray writes into a job's output: deaths of processes that our own log explains better, and greetings.
 _RAYS_OWN = re.compile(r"(\x1b\[\d+m)?\((raylet|autoscaler)|Running entrypoint for job |.*\tINFO job_manager\.py:|$")
 AGENT_S = 60.0  # how long a head may take until it accepts jobs
 STOP_S = 15.0  # how long a job may take to stop
+RECONNECT_S = 300.0  # how long a cluster that does not answer is asked again
 
-# What a job does not need; also everything .gitignore names (Ray reads it).
-EXCLUDES = (
-    ".git", ".venv", "outputs", "benchmarks", "papers", "notebooks", "tests", "build", "dist", "__pycache__",
-    ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".import_linter_cache", "*.egg-info",
-)  # fmt: skip
+
+class Unreachable(Fatal):
+    """The cluster does not answer any more. The job is left alone."""
 
 
 def with_defaults(overrides: Sequence[str]) -> list[str]:
@@ -52,14 +56,15 @@ def _key(override: str) -> str:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ConfigError unless the settings are valid for a Ray job."""
-    from helixrt.train.validate import validate
+    """Raise ConfigError unless the settings are valid for a Ray job. Where the cluster is not this machine's, the job itself
+    checks what depends on the machine: files, packages, addresses."""
+    from helixrt.train.validate import check_settings, validate
 
     if importlib.util.find_spec("ray") is None:
         raise MissingExtra("ray", "ray", "`make train`")
     if config.launcher == "local":
         raise ConfigError("launcher", "local", "a Ray job runs its ranks with Ray; for local ranks: python -m helixrt.train")
-    validate(config)
+    (check_settings if os.environ.get("RAY_ADDRESS") else validate)(config)
 
 
 def entrypoint(overrides: Sequence[str]) -> str:
@@ -77,7 +82,7 @@ def working_dir() -> Path | None:
 def runtime_env() -> dict[str, Any]:
     env: dict[str, Any] = {"env_vars": {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}}
     root = working_dir()
-    return env if root is None else {**env, "working_dir": str(root), "excludes": list(EXCLUDES)}
+    return {**env, **code_env("" if root is None else str(root))}
 
 
 def begin(client: Any, job: str, overrides: Sequence[str]) -> None:
@@ -115,15 +120,33 @@ def follow(client: Any, job: str) -> None:
             shown = max(shown, received)
             show(new)
 
+    lost_s: float | None = None  # since when the cluster has not answered; the job has not ended for that
     while True:
-        try:
+        with suppress(Exception):  # of no common class; whether the cluster answers shows below
             asyncio.run(tail())
-        except (RuntimeError, OSError):
-            time.sleep(0.5)  # the connection broke; the job has not ended for that
-        if client.get_job_status(job).is_terminal():
-            break
-        time.sleep(0.1)
-    show(client.get_job_logs(job)[shown:] + "\n")
+        try:
+            if client.get_job_status(job).is_terminal():
+                show(client.get_job_logs(job)[shown:] + "\n")
+                return
+            lost_s = None
+            time.sleep(0.1)
+        except (RuntimeError, OSError) as error:
+            now = time.monotonic()
+            if lost_s is None:
+                lost_s = now
+                print(f"the connection to the cluster is lost ({_first_line(error)}); the job goes on", file=sys.stderr)
+            elif now - lost_s > RECONNECT_S:
+                raise Unreachable(f"the cluster did not answer for {RECONNECT_S:g} s; {again(job)}") from error
+            time.sleep(1.0)
+
+
+def again(job: str) -> str:
+    """How the job is seen again."""
+    return f"job {job} goes on; follow it with: helixrt attach {job}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def exit_code(client: Any, job: str) -> int:
@@ -144,14 +167,14 @@ def stop(client: Any, job: str) -> None:
         time.sleep(0.1)
 
 
-def submit(address: str | None, overrides: Sequence[str]) -> int:
-    """Run the job on the cluster at `address` (a dashboard's URL, or whatever RAY_ADDRESS may be)."""
+def client_of(address: str | None) -> Any:
+    """Of the cluster at `address` (a dashboard's URL, or whatever RAY_ADDRESS may be). Raises ConfigError (RAY_ADDRESS)."""
     import ray.exceptions
     from ray.job_submission import JobSubmissionClient
 
     no_token: Any = getattr(ray.exceptions, "AuthenticationError", ())  # older versions of Ray ask for none
     try:
-        client = JobSubmissionClient(address)
+        return JobSubmissionClient(address)
     except ConnectionError as unreachable:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise ConfigError("RAY_ADDRESS", where, "no Ray cluster with a dashboard answers there") from unreachable
@@ -159,15 +182,48 @@ def submit(address: str | None, overrides: Sequence[str]) -> int:
         where = address or os.environ.get("RAY_ADDRESS", "")
         rule = "requires a token that was not found; put it into RAY_AUTH_TOKEN, or a file named by RAY_AUTH_TOKEN_PATH"
         raise ConfigError("RAY_ADDRESS", where, rule) from refused
+
+
+def submit(address: str | None, overrides: Sequence[str], detach: bool = False) -> int:
+    """Run the job on the cluster at `address`, as `client_of` takes it; `detach`: leave it alone once it is submitted."""
+    client = client_of(address)
     job = f"helixrt-{secrets.token_hex(6)}"
     try:
         begin(client, job, overrides)
+        if detach:
+            print(again(job))
+            return 0
         follow(client, job)
         return exit_code(client, job)
+    except Unreachable:
+        raise
     except BaseException:
         with suppress(RuntimeError, OSError):  # not begun, or the cluster is gone: what was raised says more
             stop(client, job)
         raise
+
+
+def attach(job: str) -> int:
+    """Follow a job that was submitted before, to its end; the job's exit code. Ctrl-C leaves the job alone. Raises ConfigError
+    for a cluster that does not answer or does not know the job."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtra("ray", "ray", "following a Ray job")
+    if not os.environ.get("RAY_ADDRESS"):
+        rule = "is not set; it names the cluster of the job (a dashboard's URL, or `auto` on one of its nodes)"
+        raise ConfigError("RAY_ADDRESS", "", rule)
+    use_token()
+    logging.disable(logging.WARNING)
+    client = client_of(None)
+    try:
+        client.get_job_status(job)
+    except RuntimeError as unknown:
+        raise ConfigError("job", job, f"the cluster does not know this job: {_first_line(unknown)}") from unknown
+    try:
+        follow(client, job)
+    except KeyboardInterrupt:
+        print(again(job), file=sys.stderr)
+        return 128 + signal.SIGINT
+    return exit_code(client, job)
 
 
 def use_token() -> None:
@@ -180,23 +236,27 @@ def use_token() -> None:
 def main(arguments: Sequence[str]) -> int:
     from helixrt.train.schema import command
 
-    overrides = with_defaults(arguments)
-    return command(overrides, lambda config: run(config, overrides))
+    detach = DETACH in arguments
+    overrides = with_defaults([argument for argument in arguments if argument != DETACH])
+    return command(overrides, lambda config: run(config, overrides, detach))
 
 
-def run(config: TrainConfig, overrides: Sequence[str]) -> int:
+def run(config: TrainConfig, overrides: Sequence[str], detach: bool = False) -> int:
     """Train as the job that the overrides describe; `config` is what they make. Returns an exit code."""
     from helixrt.ray_cluster.head import local_head
     from helixrt.train.mesh import mesh_of
 
     if os.environ.get("RAY_ADDRESS"):
         use_token()
+    elif detach:
+        rule = "needs RAY_ADDRESS, a cluster that stays: the head that this command starts ends with it"
+        raise ConfigError("argument", DETACH, rule)
     check(config)
     logging.disable(logging.WARNING)  # this process only submits; Ray's modules each set their own level
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if os.environ.get("RAY_ADDRESS"):
-            return submit(None, overrides)
+            return submit(None, overrides, detach)
         print("starting a Ray head on this machine …", flush=True)
         with local_head(config.mesh.replicas * mesh_of(config).ranks) as head:
             return submit(head.dashboard, overrides)

@@ -23,17 +23,23 @@ _STREAMS = ("replicas", "dp_shard")  # of the mesh: each has a data stream of it
 
 def validate(config: TrainConfig) -> None:
     """Check every rule, cheap ones first. Raises the first ConfigError."""
-    for error in (*_numbers(config), *_relations(config)):
-        raise error
+    check_settings(config)
     if importlib.util.find_spec("torchdata") is None:
         raise MissingExtra("torchdata", "ft", "reading the training data")
     config.check_runtime(config.steps)
-    _mesh(config)
-    _schedule(config)
     _data(config)
     _output_root(config.output.root)
     if config.resume:
         _resume(config)
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Check the rules that hold on every machine; those of files, packages and addresses are for where the job will run."""
+    for error in (*_numbers(config), *_relations(config)):
+        raise error
+    config.check_settings(config.steps)
+    _mesh(config)
+    _schedule(config)
 
 
 def _numbers(config: TrainConfig) -> Iterator[ConfigError]:

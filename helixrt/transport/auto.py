@@ -15,6 +15,7 @@ What was chosen and why is in `choices`, in the log "helixrt.transport" and in t
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import math
 import select
@@ -35,7 +36,7 @@ from helixrt.transport.monitor.peers import WatchedPeers
 from helixrt.transport.shared_memory import address as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
-from helixrt.transport.tcp.rails import TcpRail
+from helixrt.transport.tcp.rails import TcpRail, parse_address
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs.devices import VerbsRail
 
@@ -46,6 +47,10 @@ AUTO, SHARED_MEMORY, VERBS, TCP = "auto", "shared_memory", "verbs", "tcp"
 MONITOR = "monitor"  # no transport: where a rank's monitor process is asked, in the same list of addresses
 TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS)
 
+LOOPBACK_WARNING = (
+    "rank %d listens on %s, which leads to its own host alone, and rank %d is on another host: give the run's servers an "
+    "address that all hosts reach (`host=`, `helixrt serve --host`), or name rails"
+)
 _PART = struct.Struct("<BH")  # lengths of a transport's name and address
 _KEEP_ALIVE_S = 0.02
 _LOOK_S = 0.001
@@ -220,6 +225,7 @@ class AutoEndpoint(Endpoint):
                     rule = f"does not reach rank {rank}, which is on another host; use {AUTO} or {TCP}"
                 raise ConfigError("transport", self._insists, rule)
             self._choices[rank], groups[choice.transport][rank] = choice, theirs[choice.transport]
+            self._warn_of_loopback(me, rank, choice, mine, theirs)
             if asked is not None and choice.transport != SHARED_MEMORY:  # on this host links look at the process themselves
                 monitors[rank] = asked
             self._ways[rank] = self._endpoints[choice.transport]
@@ -252,6 +258,18 @@ class AutoEndpoint(Endpoint):
         if SHARED_MEMORY in groups:
             self._here = frozenset(shared_memory.parse_address(raw)[1] for raw in groups[SHARED_MEMORY].values())
         self._tell(me)
+
+    def _warn_of_loopback(
+        self, me: int, rank: int, choice: Choice, mine: Mapping[str, bytes], theirs: Mapping[str, bytes]
+    ) -> None:
+        """Once, if this rank listens on loopback alone and a peer is on another host, which cannot connect to it."""
+        both_say = SHARED_MEMORY in mine and SHARED_MEMORY in theirs
+        if choice.transport == SHARED_MEMORY or LOOPBACK_WARNING in self._told or not both_say or same_host(mine, theirs):
+            return
+        hosts = [host for host, _ in parse_address(mine[TCP])] if TCP in mine else []
+        if hosts and all(ipaddress.ip_address(host).is_loopback for host in hosts):
+            self._told.add(LOOPBACK_WARNING)
+            _log.warning(LOOPBACK_WARNING, me, hosts[0], rank)
 
     def _tell(self, me: int) -> None:
         """Log how peers are reached, unless it is what was said before."""

@@ -34,6 +34,8 @@ def test_every_step_is_run_by_the_order_that_the_loop_has_then(
         assert len(run["steps_ms"]) == len(run["simulated_ms"]) == len(run["orders"]) == 12
         for measured_ms, simulated_ms in zip(run["steps_ms"], run["simulated_ms"], strict=True):
             assert measured_ms >= simulated_ms - ROUNDING_MS
+    assert len(found["undisturbed_ms"]) == 2 * adapting.CALM_STEPS
+    assert min(found["undisturbed_ms"]) >= found["runs"]["helix adapting"]["simulated_ms"][0] - ROUNDING_MS
     fixed = found["runs"]["1f1b direct"]
     assert fixed["simulated_ms"][4] > fixed["simulated_ms"][0] == fixed["simulated_ms"][-1]  # the delay came and went
     loop = found["runs"]["helix adapting"]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from helixrt.collectives import gloo, group_lifecycle
 from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.ftar import FtarExchange
-from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, all_connected, meet
 from helixrt.collectives.torchft_group import ProcessGroupHelix
 from helixrt.collectives.work import GroupError
 from helixrt.errors import Retryable
@@ -188,3 +188,60 @@ def test_a_process_group_does_not_wait_for_a_stopped_store_beyond_its_timeout(
     error = ends(lambda: group.configure(f"{address}/1", "0", 0, 2))
     assert isinstance(error, GroupError)
     group.shutdown()
+
+
+# ---------------------------------------------------------------- many ranks
+
+
+class Asked:
+    """A client of a store that notes the keys that it is asked for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.keys = store, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.store, name)
+
+        def noted(keys: Any, *arguments: Any) -> Any:
+            self.keys |= set(keys) if isinstance(keys, list) else {keys}
+            return call(keys, *arguments)
+
+        return noted
+
+
+def test_of_many_ranks_one_alone_looks_at_all_the_others(store_address: str) -> None:
+    """So a look costs the store as much as there are ranks, and not the square; and all have found the same."""
+    size, met = 12, dict[int, Any]()
+    clients = [Asked(StoreClients().at(f"{store_address}/many", LIMIT_S)) for _ in range(size)]
+
+    def one(rank: int) -> None:
+        deadline, asked = Deadline(LIMIT_S), clients[rank]
+        met[rank] = meet(asked, rank, size, bytes([rank]) * rank, 7 + rank, deadline, lambda: False)  # type: ignore[arg-type]
+        all_connected(asked, rank, size, deadline, lambda: False)  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    for rank in range(size):
+        assert met[rank].generation == 7 + size - 1
+        assert met[rank].peers == {other: bytes([other]) * other for other in range(size) if other != rank}
+    for rank in range(1, size):
+        assert clients[rank].keys == {f"address/{rank}", "addresses", f"connected/{rank}", "all-connected"}
+
+
+def test_who_is_missing_is_found_by_every_rank(store_address: str) -> None:
+    store = StoreClients().at(f"{store_address}/few", LIMIT_S)
+    with pytest.raises(Retryable, match=r"members number \[0, 3, 4\] of 6 did not come"):
+        threads = [threading.Thread(target=announce, args=(store_address, rank)) for rank in (1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        meet(store, 2, 6, b"", 1, Deadline(LATE_S), lambda: False)
+
+
+def announce(address: str, rank: int) -> None:
+    put: Any = StoreClients().at(f"{address}/few", LIMIT_S)
+    put.set(f"address/{rank}", struct.pack("<q", 1))

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.engines.inner_group import InnerGroup, lost_rank
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.random_state import set_random_state
@@ -365,6 +366,7 @@ def run(rank: int, size: int, rendezvous: str, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(rendezvous, size)
+    one_gloo_worker()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     group = InnerGroup(init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",)))
     for scenario in SCENARIOS:

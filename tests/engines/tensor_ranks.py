@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.engines.inner_group import lost_rank
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.random_state import set_random_state
@@ -411,6 +412,7 @@ def run(rank: int, sizes: dict[str, int], rendezvous: str, results: Any, only: s
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     world = sizes.get("dp_shard", 1) * sizes["tp"]
     store = dist.FileStore(rendezvous, world)
+    one_gloo_worker()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     mesh = ReplicaMesh(sizes, rank, timeout=timedelta(seconds=60))
     for scenario in SHARDED_TENSOR if "dp_shard" in sizes else TENSOR:

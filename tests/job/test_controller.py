@@ -11,7 +11,7 @@ import pytest
 from helixrt.errors import Cause, Retryable
 from helixrt.job.controller import Controller, Happening, Terminated
 from helixrt.job.draining import DrainAsked
-from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, Options, StopRun
+from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, Options, Phase, ReplicaState, RunState, StopRun
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.progress import ProgressReport, ThreadReport
 from helixrt.replica.run_keys import (
@@ -395,3 +395,25 @@ def test_a_drained_replica_is_asked_to_leave_and_comes_back_when_the_user_says_s
     assert world.launcher.starts[4:] == [("r1.pp0.dp0.cp0.tp0", 1), ("r1.pp1.dp0.cp0.tp0", 1)]
     expected = ["left 1.0", "drained 1.0", "refused 0.0", "restarted 1.1", "running 1.1", "finished 1.1"]
     assert [line for line in world.told if line in expected] == expected
+
+
+def test_a_controller_that_takes_over_begins_nothing_again_and_ends_what_was_half_lost() -> None:
+    """Replica 0 trains; of replica 1 one rank has ended, and the other was not killed yet."""
+    world = World()
+    first, second, other = Coordinate(0, 0), Coordinate(0, 1), Coordinate(1, 1)
+    world.launcher.alive = {first: 0, second: 0, other: 2}
+    world.running(0)
+    lost = ReplicaState(Phase.LOST, 0.0, "its disk is full", 2, frozenset({str(Coordinate(1, 0))}))
+    state = RunState((ReplicaState(Phase.RUNNING), lost), has_run=True)
+    alive = frozenset({(0, str(first)), (0, str(second)), (2, str(other))})
+    world.controller.take_over(state, alive, "12 s without a driver")
+    assert world.told == ["attached -1.0"] and world.store.values[ended_key(1, 2)] == "yes"
+    stopped = world.run(
+        lambda: None,
+        lambda: world.running(1, 3),
+        lambda: (world.finish(0), world.finish(1)),
+        lambda: [world.launcher.end(at.replica, at.pp, 0) for at in list(world.launcher.alive)],
+    )
+    assert stopped.ok and world.launcher.closed
+    assert world.launcher.starts == [(str(Coordinate(1, 0)), 3), (str(other), 3)], "replica 0 was not started"
+    assert "restarted 1.3" in world.told

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from helixrt.errors import StartAgain
+from helixrt.errors import Retryable, StartAgain
 from helixrt.job import group_watch
 from helixrt.job.group_watch import LEAVE_S, GroupWatch
 from helixrt.job.policies import LEFT_EXIT, RELOAD_EXIT
@@ -77,8 +77,31 @@ def test_a_main_thread_that_does_not_end_is_ended_with_its_process(ends: bool, m
     assert said is None if ends else said is not None and json.loads(said)["code"] == RELOAD_EXIT
 
 
-def test_a_replica_of_one_rank_needs_no_watch() -> None:
-    store = MemoryRunStore()
+def test_a_replica_of_one_rank_is_not_ended_by_the_watch_of_its_group() -> None:
+    """It sees at its quorums that it has ended, and may save its state before."""
+    store, clock = MemoryRunStore(), Clock()
     store.put_if_absent(ended_key(*LIFE), "yes")
-    with GroupWatch(store, LIFE, 0, 1, end=pytest.fail):
-        assert not [thread for thread in threading.enumerate() if thread.name == "helixrt-group-watch"]
+    assert GroupWatch(store, LIFE, 0, 1, end=pytest.fail, clock=clock).look() == ""
+
+
+class AwayStore(MemoryRunStore):
+    """A store whose server is gone."""
+
+    def get(self, key: str) -> str | None:
+        raise Retryable("the run's store at h:1 cannot be reached")
+
+
+def test_a_rank_whose_server_stays_away_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_watch, "LOOK_S", 0.01)
+    ended: list[BaseException] = []
+    said = threading.Event()
+
+    def end(error: BaseException) -> None:
+        ended.append(error)
+        said.set()
+
+    with GroupWatch(AwayStore(), LIFE, 0, 1, end, leave=pytest.fail, away_s=0.1):
+        assert said.wait(30.0)
+    (error,) = ended
+    assert isinstance(error, Retryable) and "the run's store at h:1 cannot be reached; it has been away for 0.1 s" in str(error)
+

@@ -174,6 +174,7 @@ def kinds(record: FlightRecord) -> list[Event]:
 def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replica]]:
     made: list[Replica] = []
     monkeypatch.setattr(order_adapter, "_REST", 0)  # every step is judged
+    monkeypatch.setattr(order_adapter, "_CALM_S", 0.0)
 
     def make(in_use: str = "", ranks: tuple[str, ...] = ("r0",), **rules: Any) -> Replica:
         engine = NoGraphs(ZB)
@@ -249,3 +250,20 @@ def test_costs_are_judged_when_the_last_rank_has_measured_a_step_whoever_that_is
         found.adapter.measured(f"r0.{rank}", step)
     found.adapter.close()
     assert judged == [1, 2, 4]
+
+
+def test_while_costs_stay_they_are_judged_now_and_then_and_at_once_when_one_has_changed(
+    replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order_adapter, "_CALM_S", DEADLINE_S)
+    found = replica()
+    judged: list[int] = []
+
+    def estimates() -> None:
+        judged.append(found.adapter._judged)
+
+    found.adapter._estimates = estimates
+    for step in range(1, 9):
+        found.adapter.measured("r0", step, changed=step in (4, 5))
+    found.adapter.close()
+    assert judged == [1, 4, 5]

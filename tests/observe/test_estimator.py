@@ -66,7 +66,7 @@ def test_delays_are_found_within_their_uncertainty_when_clocks_are_seconds_apart
     for low, high in ((0, 1), (1, 2), (2, 3)):  # there and back no clock matters
         both = sum(found.links[way].total_ms for way in ((low, high), (high, low)))
         real = sum(true.link(*way).delay_ms for way in ((low, high), (high, low)))
-        assert abs(both - real) <= 0.3, f"seed {seed}: {both} ms there and back for {real}"
+        assert abs(both - real) <= 0.4, f"seed {seed}: {both} ms there and back for {real}"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

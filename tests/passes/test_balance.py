@@ -68,3 +68,30 @@ def test_what_cannot_be_is_refused() -> None:
         balance(costs, (0, 1), in_flight=(1,))
     with pytest.raises(ConfigError, match="too little for any cut"):
         balance(costs, (0, 1), limit_bytes=7.0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_neighbour_takes_less_and_none_exceeds_the_memory(seed: int) -> None:
+    """With an arbitrary time for each cut; from the cut with the fastest slowest stage on it only gets better."""
+    draw = random.Random(seed)
+    placement = draw.choice(PLACEMENTS)
+    costs = [UnitCost(draw.randint(1, 20), draw.randint(1, 9)) for _ in range(draw.randint(len(placement), len(placement) + 5))]
+    every = list(itertools.combinations(range(1, len(costs)), len(placement) - 1))
+    taken = {starts: draw.random() for starts in every}
+
+    def fits(starts: tuple[int, ...], limit: float) -> bool:
+        sizes = [0.0] * len(placement)
+        for chunk, (begin, end) in enumerate(itertools.pairwise((0, *starts, len(costs)))):
+            sizes[placement[chunk]] += sum(cost.lasting_bytes for cost in costs[begin:end])
+        return max(sizes) <= limit
+
+    plain = balance(costs, placement)
+    limit = draw.choice([float("inf"), max(plain.bytes)])
+    first, found = (
+        balance(costs, placement, limit_bytes=limit),
+        balance(costs, placement, limit_bytes=limit, makespan=taken.__getitem__),
+    )
+    assert taken[found.starts] <= taken[first.starts] and fits(found.starts, limit)
+    for other in every:
+        if sum(abs(a - b) for a, b in zip(other, found.starts, strict=True)) == 1 and fits(other, limit):
+            assert taken[found.starts] <= taken[other]

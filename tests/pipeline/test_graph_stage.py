@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helixrt.bench._live_storage import LiveStorage
+from helixrt.collectives.gloo_groups_private import gloo_backend
 from helixrt.passes.pair import Rules
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import GroupChannel
@@ -220,7 +221,7 @@ def train_shared_stages(policy: str) -> None:
             stage = GraphStage(chunks, comes_in, mode="estimate", rules=Rules(labels=500))
             program = compile_program(schedule, number)
             stage.prepare(program)
-            backend = dist.ProcessGroupGloo(neighbours, number, STAGES, timedelta(seconds=30))
+            backend = gloo_backend(neighbours, number, STAGES, timedelta(seconds=30))
             record = FlightRecord(f"pp{number}")
             channels = {peer: GroupChannel(backend, peer, record) for peer in range(STAGES) if peer != number}
             buckets = GradientBuckets(dict(modules), 256)

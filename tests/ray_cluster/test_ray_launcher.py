@@ -53,7 +53,7 @@ import os, signal, sys, time
 from pathlib import Path
 from helixrt.ray_cluster.launcher import RayLauncher
 from helixrt.replica.contracts import Coordinate, RankSpec
-launcher = RayLauncher(Path(sys.argv[1]), "tiny_ranks:sleep", {"GREETING": "hello"})
+launcher = RayLauncher(Path(sys.argv[1]), "tiny_ranks:sleep", {"GREETING": "hello"}, num_cpus=0.01, ranks=2)
 for replica in range(2):
     for pp in range(2):
         launcher.start(RankSpec(f"job{os.getpid()}", Coordinate(replica, pp), 0, "s", "l", "out", "x", 0.0, {}))
@@ -103,7 +103,15 @@ def head(ray_head: Any) -> str:
 
 @pytest.fixture
 def launcher(head: str, tmp_path: Path) -> Iterator[RayLauncher]:
-    launcher = RayLauncher(tmp_path, "tiny_ranks:sleep", {"GREETING": "hello"})
+    launcher = RayLauncher(tmp_path, "tiny_ranks:sleep", {"GREETING": "hello"}, num_cpus=0.01)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def pairs(head: str, tmp_path: Path) -> Iterator[RayLauncher]:
+    """Replicas of two ranks."""
+    launcher = RayLauncher(tmp_path, "tiny_ranks:sleep", {"GREETING": "hello"}, num_cpus=0.01, ranks=2)
     yield launcher
     launcher.close()
 
@@ -129,18 +137,18 @@ def polled(launcher: RayLauncher, count: int) -> list[RankExit]:
     return exits
 
 
-def test_a_life_of_two_replicas(launcher: RayLauncher, tmp_path: Path) -> None:
+def test_a_life_of_two_replicas(pairs: RayLauncher, tmp_path: Path) -> None:
     """Started once; answers while it runs; a kill is noticed, spares the other, and a new life begins; close ends all."""
     for _ in range(2):
         for replica in (0, 1):
             for pp in (0, 1):
-                launcher.start(spec(replica, pp))
-    until(lambda: all(len(launcher.pids(r)) == 2 for r in (0, 1)), "four processes")
-    first = [*launcher.pids(0), *launcher.pids(1)]
+                pairs.start(spec(replica, pp))
+    until(lambda: all(len(pairs.pids(r)) == 2 for r in (0, 1)), "four processes")
+    first = [*pairs.pids(0), *pairs.pids(1)]
     assert len(set(first)) == 4
     log = tmp_path / "r1.pp0.inc0.log"
     until(lambda: log.exists() and "pid" in log.read_text(), "the rank's first words")
-    victim = launcher.pids(1)[0]
+    victim = pairs.pids(1)[0]
     assert log.read_text() == f"pid {victim} hello\n"
 
     peer = ray.get_actor(f"run{os.getpid()}/{Coordinate(1, 0)}.inc0")
@@ -148,23 +156,25 @@ def test_a_life_of_two_replicas(launcher: RayLauncher, tmp_path: Path) -> None:
     assert ray.get(answer, timeout=30) == f"{victim} while it runs"
 
     os.kill(victim, signal.SIGKILL)
-    (ended,) = polled(launcher, 1)
+    (ended,) = polled(pairs, 1)
     assert (ended.coordinate, ended.incarnation, ended.code) == (Coordinate(1, 0), 0, -9)
     assert "r1.pp0.dp0.cp0.tp0 incarnation 0" in ended.reason and str(log) in ended.reason
-    launcher.kill(1)
-    launcher.kill(1)
-    assert [(e.coordinate, e.code) for e in polled(launcher, 1)] == [(Coordinate(1, 1), -9)]
-    assert launcher.poll() == [] and len(launcher.pids(0)) == 2
+    pairs.kill(1)
+    pairs.kill(1)
+    assert [(e.coordinate, e.code) for e in polled(pairs, 1)] == [(Coordinate(1, 1), -9)]
+    assert pairs.poll() == [] and len(pairs.pids(0)) == 2
 
-    launcher.start(spec(1, 0, incarnation=1))
-    until(lambda: launcher.pids(1), "the new incarnation")
-    stopped = launcher.pids(0)[0]
+    pairs.start(spec(1, 0, incarnation=1))
+    assert pairs.waiting(1), "a replica starts whole"
+    pairs.start(spec(1, 1, incarnation=1))
+    until(lambda: pairs.poll() or len(pairs.pids(1)) == 2, "the new incarnation")
+    stopped = pairs.pids(0)[0]
     os.kill(stopped, signal.SIGSTOP)  # does not answer Ray; must be ended all the same
-    second = [*launcher.pids(0), *launcher.pids(1)]
-    launcher.close()
+    second = [*pairs.pids(0), *pairs.pids(1)]
+    pairs.close()
     assert [pid for pid in first + second if exists(pid)] == []
-    launcher.start(spec(0, 0, incarnation=7))
-    assert launcher.pids(0) == []
+    pairs.start(spec(0, 0, incarnation=7))
+    assert pairs.pids(0) == []
 
 
 def test_how_ranks_end_by_themselves(ending: RayLauncher) -> None:

@@ -194,3 +194,23 @@ def test_an_order_is_taken_up_when_all_ranks_have_it_ready_and_not_when_one_cann
     assert machine.events[-1] == p.OrderReady("a") and answers[-1] == ("b", 0.2, "rank 1: no graph")
     assert told == [PrepareOrder("a"), PrepareOrder("b")] and not broken
     leader.close()
+
+
+def test_votes_wait_while_ranks_make_an_order_ready_so_that_the_next_step_begins_by_it() -> None:
+    machine, broken, told = Recorder(), [], []
+    machine.group_world_size = 2
+    leader = leader_of(machine, broken, told)
+    leader.report(0, p.RankDone(1, 0))
+    leader.prepare("a")
+    leader.report(1, p.RankDone(1, 1))
+    leader.report(0, OrderPrepared("a", 0.1))
+    failed = p.RankFailed(1, 0, "gone")
+    leader.report(0, failed)
+    assert machine.events == [p.RankDone(1, 0), failed], "what went wrong does not wait"
+    leader.report(1, OrderPrepared("a", 0.1))
+    assert machine.events[2:] == [p.OrderReady("a"), p.RankDone(1, 1)]
+    leader.prepare("b")
+    for report in (p.RankDone(2, 0), p.RankDone(2, 1), OrderPrepared("b", 0.1), OrderPrepared("b", 0.1, "no graph")):
+        leader.report(getattr(report, "rank", len(leader._prepared)), report)
+    assert machine.events[4:] == [p.RankDone(2, 0), p.RankDone(2, 1)] and not broken
+    leader.close()

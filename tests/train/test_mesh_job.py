@@ -89,6 +89,30 @@ def test_eight_ranks_train_as_two_do_and_survive_a_kill(shape: str, job: Any, tm
     assert got == pytest.approx(expected, rel=1e-4)
 
 
+# One chunk on each stage, and two. Clipping is off: the norm adds up buckets, which are other ones with other chunks.
+LINEAR = (("1f1b", "always"), ("zb", "auto"))
+FOLDED = (("zbv", "auto"), ("dualpipev", "auto"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_graph_schedules_train_alike_over_tensor_parallel_stages(job: Any, tmp_path: Path) -> None:
+    """W apart from B or not, woven (dualpipev) or not: the same losses, bit for bit; by autograd within rounding."""
+    four = ("mesh.replicas=1", "mesh.pp=2", "mesh.tp=2", "model.family=llama", "model.layers=4", "schedule.microbatches=4")
+    run = job(*four, "optim.clip=0", "schedule.profile=estimate", "checkpoint.every=0", "steps=6")
+    found = {}
+    for name, graphs in (("1f1b", "never"), *LINEAR, *FOLDED):
+        root = tmp_path / f"{name}-{graphs}"
+        ended = run.run(f"output.root={root}", f"schedule.name={name}", f"schedule.graphs={graphs}")
+        assert ended.code == 0, run.why(ended)
+        found[name, graphs] = losses(root, 7)
+    plain = found["1f1b", "never"]
+    assert list(plain) == [1, 2, 3, 4, 5, 6] and len(set(plain.values())) == 6
+    for case in (*LINEAR, *FOLDED):
+        assert found[case] == found[LINEAR[0]], case
+        assert found[case] == pytest.approx(plain, rel=1e-4), case
+
+
 SHARDED = {
     "pp 2 x dp_shard 2": ("mesh.pp=2", "mesh.dp_shard=2", "model.family=llama", "model.tied=true"),
     "dp_shard 2 x tp 2": ("mesh.pp=1", "mesh.dp_shard=2", "mesh.tp=2"),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helixrt.bench._job_engine import pipeline_engine
+from helixrt.collectives.gloo_groups_private import gloo_backend
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded import is_sharded, local
@@ -281,7 +282,7 @@ def one_of_two_replicas() -> tuple[int, Exchange]:
     replica, rank = divmod(dist.get_rank(), RANKS)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder[0]}/{replica}", RANKS), rank=rank, world_size=RANKS)
-    exchanging = dist.ProcessGroupGloo(dist.FileStore(f"{folder[0]}/rank{rank}", 2), replica, 2, timedelta(seconds=60))
+    exchanging = gloo_backend(dist.FileStore(f"{folder[0]}/rank{rank}", 2), replica, 2, timedelta(seconds=60))
 
     def exchange(buckets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sums = alone(buckets)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.collectives.gloo_groups_private import gloo_backend
 from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
@@ -125,8 +126,8 @@ def test_tensor_and_context_parallelism_together(run_stages: Any, context: str) 
 
     def body(rank: int, _: Any) -> tuple[nn.Module, float]:
         row, column = divmod(rank, 2)
-        tp_backend = dist.ProcessGroupGloo(stores["tp"][row], column, 2)
-        cp_backend = dist.ProcessGroupGloo(stores["cp"][column], row, 2)
+        tp_backend = gloo_backend(stores["tp"][row], column, 2)
+        cp_backend = gloo_backend(stores["cp"][column], row, 2)
         with registered(tp_backend, column, 2) as tp, registered(cp_backend, row, 2) as cp:
             groups = ParallelGroups(tp=tp, sequence=True, cp=cp)
             module = build_chunk(model, SEQ, 0, 1, seed=5, dtype=torch.float64, groups=groups)

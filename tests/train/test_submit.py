@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from helixrt.errors import ConfigError
-from helixrt.train.submit import submit, use_token
+from helixrt.train import submit as submission
+from helixrt.train.submit import attach, submit, use_token
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
+from ray import job_submission  # noqa: E402
+from ray.job_submission import JobStatus  # noqa: E402
 
 
 def test_a_cluster_that_wants_a_token_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +45,99 @@ def test_a_token_is_shown_only_where_there_is_one(monkeypatch: pytest.MonkeyPatc
     import os
 
     assert os.environ.get("RAY_AUTH_MODE") == ("token" if has else None)
+
+
+class Cluster:
+    """A job's log as a cluster gives it whose connection breaks: `says` in turn, an exception or what has come by then."""
+
+    def __init__(self, *says: object) -> None:
+        self.says, self.text, self.stopped = list(says), "", 0
+        self.broken: BaseException | None = None
+        self.job: dict[str, Any] = {}
+
+    def submit_job(self, **job: Any) -> None:
+        self.job = job
+
+    def stop_job(self, job: str) -> None:
+        self.stopped += 1
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        says = self.says.pop(0)
+        if isinstance(says, BaseException):
+            self.broken = says
+            raise says
+        self.text, self.broken = str(says), None
+        yield self.text[: len(self.text) // 2]
+        yield self.text[len(self.text) // 2 :]
+
+    def get_job_status(self, job: str) -> JobStatus:
+        if self.broken is not None:
+            raise ConnectionError(f"{job} is out of reach\nmore")
+        return JobStatus.SUCCEEDED if not self.says else JobStatus.RUNNING
+
+    def get_job_logs(self, job: str) -> str:
+        return self.text
+
+    def get_job_info(self, job: str) -> Any:
+        return SimpleNamespace(driver_exit_code=7)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
+    def make(*says: object) -> Cluster:
+        made = Cluster(*says)
+        monkeypatch.setattr(job_submission, "JobSubmissionClient", lambda address: made)
+        monkeypatch.setattr(submission.time, "sleep", lambda seconds: None)
+        monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.7:8265")
+        return made
+
+    return make
+
+
+def test_a_lost_connection_is_made_again_and_each_line_is_shown_once(
+    cluster: Callable[..., Cluster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = ValueError("of no common class")
+    made = cluster("one\ntw", lost, lost, "one\ntwo\nthr", "one\ntwo\nthree")
+    assert submit(None, []) == 7 and made.stopped == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["one", "two", "three"]
+    (line,) = said.err.splitlines()
+    assert line.startswith("the connection to the cluster is lost") and line.endswith("is out of reach); the job goes on")
+
+
+def test_a_job_is_left_alone_by_a_cluster_that_stays_away(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "RECONNECT_S", -1.0)
+    made = cluster(*[OSError("gone")] * 3)
+    with pytest.raises(submission.Unreachable, match=r"job helixrt-\w+ goes on; follow it with: helixrt attach helixrt-"):
+        submit(None, [])
+    assert made.stopped == 0
+
+
+def test_ctrl_c_stops_a_job_that_was_submitted_and_none_that_is_attached_to(
+    cluster: Callable[..., Cluster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = cluster(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        submit(None, [])
+    assert made.stopped == 1
+    made = cluster(KeyboardInterrupt())
+    assert attach("helixrt-1") == 130 and made.stopped == 0
+    assert "helixrt attach helixrt-1" in capsys.readouterr().err
+    made = cluster("all")
+    assert attach("helixrt-1") == 7 and capsys.readouterr().out == "all\n"
+
+
+def test_a_detached_job_is_named_and_needs_a_cluster_that_stays(
+    cluster: Callable[..., Cluster], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = cluster()
+    assert submit(None, ["steps=3"], detach=True) == 0 and made.stopped == 0
+    assert "steps=3" in made.job["entrypoint"] and str(made.job["submission_id"]) in capsys.readouterr().out
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert submission.main(["--detach"]) == 2
+    assert capsys.readouterr().err.startswith("argument=--detach: needs RAY_ADDRESS")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS=: is not set"):
+        attach("helixrt-1")

@@ -145,14 +145,58 @@ def genesis(run: str, replicas: int) -> CommitRecord:
     return CommitRecord(0, 0, GENESIS_PARENT, (), {r: 0 for r in range(replicas)}, run)
 
 
+@dataclass(frozen=True)
+class Audit:
+    """What entered the parameters: batches counted, those left out on purpose, and where a stream has gaps or repeats."""
+
+    batches: int
+    gaps: int
+    repeats: int
+    per_replica: Mapping[int, int]
+    excluded: int = 0
+
+    @property
+    def clean(self) -> bool:
+        return self.gaps == 0 and self.repeats == 0
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What lies behind the first entry of a log that was compacted: `begin` entries, of a run whose entry 0 has the hash
+    `genesis`; `superseded` of them are not on the chain, and `audit` is that of the chain up to the first entry, where it was
+    made."""
+
+    begin: int = 0
+    genesis: str = ""
+    superseded: int = 0
+    audit: Audit | None = None
+
+    def to_json(self) -> str:
+        found = self.audit
+        counts = [] if found is None else [found.batches, found.gaps, found.repeats, found.excluded]
+        positions = {} if found is None else {str(r): n for r, n in sorted(found.per_replica.items())}
+        return json.dumps([self.begin, self.genesis, self.superseded, counts, positions])
+
+    @staticmethod
+    def from_json(text: str) -> Behind:
+        begin, genesis, superseded, counts, positions = json.loads(text)
+        if not counts:
+            return Behind(begin, genesis, superseded)
+        batches, gaps, repeats, excluded = counts
+        found = Audit(batches, gaps, repeats, {int(r): n for r, n in positions.items()}, excluded)
+        return Behind(begin, genesis, superseded, found)
+
+
 class Log:
     """A local copy of the run's log, entry by entry, and the chain that it implies.
 
-    `append` takes the store's entries in order. Entry 0 is the genesis.
+    `append` takes the store's entries in order. Entry 0 is the genesis. `drop` forgets the oldest ones; `behind` says what they
+    were. Indices and lengths count those that were dropped.
     """
 
-    def __init__(self, entries: Sequence[CommitRecord] = ()) -> None:
+    def __init__(self, entries: Sequence[CommitRecord] = (), behind: Behind = Behind()) -> None:  # noqa: B008 frozen
         self.entries: list[CommitRecord] = []
+        self.behind = behind
         self.head: CommitRecord  # the newest entry; there is none before the genesis
         self._by_hash: dict[str, CommitRecord] = {}
         self._chain: dict[int, str] = {}  # step -> hash, of the head's chain
@@ -160,7 +204,16 @@ class Log:
             self.append(entry)
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return self.behind.begin + len(self.entries)
+
+    @property
+    def genesis(self) -> str:
+        """The hash of entry 0."""
+        return self.behind.genesis or self.entries[0].hash
+
+    def entry(self, index: int) -> CommitRecord | None:
+        """Entry `index` of the run's log; None if it was dropped."""
+        return self.entries[index - self.behind.begin] if index >= self.behind.begin else None
 
     def append(self, entry: CommitRecord) -> None:
         """Take the next entry of the store; its parent must be in the log already."""
@@ -177,13 +230,46 @@ class Log:
             self._chain[node.step] = node.hash
             node = self._by_hash.get(node.parent)
 
+    def may_begin(self, index: int) -> int:
+        """The highest index up to `index` at which the log may begin: of an entry on the chain on which later ones build."""
+        places = {entry.hash: at for at, entry in enumerate(self.entries)}
+        lowest = len(self.entries)  # place of the lowest parent of the entries behind the one that is looked at
+        for at in range(len(self.entries) - 1, 0, -1):
+            entry = self.entries[at]
+            if at <= index - self.behind.begin and lowest >= at and self.on_chain(entry.hash):
+                return self.behind.begin + at
+            lowest = min(lowest, places.get(entry.parent, -1))
+        return self.behind.begin
+
+    def drop(self, index: int, advance: int = 0) -> None:
+        """Forget the entries before `index`, which must be one that `may_begin` gives. With `advance` (see `audit`) their audit
+        is kept in `behind`. Does nothing for an index that is behind already, or that the log does not reach."""
+        count = index - self.behind.begin
+        if not 0 < count < len(self.entries):
+            return
+        dropped, kept = self.entries[:count], self.entries[count:]
+        lost = sum(not self.on_chain(entry.hash) for entry in dropped)
+        found = None
+        if advance:
+            found = audit(self.chain(kept[0].hash), advance, self.behind.audit)
+        self.behind = Behind(index, self.genesis, self.behind.superseded + lost, found)
+        self.entries = kept
+        for entry in dropped:
+            del self._by_hash[entry.hash]
+            if self._chain.get(entry.step) == entry.hash:
+                del self._chain[entry.step]
+
     def first(self, length: int) -> Log:
         """The log as it was when it had `length` entries; itself if it has no more."""
-        return self if length >= len(self) else Log(self.entries[:length])
+        return self if length >= len(self) else Log(self.entries[: max(0, length - self.behind.begin)], self.behind)
 
     def get(self, hash_: str) -> CommitRecord | None:
         """The record with this hash, on the chain or superseded; None if the log has none."""
         return self._by_hash.get(hash_)
+
+    def may_be_on_chain(self, hash_: str) -> bool:
+        """As `on_chain`, or it may have been dropped from there."""
+        return self.on_chain(hash_) or (self.behind.begin > 0 and hash_ not in self._by_hash)
 
     def on_chain(self, hash_: str) -> bool:
         """Whether the state with this hash is the head or an ancestor of it."""
@@ -199,8 +285,9 @@ class Log:
         return None if following is None else self._by_hash[following]
 
     def above(self, step: int) -> list[CommitRecord]:
-        """The records of the chain with a higher step, oldest first."""
-        return [self._by_hash[self._chain[s]] for s in range(max(0, step + 1), self.head.step + 1)]
+        """The records of the chain with a higher step, oldest first; of those that were not dropped."""
+        first = self.entries[0].step if self.behind.begin else 0
+        return [self._by_hash[self._chain[s]] for s in range(max(first, step + 1), self.head.step + 1)]
 
     def lost_behind(self, parent: str) -> list[CommitRecord]:
         """The records of the chain that a next entry after `parent`, on the chain or not, would supersede."""
@@ -210,7 +297,7 @@ class Log:
         return self.above(node.step if node is not None else -1)
 
     def chain(self, until: str | None = None) -> list[CommitRecord]:
-        """From the genesis to the record `until` (the head if None), following parents."""
+        """From the genesis (or the first entry that is kept) to the record `until` (the head if None), following parents."""
         node: CommitRecord | None = self.head if until is None else self._by_hash[until]
         steps: list[CommitRecord] = []
         while node is not None:
@@ -223,27 +310,13 @@ class Log:
         return [e for e in self.entries if not self.on_chain(e.hash)]
 
 
-@dataclass(frozen=True)
-class Audit:
-    """What entered the parameters: batches counted, those left out on purpose, and where a stream has gaps or repeats."""
-
-    batches: int
-    gaps: int
-    repeats: int
-    per_replica: Mapping[int, int]
-    excluded: int = 0
-
-    @property
-    def clean(self) -> bool:
-        return self.gaps == 0 and self.repeats == 0
-
-
-def audit(chain: Sequence[CommitRecord], advance: int = 1) -> Audit:
-    """Follow a chain from its genesis: the stream of each replica that commits must move on by exactly `advance` batches
-    per step, and no other stream may move. Where streams are dealt anew, the positions before must be those that the deal says,
-    and count from 0 after it. Batches of excluded replicas, and of records that were not
-    applied, count as `excluded`."""
-    gaps = repeats = batches = excluded = 0
+def audit(chain: Sequence[CommitRecord], advance: int = 1, before: Audit | None = None) -> Audit:
+    """Follow a chain from its genesis, or go on from the audit `before` of what lies behind its first record: the stream of
+    each replica that commits must move on by exactly `advance` batches per step, and no other stream may move. Where streams
+    are dealt anew, the positions before must be those that the deal says, and count from 0 after it. Batches of excluded
+    replicas, and of records that were not applied, count as `excluded`."""
+    past = before or Audit(0, 0, 0, {})
+    batches, gaps, repeats, excluded = past.batches, past.gaps, past.repeats, past.excluded
     position: dict[int, int] = dict(chain[0].positions) if chain else {}
     for before, record in zip(chain, chain[1:], strict=False):
         if record.parent != before.hash or record.step != before.step + 1:

@@ -220,6 +220,7 @@ class StepMachine:
 
     def _formed(self, event: Formed) -> list[Action]:
         actions = self._learn(event.entries)
+        self.log.drop(event.begin)
         if not self.following.fetching:
             self.held, replays = self.following.replay(self.held)
             actions += replays
@@ -230,6 +231,8 @@ class StepMachine:
         self.seen = max(self.seen, generation)
         # A straggler's entry may stand in the log by now for some of us and not for others: a common view of it.
         common = max(m.entries for m in event.members)
+        if 0 < common <= self.log.behind.begin:
+            return [*actions, self._join()]  # what they said is older than what the log begins with
         view = self.log.first(common) if common else self.log
         assessment = assess(event.members, view, generation, self.rules, self.life, self.steps)
         if isinstance(assessment, Stranded):

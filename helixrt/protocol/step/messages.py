@@ -24,12 +24,14 @@ class Begin:
 class Formed:
     """A quorum with us formed; `entries` are the log's entries from our `len(log)` on, read after it formed.
 
-    `generation` is the membership service's number of it; the machine's own is at least that.
+    `generation` is the membership service's number of it; the machine's own is at least that. The log's entries before `begin`
+    are not needed any more.
     """
 
     generation: int
     members: tuple[Member, ...]
     entries: tuple[CommitRecord, ...] = ()
+    begin: int = 0
 
 
 @dataclass(frozen=True)

@@ -174,10 +174,11 @@ class _Drawing:
         if stage + 1 == self.schedule.stages:
             return
         down, up = self.timeline.costs.link(stage, stage + 1), self.timeline.costs.link(stage + 1, stage)
-        times = [(link.delay_ms + link.wire_ms, arrow) for link, arrow in ((down, "↓"), (up, "↑"))]
-        if times[0][0] == times[1][0]:
-            times = [(times[0][0], "↕")]
-        text = " ".join(f"{arrow}{number(ms)}" for ms, arrow in times if ms)
+        # Few digits: more than that does not fit beside the rows.
+        both_ms = (down.delay_ms + down.wire_ms, up.delay_ms + up.wire_ms)
+        shown = [f"{ms:.0f}" if ms >= 10 else f"{ms:.{2 if ms >= 1 else 1}g}" for ms in both_ms]
+        times = [(shown[0], "↕")] if shown[0] == shown[1] else list(zip(shown, "↓↑", strict=True))
+        text = " ".join(arrow + ms for ms, arrow in times if ms != "0")
         if text:
             y = self.y(stage + 1) - _GAP / 2 + 4
             yield words(_LEFT - 10, y, f"{text} ms", 10.5, anchor="end", fill=MESSAGE[Op.B])

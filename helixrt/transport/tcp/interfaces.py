@@ -44,15 +44,6 @@ def trouble_of_all(rails: tuple[TcpRail, ...]) -> str:
     return ", ".join(dict.fromkeys(found)) if all(found) else ""
 
 
-def interface_of(address: str) -> str:
-    """The name of this host's interface that has this IPv4 address; empty: none has, or it is not known."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return _interface_of(address, probe)
-    except OSError:
-        return ""
-
-
 def _trouble_of(name: str, probe: socket.socket) -> str:
     try:
         answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, _IFREQ.pack(name.encode()[:15], b""))

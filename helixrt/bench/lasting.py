@@ -1,0 +1,252 @@
+"""A run that lasts: memory, files, keys and the cost of a restart after a million steps, and the start of many ranks.
+
+One writer proposes the records of so many replicas, one reader follows as another leader does, one as the driver, which
+compacts the log; each by the code of a job (`RunLog`, `Log`, `LineageWriter`, `Compaction`), over a store in this process,
+under a clock that moves by a second a step. A record in a thousand supersedes the one before. The growth is looked at ten
+times: it must be flat. Then so many ranks, each a thread, meet over a TCPStore: the requests of each rank must not grow with
+their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from helixrt.bench._figures import write
+from helixrt.collectives.deadline import Deadline
+from helixrt.collectives.rendezvous import all_connected, meet
+from helixrt.job import checkpoint as checkpoints
+from helixrt.job.compaction import Compaction
+from helixrt.job.lineage_files import LineageWriter, read_log
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
+from helixrt.replica.runlog import RunLog
+from helixrt.replica.store import MemoryRunStore, host_store, split_address
+
+MARKS, STEADY = 10, 4  # looks at the growth; the first that counts
+SUPERSEDED_EVERY = 1000
+CHECKPOINT_EVERY, CHECKPOINTS = 100, 2
+MEETINGS = (4, 2, 1)  # parts of the ranks that meet
+ADDRESS_BYTES, MEET_S = 200, 120.0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What there is after `step` steps. `restart_*`: of a rank that starts; `resume_s`: of a driver that reads the folder."""
+
+    step: int
+    rss_mb: float
+    keys: int
+    store_mb: float
+    files: int
+    files_mb: float
+    restart_requests: int
+    restart_s: float
+    resume_s: float
+
+
+class CountedStore(MemoryRunStore):
+    """Counts requests."""
+
+    requests = 0
+
+    def get(self, key: str) -> str | None:
+        self.requests += 1
+        return super().get(key)
+
+    def size(self) -> tuple[int, int]:
+        """How many keys, and their bytes."""
+        with self._changed:
+            return len(self._values), sum(len(key) + len(value) for key, value in self._values.items())
+
+
+class Reader:
+    """A leader's copy of the log, or the driver's: follows the store, forgets what is not needed."""
+
+    def __init__(self, store: CountedStore, clock: Callable[[], float]) -> None:
+        self.runlog = RunLog(store, clock=clock)
+        self.log = self.runlog.read()
+
+    def follow(self) -> None:
+        for entry in self.runlog.read_from(len(self.log)):
+            self.log.append(entry)
+
+    def forget(self) -> None:
+        self.log.drop(self.runlog.begin)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--replicas", type=int, default=256)
+    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write. Returns 0 if all is flat, else 1."""
+    begin_s = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        marks, clean = live(args.records, args.replicas, Path(folder))
+    seconds = time.process_time() - begin_s
+    print(f"lasting: {args.records} records of {args.replicas} replicas, one writer, two readers: {seconds:.0f} s of compute")
+    for mark in marks:
+        print("  " + "  ".join(f"{name} {value:.6g}" for name, value in asdict(mark).items()))
+    starts = {ranks: start(ranks) for ranks in (args.replicas // part for part in MEETINGS) if ranks > 1}
+    for ranks, (took_s, each) in starts.items():
+        print(f"  {ranks} ranks meet in {took_s:.2f} s, {each:.1f} requests each")
+    grown = growth(marks)
+    print(f"  last mark over the largest of the middle ones: {', '.join(f'{k} {v:.2f}' for k, v in grown.items())}")
+    if args.json is not None:
+        settings = {"records": args.records, "replicas": args.replicas, "checkpoint_every": CHECKPOINT_EVERY}
+        met = {str(ranks): {"seconds": took_s, "requests_each": each} for ranks, (took_s, each) in starts.items()}
+        more: dict[str, Any] = {"marks": [asdict(mark) for mark in marks], "growth": grown, "start": met, "compute_s": seconds}
+        write(args.json, "lasting", settings, {}, **more)
+    flat = all(ratio <= 1.25 for name, ratio in grown.items() if not name.endswith("_s"))
+    return 0 if clean and flat else 1
+
+
+def live(records: int, replicas: int, folder: Path) -> tuple[list[Mark], bool]:
+    """The marks, and whether the audit of the whole run is clean and complete."""
+    now_s = 0.0
+    store = CountedStore()
+    first = genesis("lasting", replicas)
+    driver_log = RunLog(store, clock=lambda: now_s)
+    compaction = Compaction(driver_log, folder, replicas)
+    compaction.restore(Log([first]))
+    writer, follower, driver = (Reader(store, lambda: now_s) for _ in range(3))
+    lineage = LineageWriter(folder / "lineage", again=writer.runlog.read_from)
+    lineage.append(0, first)
+    marks, batches = list[Mark](), 0
+    try:
+        for number in range(1, records + 1):
+            now_s += 1.0
+            head = writer.log.head
+            back = number % SUPERSEDED_EVERY == 0
+            base = writer.log.get(head.parent) if back else head
+            assert base is not None
+            batches += 0 if back else replicas
+            writer.forget()
+            put(writer, lineage, next_record(base, head.generation))
+            follower.follow()
+            follower.forget()
+            driver.follow()
+            head = writer.log.head
+            if head.step % CHECKPOINT_EVERY == 0:
+                lineage.flush()
+                made = folder / "checkpoints" / checkpoints.folder_name(head)
+                made.mkdir(parents=True, exist_ok=True)
+                (made / checkpoints.MANIFEST).write_text("{}")
+                checkpoints.prune(folder / "checkpoints", CHECKPOINTS)
+            compaction.look(driver.log, 1)
+            if number % max(1, records // MARKS) == 0:
+                lineage.flush()
+                marks.append(mark(store, folder, head.step))
+    finally:
+        lineage.close()
+    found = audit(driver.log.chain(), 1, driver.log.behind.audit)
+    superseded = driver.log.behind.superseded + len(driver.log.superseded())
+    return marks, found.clean and found.batches == batches and superseded == records // SUPERSEDED_EVERY
+
+
+def next_record(base: CommitRecord, generation: int) -> CommitRecord:
+    return CommitRecord(
+        base.step + 1,
+        generation + 1,
+        base.hash,
+        tuple((replica, 0) for replica in base.positions),
+        {replica: position + 1 for replica, position in base.positions.items()},
+        base.run,
+    )
+
+
+def put(writer: Reader, lineage: LineageWriter, record: CommitRecord) -> None:
+    """As a leader at a commit: what the log has, the append, its copy, the file."""
+    writer.follow()
+    index = len(writer.log)
+    stands = writer.runlog.append(index, record)
+    writer.log.append(stands)
+    lineage.append(index, stands)
+
+
+def mark(store: CountedStore, folder: Path, step: int) -> Mark:
+    before, begin_s = store.requests, time.perf_counter()
+    RunLog(store).read()
+    restart_requests, restart_s = store.requests - before, time.perf_counter() - begin_s
+    begin_s = time.perf_counter()
+    read_log(folder / "lineage")
+    resume_s = time.perf_counter() - begin_s
+    keys, stored = store.size()
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return Mark(
+        step, rss_mb(), keys, stored / 1e6, len(sizes), sum(sizes) / 1e6, restart_requests, restart_s, resume_s
+    )  # fmt: skip
+
+
+def growth(marks: list[Mark]) -> dict[str, float]:
+    """The last mark over the largest of those in the middle, where everything has its size."""
+    middle, last = [asdict(mark) for mark in marks[STEADY - 1 : -1]], asdict(marks[-1])
+    return {name: last[name] / max(mark[name] for mark in middle) for name in last if name != "step"} if middle else {}
+
+
+def start(ranks: int) -> tuple[float, float]:
+    """Seconds until so many ranks have met, and requests to the store for each."""
+    server, address = host_store()
+    host, port = split_address(address)
+    counts = [0] * ranks
+    together = threading.Barrier(ranks + 1)
+    failed: list[BaseException] = []
+
+    def one(rank: int) -> None:
+        try:
+            client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            counted = _Counted(client, counts, rank)
+            together.wait(MEET_S)
+            meet(counted, rank, ranks, b"x" * ADDRESS_BYTES, 1, Deadline(MEET_S), lambda: False)  # type: ignore[arg-type]
+            all_connected(counted, rank, ranks, Deadline(MEET_S), lambda: False)  # type: ignore[arg-type]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    together.wait(MEET_S)
+    begin_s = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    took_s = time.perf_counter() - begin_s
+    del server
+    if failed:
+        raise failed[0]
+    return took_s, sum(counts) / ranks
+
+
+class _Counted:
+    """A store client that counts the keys that it asks for."""
+
+    def __init__(self, store: dist.Store, counts: list[int], rank: int) -> None:
+        self._store, self._counts, self._rank = store, counts, rank
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self._counts[self._rank] += len(arguments[0]) if isinstance(arguments[0], list) else 1
+            return call(*arguments)
+
+        return counted
+
+
+def rss_mb() -> float:
+    """Of this process, now."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

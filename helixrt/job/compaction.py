@@ -1,0 +1,74 @@
+"""Keeps a run's log bounded, in the run's store, in the driver's memory and on disk, however long the run lasts.
+
+In: the driver's copy of the log, and which checkpoints are complete. Out: old entries are deleted, all of them behind the
+oldest complete checkpoint that the chain has: nothing before that is ever gone back to. The store keeps what the step protocol
+looks back at (`runlog.KEPT`), so a rank that starts reads about that and what came since the checkpoint. Driver and disk keep
+`history_of` entries for the report; of those before, the audit and how many were superseded are kept (`lineage.Behind`).
+Without checkpoints nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from helixrt.errors import Retryable
+from helixrt.job.checkpoint import folder_name, is_complete, step_folders
+from helixrt.job.lineage_files import forget_before
+from helixrt.protocol.step.lineage import Behind, Log
+from helixrt.replica.runlog import KEPT, RunLog
+
+_RECORDS = 200_000  # times replicas: entries of a history; a record has a line of some 25 bytes for each replica
+_STEP = re.compile(r"step_(\d+)_")
+
+
+def history_of(replicas: int) -> int:
+    """How many entries the driver and the run's folder keep at least: each has some bytes for every replica."""
+    return max(2 * KEPT, _RECORDS // replicas)
+
+
+def durable_index(log: Log, checkpoints: Path) -> int:
+    """The index of the entry that the oldest complete checkpoint on the chain has saved; 0 if there is none."""
+    places = {entry.hash: index for index, entry in enumerate(log.entries, log.behind.begin)}
+    by_step = {record.step: record for record in log.chain()} if log.entries else {}
+    for folder in reversed(step_folders(checkpoints)):  # the oldest first
+        found = _STEP.match(folder.name)
+        record = by_step.get(int(found[1])) if found else None
+        if record is not None and folder_name(record) == folder.name and is_complete(folder):
+            return places[record.hash]
+    return 0
+
+
+class Compaction:
+    """Of the driver. `kept`, `history`: how many entries stay, in the store and beyond it."""
+
+    def __init__(self, log: RunLog, folder: Path, replicas: int, kept: int = KEPT, history: int = 0) -> None:
+        self._log, self._folder = log, folder
+        self._kept, self._history = kept, history or history_of(replicas)
+        self._next = 0  # length of the log at which it is looked at again
+
+    def restore(self, log: Log) -> None:
+        """Put the log of earlier lives into the run's store, which is empty: as much of it as ranks need."""
+        part = Log(log.entries, log.behind)
+        part.drop(self._begin(part, self._kept))
+        self._log.restore(part)
+
+    def look(self, log: Log, advance: int) -> None:
+        """Delete what is not needed any more, if that is much. `log`: the driver's copy, which is dropped from; `advance`:
+        batches that a step takes. What the disk or the store refuses is tried again later."""
+        if len(log) < self._next:
+            return
+        self._next = len(log) + max(1, self._kept // 4)
+        try:
+            if len(log) - self._log.begin >= 2 * self._kept:
+                begin = self._begin(log, self._kept)
+                if begin > self._log.begin:
+                    self._log.compact(Behind(begin, log.genesis))
+            if len(log.entries) >= 2 * self._history:
+                log.drop(self._begin(log, self._history), advance)
+                forget_before(self._folder / "lineage", log.behind)
+        except (OSError, Retryable):
+            return
+
+    def _begin(self, log: Log, kept: int) -> int:
+        return log.may_begin(min(len(log) - kept, durable_index(log, self._folder / "checkpoints")))

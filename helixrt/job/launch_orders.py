@@ -1,0 +1,160 @@
+"""How a driver has ranks started and killed by the keeper of its run (`keeper`), through the run's store.
+
+In: the calls of a `Launcher` in the driver. Out: numbered orders in the store, which the keeper carries out in their order, and
+numbered exits, which it puts there. Each key is put once, so a driver that comes later reads what was ordered before it, and
+what became of it; the run's secret is not among it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from helixrt.errors import Retryable
+from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
+
+CLOSED_KEY = "launch/closed"  # put by the keeper: no rank is left, and none will be started
+DONE_KEY = "launch/done"  # put by the driver: it needs nothing of the run any more
+ALIVE_KEY = "launch/alive"  # set by the driver again and again: the Unix time
+UNATTENDED_KEY = "launch/unattended"  # set by the keeper while no driver is there: `Unattended.to_json`
+BEAT_S = 1.0
+PATIENCE_S = 30.0  # how long an order is tried while the store does not answer
+CLOSE_S = 45.0  # how long `close` waits until no rank is left
+
+
+def order_key(number: int) -> str:
+    return f"launch/order/{number}"
+
+
+def exit_key(number: int) -> str:
+    return f"launch/exit/{number}"
+
+
+def waiting_key(replica: int) -> str:
+    """Set by the keeper: whether a rank of the replica has no process yet."""
+    return f"launch/waiting/{replica}"
+
+
+@dataclass(frozen=True)
+class Unattended:
+    """The time without a driver, up to now: the step at its begin, and the longest time without a new record."""
+
+    first: int
+    still_s: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Unattended:
+        return Unattended(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Start:
+    spec: RankSpec  # without the secret
+
+
+@dataclass(frozen=True)
+class Kill:
+    replica: int
+
+
+@dataclass(frozen=True)
+class Close:
+    """End all ranks, and start none any more."""
+
+
+Order = Start | Kill | Close
+
+
+def order_text(order: Order) -> str:
+    if isinstance(order, Start):
+        return json.dumps({"start": replace(order.spec, secret="").to_plain()})
+    return json.dumps({"kill": order.replica} if isinstance(order, Kill) else {"close": True})
+
+
+def read_order(text: str) -> Order:
+    raw = json.loads(text)
+    if "start" in raw:
+        return Start(RankSpec.from_plain(raw["start"]))
+    return Kill(raw["kill"]) if "kill" in raw else Close()
+
+
+def exit_text(ended: RankExit) -> str:
+    return json.dumps(asdict(ended))
+
+
+def read_exit(text: str) -> RankExit:
+    raw = json.loads(text)
+    return RankExit(**{**raw, "coordinate": Coordinate(**raw["coordinate"])})
+
+
+def numbered(store: RunStore, key: Callable[[int], str], number: int = 0) -> Iterator[str]:
+    """What stands under the keys of `number` and of those that follow. Raises Retryable."""
+    while (text := store.get(key(number))) is not None:
+        yield text
+        number += 1
+
+
+class KeptLauncher(Launcher):
+    """Of a driver: `orders` and `exits` are how many there are already, when it attaches to a run that goes on. `poll` tells
+    the keeper that the driver lives. Calls come from one thread."""
+
+    def __init__(self, store: RunStore, orders: int = 0, exits: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._orders, self._exits, self._clock = store, orders, exits, clock
+        self._started: set[tuple[Coordinate, int]] = set()
+        self._beat_s = -BEAT_S
+        self._closed = False
+
+    def start(self, spec: RankSpec) -> None:
+        key = (spec.coordinate, spec.incarnation)
+        if key in self._started or self._closed:
+            return
+        self._started.add(key)
+        self._order(Start(spec))
+
+    def poll(self) -> list[RankExit]:
+        exits: list[RankExit] = []
+        with suppress(Retryable):  # the controller notices a store that stays away
+            if self._clock() - self._beat_s >= BEAT_S:
+                self._store.set(ALIVE_KEY, f"{time.time():.3f}")
+                self._beat_s = self._clock()
+            for text in numbered(self._store, exit_key, self._exits):
+                exits.append(read_exit(text))
+                self._exits += 1
+        return exits
+
+    def waiting(self, replica: int) -> bool:
+        with suppress(Retryable):
+            return self._store.get(waiting_key(replica)) == "yes"
+        return False
+
+    def kill(self, replica: int) -> None:
+        if not self._closed:
+            self._order(Kill(replica))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(Retryable):  # the keeper has gone, and the ranks with it
+            self._order(Close())
+            self._store.wait(CLOSED_KEY, CLOSE_S)
+
+    def _order(self, order: Order) -> None:
+        """Raises Retryable if the store does not take it for PATIENCE_S."""
+        text, deadline = order_text(order), self._clock() + PATIENCE_S
+        while True:
+            try:
+                # one driver at a time has the lock of the run's folder, so nobody else takes the number
+                self._store.put_if_absent(order_key(self._orders), text)
+                self._orders += 1
+                return
+            except Retryable:
+                if self._clock() >= deadline:
+                    raise
+                time.sleep(0.2)

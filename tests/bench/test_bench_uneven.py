@@ -1,0 +1,62 @@
+"""The plumbing of the benchmark of uneven stages, at a tiny size: what is slept is what was measured, and nothing is faster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from helixrt.bench import uneven
+from helixrt.bench._chunk_times import chunk_times
+from helixrt.errors import ConfigError
+from helixrt.train.config import ModelConfig
+
+ROUNDING_MS = 1.0  # of clocks
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    uneven.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def test_a_large_vocabulary_makes_the_last_stage_the_longest() -> None:
+    first, last = chunk_times(ModelConfig(layers=2, dim=32, heads=1, ffn=32, vocab=20_000), 2, 1, 32, 3)
+    for part in ("forward_ms", "backward_ms", "weight_ms"):
+        assert getattr(first, part) > 0
+    assert last.forward_ms > 2 * first.forward_ms and last.weight_ms > 2 * first.backward_ms
+
+
+def test_orders_are_run_for_the_measured_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "uneven.json"
+    tiny = ("--dim", "64", "--vocab", "500", "--layers", "4", "--seq-len", "8", "--microbatches", "4", "--samples", "1")
+    asked = arguments(*tiny, "--placements", "linear", "--steps", "1", "--scale", "2", "--json", str(figures))
+    assert uneven.run(asked) == 0
+    assert "linear" in capsys.readouterr().out
+    found = json.loads(figures.read_text())
+    assert [len(values) for values in found["measured_ms"]["linear"].values()] == [4, 4, 4]
+    assert [case["cap"] for case in found["cases"]] == ["none", "1F1B's"]
+    for case in found["cases"]:
+        assert case["measured_ms"].keys() == case["simulated_ms"].keys() == {"measured", "equal", "1f1b"}
+        assert case["predicted"].keys() == case["gain"].keys() == {"equal", "1f1b"}
+        assert min(case["predicted"].values()) >= 1 - 1e-9 and case["saved_per_ms"] > 0
+        for name, simulated_ms in case["simulated_ms"].items():
+            assert case["bound_ms"] <= simulated_ms * (1 + 1e-9) <= case["measured_ms"][name] + ROUNDING_MS
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--layers", "4"), "--layers=4: must be at least one per chunk, 8"),
+        (("--dim", "100"), "--dim=100: must be a multiple of 64"),
+        (("--microbatches", "6"), "--microbatches=6: must be a multiple of 4"),
+        (("--scale", "0"), "--scale=0.0: must be above 0"),
+        (("--steps", "0"), "--steps=0: must be at least 1"),
+        (("--vocab", "0"), "model.vocab=0: must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_measured(given: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        uneven.run(arguments(*given))

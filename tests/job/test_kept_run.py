@@ -1,0 +1,275 @@
+"""A run with a keeper: its driver is killed, its ranks train on, and another driver attaches; nothing is begun again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from helixrt.errors import ConfigError
+from helixrt.job import keeper as keepers
+from helixrt.job.attaching import attached_driver, away_s
+from helixrt.job.config import JobConfig, MeshConfig
+from helixrt.job.draining import DRAINED_WHY
+from helixrt.job.keeper import FILE, KeeperOrder
+from helixrt.job.kept_run import Absence, absence_of, living, standing_of
+from helixrt.job.launch_orders import ALIVE_KEY, DONE_KEY, UNATTENDED_KEY, KeptLauncher, Unattended, exit_key, exit_text
+from helixrt.job.lineage_files import read_lineage
+from helixrt.job.policies import Phase
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit
+from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
+from helixrt.replica.run_keys import done_key, leave_key, running_key
+from helixrt.replica.store import MemoryRunStore, TcpRunStore
+
+SCRIPT = Path(__file__).with_name("kept_script.py")
+DEADLINE_S = 200.0
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.05)
+
+
+class Console:
+    """A driver, in a process of its own."""
+
+    begun: ClassVar[list[subprocess.Popen[bytes]]] = []
+
+    def __init__(self, folder: Path, name: str, *argv: str) -> None:
+        self.output = folder / name
+        with open(self.output, "w", encoding="utf-8") as log:
+            self.process = subprocess.Popen([sys.executable, *argv], stdout=log, stderr=subprocess.STDOUT)
+        self.begun.append(self.process)
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def look() -> object:
+            assert self.process.poll() is None, f"the driver ended before {what}: {self.said()}"
+            return condition()
+
+        until(look, what)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+@pytest.fixture(autouse=True)
+def _drivers_end() -> Iterator[None]:
+    """In good order, so that their keepers and ranks end too."""
+    yield
+    for process in Console.begun:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    Console.begun.clear()
+
+
+def records(folder: Path) -> list[CommitRecord]:
+    entries = read_lineage(folder / "runs" / "latest" / "lineage")
+    return Log(entries).chain() if entries else []
+
+
+def step(folder: Path) -> int:
+    return max((record.step for record in records(folder)), default=0)
+
+
+def processes(folder: Path, replica: int) -> list[int]:
+    return [int(file.name.split(".")[1]) for file in folder.glob(f"r{replica}.*")]
+
+
+@pytest.mark.timeout(480)
+def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(tmp_path: Path) -> None:
+    """By the command, which starts a lost replica again; then by the script itself, as a scheduler would start it."""
+    first = Console(tmp_path, "first.txt", str(SCRIPT), str(tmp_path))
+    first.until(lambda: step(tmp_path) >= 5, "a few steps")
+    first.kill()
+    alone = step(tmp_path)
+    until(lambda: step(tmp_path) >= alone + 10, "ten steps without a driver")
+
+    second = Console(tmp_path, "second.txt", "-m", "helixrt.cli", "attach", str(tmp_path / "runs" / "latest"))
+    second.until(lambda: "attached to run" in second.said(), "the second driver")
+    told = re.search(r"([0-9.]+) s without a driver; the ranks went from step (\d+) to step (\d+), no step is lost; "
+                     r"longest time without progress ([0-9.]+) s", second.said())  # fmt: skip
+    assert told is not None, second.said()
+    away, before, after, still = (float(number) for number in told.groups())
+    assert before < after and after >= alone + 10 and 0 < still < away
+    assert len(processes(tmp_path, 0)) == len(processes(tmp_path, 1)) == 1, "no rank was started again"
+    (lost,) = processes(tmp_path, 1)
+    os.kill(lost, signal.SIGKILL)
+    second.until(lambda: any((1, 1) in record.contributors for record in records(tmp_path)), "the replica's return")
+    second.kill()
+
+    third = Console(tmp_path, "third.txt", str(SCRIPT), str(tmp_path), "latest")
+    third.until(lambda: "attached to run" in third.said(), "the third driver")
+    with pytest.raises(ConfigError, match=rf"is written by process {third.process.pid}"):
+        attached_driver((tmp_path / "runs" / "latest").resolve())
+    (tmp_path / "stop").touch()
+    assert third.process.wait(DEADLINE_S) == 0, third.said()
+
+    chain = records(tmp_path)
+    found = audit(chain)
+    assert found.clean and found.batches == sum(len(record.summed) for record in chain)
+    assert f"ended at step {chain[-1].step} of {chain[-1].hash}" in third.said()
+    assert len(processes(tmp_path, 0)) == 1 and len(processes(tmp_path, 1)) == 2
+    until(lambda: not (tmp_path / "runs" / "latest" / FILE).exists(), "the end of the keeper")
+    assert list((tmp_path / "runs").glob("*/*/run.json")) == [(tmp_path / "runs" / "latest").resolve() / "run.json"]
+
+
+# ---------------------------------------------------------------- the parts, without processes
+
+
+class Ranks(Launcher):
+    """Stand-ins that end when a test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[RankSpec] = []
+        self.killed: list[int] = []
+        self.exits: list[RankExit] = []
+        self.closed = False
+
+    def start(self, spec: RankSpec) -> None:
+        if spec not in self.started:
+            self.started.append(spec)
+
+    def poll(self) -> list[RankExit]:
+        exits, self.exits = self.exits, []
+        return exits
+
+    def waiting(self, replica: int) -> bool:
+        return not self.killed
+
+    def kill(self, replica: int) -> None:
+        self.killed.append(replica)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def spec(replica: int, incarnation: int = 0, pp: int = 0) -> RankSpec:
+    return RankSpec("run", Coordinate(replica, pp), incarnation, "s", "l", "out", "the secret", 0.0, {})
+
+
+def kept(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, away: float) -> tuple[threading.Thread, TcpRunStore]:
+    """A keeper in a thread of this process."""
+    monkeypatch.setattr(keepers.ServedHere, "launcher", lambda self: ranks)
+    config = replace(JobConfig(), mesh=MeshConfig(replicas=1))
+    order = KeeperOrder(config.to_plain(), str(tmp_path), "run", 0, "none", {"cpus": 1.0, "gpus": 0.0}, "the secret", away, 1.0)
+    assert KeeperOrder.from_plain(asdict(order)) == order
+    thread = threading.Thread(target=keepers.keep, args=(order,), daemon=True)
+    thread.start()
+    until(lambda: living(tmp_path), "the keeper")
+    found = living(tmp_path)
+    assert found is not None
+    return thread, TcpRunStore(found.store)
+
+
+def test_a_keeper_carries_out_orders_once_and_tells_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    thread, store = kept(tmp_path, ranks, monkeypatch, 60.0)
+    launcher = KeptLauncher(store)
+    for _ in range(2):
+        launcher.start(spec(0))
+    until(lambda: ranks.started, "the start")
+    until(lambda: launcher.waiting(0), "news that it waits")
+    assert ranks.started == [spec(0)], "with the secret, which the store does not have"
+    assert "the secret" not in str(store.get("launch/order/0"))
+    launcher.kill(0)
+    until(lambda: ranks.killed and not launcher.waiting(0), "the kill")
+    ranks.exits.append(RankExit(Coordinate(0), 0, -9, "killed"))
+    seen: list[RankExit] = []
+    until(lambda: seen.extend(launcher.poll()) or seen, "the exit")
+    assert seen == [RankExit(Coordinate(0), 0, -9, "killed")] and launcher.poll() == []
+    late = KeptLauncher(store, 2, 1)  # of a driver that attaches
+    assert late.poll() == []
+    late.start(spec(0, 1))
+    until(lambda: len(ranks.started) == 2, "the second start")
+    late.close()
+    assert ranks.closed and thread.is_alive(), "the driver still reads"
+    store.put_if_absent(DONE_KEY, "yes")
+    thread.join(30)
+    assert not thread.is_alive() and living(tmp_path) is None and not (tmp_path / FILE).exists()
+
+
+def test_a_keeper_that_no_driver_comes_back_to_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    monkeypatch.setattr(keepers, "LINGER_S", 0.2)
+    thread, store = kept(tmp_path, ranks, monkeypatch, 1.0)
+    for beat in range(8):  # longer than it would wait
+        store.set(ALIVE_KEY, str(beat))
+        time.sleep(0.25)
+    assert not ranks.closed
+    thread.join(30)
+    assert ranks.closed and not thread.is_alive() and not (tmp_path / FILE).exists()
+
+
+def test_the_state_of_a_run_is_read_from_its_store() -> None:
+    """Replica 0 runs, 1 was lost and started again, 2 was just lost, 3 is done, 4 is drained."""
+    store = MemoryRunStore()
+    launcher = KeptLauncher(store)
+    for replica in range(5):
+        for pp in range(2):
+            launcher.start(spec(replica, 0, pp))
+        store.put_if_absent(running_key(replica, 0), "yes")
+    exits = [RankExit(Coordinate(1), 0, -9, "gone"), RankExit(Coordinate(1, 1), 0, -9, "gone")]
+    exits += [RankExit(Coordinate(2, 1), 0, 70, "its disk is full"), RankExit(Coordinate(4), 0, 77, "left")]
+    for number, ended in enumerate(exits):
+        store.put_if_absent(exit_key(number), exit_text(ended))
+    for pp in range(2):
+        launcher.start(spec(1, 1, pp))
+    store.put_if_absent(done_key(3), "{}")
+    store.put_if_absent(leave_key(4, 0), DRAINED_WHY)
+
+    standing = standing_of(store, 5, 7.0)
+    phases = [replica.phase for replica in standing.state.replicas]
+    assert phases == [Phase.RUNNING, Phase.RESTARTING, Phase.LOST, Phase.FINISHED, Phase.LOST]
+    assert [replica.incarnation for replica in standing.state.replicas] == [0, 1, 0, 0, 0]
+    assert standing.state.replicas[2].why == "its disk is full" and standing.state.replicas[2].ended == {str(Coordinate(2, 1))}
+    assert standing.state.replicas[4].drained and not standing.state.replicas[2].drained
+    assert standing.state.has_run and (standing.orders, standing.exits) == (12, 4)
+    assert (1, str(Coordinate(1))) in standing.alive and (0, str(Coordinate(1))) not in standing.alive
+    assert (0, str(Coordinate(2))) in standing.alive and (0, str(Coordinate(2, 1))) not in standing.alive
+
+
+def test_the_absence_of_a_driver_is_told_with_the_longest_time_without_a_record() -> None:
+    progress, store = keepers.Progress(0.0), MemoryRunStore()
+    for step, at_s in enumerate((10.0, 11.0), 1):
+        progress.record(step, at_s)
+    progress.driver_lives(11.5)  # for the last time
+    for step, at_s in enumerate((12.0, 18.0, 19.0), 3):
+        progress.record(step, at_s)
+    assert progress.unattended(20.0) == Unattended(2, 6.0) and progress.unattended(29.0) == Unattended(2, 10.0)
+    assert absence_of(store, 5, 121.0) == Absence(0.0, 5, 5, 0.0)
+    store.set(ALIVE_KEY, "111.500")
+    assert absence_of(store, 5, 112.0) == Absence(0.5, 5, 5, 0.5)
+    store.set(UNATTENDED_KEY, progress.unattended(20.0).to_json())
+    found = absence_of(store, 5, 120.0)
+    assert found == Absence(8.5, 2, 5, 6.0)
+    assert str(found).startswith("8.5 s without a driver; the ranks went from step 2 to step 5, no step is lost; longest time")
+
+
+def test_runs_on_ray_have_a_keeper_by_default() -> None:
+    assert away_s(JobConfig(launcher="local")) == 0 and away_s(JobConfig(launcher="ray")) > 0
+    assert (
+        away_s(JobConfig(launcher="ray", driver_away_s=0)) == 0 and away_s(JobConfig(launcher="local", driver_away_s=30)) == 30
+    )
+
+
+def test_a_run_without_living_ranks_cannot_be_attached_to(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no ranks of this run live .*helixrt\.run\(resume=\.\.\.\) goes on"):
+        attached_driver(tmp_path)

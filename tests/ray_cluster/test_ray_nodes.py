@@ -1,0 +1,149 @@
+"""A Ray cluster of three nodes, each a host of its own: jobs come from outside of it, nodes are cut off and come back.
+
+One cluster serves all tests of this module.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from helixrt.job.lineage_files import read_lineage
+from helixrt.lab.net import Network
+from helixrt.lab.ray_nodes import RayNodes
+from helixrt.protocol.step.lineage import CommitRecord, Log, audit
+
+pytest.importorskip("ray", reason="the extra ray is not installed")
+
+pytestmark = [pytest.mark.ray, pytest.mark.netns, pytest.mark.timeout(480)]
+ROOT = Path(__file__).parents[2]
+OUTSIDE = 3  # the host that is no node
+DEADLINE_S = 240.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    network: Network
+    nodes: RayNodes
+    private: Path
+    """A folder that node 2 does not share."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, machine_lacks: dict[str, str]) -> Iterator[Cluster]:
+    from tests.conftest import require
+
+    require("ray", machine_lacks)
+    require("netns", machine_lacks)
+    private = tmp_path_factory.mktemp("private")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as in an active virtual environment
+    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    with Network(4) as network, RayNodes(network, 3, cpus=1, environment=environment, private={2: [private]}) as nodes:
+        yield Cluster(network, nodes, private)
+
+
+@dataclass
+class Job:
+    """A job that was submitted from outside of the cluster. Its run's lineage is in `storage`."""
+
+    process: subprocess.Popen[str]
+    storage: Path
+    signs: Path
+    output: Path
+
+    def ended(self) -> tuple[int, str]:
+        return self.process.wait(DEADLINE_S), self.output.read_text()
+
+    def folder(self) -> Path:
+        (found,) = self.storage.glob("*/*/run.json")
+        return found.parent
+
+    def records(self) -> list[CommitRecord]:
+        entries = read_lineage(self.folder() / "lineage") if list(self.storage.glob("*/*/run.json")) else []
+        return Log(entries).chain() if entries else []
+
+    def step(self) -> int:
+        records = self.records()
+        return records[-1].step if records else 0
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None, f"the job ended before {what}: {self.output.read_text()}"
+            assert time.monotonic() < deadline, f"no {what}: {self.output.read_text()}"
+            time.sleep(0.1)
+
+
+def submitted(cluster: Cluster, folder: Path, storage: Path, *arguments: str) -> Job:
+    """`ray job submit --working-dir . -- python train.py`, as docs/guides/ray.md has it, on a host that is no node."""
+    program, signs, output = folder / "program", folder / "signs", folder / "output.txt"
+    program.mkdir()
+    signs.mkdir()
+    storage.mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).with_name("nodes_script.py"), program / "train.py")
+    command = ["job", "submit", "--working-dir", ".", "--", "python", "train.py", str(storage), str(signs), *arguments]
+    environment = {**cluster.nodes.environment, "RAY_ADDRESS": cluster.nodes.dashboard}
+    with open(output, "w", encoding="utf-8") as log:
+        process = cluster.network.run(
+            OUTSIDE,
+            [sys.executable, "-m", "ray.scripts.scripts", *command],
+            environment,
+            cwd=program,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    return Job(process, storage, signs, output)
+
+
+def incarnations(records: list[CommitRecord]) -> set[tuple[int, int]]:
+    return {contributor for record in records for contributor in record.contributors}
+
+
+def test_storage_that_a_node_does_not_share_is_named_at_the_start(cluster: Cluster, tmp_path: Path) -> None:
+    job = submitted(cluster, tmp_path, cluster.private)
+    code, said = job.ended()
+    assert code != 0
+    rule = "must be a folder that all nodes of the cluster share; on node 10.77.0.3: No such file or directory"
+    assert f"storage={cluster.private}: {rule}" in said
+    assert list(cluster.private.iterdir()) == [], "nothing was begun"
+
+
+def test_the_others_go_on_without_a_node_that_is_cut_off_and_its_replica_returns_with_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    job = submitted(cluster, tmp_path, tmp_path / "storage")
+    job.until(lambda: job.step() >= 5 and len(list(job.signs.glob("*.on.*"))) == 3, "a step of all replicas")
+    where = {sign.name.split(".on.")[1]: int(sign.name[1]) for sign in job.signs.glob("*.on.*")}
+    assert sorted(where) == ["10.77.0.1", "10.77.0.2", "10.77.0.3"], "a replica on each node"
+    lost = where["10.77.0.3"]
+
+    cluster.network.cut(2)
+    job.until(lambda: lost not in job.records()[-1].summed, "a step without the replica")
+    without = job.step()
+    job.until(lambda: job.step() >= without + 10, "ten more steps")
+
+    cluster.nodes.end(2)
+    cluster.network.restore(2)
+    cluster.nodes.start(2)
+    cluster.nodes.wait(2)
+    job.until(lambda: any(r == lost and i > 0 for r, i in incarnations(job.records()[without:])), "the replica's return")
+    (job.signs / "stop").touch()
+    code, said = job.ended()
+    assert code == 0, said
+    records = job.records()
+    found = audit(records)
+    assert found.clean and found.batches == sum(len(record.summed) for record in records)
+    others = {replica for replica in range(3) if replica != lost}
+    assert {r for r, i in incarnations(records) if i == 0} == {0, 1, 2}
+    assert {r for r, i in incarnations(records) if i > 0} == {lost}, "the others were not started again"
+    assert all(others <= set(record.summed) for record in records[1:]), "the others took part in every step"
+    assert f"ended at step {records[-1].step} of {records[-1].hash}" in said
