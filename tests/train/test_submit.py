@@ -28,7 +28,7 @@ def test_a_cluster_that_wants_a_token_is_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray.job_submission, "JobSubmissionClient", refuse)
     with pytest.raises(ConfigError) as caught:
         submit("http://127.0.0.1:1", [])
-    assert str(caught.value).startswith("RAY_ADDRESS=http://127.0.0.1:1: asks for a token")
+    assert str(caught.value).startswith("RAY_ADDRESS=http://127.0.0.1:1: requires a token")
     assert "\n" not in str(caught.value)
 
 
