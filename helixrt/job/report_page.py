@@ -21,6 +21,7 @@ from helixrt.observe.timeline import Timeline
 if TYPE_CHECKING:
     from helixrt.job.report import Figures
 
+_LOSS_LEAD = "Bits per byte of every replica's own batches, and of the held-out files."
 _SHOWN_CHANGES = 20  # of a replica's costs; report.json has all
 
 
@@ -29,14 +30,7 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     config = found.facts.config
     mesh = config.mesh
     sections: list[html.Section] = [
-        (
-            "Loss",
-            "Bits per byte of every replica's own batches, and of the held-out files.",
-            html.legend(
-                [(replica_colour(r), f"replica {r}") for r in range(mesh.replicas)] + [("var(--ink)", "validation")],
-            )
-            + Markup(loss_chart(found.steps, found.validations, report["corpus_order0_bits_per_byte"], found.failures)),
-        ),
+        *([("Loss", _LOSS_LEAD, _loss(found, report))] if found.steps or found.validations else []),
         (
             "Replicas over time",
             "Whose gradients were in the updates.",
@@ -72,6 +66,12 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     return html.page(title, subtitle, _tiles(found, report), sections)
 
 
+def _loss(found: Figures, report: dict[str, Any]) -> Markup:
+    replicas = [(replica_colour(r), f"replica {r}") for r in range(found.facts.config.mesh.replicas)]
+    chart = loss_chart(found.steps, found.validations, report["corpus_order0_bits_per_byte"], found.failures)
+    return html.legend([*replicas, ("var(--ink)", "validation")]) + Markup(chart)
+
+
 def _tiles(found: Figures, report: dict[str, Any]) -> list[html.Tile]:
     reached, order0 = report["validation_bits_per_byte"], report["corpus_order0_bits_per_byte"]
     audit = report["data_audit"]
@@ -80,12 +80,13 @@ def _tiles(found: Figures, report: dict[str, Any]) -> list[html.Tile]:
     newest = {event.replica: event.kind for event in found.facts.history if event.replica >= 0}
     away = sum(kind is Happening.DRAINED for kind in newest.values())
     alike = len(hashes) == 1 and len(report["replicas"]) + away == found.facts.config.mesh.replicas
+    text = bool(found.steps) or reached is not None or order0 is not None  # a model over text has these figures
     bits = "bits per byte" + ("" if order0 is None else f"; order\u20110 is {order0:.3f}")
     return [
         *([("checkpoint", "LOST", f"of the last step: {report['unsaved']}", "bad")] if report["unsaved"] else []),
-        ("validation", "–" if reached is None else f"{reached:.3f}", bits, ""),
+        *([("validation", "–" if reached is None else f"{reached:.3f}", bits, "")] if text else []),
         ("updates", f"{report['steps']:,}", f"in {report['seconds']:.0f} s", ""),
-        ("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", ""),
+        *([("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", "")] if text else []),
         ("goodput", f"{report['goodput']:.0%}", "of the replicas' time went into committed steps", ""),
         ("failures", str(len(found.failures)), _back(found.failures), ""),
         ("batches", f"{audit['batches']:,}", f"{'' if clean else 'NOT '}each exactly once", "ok" if clean else "bad"),
@@ -162,13 +163,16 @@ def _orders_lead() -> str:
 
 def _orders(report: dict[str, Any]) -> Markup:
     def times(first: float | None, second: float | None) -> str:
-        return "" if first is None or second is None else f"{first:.1f} → {second:.1f} ms"
+        if first is None or second is None:
+            return ""
+        share = f" {second / first - 1:+.0%}".replace("-", "\u2212") if first else ""
+        return f"{first:.1f} → {second:.1f} ms".replace(" ", "\u00a0") + share
 
     rows = [
         (
             str(each["step"]),
             str(each["replica"]),
-            each["order"],
+            html.code(each["order"]),
             f"not used: {each['failed']}" if each["failed"] else each["why"],
             times(each["present_ms"], each["predicted_ms"]),
             times(each["before_ms"], each["after_ms"]),
@@ -191,7 +195,7 @@ def _costs(found: dict[str, Any]) -> Markup:
 
     operations = [
         (f"{each['op']} of chunk {each['chunk']}", f"stage {each['stage']}", shown(each), "", str(each["samples"]))
-        for each in found["operations"]
+        for each in sorted(found["operations"], key=lambda each: (each["chunk"], "FBW".index(each["op"][0])))
     ]
     pairs = [
         (
@@ -214,12 +218,16 @@ def _costs(found: dict[str, Any]) -> Markup:
         for each in found["links"]
     ]
     told = [f"Straggler: {each['place']}: {each['why']}." for each in found["stragglers"]]
-    told += [
-        f"Step {each['step']}: {each['what']} changed from {each['before_ms']:.3f} to {each['after_ms']:.3f} ms."
+    changes = [
+        f"step {each['step']:5}: {each['what']} from {each['before_ms']:.3f} to {each['after_ms']:.3f} ms"
         for each in found["changes"][:_SHOWN_CHANGES]
     ]
+    lead = Markup().join(map(html.paragraph, told))
+    if changes:
+        count = _count(len(found["changes"]), "change of a cost", "changes of costs")
+        lead += html.folded(f"{count} during the run", "\n".join(changes))
     head = ("what", "where", "time", "rate", "samples")
-    return Markup().join(map(html.paragraph, told)) + html.table(head, [*operations, *pairs, *links])
+    return lead + html.table(head, [*operations, *pairs, *links])
 
 
 def _storage(report: dict[str, Any]) -> Markup:
