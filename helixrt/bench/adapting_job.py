@@ -114,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
     for key, value in summary.items():
         print(f"  {key}: {value}")
     if args.json is not None:
-        settings = {name: getattr(args, name) for name in ("size", "scenario", "factor", "steps")} | {"replicas": replicas}
-        write(args.json, "adapting_job", settings, {}, summary=summary, runs={each.name: asdict(each) for each in runs})
+        said = {name: getattr(args, name) for name in ("size", "scenario", "factor", "steps")} | {"replicas": replicas}
+        write(args.json, "adapting_job", said, {}, summary=summary, runs={each.name: asdict(each) for each in runs})
         print(f"  written to {args.json}")
     return 0
 

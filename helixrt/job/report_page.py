@@ -21,6 +21,7 @@ from helixrt.observe.timeline import Timeline
 if TYPE_CHECKING:
     from helixrt.job.report import Figures
 
+_LOSS_LEAD = "Bits per byte of every replica's own batches, and of the held-out files."
 _SHOWN_CHANGES = 20  # of a replica's costs; report.json has all
 
 
@@ -29,14 +30,7 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     config = found.facts.config
     mesh = config.mesh
     sections: list[html.Section] = [
-        (
-            "Loss",
-            "Bits per byte of every replica's own batches, and of the held-out files.",
-            html.legend(
-                [(replica_colour(r), f"replica {r}") for r in range(mesh.replicas)] + [("var(--ink)", "validation")],
-            )
-            + Markup(loss_chart(found.steps, found.validations, report["corpus_order0_bits_per_byte"], found.failures)),
-        ),
+        *([("Loss", _LOSS_LEAD, _loss(found, report))] if found.steps or found.validations else []),
         (
             "Replicas over time",
             "Whose gradients were in the updates.",
@@ -72,6 +66,12 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     return html.page(title, subtitle, _tiles(found, report), sections)
 
 
+def _loss(found: Figures, report: dict[str, Any]) -> Markup:
+    replicas = [(replica_colour(r), f"replica {r}") for r in range(found.facts.config.mesh.replicas)]
+    chart = loss_chart(found.steps, found.validations, report["corpus_order0_bits_per_byte"], found.failures)
+    return html.legend([*replicas, ("var(--ink)", "validation")]) + Markup(chart)
+
+
 def _tiles(found: Figures, report: dict[str, Any]) -> list[html.Tile]:
     reached, order0 = report["validation_bits_per_byte"], report["corpus_order0_bits_per_byte"]
     audit = report["data_audit"]
@@ -80,12 +80,13 @@ def _tiles(found: Figures, report: dict[str, Any]) -> list[html.Tile]:
     newest = {event.replica: event.kind for event in found.facts.history if event.replica >= 0}
     away = sum(kind is Happening.DRAINED for kind in newest.values())
     alike = len(hashes) == 1 and len(report["replicas"]) + away == found.facts.config.mesh.replicas
+    text = bool(found.steps) or reached is not None or order0 is not None  # a model over text has these figures
     bits = "bits per byte" + ("" if order0 is None else f"; order\u20110 is {order0:.3f}")
     return [
         *([("checkpoint", "LOST", f"of the last step: {report['unsaved']}", "bad")] if report["unsaved"] else []),
-        ("validation", "–" if reached is None else f"{reached:.3f}", bits, ""),
+        *([("validation", "–" if reached is None else f"{reached:.3f}", bits, "")] if text else []),
         ("updates", f"{report['steps']:,}", f"in {report['seconds']:.0f} s", ""),
-        ("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", ""),
+        *([("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", "")] if text else []),
         ("goodput", f"{report['goodput']:.0%}", "of the replicas' time went into committed steps", ""),
         ("failures", str(len(found.failures)), _back(found.failures), ""),
         ("batches", f"{audit['batches']:,}", f"{'' if clean else 'NOT '}each exactly once", "ok" if clean else "bad"),

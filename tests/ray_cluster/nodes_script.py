@@ -30,7 +30,7 @@ def train(session: helixrt.Session) -> None:
             step.backward(torch.nn.functional.mse_loss(model(inputs), targets))
         done = step.commit()
         session.log({"loss": done.loss})
-        (SIGNS / f"r{session.replica}.on.{os.environ.get('HELIX_ADDRESS', 'here')}").touch()
+        (SIGNS / f"r{session.replica}.on.{os.environ.get('HELIXRT_ADDRESS', 'here')}").touch()
         if (SIGNS / "stop").exists():
             session.stop("the test has seen enough")
         time.sleep(0.1)
