@@ -66,8 +66,9 @@ def balanced(
     limit_bytes: float = float("inf"),
     in_flight: Sequence[int] | None = None,
 ) -> Balanced:
-    """Where to cut a captured model: its `starts` are boundaries for `cut`. Arguments as of `unit_times` and `balance`; a
-    step of the schedule `over` which chunks run takes as little time as can be, or for a placement its slowest stage.
+    """Where to cut a captured model: its `starts` are boundaries for `cut`. `over` is the schedule that runs the chunks, of
+    which no boundary can move by one unit to make a step faster, or a placement, whose slowest stage is as fast as can be.
+    Other arguments as of `unit_times` and `balance`.
 
     What is before or after the layers stays with them where it has no parameters: no chunk could train there. Raises
     ConfigError as these do, CaptureError for a model without layers.

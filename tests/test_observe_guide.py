@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_block_of_the_guide_runs(tmp_path: Path) -> None:
-    (script,), (program,) = blocks("sh"), blocks("python")
+    script, (program,) = "".join(blocks("sh")), blocks("python")
     said = []
     for line in script.replace("\\\n", " ").splitlines():
         words = shlex.split(line)
@@ -29,5 +29,6 @@ def test_every_block_of_the_guide_runs(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         said.append(done.stdout)
     assert "straggler: stage 2: its operations take" in said[1] and "straggler: stage 2" not in said[2]
+    assert "no deadlock" in said[-1] and "proven bound" in said[-1] and "another order saves" in said[-1]
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stdout.startswith("0 ['stage 2'"), done.stderr or done.stdout

@@ -20,7 +20,7 @@ from typing import Any
 from helixrt.bench._figures import write
 from helixrt.bench._sleeping_rank import Round
 from helixrt.bench.adaptation import Size, _ask, _ranks
-from helixrt.errors import ConfigError, Fatal
+from helixrt.errors import ConfigError
 from helixrt.job.order_planner import OrderPlanner
 from helixrt.observe.estimator import Estimator
 from helixrt.schedule.adaptation.judge import Answer, CostEstimate
@@ -59,6 +59,7 @@ class Run:
     simulated_ms: list[float] = field(default_factory=list)
     orders: list[int] = field(default_factory=list)  # by number, in the order in which they were first used
     switches: list[tuple[int, str, float, float]] = field(default_factory=list)
+    unanswered: int = 0  # questions that the planner gave no answer to: it runs at the lowest priority
 
     @property
     def total_s(self) -> float:
@@ -152,10 +153,13 @@ def _adapting(ranks: Sequence[Connection], scenario: Scenario, costs: Costs, fir
                 measured = estimator.estimates()
                 if measured is None:
                     continue
+                answer: Answer | str | None = None
                 if asked is not None and asked.done():
                     answer, asked = asked.result(), None
                     if not isinstance(answer, Answer):
-                        raise Fatal(f"no order was planned: {answer}")
+                        policy.unanswered()
+                        found.unanswered += 1
+                if isinstance(answer, Answer):
                     decision = policy.answered(step, answer)
                 else:
                     decision = policy.observed(step, CostEstimate(measured.costs(base=costs), measured.spread(base=costs)))
@@ -174,6 +178,7 @@ def _summary(scenario: Scenario, fixed: Sequence[Run], loop: Run, calm_ms: Seque
     order."""
     said: dict[str, Any] = {
         "switches after steps": [step for step, *_ in loop.switches],
+        "questions without an answer": loop.unanswered,
         "measured / simulated, median": round(median(a / b for a, b in zip(loop.steps_ms, loop.simulated_ms, strict=True)), 4),
         "total, s": {each.name: round(each.total_s, 2) for each in (*fixed, loop)},
         "total of others / total of the loop": {each.name: round(each.total_s / loop.total_s, 3) for each in fixed},

@@ -61,8 +61,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """`steps` of replica 0; `changes` and `failures` as in report.json; `back`: for each replica that was lost, the first step
-    of its new life and the order of it, and the order of the others then."""
+    """`steps` of replica 0; `changes` and `failures` as in report.json; `back`: for each replica that was lost, when it
+    was, the first step of its new life, and its orders in the steps before and after."""
 
     name: str
     steps: list[Step]
@@ -114,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
     for key, value in summary.items():
         print(f"  {key}: {value}")
     if args.json is not None:
-        settings = {name: getattr(args, name) for name in ("size", "scenario", "factor", "steps")} | {"replicas": replicas}
-        write(args.json, "adapting_job", settings, {}, summary=summary, runs={each.name: asdict(each) for each in runs})
+        said = {name: getattr(args, name) for name in ("size", "scenario", "factor", "steps")} | {"replicas": replicas}
+        write(args.json, "adapting_job", said, {}, summary=summary, runs={each.name: asdict(each) for each in runs})
         print(f"  written to {args.json}")
     return 0
 
@@ -179,8 +179,9 @@ def _read(root: Path, name: str, size: Size, links: Links, comm: str) -> Run:
     back = []
     for replica, incarnation in sorted({c for record in chain for c in record.contributors if c[1]}):
         record = next(r for r in chain if (replica, incarnation) in r.contributors)
-        mine, others = record.orders.get(replica, ""), record.orders.get(0, "")
-        back.append({"replica": replica, "step": record.step, "order": mine, "order of replica 0": others})
+        before = next(r for r in reversed(chain[: chain.index(record)]) if replica in r.replicas)
+        known = [r.orders.get(replica, "") for r in (before, record)]
+        back.append({"replica": replica, "lost": before.step + 1, "back": record.step, "orders": known})
     return Run(name, steps, report["order_changes"], report["failures"], back)
 
 

@@ -76,12 +76,15 @@ def _rank(_: int, shape: Shape, stages: int, results: Any) -> None:
     torch.set_num_threads(1)
     model = shape.model()  # brings transformers, before memory is counted
     held, peak = _memory_bytes("VmRSS"), _memory_bytes("VmHWM")
-    joint, *capture_s = _timed(WholeModel(model, None, ((), shape.tokens(shape.batch), None)).joint)
-    _, *cut_s = _timed(lambda: cut(joint, balanced(joint, build(SCHEDULE, stages, MICROBATCHES * stages)).starts))
+    joint, capture_cpu_s, capture_clock_s = _timed(WholeModel(model, None, ((), shape.tokens(shape.batch), None)).joint)
+    schedule = build(SCHEDULE, stages, MICROBATCHES * stages)
+    _, cut_cpu_s, cut_clock_s = _timed(lambda: cut(joint, balanced(joint, schedule).starts))
     results.put(
         Run(
-            *capture_s,
-            *cut_s,
+            capture_cpu_s,
+            capture_clock_s,
+            cut_cpu_s,
+            cut_clock_s,
             grown_bytes=_memory_bytes("VmHWM") - peak,
             kept_bytes=_memory_bytes("VmRSS") - held,
             parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),

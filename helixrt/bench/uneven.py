@@ -166,8 +166,8 @@ def _print(args: argparse.Namespace, costs: dict[str, Costs], results: Sequence[
         f"uneven: GPT, {args.layers} layers of {args.dim}, vocabulary {args.vocab}, {STAGES} stages, {args.microbatches} x "
         f"{args.batch} x {args.seq_len} tokens; ranks sleep {args.scale:g} times the measured times"
     )
-    for name, each in costs.items():
-        print(f"  {name}: ms of F, B, W by chunk: {_shown(each.forward)} | {_shown(each.backward)} | {_shown(each.weight)}")
+    for name, of in costs.items():
+        print(f"  {name}: ms of F, B, W by chunk: {_shown(of.forward)} | {_shown(of.backward)} | {_shown(of.weight)}")
     print(
         f"  {'chunks':12}{'cap':8}{'bound':>8}{'planned from measured costs':>29}{'gain over (predicted)':>34}{'dearest':>17}"
     )

@@ -93,9 +93,7 @@ class CapturedModel(PipelinedModel):
             over = self._over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
             captured, call = model if over is None else over.model, self._example.calls[0]
             measured = times if options.profile == Profile.MEASURE else None
-            self._whole = WholeModel(
-                captured, options.loss, call, autocast=self._autocast, times=measured, agreed=self._agreed
-            )
+            self._whole = WholeModel(captured, options.loss, call, autocast=self._autocast, times=measured, agreed=self._agreed)
             self._cut = self._whole.cut(self._schedule, options.cuts)
             self._agree(self._cut)
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)

@@ -30,7 +30,7 @@ from helixrt.schedule.simulate import DELEGATED, Comm
 
 _GAIN_STEPS = 5  # before and after a switch, whose median times are compared
 _REST = 4  # times as long as the last answer took, until the next question
-_CALM_S = 0.5  # between two judgements, while no cost has changed
+CALM_S = 1.0  # between two judgements, while no cost has changed
 _CLOSE_S = 5.0
 
 
@@ -149,7 +149,7 @@ class OrderAdapter:
 
     def _due(self, now_s: float) -> bool:
         """Whether every rank has measured a step that was not judged yet, and it is time to."""
-        calm = not self._changed and now_s < self._judged_s + _CALM_S
+        calm = not self._changed and now_s < self._judged_s + CALM_S
         if calm or now_s < self._rests_until_s or len(self._heard) < self._ranks:
             return False
         return min(self._heard.values()) > self._judged

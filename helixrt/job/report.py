@@ -335,7 +335,8 @@ def _timelines(
             drawn.append((f"Step {failure.step}, in which replica {failure.replica} was lost", lanes))
     if used := [change for change in orders if change.ready_s is not None and not change.failed]:
         change = max(used, key=lambda each: each.present_ms - each.predicted_ms)
+        mine = [event for event in events if replica_of(event.rank) == change.replica]
         for step, when in ((change.step, "before"), (change.step + _TAKEN_UP, "after")):
-            if (lanes := timeline(events, step)) is not None:
+            if (lanes := timeline(mine, step)) is not None:
                 drawn.append((f"Step {step}, {when} replica {change.replica} changed the order of its schedule", lanes))
     return tuple(drawn)

@@ -163,13 +163,16 @@ def _orders_lead() -> str:
 
 def _orders(report: dict[str, Any]) -> Markup:
     def times(first: float | None, second: float | None) -> str:
-        return "" if first is None or second is None else f"{first:.1f} → {second:.1f} ms"
+        if first is None or second is None:
+            return ""
+        share = f" {second / first - 1:+.0%}".replace("-", "\u2212") if first else ""
+        return f"{first:.1f} → {second:.1f} ms".replace(" ", "\u00a0") + share
 
     rows = [
         (
             str(each["step"]),
             str(each["replica"]),
-            each["order"],
+            html.code(each["order"]),
             f"not used: {each['failed']}" if each["failed"] else each["why"],
             times(each["present_ms"], each["predicted_ms"]),
             times(each["before_ms"], each["after_ms"]),
@@ -192,7 +195,7 @@ def _costs(found: dict[str, Any]) -> Markup:
 
     operations = [
         (f"{each['op']} of chunk {each['chunk']}", f"stage {each['stage']}", shown(each), "", str(each["samples"]))
-        for each in found["operations"]
+        for each in sorted(found["operations"], key=lambda each: (each["chunk"], "FBW".index(each["op"][0])))
     ]
     pairs = [
         (
@@ -215,12 +218,16 @@ def _costs(found: dict[str, Any]) -> Markup:
         for each in found["links"]
     ]
     told = [f"Straggler: {each['place']}: {each['why']}." for each in found["stragglers"]]
-    told += [
-        f"Step {each['step']}: {each['what']} changed from {each['before_ms']:.3f} to {each['after_ms']:.3f} ms."
+    changes = [
+        f"step {each['step']:5}: {each['what']} from {each['before_ms']:.3f} to {each['after_ms']:.3f} ms"
         for each in found["changes"][:_SHOWN_CHANGES]
     ]
+    lead = Markup().join(map(html.paragraph, told))
+    if changes:
+        count = _count(len(found["changes"]), "change of a cost", "changes of costs")
+        lead += html.folded(f"{count} during the run", "\n".join(changes))
     head = ("what", "where", "time", "rate", "samples")
-    return Markup().join(map(html.paragraph, told)) + html.table(head, [*operations, *pairs, *links])
+    return lead + html.table(head, [*operations, *pairs, *links])
 
 
 def _storage(report: dict[str, Any]) -> Markup:

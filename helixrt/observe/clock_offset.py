@@ -23,8 +23,8 @@ _ROUNDS, _ROUNDS_AGAIN = 30, 12  # of narrowing an interval of drifts by a third
 _ALL = (-MOST_DRIFT, MOST_DRIFT)
 _GRAIN_S = 5e-6  # resolution of stamps
 # For so long what was worked out goes on by its drifts: at most, and of the time for which messages have come, for the first
-# ones show much of the drift. A quarter of that if a message has shown more since, and no longer if one has shown otherwise.
-_HOLDS_S, _HOLDS_SHARE = 2.0, 0.1
+# ones show much of the drift. Half of that if a message has shown more since, and no longer if one has shown otherwise.
+_HOLDS_S, _HOLDS_SHARE = 5.0, 0.1
 _TIGHTER = 0.1  # of the uncertainty, by which a bound shows more
 
 
@@ -139,7 +139,7 @@ class OffsetTracker:
         if not self._upper.bounds or not self._lower.bounds:
             return None
         known = self._known
-        holds_s = min(_HOLDS_S, _HOLDS_SHARE * (now_s - self._since_s)) * (0.25 if self._tighter else 1.0)
+        holds_s = min(_HOLDS_S, _HOLDS_SHARE * (now_s - self._since_s)) * (0.5 if self._tighter else 1.0)
         if known is None or abs(now_s - known.now_s) > holds_s:
             known, self._tighter = self._solved(now_s), False
             self._known = known

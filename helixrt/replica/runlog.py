@@ -20,7 +20,7 @@ from helixrt.protocol.step.lineage import Behind, CommitRecord, Log
 from helixrt.replica.contracts import RunStore
 
 KEPT = 1000  # entries that are kept at least, checkpoints or not: more than rules of the step protocol look back
-LOOK_S = 5.0  # how often a reader that finds nothing new looks for where the log begins
+LOOK_S = 5.0  # how often a reader looks for where the log begins
 
 
 class RunLog:
@@ -48,9 +48,9 @@ class RunLog:
         Raises StartAgain if the log has no entry `index` any more, Retryable without the store.
         """
         entries = self._entries(index)
-        if not entries and self._clock() - self._looked_s >= LOOK_S:
+        if self._clock() - self._looked_s >= LOOK_S:
             self._looked_s = self._clock()
-            if self.behind().begin > index:
+            if self.behind().begin > index + len(entries):
                 raise StartAgain(f"the run's log went on without this process: it begins with entry {self.begin}, not {index}")
         return entries
 

@@ -45,9 +45,11 @@ def digest(state: State) -> Digested:
     shards = shards_of(state)
     for name in sorted(shards):
         counts = (everything, parameters) if name.startswith("parameter/") else (everything,)
-        for raw in (name.encode(), *_pieces(shards[name])):
+        for each in counts:
+            each.update(name.encode())
+        for piece in _pieces(shards[name]):
             for each in counts:
-                each.update(raw)
+                each.update(piece)
     return Digested(parameters.hexdigest(), everything.hexdigest())
 
 

@@ -81,6 +81,8 @@ def test_a_reader_begins_where_the_log_does_and_one_that_is_too_late_starts_agai
     assert (read.behind.begin, read.genesis, read.head, len(read)) == (begin, source.genesis, source.head, len(source))
     assert store.get(f"log/{begin - 1}") is None and store.get(f"log/{begin}") is not None
     assert other.read_from(len(source)) == [] and other.begin == begin, "a reader that is not late learns where it begins"
+    busy = RunLog(store, clock=lambda: now_s[0])
+    assert busy.read_from(len(source) - 1) == source.entries[-1:] and busy.begin == begin, "one that always finds an entry, too"
     now_s[0] += 1.1 * LOOK_S
     with pytest.raises(StartAgain, match=rf"it begins with entry {begin}, not {begin - 1}"):
         late.read_from(begin - 1)

@@ -174,7 +174,7 @@ def kinds(record: FlightRecord) -> list[Event]:
 def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replica]]:
     made: list[Replica] = []
     monkeypatch.setattr(order_adapter, "_REST", 0)  # every step is judged
-    monkeypatch.setattr(order_adapter, "_CALM_S", 0.0)
+    monkeypatch.setattr(order_adapter, "CALM_S", 0.0)
 
     def make(in_use: str = "", ranks: tuple[str, ...] = ("r0",), **rules: Any) -> Replica:
         engine = NoGraphs(ZB)
@@ -255,7 +255,7 @@ def test_costs_are_judged_when_the_last_rank_has_measured_a_step_whoever_that_is
 def test_while_costs_stay_they_are_judged_now_and_then_and_at_once_when_one_has_changed(
     replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order_adapter, "_CALM_S", DEADLINE_S)
+    monkeypatch.setattr(order_adapter, "CALM_S", DEADLINE_S)
     found = replica()
     judged: list[int] = []
 

@@ -81,7 +81,7 @@ def train(config: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     with local_head(4) as head:
-        os.environ |= {"RAY_ADDRESS": head.address, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"
         ray.init(address="auto", _temp_dir=str(head.folder))
         TorchTrainer(
             train,

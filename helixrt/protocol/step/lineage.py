@@ -310,13 +310,13 @@ class Log:
         return [e for e in self.entries if not self.on_chain(e.hash)]
 
 
-def audit(chain: Sequence[CommitRecord], advance: int = 1, before: Audit | None = None) -> Audit:
-    """Follow a chain from its genesis, or go on from the audit `before` of what lies behind its first record: the stream of
+def audit(chain: Sequence[CommitRecord], advance: int = 1, past: Audit | None = None) -> Audit:
+    """Follow a chain from its genesis, or go on from the audit `past` of what lies behind its first record: the stream of
     each replica that commits must move on by exactly `advance` batches per step, and no other stream may move. Where streams
     are dealt anew, the positions before must be those that the deal says, and count from 0 after it. Batches of excluded
     replicas, and of records that were not applied, count as `excluded`."""
-    past = before or Audit(0, 0, 0, {})
-    batches, gaps, repeats, excluded = past.batches, past.gaps, past.repeats, past.excluded
+    counted = past or Audit(0, 0, 0, {})
+    batches, gaps, repeats, excluded = counted.batches, counted.gaps, counted.repeats, counted.excluded
     position: dict[int, int] = dict(chain[0].positions) if chain else {}
     for before, record in zip(chain, chain[1:], strict=False):
         if record.parent != before.hash or record.step != before.step + 1:

@@ -215,11 +215,13 @@ def _less_of_stage(costs: Costs, stage: int) -> Less:
 
 def _less_of_operation(costs: Costs, name: str, chunk: int) -> Less:
     """One operation; measured pairs stay as they are."""
-    values = getattr(costs, name)
+    times = {"forward": costs.forward, "backward": costs.backward, "weight": costs.weight}
+    values = times[name]
 
     def less(off_ms: float) -> Costs:
         left = max(0.0, values[chunk] - off_ms)
-        return replace(costs, **{name: (*values[:chunk], left, *values[chunk + 1 :])})
+        now = {**times, name: (*values[:chunk], left, *values[chunk + 1 :])}
+        return replace(costs, forward=now["forward"], backward=now["backward"], weight=now["weight"])
 
     return less
 
