@@ -110,7 +110,7 @@ def stall(kind: str, steps: int, folder: Path) -> str:
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 150
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else "outputs") / "torchft_ddp"
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("*.txt"):

@@ -29,7 +29,7 @@ from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.simulate import DELEGATED, Comm
 
 _GAIN_STEPS = 5  # before and after a switch, whose median times are compared
-_REST = 4  # times as long as the last answer took, until the next question
+_REST, _REST_CHANGED = 4, 1  # times as long as the last answer took, until the next question; if a cost has changed since
 CALM_S = 1.0  # between two judgements, while no cost has changed
 _CLOSE_S = 5.0
 
@@ -89,7 +89,7 @@ class OrderAdapter:
         self._judged = 0  # the newest step of which all ranks' measurements were judged: both ends of a link are in them
         self._judged_s = -math.inf
         self._changed = False  # a cost, since then
-        self._rests_until_s = 0.0  # no question before, however costs change
+        self._answered_s, self._answer_took_s = -math.inf, 0.0  # the last question
         self._ready = {self._first}  # orders that all ranks have made ready
         self._pending: Switch | None = None  # the ranks make it ready
         self._done = _StepDone(0, record.clock())
@@ -150,7 +150,8 @@ class OrderAdapter:
     def _due(self, now_s: float) -> bool:
         """Whether every rank has measured a step that was not judged yet, and it is time to."""
         calm = not self._changed and now_s < self._judged_s + CALM_S
-        if calm or now_s < self._rests_until_s or len(self._heard) < self._ranks:
+        rests_s = (_REST_CHANGED if self._changed else _REST) * self._answer_took_s
+        if calm or now_s < self._answered_s + rests_s or len(self._heard) < self._ranks:
             return False
         return min(self._heard.values()) > self._judged
 
@@ -165,8 +166,8 @@ class OrderAdapter:
             self._record.write(Kind.REPLAN, step=self._done.step, why=decision.why)
             begin_s = self._record.clock()
             answer = self._planner.ask(decision.question)
-            end_s = self._record.clock()
-            self._rests_until_s = end_s + _REST * (end_s - begin_s)
+            self._answered_s = self._record.clock()
+            self._answer_took_s = self._answered_s - begin_s
             if isinstance(answer, Answer):
                 decision = self._policy.answered(self._done.step, answer)
             else:
