@@ -42,6 +42,7 @@ FIRST = "zb"  # the order that every run begins with
 SLOW_FROM, SLOW_TO, KILLED = 20, 60, 30
 FLAP = 5
 LIMIT_S = 1200.0  # of a run
+WARM = 5  # the first step that is counted
 STEADY = 4  # steps after which the order has followed a change
 _TEXT = "the stages of a pipeline wait for each other, and a slow link makes all of them wait for it\n"
 
@@ -217,13 +218,13 @@ def _slow_link(runs: Sequence[Run], steps: int) -> dict[str, Any]:
         "slow step / simulated": round(loop.work_ms(*slow) / _simulated_ms(loop, *slow), 3),
         "whole slow step / simulated": round(_whole_ms(loop, *slow) / _simulated_ms(loop, *slow), 3),
         "slow step / that of others": {each.name: round(loop.work_ms(*slow) / each.work_ms(*slow), 3) for each in fixed},
-        "undisturbed step's work, ms": {each.name: round(each.work_ms(5, SLOW_FROM), 1) for each in runs},
-        "undisturbed step / simulated": round(loop.work_ms(5, SLOW_FROM) / _simulated_ms(loop, 5, SLOW_FROM), 3),
+        "undisturbed step's work, ms": {each.name: round(each.work_ms(WARM, SLOW_FROM), 1) for each in runs},
+        "undisturbed step / simulated": round(loop.work_ms(WARM, SLOW_FROM) / _simulated_ms(loop, WARM, SLOW_FROM), 3),
         "replicas that came back": loop.back,
     }
     if SLOW_TO + STEADY < steps:
         said["step after the delay / before it"] = round(
-            loop.work_ms(SLOW_TO + STEADY, steps + 1) / loop.work_ms(5, SLOW_FROM), 3
+            loop.work_ms(SLOW_TO + STEADY, steps + 1) / loop.work_ms(WARM, SLOW_FROM), 3
         )
     return said
 

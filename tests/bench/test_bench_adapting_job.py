@@ -26,7 +26,7 @@ def test_a_run_that_ends_before_the_link_is_slow_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_step_of_a_job_is_beside_its_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SLOW_FROM", 4), ("SLOW_TO", 9), ("STEADY", 1)):
+    for name, value in (("WARM", 2), ("SLOW_FROM", 4), ("SLOW_TO", 9), ("STEADY", 1)):
         monkeypatch.setattr(adapting_job, name, value)
     figures = tmp_path / "figures.json"
     small = ("--size", "4x4@10", "--replicas", "1", "--steps", "12")
