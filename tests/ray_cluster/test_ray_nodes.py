@@ -22,8 +22,8 @@ from helixrt.lab.ray_nodes import RayNodes
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
+pytestmark = [pytest.mark.ray, pytest.mark.netns, pytest.mark.timeout(480)]
 
-pytestmark = [pytest.mark.ray, pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(480)]
 ROOT = Path(__file__).parents[2]
 OUTSIDE = 3  # the host that is no node
 DEADLINE_S = 240.0
