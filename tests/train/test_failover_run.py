@@ -58,7 +58,7 @@ def cut(host: Network, tmp_path_factory: pytest.TempPathFactory) -> Job:
     commands = (
         f"{{command: 'ip address del {address}', step: {CUT_IN}, moment: exchange_early}}",
         f"{{command: 'ip address add {address}', step: {MENDED_IN}}}",
-        f"{{command: 'sleep 8', step: {STEPS}}}",  # the rail rests before it is used again, longer after each try
+        f"{{command: 'sleep 35', step: {STEPS}}}",  # the rail rests between two tries, 30 s at the longest
     )
     return Job(host, tmp_path_factory.mktemp("runs") / "cut", f"chaos.run=[{', '.join(commands)}]")
 
