@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import helixrt
-from helixrt.job import launch
+from helixrt.job import attaching
 from helixrt.job.driver import Driver
 from helixrt.job.local_launcher import LocalLauncher
 from helixrt.job.session_rank import main, run_rank
@@ -71,5 +71,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == [RANK]:
         die_with_parent()
         main(on_host)
-    launch.Driver = LabDriver  # type: ignore[misc]
+    attaching.Driver = LabDriver  # type: ignore[misc]
     sys.exit(command(sys.argv[1:], lambda config: driver.train(config, paced)))

@@ -31,7 +31,8 @@ class LabJob(Job):
     """A job on the hosts of a network, its driver started at once."""
 
     def __init__(self, network: Network, folder: Path, *overrides: str) -> None:
-        settings = ("mesh.replicas=3", "mesh.pp=1", "transport.kind=tcp", "step_timeout_s=12", "checkpoint.every=0")
+        shape = ("mesh.replicas=3", "mesh.pp=1", "driver_away_s=0")  # else a keeper starts the ranks, on its own host
+        settings = (*shape, "transport.kind=tcp", "step_timeout_s=12", "checkpoint.every=0")
         super().__init__(folder, f"host={network.address(DRIVER)}", f"steps={STEPS}", *settings, *overrides)
         hosts = ",".join(network.namespace(host) for host in range(REPLICAS))
         argv = [sys.executable, *LAB_JOB, *self.overrides]
