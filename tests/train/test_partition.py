@@ -31,7 +31,7 @@ class LabJob(Job):
     """A job on the hosts of a network, its driver started at once."""
 
     def __init__(self, network: Network, folder: Path, *overrides: str) -> None:
-        shape = ("mesh.replicas=3", "mesh.pp=1", "driver_away_s=0")  # else a keeper starts the ranks, on its own host
+        shape = ("mesh.replicas=3", "mesh.pp=1", "driver_away_s=0")  # no keeper: this driver starts the ranks itself
         settings = (*shape, "transport.kind=tcp", "step_timeout_s=12", "checkpoint.every=0")
         super().__init__(folder, f"host={network.address(DRIVER)}", f"steps={STEPS}", *settings, *overrides)
         hosts = ",".join(network.namespace(host) for host in range(REPLICAS))
