@@ -6,7 +6,7 @@ In: the run's secret, and where the run's store is. Out: an `Endpoint` that its 
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -35,6 +35,8 @@ class Reach:
     hopping: HoppingOptions | None = None
     heartbeat_s: float | None = 1.0  # a peer that does not run, or cannot be reached, is lost within 1.5 of it; None: only
     # one that is gone
+    hang_s: float | None = None  # a peer that can be reached is not lost while its process is stopped or hangs for at most so
+    # long: somebody else decides on it; None: one that is stopped is lost as above
 
     def __post_init__(self) -> None:
         if self.paths < 1:
@@ -60,12 +62,22 @@ def open_endpoint(secret: bytes, host: str, reach: Reach = DEFAULT, record: Flig
     named = find_rails(reach)
     here = NamedRails(named.tcp or (TcpRail(host),), named.rdma or tuple(rails_here())).as_paths(reach.paths)
     link = LinkOptions(hopping=reach.hopping) if reach.hopping else LinkOptions(eager_bytes=EAGER_BYTES)
+    if reach.hang_s is not None:
+        link = replace(link, attempt_s=max(link.attempt_s, 2 * reach.hang_s))
     options = TcpOptions(
         record=record,
         link=link,
         restore_s=max(TcpOptions.restore_s, _RESTORE_BEATS * (reach.heartbeat_s or 0.0)),
     )
-    return AutoEndpoint(secret, here.tcp, transport=reach.transport, heartbeat_s=reach.heartbeat_s, tcp=options, rdma=here.rdma)
+    return AutoEndpoint(
+        secret,
+        here.tcp,
+        transport=reach.transport,
+        heartbeat_s=reach.heartbeat_s,
+        watch_processes=reach.hang_s is None,
+        tcp=options,
+        rdma=here.rdma,
+    )
 
 
 def find_rails(reach: Reach) -> NamedRails:

@@ -37,7 +37,7 @@ class Graph:
 recorded: deque[Graph] = deque(maxlen=RECORDED)  # the latest graphs, oldest first
 
 
-def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+def backend(module: fx.GraphModule, inputs: Sequence[Any], **options: object) -> Callable[..., Any]:
     """The function torch.compile looks up by the name "helixrt"; takes no options."""
     if options:
         raise TypeError(f'backend="helixrt" takes no options, got {", ".join(options)}')

@@ -6,8 +6,9 @@ ends, in order. Nothing here is random (`link_world` is): a script says what hap
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Frame, Kind
@@ -16,7 +17,7 @@ from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import SendState
 
 LONG = 100_000  # bytes: it needs a credit
-OPTIONS: dict[str, Any] = dict(eager_bytes=1000, eager_memory_bytes=4000)
+OPTIONS = LinkOptions(eager_bytes=1000, eager_memory_bytes=4000)
 GENERATION = 7
 
 A = TypeVar("A")
@@ -25,9 +26,9 @@ A = TypeVar("A")
 class Pair:
     """Ends 0 and 1. Frames wait per rail and direction until `flow` delivers them; a held rail keeps them."""
 
-    def __init__(self, rails: int = 1, connect: bool = True, **options: Any) -> None:
+    def __init__(self, rails: int = 1, connect: bool = True, options: LinkOptions = OPTIONS) -> None:
         self.now = 100.0
-        self.links = [Link(GENERATION, 1 - me, rails, LinkOptions(**(OPTIONS | options))) for me in range(2)]
+        self.links = [Link(GENERATION, 1 - me, rails, options) for me in range(2)]
         self.log: list[list[m.Action]] = [[], []]
         self.wire: dict[tuple[int, int], deque[Frame]] = {(rail, to): deque() for rail in range(rails) for to in range(2)}
         self.held: set[tuple[int, int]] = set()
@@ -45,11 +46,13 @@ class Pair:
                 self.wire[action.rail, me].clear()
         return actions
 
-    def submit(self, me: int, op: int, index: int = 0, length: int = LONG, **more: Any) -> list[m.Action]:
-        return self.tell(me, m.Submit(op, index, length, **more))
+    def submit(
+        self, me: int, op: int, index: int = 0, length: int = LONG, *, repeatable: bool = True, deadline: float = math.inf
+    ) -> list[m.Action]:
+        return self.tell(me, m.Submit(op, index, length, repeatable, deadline))
 
-    def post(self, me: int, op: int, index: int = 0, length: int = LONG, **more: Any) -> list[m.Action]:
-        return self.tell(me, m.Post(op, index, length, **more))
+    def post(self, me: int, op: int, index: int = 0, length: int = LONG, *, deadline: float = math.inf) -> list[m.Action]:
+        return self.tell(me, m.Post(op, index, length, deadline))
 
     # ---- frames
 

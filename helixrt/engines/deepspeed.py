@@ -64,7 +64,7 @@ class DeepSpeedEngine(Engine):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         check_engine(engine, group.size)
-        registered = Registered.of(engine.module, running_buffers=tuple(running_buffers))
+        registered = Registered.of(engine.module, running_buffers=running_buffers)
         registered.check()
         self.engine, self.policy, self.accumulate = engine, policy or Policy(), engine.gradient_accumulation_steps()
         self._group, self._replica, self._replicas, self._seed = group, replica, replicas, seed

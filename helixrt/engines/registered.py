@@ -50,11 +50,17 @@ class Registered:
         model: nn.Module | Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer] | Mapping[str, Optimizer] = (),
         schedulers: Sequence[Any] | Mapping[str, Any] = (),
-        **others: Any,
+        *,
+        scaler: Any = None,
+        extra: Mapping[str, Stateful] | None = None,
+        clip_norm: float | None = None,
+        running_buffers: Sequence[str] = (),
     ) -> Registered:
         """From one model or several by name, and optimizers and schedulers by name or numbered from 0."""
         models = dict(model) if isinstance(model, Mapping) else {"": model}
-        return Registered(models, _numbered(optimizers), _numbered(schedulers), **others)
+        return Registered(
+            models, _numbered(optimizers), _numbered(schedulers), scaler, dict(extra or {}), clip_norm, tuple(running_buffers)
+        )
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters in the models' order, each once, under its first name."""

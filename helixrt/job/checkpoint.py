@@ -199,14 +199,16 @@ def load(
 
     Raises ConfigError (resume) when the checkpoint does not have what this rank needs.
     """
-    from helixrt.job.dcp_private import read  # brings torch.distributed.checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from helixrt.job.dcp_private import read
 
     index = read_index(checkpoint)
     try:
         found = restored(index, rank, dict(mesh) == dict(checkpoint.mesh), live, portions)
         tensors = {name: empty_of(wanted) for name, wanted in found.tensors.items()}
         read(checkpoint.folder, {name: (found.tensors[name].portion, tensor) for name, tensor in tensors.items()})
-    except Exception as error:  # DCP wraps what went wrong in a CheckpointException of many causes
+    except (Exception, CheckpointException) as error:  # DCP raises it for what failed; it is no Exception
         text = " ".join(str(error).split())
         raise ConfigError("resume", "true", f"cannot load {checkpoint.folder}: {text}") from error
     left = tuple(name.split("/", 1)[1] for name in index.placed if is_of_model(name) and name not in found.taken)

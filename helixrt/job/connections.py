@@ -98,15 +98,15 @@ def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> Stag
     """Over endpoints to the other stages, among ranks that are alike on the other axes; None for a single stage, and where the
     settings ask for Gloo. `number` counts the models of this rank: each has its own.
 
-    They notice a peer that is gone; one that hangs or is stopped is the controller's to end, as over Gloo. Raises Retryable if
-    a rank does not come.
+    They notice a peer that is gone or cannot be reached, and leave a rail that fails; a peer that hangs or is stopped is the
+    controller's to end, as over Gloo. Raises Retryable if a rank does not come.
     """
     settings, timeouts = context.config.pipeline, context.timeouts
     stage, stages = mesh.rank("pp"), mesh.size("pp")
     if stages == 1 or settings.channels != "endpoint":
         return None
     transport = context.config.transport if context.config.exchange == "ftar" else TransportConfig()
-    towards = replace(reach(transport, context.replica, timeouts), heartbeat_s=None)
+    towards = replace(reach(transport, context.replica, timeouts), hang_s=timeouts.step_s)
     deadline = Deadline(timeouts.start_s)
     prefix = f"stages/{context.life}/{number}/{mesh.members('pp')[0]}"
     secret, made = context.spec.secret.encode(), ExitStack()

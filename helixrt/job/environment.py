@@ -64,9 +64,7 @@ class SessionChoices:
     def config(self, served: JobConfig) -> SessionConfig:
         """The settings of a rank: the server's, and these. Compute threads stay as they are in this process."""
         config = SessionConfig.of(
-            served,
-            seed=self.seed,
-            threads=torch.get_num_threads(),
+            replace(served, seed=self.seed, threads=torch.get_num_threads()),
             device=self.device,
             dtype=self.dtype,
             lr_policy=self.lr_policy,

@@ -66,18 +66,22 @@ class RunOptions:
     base: JobConfig = field(default_factory=JobConfig)
 
     @staticmethod
-    def of(settings: JobConfig, **own: Any) -> RunOptions:
-        """All settings of the runtime from one object, as a program keeps them that has a configuration of its own; `own` are
-        options that a `JobConfig` does not have."""
+    def of(
+        settings: JobConfig, *, loader_every: int = loader_every, buffers: str = buffers, exit_grace_s: float = exit_grace_s
+    ) -> RunOptions:
+        """The options that `settings` describes, for a program that keeps all settings of the runtime in one configuration. The
+        keyword arguments are the options that a `JobConfig` does not have."""
         return RunOptions(
             threads=settings.threads,
             step_timeout_s=settings.step_timeout_s,
             restarts=settings.restarts,
             checkpoint_every=settings.checkpoint.every,
+            loader_every=loader_every,
+            buffers=buffers,
             membership=settings.membership,
             start=settings.start,
+            exit_grace_s=exit_grace_s,
             base=settings,
-            **own,
         )
 
     def job(self, name: str, seed: int, storage: str | Path, mesh: MeshConfig, launcher: str = "local") -> JobConfig:

@@ -267,8 +267,8 @@ class Session:
             schedulers,
             clip_norm=clip_norm,
             scaler=scaler,
-            extra=dict(extra or {}),
-            running_buffers=tuple(running_buffers),
+            extra=extra,
+            running_buffers=running_buffers,
         )
         settings = self.settings
         self._per_replica = dict(per_replica or {})

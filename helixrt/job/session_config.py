@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from helixrt.job.mesh import Mesh
 from helixrt.job.session_host import SessionSettings
 from helixrt.job.train_function import TrainFunction
 
+NO_FUNCTION = TrainFunction("", "", "", "")  # of a rank that the user's program starts: the program calls its function itself
 DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("float32", "bfloat16")
 
 
@@ -18,7 +20,7 @@ DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("float32", "bfloat16")
 class SessionConfig(JobConfig):
     """`train` is the function that every rank calls, with its session and `arguments`; the rest as in `SessionSettings`."""
 
-    train: TrainFunction = field(default_factory=lambda: TrainFunction("", "", "", ""))
+    train: TrainFunction = NO_FUNCTION
     arguments: dict[str, Any] = field(default_factory=dict)
     device: str = "auto"
     dtype: str = "float32"
@@ -27,9 +29,28 @@ class SessionConfig(JobConfig):
     loader_every: int = 100
 
     @staticmethod
-    def of(job: JobConfig, **own: Any) -> SessionConfig:
+    def of(
+        job: JobConfig,
+        *,
+        train: TrainFunction = NO_FUNCTION,
+        arguments: Mapping[str, Any] | None = None,
+        device: str = device,
+        dtype: str = dtype,
+        lr_policy: str = lr_policy,
+        buffers: str = buffers,
+        loader_every: int = loader_every,
+    ) -> SessionConfig:
         """The runtime's settings, and a session's own."""
-        return SessionConfig(**{**{key: getattr(job, key) for key in JobConfig.__dataclass_fields__}, **own})
+        return SessionConfig(
+            **{key: getattr(job, key) for key in JobConfig.__dataclass_fields__},
+            train=train,
+            arguments=dict(arguments or {}),
+            device=device,
+            dtype=dtype,
+            lr_policy=lr_policy,
+            buffers=buffers,
+            loader_every=loader_every,
+        )
 
     @staticmethod
     def from_plain(raw: dict[str, Any]) -> SessionConfig:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 from helixrt.errors import ConfigError
 from helixrt.lab import machine, namespaces
@@ -293,12 +293,17 @@ class Network:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         cpus: Collection[int] | None = None,
-        **popen: Any,
+        *,
+        stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        text: bool = False,
+        errors: str | None = None,
     ) -> subprocess.Popen[Any]:
         """Start a program on a host, with `environment(host)` and then `env` added to this process's environment.
 
-        cpus: the cores it may use. popen: as of subprocess.Popen (stdout, text, ...). The process's id is the program's
-        own. It and what it starts are ended with the network at the latest. ConfigError when there is no such program.
+        cpus: the cores it may use. stdin, stdout, stderr, text, errors: as for subprocess.Popen. The process has the
+        program's own id. It and its children are ended with the network at the latest. ConfigError if there is no such program.
         """
         name = self.namespace(host)
         variables = {**os.environ, **self.environment(host), **(env or {})}
@@ -306,7 +311,10 @@ class Network:
         if shutil.which(program, path=variables.get("PATH")) is None:
             raise ConfigError("command", argv[0], "is not a program that can be run here")
         with signals_later(), _on_cpus(cpus):
-            process = subprocess.Popen(["ip", "netns", "exec", name, *argv], env=variables, cwd=cwd, **popen)
+            command = ["ip", "netns", "exec", name, *argv]
+            process = subprocess.Popen(
+                command, env=variables, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=text, errors=errors
+            )
             self._processes.append(process)
         return process
 

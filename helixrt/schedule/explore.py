@@ -8,6 +8,7 @@ picture alone is shown.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -156,8 +157,10 @@ class Explorer:
             self.timeline, self.picture = None, ""
             self._shown.value = f"<pre>{escape(str(error))}</pre>"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, Any]:
         """The widget where widgets run, else the picture, else a line of text."""
-        shown = self.widget._repr_mimebundle_(**kwargs)
+        shown = self.widget._repr_mimebundle_(include=include, exclude=exclude)
         picture = {"image/svg+xml": self.picture} if self.picture else {}
         return {**shown, **picture, "text/plain": f"Explorer({self._setting})"}

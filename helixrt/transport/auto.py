@@ -120,7 +120,8 @@ def check_transport(value: str, key: str = "transport") -> None:
 
 class AutoEndpoint(Endpoint):
     """`host`: the address of this host that TCP binds to, or several, one rail each. `tcp` has its further options; what
-    verbs know of those is the heartbeat, the record and the hopping. `rdma`: the ports that verbs use, the default one
+    verbs know of those is the heartbeat, the record, the hopping and `attempt_s`. Without `watch_processes` a peer that can be
+    reached is not lost while its process is stopped. `rdma`: the ports that verbs use, the default one
     first; None: every active one. With hopping the rails are paths, and verbs have no TCP rail behind theirs.
 
     `transport` insists on one. Raises ConfigError if it has no such name or does not work on this machine; `connect`
@@ -134,18 +135,20 @@ class AutoEndpoint(Endpoint):
         *,
         transport: str = AUTO,
         heartbeat_s: float | None = 1.0,
+        watch_processes: bool = True,
         tcp: TcpOptions | None = None,
         rdma: Sequence[VerbsRail] | None = None,
     ) -> None:
         check_transport(transport)
         options = replace(tcp or TcpOptions(), period_s=heartbeat_s)
+        watch_s = heartbeat_s if watch_processes else None
         self._insists, self._record = transport, options.record
         self._endpoints: dict[str, TcpEndpoint | SharedMemoryEndpoint] = {}
         self._watched: WatchedPeers | None = None
         self._monitor_look_s = 0.0
         if transport in (AUTO, SHARED_MEMORY):
             if (reason := shared_memory.unsupported()) is None:
-                self._endpoints[SHARED_MEMORY] = SharedMemoryEndpoint(secret, heartbeat_s=heartbeat_s)
+                self._endpoints[SHARED_MEMORY] = SharedMemoryEndpoint(secret, heartbeat_s=watch_s)
             else:
                 _log.info("no shared memory here: %s", reason)
         rails = [TcpRail(host)] if isinstance(host, str) else [TcpRail(h) if isinstance(h, str) else h for h in host]
@@ -154,8 +157,8 @@ class AutoEndpoint(Endpoint):
                 self._open_verbs(secret, rails[0], options, rdma)
             if transport in (AUTO, TCP):
                 self._endpoints[TCP] = TcpEndpoint(secret, rails, options)
-            if heartbeat_s is not None and self._endpoints.keys() - {SHARED_MEMORY} and monitor.unsupported() is None:
-                self._watched = WatchedPeers(rails[0].address, secret, heartbeat_s)
+            if watch_s is not None and self._endpoints.keys() - {SHARED_MEMORY} and monitor.unsupported() is None:
+                self._watched = WatchedPeers(rails[0].address, secret, watch_s)
         except BaseException:
             self.close()
             raise
@@ -178,7 +181,7 @@ class AutoEndpoint(Endpoint):
             period_s=tcp.period_s,
             record=tcp.record,
             restore_s=tcp.restore_s,
-            link=LinkOptions(striped=hopping is not None, hopping=hopping),
+            link=LinkOptions(striped=hopping is not None, hopping=hopping, attempt_s=tcp.link.attempt_s),
             patience=_patience(tcp.period_s),
             tcp_fallback=hopping is None,
         )

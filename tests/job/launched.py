@@ -135,6 +135,8 @@ def train(session: helixrt.Session) -> None:
         if CASE == "sigterm" and session.replica == 1 and done.step == 3 and not (FOLDER / "asked").exists():
             (FOLDER / "asked").touch()
             os.kill(os.getpid(), signal.SIGTERM)
+            with session.busy("waiting until the run's store has the request", 60.0):
+                time.sleep(2.0)  # far longer than a thread needs for that; the steps alone may be faster
         if CASE == "drain" and session.replica == 0:
             drain(session, done)
     (FOLDER / f"carry{session.replica}").write_text(repr(float(carry.total)))

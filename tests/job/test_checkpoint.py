@@ -422,6 +422,16 @@ def test_resume_passes_over_a_superseded_record(tmp_path: Path) -> None:
         find_resume(tmp_path)
 
 
+def test_one_that_is_deleted_while_it_is_loaded_is_refused(run: Path, tmp_path: Path) -> None:
+    """DCP's error for it is no Exception: it would end the rank with a traceback instead of a message."""
+    found = newest_complete(run / "checkpoints")
+    assert found is not None
+    for written in found.folder.rglob("*.distcp"):
+        written.unlink()
+    with pytest.raises(ConfigError, match="cannot load"):
+        load(found, 0, state_of(0, 4))
+
+
 def test_other_model_cannot_load_it(run: Path, tmp_path: Path) -> None:
     found = find_resume(tmp_path)[1]
     other = {**state_of(0, 4), WEIGHT: torch.zeros(7, 6)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from helixrt.emulate.link_pair import LONG, Pair
+from helixrt.emulate.link_pair import LONG, OPTIONS, Pair
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Kind
 
@@ -20,7 +22,7 @@ def settle(pair: Pair, me: int) -> list[m.Action]:
 
 @pytest.mark.parametrize(("batched", "credits"), [(True, 1), (False, MANY)])
 def test_one_frame_carries_the_credits_of_a_batch(batched: bool, credits: int) -> None:
-    pair = Pair(batched=batched)
+    pair = Pair(options=replace(OPTIONS, batched=batched))
     for index in range(MANY):
         pair.post(1, 1, index)
     if batched:
@@ -38,7 +40,7 @@ def test_one_frame_carries_the_credits_of_a_batch(batched: bool, credits: int) -
 
 def test_what_answers_a_long_message_acknowledges_it() -> None:
     """Two ends of a ring: each sends on what it has just received, and no frame of its own says that it came."""
-    pair = Pair(batched=True)
+    pair = Pair(options=replace(OPTIONS, batched=True))
     pair.post(1, 1)
     settle(pair, 1)
     pair.post(0, 1)
@@ -56,7 +58,7 @@ def test_what_answers_a_long_message_acknowledges_it() -> None:
 
 
 def test_a_long_message_that_nothing_answers_is_acknowledged_when_the_batch_is_over() -> None:
-    pair = Pair(batched=True)
+    pair = Pair(options=replace(OPTIONS, batched=True))
     pair.post(1, 1)
     settle(pair, 1)
     pair.flow()
@@ -69,7 +71,7 @@ def test_a_long_message_that_nothing_answers_is_acknowledged_when_the_batch_is_o
 
 
 def test_a_short_message_above_the_limit_is_sent_from_its_memory_and_acknowledged_at_once() -> None:
-    pair = Pair(keep_bytes=500, eager_bytes=1000)
+    pair = Pair(options=replace(OPTIONS, keep_bytes=500, eager_bytes=1000))
     assert LONG > 1000
     kept, lent = (pair.submit(0, 1, index, length) for index, length in ((0, 500), (1, 501)))
     assert [type(action) for action in kept] == [m.Keep, m.Sent, m.SendData]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from helixrt.emulate.link_pair import LONG, Pair
+from helixrt.emulate.link_pair import LONG, OPTIONS, Pair
 from helixrt.errors import ConfigError
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Kind
@@ -76,7 +78,7 @@ def test_eager_memory_that_is_given_back_is_used_again() -> None:
 
 
 def test_bytes_and_frames_in_flight_are_bounded() -> None:
-    pair = Pair(window_bytes=3 * LONG, window_frames=20)
+    pair = Pair(options=replace(OPTIONS, window_bytes=3 * LONG, window_frames=20))
     pair.hold(0, 1)
     for index in range(10):
         pair.submit(0, 1, index)
@@ -155,7 +157,7 @@ def test_forgetting_takes_all_memory_back() -> None:
 
 
 def test_what_was_forgotten_is_not_sent_again() -> None:
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     pair.post(1, 1)
     pair.flow()
     pair.hold(0)
@@ -182,7 +184,7 @@ def test_a_name_is_used_once() -> None:
 
 
 def test_without_fault_tolerance_there_is_no_ledger_no_copy_and_no_beat() -> None:
-    pair = Pair(rails=2, fault_tolerance=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, fault_tolerance=False))
     for index in range(20):
         pair.submit(0, 1, index, LONG if index % 2 else 900)
         pair.post(1, 1, index, LONG if index % 2 else 900)
@@ -199,7 +201,7 @@ def test_without_fault_tolerance_there_is_no_ledger_no_copy_and_no_beat() -> Non
 
 
 def test_without_fault_tolerance_a_rail_that_comes_late_is_used_at_once_and_none_is_left_for_being_slow() -> None:
-    pair = Pair(rails=2, connect=False, fault_tolerance=False)
+    pair = Pair(rails=2, connect=False, options=replace(OPTIONS, fault_tolerance=False))
     pair.up(0)
     for me in range(2):
         pair.tell(me, m.RailDown(1, m.Failure.PATH, "did not connect at the beginning"))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from helixrt.emulate.link_pair import Pair
+from helixrt.emulate.link_pair import OPTIONS, Pair
 from helixrt.errors import Cause
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.machine import Link
@@ -28,7 +29,7 @@ def test_a_dead_peer_is_lost_when_the_last_rail_says_that_nobody_is_there() -> N
 
 
 def test_a_link_whose_rails_never_come_tries_them_again_and_ends_by_a_deadline() -> None:
-    pair = Pair(rails=2, connect=False, connect_s=5.0)
+    pair = Pair(rails=2, connect=False, options=replace(OPTIONS, connect_s=5.0))
     assert pair.links[0].deadline == pair.links[1].deadline == -math.inf  # begins with the first event
     began, answered = pair.now, 0
     for rail in range(2):
@@ -47,7 +48,7 @@ def test_a_link_whose_rails_never_come_tries_them_again_and_ends_by_a_deadline()
 
 
 def test_a_silent_peer_is_lost_within_one_and_a_half_periods() -> None:
-    pair = Pair(rails=2, period_s=1.0)
+    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
     pair.wait(10.0)
     assert not pair.links[0].closed
     began = pair.now
@@ -60,7 +61,7 @@ def test_a_silent_peer_is_lost_within_one_and_a_half_periods() -> None:
 
 def test_acknowledgements_of_the_kernel_are_signs_of_life_of_a_peer_that_says_nothing() -> None:
     """For seconds; and of two rails the one that is not acknowledged is left, as one that falls silent."""
-    pair = Pair(rails=2, period_s=1.0)
+    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
     pair.post(1, 1)
     pair.flow()
     for rail in range(2):
@@ -98,7 +99,7 @@ def test_a_rail_that_was_set_up_without_crossing_it_is_no_sign_of_life(crossed: 
 
 def test_a_payload_that_trickles_in_is_a_sign_of_life() -> None:
     """Its sender's beats wait behind it: the bytes themselves must count, for the peer and for the rail."""
-    pair = Pair(rails=2, period_s=1.0)
+    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
     pair.post(1, 1)
     pair.flow()
     pair.submit(0, 1)
@@ -119,7 +120,7 @@ def test_a_payload_that_trickles_in_is_a_sign_of_life() -> None:
 
 
 def test_a_rail_that_falls_silent_alone_is_left() -> None:
-    pair = Pair(rails=2, period_s=1.0)
+    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
     pair.post(1, 1)
     pair.flow()
     pair.hold(0)
@@ -133,7 +134,7 @@ def test_a_rail_that_falls_silent_alone_is_left() -> None:
 def test_a_rail_on_which_we_sent_nothing_for_a_while_is_not_left() -> None:
     """Our process was held: meanwhile the kernel went on sending what one rail had, and got acknowledgements, and the other was
     idle, as nobody sent a probe."""
-    pair = Pair(rails=2, period_s=1.0)
+    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0))
     pair.post(1, 1)
     pair.flow()
     pair.wait(2.0)
@@ -149,7 +150,7 @@ def test_a_rail_on_which_we_sent_nothing_for_a_while_is_not_left() -> None:
 
 
 def test_a_rail_that_swallows_a_frame_is_left_by_the_software_deadline() -> None:
-    pair = Pair(rails=2, striped=False, attempt_s=3.0)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False, attempt_s=3.0))
     pair.post(1, 1)
     pair.flow()
     pair.submit(0, 1)
@@ -161,7 +162,7 @@ def test_a_rail_that_swallows_a_frame_is_left_by_the_software_deadline() -> None
 
 
 def test_a_rail_that_returns_late_is_not_judged_by_what_it_carried_before() -> None:
-    pair = Pair(attempt_s=0.5)
+    pair = Pair(options=replace(OPTIONS, attempt_s=0.5))
     pair.post(1, 1)
     pair.flow()
     pair.hold(0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from helixrt.emulate.link_pair import Pair
+from helixrt.emulate.link_pair import OPTIONS, Pair
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.failover import SHORTEST_PAUSE
 from helixrt.protocol.link.frames import Kind
@@ -19,7 +21,7 @@ def fall_back(pair: Pair) -> None:
 
 
 def test_the_four_send_states_and_the_two_receive_states_of_a_failback() -> None:
-    pair = Pair(rails=2, striped=False, window_frames=1)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False, window_frames=1))
     fall_back(pair)
     for index in range(3):
         pair.post(1, 1, index)
@@ -65,7 +67,7 @@ def test_a_striped_link_goes_on_over_the_others_while_a_rail_returns() -> None:
 
 @pytest.mark.parametrize("second", [0, 1])
 def test_a_second_failure_while_draining_is_survived(second: int) -> None:
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     fall_back(pair)
     pair.post(1, 1)
     pair.flow()
@@ -96,7 +98,7 @@ def test_a_rail_that_answers_no_probe_is_reset_and_tried_again() -> None:
 
 
 def test_a_rail_that_flaps_rests_longer_each_time_until_it_was_steady() -> None:
-    pair = Pair(rails=2, rest_s=0.1, longest_rest_s=0.5, steady_s=10.0)
+    pair = Pair(rails=2, options=replace(OPTIONS, rest_s=0.1, longest_rest_s=0.5, steady_s=10.0))
 
     def rest() -> float:
         pair.cut(0)
@@ -132,7 +134,7 @@ def restored(pair: Pair, within_s: float) -> list[float]:
 
 
 def test_attempts_to_restore_a_rail_are_paced_from_their_beginnings() -> None:
-    pair = Pair(rails=2, retry_s=0.25)
+    pair = Pair(rails=2, options=replace(OPTIONS, retry_s=0.25))
     pair.cut(0, m.Failure.DEVICE)
     assert restored(pair, 1.1) == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.045)
     while pair.log[0][-1] != m.RestoreRail(0):
@@ -143,7 +145,7 @@ def test_attempts_to_restore_a_rail_are_paced_from_their_beginnings() -> None:
 
 
 def test_a_rail_that_is_said_to_be_whole_is_tried_at_once() -> None:
-    pair = Pair(rails=2, retry_s=0.25)
+    pair = Pair(rails=2, options=replace(OPTIONS, retry_s=0.25))
     pair.cut(0, m.Failure.DEVICE)
     pair.wait(0.02)
     assert not pair.said(0, m.RestoreRail)
@@ -158,7 +160,7 @@ def test_a_rail_that_is_said_to_be_whole_is_tried_at_once() -> None:
 
 
 def test_hints_make_no_loop_and_change_nothing_where_a_rail_is_up() -> None:
-    pair = Pair(rails=2, retry_s=0.25)
+    pair = Pair(rails=2, options=replace(OPTIONS, retry_s=0.25))
     assert pair.tell(0, m.RailMended(0)) == []
     pair.cut(0, m.Failure.DEVICE)
     attempts = 0
@@ -172,7 +174,7 @@ def test_hints_make_no_loop_and_change_nothing_where_a_rail_is_up() -> None:
 
 @pytest.mark.parametrize("hinted", [False, True])
 def test_no_hint_shortens_the_rest_of_a_rail_that_flaps(hinted: bool) -> None:
-    pair = Pair(rails=2, rest_s=0.4, retry_s=0.1)
+    pair = Pair(rails=2, options=replace(OPTIONS, rest_s=0.4, retry_s=0.1))
     for rest in (0.0, 0.4, 0.8):
         pair.cut(0, m.Failure.DEVICE)
         pair.flow()
@@ -188,7 +190,7 @@ def test_no_hint_shortens_the_rest_of_a_rail_that_flaps(hinted: bool) -> None:
 
 
 def test_a_rail_left_as_slow_that_breaks_while_it_rests_goes_on_resting() -> None:
-    pair = Pair(rails=2, rest_s=0.8, retry_s=0.1)
+    pair = Pair(rails=2, options=replace(OPTIONS, rest_s=0.8, retry_s=0.1))
     for rest in (0.1, 0.8):
         pair.tell(0, m.RailSlow(0))
         pair.flow()
@@ -203,7 +205,7 @@ def test_a_rail_left_as_slow_that_breaks_while_it_rests_goes_on_resting() -> Non
 
 
 def test_a_slow_rail_is_drained_left_and_taken_back_by_the_fenced_way() -> None:
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     for index in range(2):
         pair.post(1, 1, index)
     pair.flow()
@@ -236,7 +238,7 @@ def test_the_last_rail_is_not_left_for_being_slow() -> None:
 
 
 def test_a_lower_numbered_rail_that_connects_late_is_switched_to_by_the_fenced_way() -> None:
-    pair = Pair(rails=2, connect=False, striped=False)
+    pair = Pair(rails=2, connect=False, options=replace(OPTIONS, striped=False))
     pair.up(1)
     pair.hold(1, 1)
     pair.submit(0, 1, 0, length=10)
@@ -281,7 +283,7 @@ def test_the_end_of_the_link_is_not_reported_as_a_rail_that_was_left() -> None:
 
 
 def test_a_rail_left_as_slow_rests_longer_each_time_until_it_was_steady() -> None:
-    pair = Pair(rails=2, rest_s=0.5, retry_s=0.1, steady_s=10.0)
+    pair = Pair(rails=2, options=replace(OPTIONS, rest_s=0.5, retry_s=0.1, steady_s=10.0))
 
     def rest() -> float:
         began = pair.now
@@ -302,7 +304,7 @@ def test_a_rail_on_which_a_stopped_peer_does_not_answer_is_kept_while_its_kernel
     question: Kind, acknowledged: bool
 ) -> None:
     """It may be the only rail that still shows that the peer lives; `attempt_s` bounds that."""
-    pair = Pair(rails=2, period_s=1.0, answer_s=0.5, attempt_s=4.0, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, period_s=1.0, answer_s=0.5, attempt_s=4.0, striped=False))
     fall_back(pair)
     pair.hold(0), pair.hold(1)
     pair.up(0)

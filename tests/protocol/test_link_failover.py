@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from helixrt.emulate.link_pair import Pair
+from dataclasses import replace
+
+from helixrt.emulate.link_pair import OPTIONS, Pair
 from helixrt.protocol.link import frames
 from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.frames import Frame, Kind
@@ -12,7 +14,7 @@ from helixrt.protocol.link.rails import SendState
 
 
 def test_what_was_on_a_failed_rail_is_resent_on_another_once_the_peer_has_fenced_it() -> None:
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     pair.post(1, 1)
     pair.flow()
     pair.hold(0)
@@ -28,7 +30,7 @@ def test_what_was_on_a_failed_rail_is_resent_on_another_once_the_peer_has_fenced
 
 
 def test_what_arrived_and_lost_its_acknowledgement_is_not_resent() -> None:
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     pair.post(1, 1)
     pair.flow()
     pair.hold(0, 0)
@@ -41,7 +43,7 @@ def test_what_arrived_and_lost_its_acknowledgement_is_not_resent() -> None:
 
 
 def test_a_half_delivered_message_is_received_once_it_is_whole() -> None:
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     pair.post(1, 1)
     pair.flow()
     pair.submit(0, 1)
@@ -95,7 +97,7 @@ def test_one_rail_that_returns_is_enough() -> None:
 
 
 def test_a_second_failure_during_the_handshake_is_survived() -> None:
-    pair = Pair(rails=3, striped=False)
+    pair = Pair(rails=3, options=replace(OPTIONS, striped=False))
     pair.post(1, 1)
     pair.flow()
     pair.hold(0), pair.hold(1)
@@ -110,7 +112,7 @@ def test_a_second_failure_during_the_handshake_is_survived() -> None:
 
 def test_an_older_handshake_says_nothing_about_a_newer_failure() -> None:
     """The peer left connection 1 and may still take what connection 2 brings it: nothing is resent before it left that too."""
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     pair.cut(0)
     pair.flow()
     pair.up(0)
@@ -129,7 +131,7 @@ def test_an_older_handshake_says_nothing_about_a_newer_failure() -> None:
 
 
 def test_a_lost_handshake_is_repeated() -> None:
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     pair.post(1, 1)
     pair.flow()
     pair.hold(0), pair.hold(1)
@@ -143,7 +145,7 @@ def test_a_lost_handshake_is_repeated() -> None:
 
 
 def test_an_operation_that_must_not_be_repeated_fails_when_its_fate_is_unknown() -> None:
-    pair = Pair(rails=2, striped=False)
+    pair = Pair(rails=2, options=replace(OPTIONS, striped=False))
     for index in range(2):
         pair.post(1, 1, index)
     pair.flow()

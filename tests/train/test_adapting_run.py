@@ -163,7 +163,7 @@ def test_a_run_that_changes_its_order_has_the_losses_of_one_that_does_not(job: A
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_lost_replica_comes_back_to_the_order_that_the_record_names(job: Any) -> None:
-    run = job(kills((1, 30, "forward")), "mesh.pp=2", "steps=60", *EAGER, patient=True)
+    run = job(kills((1, 30, "forward")), "mesh.pp=2", "steps=60", f"chaos.slow=[{SLEEPS}]", *EAGER, patient=True)
     report = assert_consistent(run, run.run(), lost=[1], steps=60)
     assert {change["replica"] for change in report["order_changes"]} == {0, 1}
     chain = run.log().chain()

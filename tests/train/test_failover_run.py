@@ -39,8 +39,8 @@ class Job:
         rails = f"transport.rails=[{host.address(0, 0)},{host.address(0, 1)}]"
         places = (f"data.path={folder / 'text'}", f"output.root={folder / 'out'}")
         argv = [sys.executable, "-m", "helixrt.train", *SETTINGS, rails, *places, *overrides]
-        stages = {"GLOO_SOCKET_IFNAME": "lo"}  # what goes on inside a replica is not cut
-        driver = host.run(0, argv, stages, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        gloo = {"GLOO_SOCKET_IFNAME": "lo"}  # is not cut; the links between stages are
+        driver = host.run(0, argv, gloo, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.said = driver.communicate(timeout=180)[0]
         assert driver.returncode == 0, self.said
         self.run = (folder / "out" / "latest").resolve()
@@ -76,6 +76,7 @@ def test_the_report_tells_of_the_rail_and_of_the_checkpoint_it_caused(cut: Job) 
     for each in left:
         assert (each["rail"], each["usable"]) == (0, 1) and each["step"] >= CUT_IN and each["reason"]
         assert 0 < each["at_s"] < report["seconds"] and each["back_after_s"] is not None, cut.said
+        assert each["checkpoint_after_s"] < 30.0, "no link waits for its kernel to give up, which takes it 60 s"
         assert f"{each['rank']} left rail 0 towards {each['towards']}" in cut.said
 
     saved = report["checkpoints"]

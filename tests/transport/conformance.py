@@ -88,9 +88,13 @@ class Endpoints:
                 other.signal(signal.SIGKILL)
             case "stopped":
                 other.signal(signal.SIGSTOP)
+            case "paused":
+                other.signal(signal.SIGSTOP)
+                here.settle(4 * heartbeat_s)
+                other.signal(signal.SIGCONT)
             case _:
                 other.tell(how)
-        if how == "close":
+        if how in ("close", "paused"):
             here.settle(0.5)
             assert not here.ended(0)
         else:
@@ -107,6 +111,13 @@ class StopConformance(Endpoints):
 
     def test_a_process_that_is_stopped(self, world: NewWorld, process: Callable[..., Process]) -> None:
         self.a_process_ends(world, process, "stopped", heartbeat_s=1.0)
+
+
+class PauseConformance(Endpoints):
+    """Of endpoints for which a stopped process is not a lost one."""
+
+    def test_a_process_that_is_stopped_and_goes_on(self, world: NewWorld, process: Callable[..., Process]) -> None:
+        self.a_process_ends(world, process, "paused", heartbeat_s=0.5)
 
 
 class EndpointConformance(Endpoints):

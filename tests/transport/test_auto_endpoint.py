@@ -20,7 +20,7 @@ from helixrt.transport.shared_memory import address as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs import endpoint as verbs
-from tests.transport.conformance import MIB, EndpointConformance, StopConformance
+from tests.transport.conformance import MIB, EndpointConformance, PauseConformance, StopConformance
 from tests.transport.worlds import LIMIT_S, SECRET, Message, World
 
 _turn = itertools.count()
@@ -44,6 +44,22 @@ class TestTcpWithMonitors(StopConformance):
     """TCP alone does not show that a peer's process is stopped."""
 
     make = staticmethod(over_tcp)
+
+
+def unwatched(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+    return AutoEndpoint(secret, transport="tcp", heartbeat_s=heartbeat_s, watch_processes=False)
+
+
+class TestTcpThatLeavesStoppedProcessesToOthers(PauseConformance):
+    make = staticmethod(unwatched)
+
+
+def unwatched_memory(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+    return AutoEndpoint(secret, transport="shared_memory", heartbeat_s=heartbeat_s, watch_processes=False)
+
+
+class TestSharedMemoryThatLeavesStoppedProcessesToOthers(PauseConformance):
+    make = staticmethod(unwatched_memory)
 
 
 def world_of(*transports: str, heartbeat_s: float | None = None) -> World:
