@@ -11,6 +11,7 @@ import pytest
 
 from helixrt.errors import Retryable
 from helixrt.job.stuck import Limits, RankWatch, Stuck, Suspicion, complaint, most_likely_stuck, observe
+from helixrt.job.watch import ProgressWatch
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.progress import EXCHANGE, LEADER, MAIN, Progress, ProgressReport, ThreadReport
 from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
@@ -285,6 +286,19 @@ class UnreachableAtFirst(MemoryRunStore):
         if self.calls < 3:
             raise Retryable("no answer")
         super().set(key, value)
+
+
+def test_a_rank_that_is_stopped_before_its_first_regular_report_is_silent() -> None:
+    store, now = MemoryRunStore(), [0.0]
+    watch = ProgressWatch(store, Limits(10.0, 20.0, 5.0), 1.0, lambda: now[0])
+    watch.began(0, 1, ["r0"])
+    progress = Progress(store, "r0", 1, period_s=1000.0)  # it never comes to the next one
+    found = []
+    while not found and now[0] < 60.0:
+        now[0] += 2.0
+        found = watch.look([0])
+    assert [stuck.rank for stuck in found] == ["r0"] and "has not reported for 20 s" in found[0].reason and now[0] < 25.0
+    progress.close()
 
 
 def test_the_first_committed_step_is_reported_at_once() -> None:
