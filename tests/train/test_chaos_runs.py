@@ -193,7 +193,8 @@ def test_restarted_replica_that_fails_otherwise_while_it_fetches(kind: str, job:
     be replaced by a newer one before anybody is stuck."""
     choice = random.Random(seed)
     replica, rank, step = choice.randrange(2), choice.randrange(2), choice.randint(3, 12)
-    run = job(kills((replica, step, "forward")), faults((kind, replica, rank, step + 1, "fetch")), "step_timeout_s=6", patient=True)
+    fault = faults((kind, replica, rank, step + 1, "fetch"))
+    run = job(kills((replica, step, "forward")), fault, "step_timeout_s=6", patient=True)
     ended = run.run(deadline_s=420.0)
     replaced = kind == "hang" and ended.code == 0 and len(run.report()["failures"]) == 1
     report = assert_consistent(run, ended, lost=[replica] if replaced else [replica, replica])
