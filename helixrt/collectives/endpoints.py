@@ -35,8 +35,8 @@ class Reach:
     hopping: HoppingOptions | None = None
     heartbeat_s: float | None = 1.0  # a peer that does not run, or cannot be reached, is lost within 1.5 of it; None: only
     # one that is gone
-    hang_s: float | None = None  # a peer that can be reached is not lost while its process is stopped or hangs for at most so
-    # long: somebody else decides on it; None: one that is stopped is lost as above
+    hang_s: float | None = None  # a peer that can be reached is kept while its process is stopped or hangs for at most so long;
+    # None: a peer that is stopped is lost as above
 
     def __post_init__(self) -> None:
         if self.paths < 1:

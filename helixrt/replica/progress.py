@@ -123,7 +123,7 @@ class Progress:
         self._closed = False
         self._thread: threading.Thread | None = None
         if store is not None:
-            self._send()  # at once: of a rank that stops before its first report nobody would know that there is silence
+            self._send()  # at once: a rank that stops before its first report is not noticed
             self._thread = threading.Thread(target=self._run, name="helixrt-progress", daemon=True)
             self._thread.start()
 
