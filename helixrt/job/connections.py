@@ -106,7 +106,7 @@ def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> Stag
     if stages == 1 or settings.channels != "endpoint":
         return None
     transport = context.config.transport if context.config.exchange == "ftar" else TransportConfig()
-    towards = replace(reach(transport, context.replica, timeouts), hang_s=timeouts.step_s)
+    towards = replace(reach(transport, context.replica, timeouts), hang_s=timeouts.start_s)
     deadline = Deadline(timeouts.start_s)
     prefix = f"stages/{context.life}/{number}/{mesh.members('pp')[0]}"
     secret, made = context.spec.secret.encode(), ExitStack()

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 import helixrt
+from helixrt.job.leaving import ASK_S
 from helixrt.job.step import Committed
+from helixrt.replica.run_keys import leave_key
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 REPLICAS = int(sys.argv[3]) if len(sys.argv) > 3 else 2
@@ -135,8 +137,11 @@ def train(session: helixrt.Session) -> None:
         if CASE == "sigterm" and session.replica == 1 and done.step == 3 and not (FOLDER / "asked").exists():
             (FOLDER / "asked").touch()
             os.kill(os.getpid(), signal.SIGTERM)
+            store = session._host._runtime.context.store  # type: ignore[attr-defined]
             with session.busy("waiting until the run's store has the request", 60.0):
-                time.sleep(2.0)  # far longer than a thread needs for that; the steps alone may be faster
+                while store.get(leave_key(1, 0)) is None:
+                    time.sleep(0.02)
+                time.sleep(2 * ASK_S)  # the next quorum reads it
         if CASE == "drain" and session.replica == 0:
             drain(session, done)
     (FOLDER / f"carry{session.replica}").write_text(repr(float(carry.total)))
