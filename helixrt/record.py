@@ -62,6 +62,7 @@ class Kind(StrEnum):
     STORAGE_BACK = "storage_back"  # what, failures: that came before
     REPLAN = "replan"  # why: what the planner of orders is asked for
     ORDER = "order"  # of the schedule, that all ranks are to make ready: order, before (hashes), why, present_ms, predicted_ms
+    ORDER_REHEARSED = "order_rehearsed"  # seconds that making the order in use ready again took, failed: why it could not be
     ORDER_READY = "order_ready"  # order, seconds, failed: why a rank cannot work by it, "" if all can
     ORDER_GAIN = "order_gain"  # order, before_ms, after_ms: medians of measured steps, predicted_ms: the gain that was expected
     CHAOS = "chaos"  # command; has a duration

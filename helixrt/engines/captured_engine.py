@@ -171,7 +171,7 @@ class CapturedEngine(PipelineEngine):
             return self._graphs_of(parts.cut)
         with parts.busy("captures the model for batches of other shapes", CAPTURE_S):
             made = self._graphs_of(parts.cut_for(batch, True))
-            made.stage.prepare(self._program)
+            self._prepare_graphs(made.stage, self._program)
             return made
 
     def _graphs_of(self, cut: CutModel) -> _Training:
@@ -213,7 +213,7 @@ class CapturedEngine(PipelineEngine):
         self._compare(batch, items)
         made = self._training.of(batch)
         if self._graphs is not made.stage:
-            made.stage.prepare(self._program)  # of a schedule that is newer than the graphs
+            self._prepare_graphs(made.stage, self._program)  # of a schedule that is newer than the graphs
             self._graphs = self._executor.stage = made.stage
             self._executor.boundary = made.boundary
         self._begin(made.stage.inputs, batch.inputs, self._drawn)

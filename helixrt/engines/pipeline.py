@@ -38,7 +38,7 @@ from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor, Slowdown
 from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
 from helixrt.pipeline.reductions import BucketSums
-from helixrt.pipeline.stage import AutogradStage, Stage, StageChunk
+from helixrt.pipeline.stage import AutogradStage, StageChunk
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
 from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
@@ -55,6 +55,7 @@ CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 GRAPHS = ("auto", "always", "never")
 PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
 BUCKET_BYTES = 1 << 22
+_PROGRAMS = 8  # of schedules, that are kept
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, cut into micro-batches along dimension 0
 
@@ -213,6 +214,7 @@ class PipelineEngine(BatchEngine):
         self._graphs: JointStage | None = None
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
+        self._programs: dict[Schedule, Program] = {}
         self._program: Program
         self.use_schedule(schedule)
 
@@ -228,16 +230,21 @@ class PipelineEngine(BatchEngine):
     def use_schedule(self, schedule: Schedule) -> None:
         """From the next `run` on, work by another schedule of the same placement and as many micro-batches.
 
-        All ranks of the replica do so before the same step. Graphs that it needs are made now, unless `prepare_schedule` has
-        made them. Raises ScheduleError if it cannot be run, ValueError for one that is for other chunks or micro-batches,
-        ConfigError for chunks that cannot be captured.
+        All ranks of the replica do so before the same step. What it needs is made now, unless `prepare_schedule` has made it.
+        Raises ScheduleError if it cannot be run, ValueError for one that is for other chunks or micro-batches, ConfigError for
+        chunks that cannot be captured.
         """
-        self._executor.stage, self._program = self.prepare_schedule(schedule)
+        self._program = self.prepare_schedule(schedule)
+        self._executor.stage = self._autograd
+        if runs_by_graphs(schedule, self._graphs_when):
+            assert self._graphs is not None, "the program was prepared"
+            self._executor.stage = self._graphs
         self.schedule = schedule
 
-    def prepare_schedule(self, schedule: Schedule) -> tuple[Stage, Program]:
-        """Make what `use_schedule` would, so that it takes no time then; the schedule in use stays. All ranks of the replica
-        call it at the same point, between two steps. Raises as `use_schedule`."""
+    def prepare_schedule(self, schedule: Schedule, again: bool = False) -> Program:
+        """Make what `use_schedule` would, so that it takes no time then; the schedule in use stays. Programs of the newest few
+        schedules are kept, and made anew with `again`. All ranks of the replica call it at the same point, between two steps.
+        Raises as `use_schedule`."""
         if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
             raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
         if schedule.placement != self.placement:
@@ -245,12 +252,24 @@ class PipelineEngine(BatchEngine):
                 f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
             )
         check_shards(schedule, self._graphs_when, self._shards)
-        if not runs_by_graphs(schedule, self._graphs_when):
-            return self._autograd, compile_program(whole_backwards(schedule), self.stage)
-        program = compile_program(schedule, self.stage)
-        self._graphs = self._graphs or self._captured()
-        self._graphs.prepare(program)
-        return self._graphs, program
+        by_graphs = runs_by_graphs(schedule, self._graphs_when)
+        program = None if again else self._programs.get(schedule)
+        if program is None:
+            program = compile_program(schedule if by_graphs else whole_backwards(schedule), self.stage)
+        if by_graphs:
+            self._graphs = self._graphs or self._captured()
+            self._prepare_graphs(self._graphs, program)
+        self._programs.pop(schedule, None)
+        self._programs[schedule] = program  # the newest
+        while len(self._programs) > _PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return program
+
+    def _prepare_graphs(self, graphs: JointStage, program: Program) -> None:
+        """Those of the program; if the schedule may change, those of other schedules too, so that a change does not wait."""
+        if self.adaptation is not None:
+            graphs.prepare_all()
+        graphs.prepare(program)
 
     def slow_down(self, slowdown: Callable[[int], Slowdown]) -> None:
         """Have the operations of this stage take as long as `slowdown(step)` says from now on, on purpose."""

@@ -2,7 +2,8 @@
 
 In: what the replica's ranks measured, its steps, and the ranks' answers. Out: calls of `prepare`, which have all ranks make an
 order ready at the same point of their commands, and work by it from the same step on (`OrderReady` of the step machine); events
-of the flight record; lines for the user. A thread of its own judges and waits for the planner, so that no step does;
+of the flight record; lines for the user. Before the first judgement the ranks make the order in use ready once more: how long
+that takes says what a switch costs. A thread of its own judges and waits for the planner, so that no step does;
 `schedule.adaptation.policy` decides.
 """
 
@@ -57,7 +58,7 @@ class _Prepared:
 class OrderAdapter:
     """Of one replica of so many `ranks`, on its leading rank; begins with `start`. `in_use()`: the hash of the order that the
     replica works by when the first costs come, "" for the first one. `estimates()`: what was measured so far, None while that
-    is not enough. `prepare(order)`: see `Leader.prepare`. `broken(error)` ends this rank.
+    is not enough. `prepare(order, rehearsal)`: see `Leader.prepare`. `broken(error)` ends this rank.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class OrderAdapter:
         ranks: int,
         in_use: Callable[[], str],
         estimates: Callable[[], MeasuredCosts | None],
-        prepare: Callable[[str], None],
+        prepare: Callable[[str, bool], None],
         record: FlightRecord,
         say: Callable[[str], None],
         broken: Callable[[BaseException], None],
@@ -91,6 +92,7 @@ class OrderAdapter:
         self._changed = False  # a cost, since then
         self._answered_s, self._answer_took_s = -math.inf, 0.0  # the last question
         self._ready = {self._first}  # orders that all ranks have made ready
+        self._rehearsed: bool | None = None  # False: the ranks are at it
         self._pending: Switch | None = None  # the ranks make it ready
         self._done = _StepDone(0, record.clock())
         self._took_ms: deque[float] = deque(maxlen=_GAIN_STEPS)  # of the newest steps by the order in use
@@ -151,7 +153,7 @@ class OrderAdapter:
         """Whether every rank has measured a step that was not judged yet, and it is time to."""
         calm = not self._changed and now_s < self._judged_s + CALM_S
         rests_s = (_REST_CHANGED if self._changed else _REST) * self._answer_took_s
-        if calm or now_s < self._answered_s + rests_s or len(self._heard) < self._ranks:
+        if self._rehearsed is False or calm or now_s < self._answered_s + rests_s or len(self._heard) < self._ranks:
             return False
         return min(self._heard.values()) > self._judged
 
@@ -159,6 +161,10 @@ class OrderAdapter:
         self._judged, self._judged_s, self._changed = min(self._heard.values()), self._record.clock(), False
         measured = self._estimates()
         if measured is None or measured.lacking():
+            return
+        if self._rehearsed is None:
+            self._rehearsed = False
+            self._prepare(self._in_use(), True)
             return
         observed = CostEstimate(measured.costs(base=self._base), measured.spread(base=self._base))
         decision = self._policy.observed(self._done.step, observed)
@@ -199,9 +205,17 @@ class OrderAdapter:
             f"the schedule's order becomes {decision.key}: {decision.why}; predicted {decision.present_ms:.4g} ms a step "
             f"before and {decision.predicted_ms:.4g} ms after"
         )
-        self._prepare("" if decision.key == self._first else decision.key)
+        self._prepare("" if decision.key == self._first else decision.key, False)
 
     def _prepared(self, news: _Prepared) -> None:
+        if not self._rehearsed:
+            self._rehearsed = True
+            if news.failed:
+                self._say(f"what a change of the schedule's order costs is not known: {news.failed}")
+            else:
+                self._policy.rehearsed(news.seconds * 1e3)
+            self._record.write(Kind.ORDER_REHEARSED, step=self._done.step, seconds=news.seconds, failed=news.failed)
+            return
         switch, self._pending = self._pending, None
         assert switch is not None, f"nobody asked for the order {news.order}"
         self._record.write(Kind.ORDER_READY, step=self._done.step, order=switch.key, seconds=news.seconds, failed=news.failed)

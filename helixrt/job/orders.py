@@ -56,10 +56,11 @@ class RankOrders:
         self.first = engine.schedule
         self._read: dict[str, Schedule] = {}
 
-    def prepare(self, order: str) -> None:
-        """Make the order with this hash ready, "" for the first one. Raises HelixError if this rank cannot work by it."""
+    def prepare(self, order: str, again: bool = False) -> None:
+        """Make the order with this hash ready, "" for the first one; `again`: also if it is ready. Raises HelixError if this
+        rank cannot work by it."""
         try:
-            self.engine.prepare_schedule(self._of(order))
+            self.engine.prepare_schedule(self._of(order), again)
         except ValueError as error:
             raise ConfigError("schedule order", order, str(error)) from error
 

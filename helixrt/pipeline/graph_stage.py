@@ -136,10 +136,7 @@ class JointStage(Stage):
         Raises VerifyError, DisagreementError when ranks would launch different collectives, ConfigError where `group` is
         needed.
         """
-        singles = {(a.chunk, a.op) for entry in program.entries for a in entry} - self.single.keys()
-        parts = {(chunk, op): self.graphs[chunk].part(op) for chunk, op in sorted(singles)}
-        agree_among_ranks(list(parts.values()))  # planning runs the collectives, and would hang as training would
-        self.single |= {key: Executable(part) for key, part in parts.items()}
+        self._prepare_singles({(action.chunk, action.op) for action in program.actions})
         pairs = {(e[0].chunk, e[1].op, e[1].chunk) for e in program.entries if len(e) == 2} - self.woven.keys()
         woven = {}
         for ahead, op, behind in sorted(pairs):
@@ -150,6 +147,15 @@ class JointStage(Stage):
             woven[ahead, op, behind] = weave(forward, backward, plan.order)
         agree_among_ranks(list(woven.values()))
         self.woven |= {key: Executable(part) for key, part in woven.items()}
+
+    def prepare_all(self) -> None:
+        """Make the graphs of all single operations, so that programs without pairs need no others. Raises as `prepare`."""
+        self._prepare_singles({(chunk, op) for chunk in self.graphs for op in (Op.F, Op.B, Op.W, Op.BW)})
+
+    def _prepare_singles(self, wanted: Collection[tuple[int, Op]]) -> None:
+        parts = {(chunk, op): self.graphs[chunk].part(op) for chunk, op in sorted(set(wanted) - self.single.keys())}
+        agree_among_ranks(list(parts.values()))  # planning runs the collectives, and would hang as training would
+        self.single |= {key: Executable(part) for key, part in parts.items()}
 
     def planning_group(self, *parts: Part) -> Any:
         """The ranks that plan a pair alike; None for those of the only group. Raises ConfigError if nobody said who.

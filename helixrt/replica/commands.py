@@ -72,9 +72,11 @@ class Exit:
 
 @dataclass(frozen=True)
 class PrepareOrder:
-    """Make the order of the schedule with this hash, which the run's store has, ready to work by. Answers `OrderPrepared`."""
+    """Make the order of the schedule with this hash, which the run's store has, ready to work by. Answers `OrderPrepared`.
+    `rehearsal`: the order is in use already, and only the time that this takes is wanted."""
 
     order: str
+    rehearsal: bool = False
 
 
 @dataclass(frozen=True)

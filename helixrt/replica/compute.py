@@ -160,7 +160,7 @@ class Compute:
                 case LoadDurable():
                     self._load_durable(command)
                 case PrepareOrder():
-                    self._prepare(command.order)
+                    self._prepare(command)
                 case Evaluate():
                     self._parts.hooks.evaluate(command)
                     self._idle_since = time.monotonic()
@@ -177,15 +177,15 @@ class Compute:
         """While graphs may be made."""
         return self._parts.progress.busy("prepareorder", self._parts.timeouts.evaluate_s)
 
-    def _prepare(self, order: str) -> None:
+    def _prepare(self, command: PrepareOrder) -> None:
         begin_s, failed = time.monotonic(), ""
         try:
-            self._parts.hooks.prepare_order(order)
+            self._parts.hooks.prepare_order(command.order, command.rehearsal)
         except Retryable:
             raise
         except HelixError as error:
             failed = str(error)
-        self._parts.report(OrderPrepared(order, time.monotonic() - begin_s, failed))
+        self._parts.report(OrderPrepared(command.order, time.monotonic() - begin_s, failed))
         self._idle_since = time.monotonic()
 
     def _exchange(self, command: p.Exchange | p.Examine) -> None:

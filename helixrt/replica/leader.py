@@ -115,7 +115,7 @@ class Leader:
         self._own: deque[_Call] = deque()  # calls that the thread that handles events makes itself
         self._fetched: dict[str, set[int]] = {}
         self._loaded: dict[int, bool] = {}  # rank -> whether it found the durable state that all are to load
-        self._preparing = False  # an order of the schedule: ranks do so between two steps
+        self._preparing: PrepareOrder | None = None  # ranks do so between two steps
         self._prepared: dict[int, OrderPrepared] = {}  # rank -> its answer for the order that is made ready
         self._done: list[_Item] = []  # ranks that were done meanwhile
         self._loads, self._newer_than = 0, -1
@@ -132,9 +132,10 @@ class Leader:
         """A rank of this replica speaks; from any thread. May handle this and other events before it returns; never raises."""
         self._take((group_rank, report))
 
-    def prepare(self, order: str) -> None:
-        """Have all ranks make this order of the schedule ready, and work by it then. From any thread, one order at a time."""
-        self._take(PrepareOrder(order))
+    def prepare(self, order: str, rehearsal: bool = False) -> None:
+        """Have all ranks make this order of the schedule ready, and work by it then, unless this is a `rehearsal`. From any
+        thread, one order at a time."""
+        self._take(PrepareOrder(order, rehearsal))
 
     def close(self) -> None:
         """End the thread; a quorum call under way is left to end by its own deadline. Idempotent."""
@@ -175,11 +176,11 @@ class Leader:
             self._order(item)
             return
         if isinstance(item, PrepareOrder):
-            self._preparing = True
+            self._preparing = item
             self._prepared.clear()
             self._order(item)
             return
-        if self._preparing and isinstance(item, tuple) and isinstance(item[1], p.RankDone):
+        if self._preparing is not None and isinstance(item, tuple) and isinstance(item[1], p.RankDone):
             self._done.append(item)  # else the step that ranks prepare for would begin by the order of before
             return
         event = self._hear(*item) if isinstance(item, tuple) else item
@@ -232,12 +233,14 @@ class Leader:
         self._prepared[group_rank] = report
         if len(self._prepared) < self.machine.group_world_size:
             return None
-        answers, self._prepared, self._preparing = self._prepared, {}, False
+        asked, self._preparing = self._preparing, None
+        assert asked is not None, "no order is made ready"
+        answers, self._prepared = self._prepared, {}
         self._events.extendleft(reversed(self._done))  # behind the event that this gives
         self._done = []
         failed = next((f"rank {rank}: {each.failed}" for rank, each in sorted(answers.items()) if each.failed), "")
         self.hooks.prepared(report.order, max(each.seconds for each in answers.values()), failed)
-        return None if failed else p.OrderReady(report.order)
+        return None if failed or asked.rehearsal else p.OrderReady(report.order)
 
     # ---------------------------------------------------------------- actions
 

@@ -56,9 +56,10 @@ class Hooks:
     `stuck(why)`: compute has not given a gradient for longer than any step may take. Called from another
     thread, since nothing reaches a main thread that hangs; it should end the process. `load(lineage, initial)`: load
     this durable state (`initial`: the parameters that the engine began with, which it holds still) into the engine;
-    False if it is not there any more. `evaluate(command)`: evaluate the state that the engine holds. `prepare_order(hash)`:
-    make this order of the schedule ready; raises HelixError if the engine cannot work by it. `use_order(hash)`: the next work
-    is by this order, which is not that of the work before; "" is the one that the engine began with.
+    False if it is not there any more. `evaluate(command)`: evaluate the state that the engine holds.
+    `prepare_order(hash, again)`: make this order of the schedule ready, with `again` also if it is; raises HelixError if the
+    engine cannot work by it. `use_order(hash)`: the next work is by this order, which is not that of the work before; "" is the
+    one that the engine began with.
     """
 
     updated: Callable[[Done], None] = lambda done: None
@@ -66,7 +67,7 @@ class Hooks:
     save: Callable[[Save], None] = lambda command: None
     stuck: Callable[[str], None] = lambda why: None
     load: Callable[[str, bool], bool] = lambda lineage, initial: True
-    prepare_order: Callable[[str], None] = lambda order: _no_orders(order)
+    prepare_order: Callable[[str, bool], None] = lambda order, again: _no_orders(order)
     use_order: Callable[[str], None] = lambda order: _no_orders(order)
 
 

@@ -36,7 +36,7 @@ class NoGraphs:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.prepared, self.refused = schedule, list[Schedule](), set[str]()
 
-    def prepare_schedule(self, schedule: Schedule) -> None:
+    def prepare_schedule(self, schedule: Schedule, again: bool = False) -> None:
         if order_key(schedule) in self.refused:
             raise ConfigError("stages.graphs", "never", "no graph")
         self.prepared.append(schedule)
@@ -132,6 +132,8 @@ class Replica:
     adapter: OrderAdapter = None  # type: ignore[assignment]
     news: MeasuredCosts | None = None
     asked: queue.Queue[str] = field(default_factory=queue.Queue)
+    rehearsals: list[str] = field(default_factory=list)
+    rehearsal_s: float = 0.01
     said: list[str] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     step: int = 0
@@ -146,6 +148,13 @@ class Replica:
             for rank in self.ranks:
                 self.adapter.measured(rank, self.step)
             self.judged.acquire(timeout=DEADLINE_S)  # else the adapter might see nothing but the costs of a later step
+
+    def prepare(self, order: str, rehearsal: bool) -> None:
+        if rehearsal:
+            self.rehearsals.append(order)
+            self.adapter.prepared(order, self.rehearsal_s, "")
+        else:
+            self.asked.put(order)
 
     def estimates(self) -> MeasuredCosts | None:
         news = self.news
@@ -186,7 +195,7 @@ def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
             len(ranks),
             lambda: in_use,
             found.estimates,
-            found.asked.put,
+            found.prepare,
             found.record,
             found.said.append,
             found.errors.append,
@@ -218,6 +227,21 @@ def test_a_slow_link_changes_the_order_of_a_replica_and_its_end_takes_the_first_
     assert gain["order"] == key and gain["predicted_ms"] == 340.0 and gain["before_ms"] > 0 and gain["after_ms"] >= 0
     assert [e.detail["failed"] for e in events if e.kind is Kind.ORDER_READY] == ["", ""]
     assert f"the schedule's order becomes {key}" in found.said[0]
+
+
+@pytest.mark.parametrize(("rehearsal_s", "pays"), [(0.01, True), (1e4, False)])
+def test_what_a_switch_costs_is_known_from_a_rehearsal_before_the_first_judgement(
+    replica: Callable[..., Replica], rehearsal_s: float, pays: bool
+) -> None:
+    found = replica()
+    found.rehearsal_s = rehearsal_s
+    found.steps(4, 0.0)
+    for _ in range(5):
+        found.steps(1, 60.0)
+    found.adapter.close()
+    assert found.rehearsals == [""] and found.asked.empty() is not pays
+    (event,) = [e.detail for e in found.record.events() if e.kind is Kind.ORDER_REHEARSED]
+    assert event == {"seconds": rehearsal_s, "failed": ""}
 
 
 def test_an_order_that_a_rank_cannot_run_is_not_used_and_training_goes_on(replica: Callable[..., Replica]) -> None:

@@ -192,7 +192,12 @@ def test_an_order_is_taken_up_when_all_ranks_have_it_ready_and_not_when_one_cann
     leader.report(1, OrderPrepared("b", 0.1, "no graph"))
     leader.report(0, OrderPrepared("b", 0.2))
     assert machine.events[-1] == p.OrderReady("a") and answers[-1] == ("b", 0.2, "rank 1: no graph")
-    assert told == [PrepareOrder("a"), PrepareOrder("b")] and not broken
+    leader.prepare("a", rehearsal=True)
+    taken_up = len(machine.events)
+    leader.report(0, OrderPrepared("a", 0.3))
+    leader.report(1, OrderPrepared("a", 0.1))
+    assert answers[-1] == ("a", 0.3, "") and len(machine.events) == taken_up
+    assert told == [PrepareOrder("a"), PrepareOrder("b"), PrepareOrder("a", True)] and not broken
     leader.close()
 
 

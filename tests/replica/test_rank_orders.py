@@ -148,7 +148,7 @@ def test_a_dropped_order_has_no_outcome_and_the_next_one_is_not_lost(rank: Drive
 def test_a_rank_takes_up_an_order_of_its_schedule_with_the_work_that_names_it(rank: Driven) -> None:
     used: list[str] = []
 
-    def prepare(order: str) -> None:
+    def prepare(order: str, again: bool) -> None:
         if order == "bad":
             raise ConfigError("schedule order", order, "is for others")
         used.append(f"ready {order}")

@@ -154,9 +154,11 @@ def test_a_replica_that_starts_again_goes_on_with_its_order_and_can_return_to_th
     assert isinstance(decision, Switch) and decision.predicted_ms == makespan_ms(ZB, COSTS)
 
 
-def test_more_loss_than_allowed_ends_with_the_first_order() -> None:
-    rules = Adaptation(least_gain=0.5)  # so nothing but the account leads to a switch
+@pytest.mark.parametrize("dwell", [3, 1000])
+def test_more_loss_than_allowed_ends_with_the_first_order_also_where_the_order_was_just_changed(dwell: int) -> None:
+    rules = Adaptation(least_gain=0.5, dwell=dwell)  # so nothing but the account leads to a switch
     policy = OrderPolicy(ZB, rules, 1000, in_use=build("1f1b", 4, 12))
+    policy.switched(0, policy.in_use, 0.0)
     allowed = rules.loss_share * 1000 * makespan_ms(ZB, COSTS)
     lost_ms = makespan_ms(build("1f1b", 4, 12), COSTS) - makespan_ms(ZB, COSTS)
     assert lost_ms > 0
@@ -164,6 +166,15 @@ def test_more_loss_than_allowed_ends_with_the_first_order() -> None:
     steady(policy, 1, full - 1, COSTS)
     decision = next(d for step in range(full, full + 3) if isinstance(d := ask(policy, step, COSTS), Switch))
     assert decision.key == order_key(ZB) and decision.why == "more was lost than allowed"
+
+
+def test_half_as_long_again_as_the_rehearsal_is_counted_until_a_switch_was_made() -> None:
+    """Three steps are left, 340 ms a step: 1.5 times 600 ms pay, 1.5 times 750 ms do not."""
+    for rehearsed_ms, pays in ((400.0, True), (500.0, False)):
+        policy = OrderPolicy(ZB, Adaptation(loss_share=1.0), 50)
+        policy.rehearsed(rehearsed_ms)
+        steady(policy, 1, 46, COSTS)
+        assert isinstance(ask(policy, 47, SLOW), Switch) is pays
 
 
 @pytest.mark.parametrize(

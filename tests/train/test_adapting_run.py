@@ -19,7 +19,7 @@ from helixrt.record import FlightRecord
 from helixrt.schedule.costs import uniform, with_delays
 from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.generators.classic import build
-from helixrt.schedule.ir import Schedule
+from helixrt.schedule.ir import Op, Schedule
 from helixrt.schedule.planner.plan import plan
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.schedules import job_schedule
@@ -65,11 +65,14 @@ def test_training_that_changes_its_order_every_step_has_the_bits_of_training_tha
         runs = []
         for changes in (False, True):
             engine = engine_of(ADAPTING, stage, group)
-            assert isinstance(engine._executor.stage, GraphStage)  # also for an order that autograd could run
+            graphs = engine._executor.stage
+            assert isinstance(graphs, GraphStage)  # also for an order that autograd could run
+            assert graphs.single.keys() == {(chunk, op) for chunk in engine.modules for op in Op}  # before the first step
             seen: list[Any] = []
             for step, order in zip(range(1, STEPS), orders(), strict=True):
                 if changes:
-                    engine.prepare_schedule(order)
+                    made = engine.prepare_schedule(order)
+                    assert engine.prepare_schedule(order) is made is not engine.prepare_schedule(order, again=True)
                     assert engine.schedule is not order
                     engine.use_schedule(order)
                     assert engine.schedule is order

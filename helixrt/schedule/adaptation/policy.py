@@ -9,6 +9,8 @@ leaves open:
 - A switch must pay. Its gain per step, at the end of the measured spread where it is least, times the steps that the present
   condition is expected to last, must exceed what making the order ready costs. A condition is expected to last as long as the
   conditions before it did (their median), and then as long as it has lasted already; the first one to the end of the run.
+- What a switch costs is known before the first one: the ranks make the order in use ready once more, and one and a half times
+  that time is counted until a switch was made.
 - After a switch the order stays for `dwell` steps, twice as many after each switch that follows another one closely.
 - An order that was used under costs like the present ones is taken up again as soon as it loses nothing.
 - The loss is bounded. The policy keeps an account of the time lost against the order that the run began with: switches, and
@@ -36,6 +38,7 @@ _ENDLESS = 1000  # steps that a run without a last one is taken to have left
 _MOST_DOUBLINGS = 10
 _ALIKE = 3.0  # bands within which costs are like those for which an order was chosen
 _SLIVER = 1e-9
+_REHEARSED = 1.5  # times as long as its rehearsal a switch is taken to last: it reads the order, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,7 @@ class Adaptation:
     payback: float = 1.5  # the gain that is expected must be so many times what the switch costs
     dwell: int = 3  # steps between two switches, at least
     loss_share: float = 0.02  # of the run's time, lost against the first order, before it is returned to
-    switch_ms: float = 500.0  # what making an order ready is taken to cost, until it was measured
+    switch_ms: float = 500.0  # what making an order ready is taken to cost, until it has been measured
     effort: float = 0.1  # of the planner
     memory: float = 0.0  # activations that a stage may hold, 1 per micro-batch of all its layers; 0: no cap
 
@@ -121,7 +124,7 @@ class OrderPolicy:
         self.refused: set[str] = set()  # orders that some rank could not make ready
         self.lost_ms = 0.0  # against the first order; negative: won
         self.switches = 0
-        self._switch_ms = rules.switch_ms  # what making an order ready costs, as measured last
+        self._switch_ms = rules.switch_ms  # what making an order ready costs, as far as that is known
         self._answer: Answer | None = None
         self._asked: CostEstimate | None = None  # what the question under way is about
         self._asked_at = 0
@@ -178,6 +181,10 @@ class OrderPolicy:
         """The planner has failed: the question is asked again when costs say so."""
         self._asked = None
 
+    def rehearsed(self, took_ms: float) -> None:
+        """Making the order in use ready once more took the replica's slowest rank so long; before the first switch."""
+        self._switch_ms = _REHEARSED * took_ms
+
     def switched(self, step: int, key: str, took_ms: float) -> None:
         """All steps after `step` are by this order; making it ready took so long (0: it was ready)."""
         assert key in self.known, f"{key} was not decided on"
@@ -232,12 +239,13 @@ class OrderPolicy:
         present, first = answer.of(self.in_use), answer.of(self.first)
         if present is None:
             return Stay("the order in use was not timed under these costs")
-        if step - self._switched_at < self.dwell:
-            return Stay(f"the order was changed less than {self.dwell} steps ago")
         allowed_ms = self._allowed_ms(step, first or present)
         if present is not first and first is not None and self.lost_ms > allowed_ms:
             return self._switch(present, first, answer, "more was lost than allowed")
-        if (familiar := self._familiar(answer, present)) is not None:
+        if step - self._switched_at < self.dwell:
+            return Stay(f"the order was changed less than {self.dwell} steps ago")
+        familiar = self._familiar(answer, present)
+        if familiar is not None and self._bears(familiar, first, 0.0, allowed_ms):
             return self._switch(present, familiar, answer, "the order of before, for costs like those of then")
         others = [each for each in answer.timed if each is not present and each.key not in self.refused]
         # Of equally good ones that which does best when the condition of before comes back, then one that is ready.
@@ -249,12 +257,17 @@ class OrderPolicy:
         costs_ms, horizon = 0.0 if best.key in self.known else self._switch_ms, self._horizon(step)
         if gain_ms * horizon < self.rules.payback * costs_ms:
             return Stay(f"{gain_ms:.3g} ms a step for {horizon:.0f} steps do not pay for {costs_ms:.3g} ms")
-        if best is not first and first is not None:
-            exposed_ms = 2 * self.dwell * max(0.0, best.before_ms - first.before_ms)  # if the costs of before come back now
-            if self.lost_ms + costs_ms + exposed_ms > allowed_ms:
-                return Stay("the account of losses does not bear another switch")
+        if not self._bears(best, first, costs_ms, allowed_ms):
+            return Stay("the account of losses does not bear another switch")
         why = "faster under the measured costs" if answer.by_equation else "links are slower than the order tolerates"
         return self._switch(present, best, answer, why)
+
+    def _bears(self, to: Timed, first: Timed | None, costs_ms: float, allowed_ms: float) -> bool:
+        """Whether no more than allowed is lost if the costs of before come back as soon as this order is taken up."""
+        if first is None or to is first:
+            return True
+        exposed_ms = 2 * self.dwell * max(0.0, to.before_ms - first.before_ms)
+        return self.lost_ms + costs_ms + exposed_ms <= allowed_ms
 
     def _familiar(self, answer: Answer, present: Timed) -> Timed | None:
         """An order that was chosen for costs like the present ones and loses nothing, unless the one in use was chosen so."""
