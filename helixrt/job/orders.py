@@ -57,10 +57,11 @@ class RankOrders:
         self._read: dict[str, Schedule] = {}
 
     def prepare(self, order: str, again: bool = False) -> None:
-        """Make the order with this hash ready, "" for the first one; `again`: also if it is ready. Raises HelixError if this
-        rank cannot work by it."""
+        """Make the order with this hash ready, "" for the first one; `again`: from its text on, also if it is ready. Raises
+        HelixError if this rank cannot work by it."""
         try:
-            self.engine.prepare_schedule(self._of(order), again)
+            found = self._of(order)
+            self.engine.prepare_schedule(read(order_text(found), "again") if again else found, again)
         except ValueError as error:
             raise ConfigError("schedule order", order, str(error)) from error
 

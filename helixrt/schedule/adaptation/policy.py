@@ -38,7 +38,7 @@ _ENDLESS = 1000  # steps that a run without a last one is taken to have left
 _MOST_DOUBLINGS = 10
 _ALIKE = 3.0  # bands within which costs are like those for which an order was chosen
 _SLIVER = 1e-9
-_REHEARSED = 1.5  # times as long as its rehearsal a switch is taken to last: it reads the order, too
+_REHEARSED = 1.5  # times as long as its rehearsal a switch is taken to last: it asks the store for the order, too
 
 
 @dataclass(frozen=True, kw_only=True)
