@@ -1,7 +1,7 @@
 """`helixrt export RUN --to FOLDER`: write a checkpoint's model as Hugging Face safetensors, with the model's own names.
 
-In: the folder of a run, or of one of its checkpoints. Out: a folder that `from_pretrained` reads (with `--config`), and
-`weights=` of `session.parallelize`. Offline.
+In: the folder of a run, or of one of its checkpoints, which may be in a storage. Out: a folder that `from_pretrained` reads
+(with `--config`), and `weights=` of `session.parallelize`. Offline, but for that storage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or of one of its checkpoints")
+    parser.add_argument("run", metavar="RUN", help="the folder of a run, or of one of its checkpoints (s3:// and others, too)")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new or empty")
     parser.add_argument("--step", type=int, default=None, help="of the checkpoint (default: the newest)")
     parser.add_argument("--dtype", default="", help="float64, float32, bfloat16 or float16 (default: as it was trained)")
@@ -20,8 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from helixrt.job.export import export
+    from helixrt.job.stored_path import place_of
 
-    done = export(args.run, args.to, step=args.step, dtype=args.dtype, config=args.config)
+    done = export(place_of(args.run), args.to, step=args.step, dtype=args.dtype, config=args.config)
     files = f"{len(done.files)} file{'s' if len(done.files) != 1 else ''}"
     print(f"step {done.step}: {done.tensors} tensors in {files} in {args.to.resolve()}")
     return 0

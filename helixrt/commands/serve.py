@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-timeout-s", type=float, default=60.0, help="no step of a healthy replica takes longer")
     add("--heartbeat-s", type=float, default=0.0, help="of the membership; 0: derived from the step timeout")
     add("--checkpoint-every", type=int, default=50, help="steps between two checkpoints; 0: none")
+    add("--checkpoint-path", default="", metavar="ADDRESS", help="s3://BUCKET/FOLDER or the like; default: the run's folder")
     add("--restarts", type=int, default=100, help="how often a replica may come again within an hour")
     add("--wait-s", type=float, default=1800.0, help="how long to wait for a replica that is not started (again)")
     add("--secret-file", type=Path, help="holds the run's secret; default: HELIXRT_SECRET, else a new one in the run's folder")
@@ -74,6 +75,7 @@ def _config(args: argparse.Namespace) -> JobConfig:
     from helixrt.job.mesh import Mesh
     from helixrt.job.rules import check_address
     from helixrt.job.services import membership_kind
+    from helixrt.job.stored_path import check_storage
     from helixrt.timeouts import derive
 
     for key in ("replicas", "restarts", "checkpoint_every"):
@@ -95,9 +97,10 @@ def _config(args: argparse.Namespace) -> JobConfig:
         host=serving_host(args.host, os.environ),
         port=args.port,
         mesh=MeshConfig(args.replicas, mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp),
-        checkpoint=replace(CheckpointConfig(), every=args.checkpoint_every),
+        checkpoint=replace(CheckpointConfig(), every=args.checkpoint_every, path=args.checkpoint_path),
         output=OutputConfig(str(args.storage.resolve())),
     )
+    check_storage("checkpoint_path", args.checkpoint_path)
     membership_kind(config)
     check_address(config.host, config.port)
     return config

@@ -1,5 +1,7 @@
 """Durable checkpoints: what is in their folders, which are due, and how they are found again and read.
 
+They are in the run's folder, or in a storage that fsspec reaches (`checkpoint.path`), which `checkpoints_of` says.
+
     checkpoints/step_00000050_1a2b3c4d/      the step and the start of its record's lineage hash
         .metadata                            of torch.distributed.checkpoint (DCP), over all files below
         rank_0/__0_0.distcp                  what rank 0 of the replica has stored
@@ -11,14 +13,14 @@
 The whole folder is one DCP checkpoint of the replica, with the names of the whole model: `model.NAME`,
 `optimizer.KEY.state.NAME.exp_avg`, `optimizer.KEY.param_groups` and so on.
 `newest_complete` ignores a folder that was half written: it has no `complete.json`. The hash in the name
-keeps a record that superseded another of the same step apart from it. `checkpoint_writer` writes them.
+keeps a record that superseded another of the same step apart from it. In a storage each attempt at a checkpoint has a folder of
+its own, with its number behind a dot. `checkpoint_writer` writes them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -30,20 +32,21 @@ from helixrt.errors import ConfigError
 from helixrt.job.checkpoint_layout import Index, PartIndex, is_of_model
 from helixrt.job.checkpoint_restore import empty_of, restored
 from helixrt.job.lineage_files import read_log
+from helixrt.job.stored_path import Place, StoredPath, delete_all, place_of
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.replica.contracts import State
 from helixrt.replica.portions import Portion
 
 MANIFEST, PART = "complete.json", "part.json"
 LAYOUT = 2  # of the files in a checkpoint's folder; 1 was one DCP checkpoint for each stage
-_FOLDER = re.compile(r"^step_(\d{8,})_([0-9a-f]{8})$")
+_FOLDER = re.compile(r"^step_(\d{8,})_([0-9a-f]{8})(\.[\w.-]+)?$")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete one: where it is, the record whose state it holds, and the sizes of the axes of the mesh that wrote it."""
 
-    folder: Path
+    folder: Place
     record: CommitRecord
     mesh: Mapping[str, int]
 
@@ -90,38 +93,65 @@ def folder_name(record: CommitRecord) -> str:
     return f"step_{record.step:08d}_{record.hash[:8]}"
 
 
-def step_folders(folder: Path) -> list[Path]:
+def attempt_folder(folder: Place, record: CommitRecord, attempt: str) -> Place:
+    """Where to write this record's checkpoint. `attempt` has another value for each attempt that any replica makes."""
+    name = folder_name(record)
+    return folder / f"{name}.{attempt}" if isinstance(folder, StoredPath) else folder / name
+
+
+def record_part(folder: Place) -> str:
+    """`folder_name` of the record whose state is in this checkpoint's folder."""
+    return folder.name.partition(".")[0]
+
+
+def step_folders(folder: Place) -> list[Place]:
     """The checkpoint folders, whole or not, newest step first."""
     if not folder.is_dir():
         return []
     return sorted((f for f in folder.iterdir() if _FOLDER.match(f.name)), key=lambda f: f.name, reverse=True)
 
 
-def prune(folder: Path, keep: int) -> None:
+def prune(folder: Place, keep: int) -> None:
     """Delete what is older than the newest `keep` complete ones, half-written ones included."""
-    complete = [f for f in step_folders(folder) if is_complete(f)]
+    complete = list(dict.fromkeys(record_part(f) for f in step_folders(folder) if is_complete(f)))
     if len(complete) <= keep:
         return
-    oldest_kept = complete[keep - 1].name
-    for old in [f for f in step_folders(folder) if f.name < oldest_kept]:
+    for old in [f for f in step_folders(folder) if record_part(f) < complete[keep - 1]]:
         (old / MANIFEST).unlink(missing_ok=True)  # first of all: from now on it is not complete
-        shutil.rmtree(old, ignore_errors=True)
+        delete_all(old)
 
 
 # Reading
 
 
-def is_complete(folder: Path) -> bool:
+def checkpoints_of(run: Path) -> Place:
+    """Where the checkpoints of the run in this folder are."""
+    try:
+        address = json.loads((run / "run.json").read_text(encoding="utf-8")).get("checkpoints", "")
+    except (OSError, ValueError, AttributeError):
+        address = ""
+    return place_of(address) if address else run / "checkpoints"
+
+
+def is_complete(folder: Place) -> bool:
     """Whether this checkpoint's folder was written to the end, and not pruned since."""
     return (folder / MANIFEST).exists()
 
 
-def saved_since(folder: Path, step: int) -> bool:
+def complete_of(folder: Place, record: CommitRecord) -> Place | None:
+    """The folder with this record's complete checkpoint; None if there is none."""
+    name = folder_name(record)
+    if isinstance(folder, StoredPath):
+        return next((f for f in step_folders(folder) if record_part(f) == name and is_complete(f)), None)
+    return folder / name if is_complete(folder / name) else None
+
+
+def saved_since(folder: Place, step: int) -> bool:
     """Whether there is a complete checkpoint of this step or a later one. Reads names alone."""
     return any(is_complete(f) for f in step_folders(folder) if int(f.name.split("_")[1]) >= step)
 
 
-def newest_complete(folder: Path, wanted: Callable[[CommitRecord], bool] = lambda record: True) -> Checkpoint | None:
+def newest_complete(folder: Place, wanted: Callable[[CommitRecord], bool] = lambda record: True) -> Checkpoint | None:
     """The newest wanted checkpoint in a `checkpoints` folder that is whole, every file checked; None if there is none.
 
     Raises ConfigError (resume) if there are complete ones but every one is damaged.
@@ -145,7 +175,7 @@ def newest_complete(folder: Path, wanted: Callable[[CommitRecord], bool] = lambd
     return None
 
 
-def verify(folder: Path) -> Checkpoint:
+def verify(folder: Place) -> Checkpoint:
     """The checkpoint in this folder, every file checked. Raises ConfigError (resume) with what is wrong with it."""
     try:
         checkpoint, files = _manifest(folder)
@@ -160,7 +190,7 @@ def verify(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def read_manifest(folder: Path) -> Checkpoint:
+def read_manifest(folder: Place) -> Checkpoint:
     """The checkpoint in this folder, as its manifest has it. Raises ConfigError (resume) without one that can be read."""
     try:
         return _manifest(folder)[0]
@@ -168,7 +198,7 @@ def read_manifest(folder: Path) -> Checkpoint:
         raise ConfigError("resume", "true", f"the checkpoint {folder} is unreadable: {error}") from error
 
 
-def _manifest(folder: Path) -> tuple[Checkpoint, dict[str, list[int]]]:
+def _manifest(folder: Place) -> tuple[Checkpoint, dict[str, list[int]]]:
     """The checkpoint of this folder as its manifest has it, and size and CRC-32 of its files."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     if (layout := manifest.get("layout", 1)) != LAYOUT:
@@ -177,7 +207,7 @@ def _manifest(folder: Path) -> tuple[Checkpoint, dict[str, list[int]]]:
             "with the version that wrote it"
         )
     record = CommitRecord.from_json(manifest["record"])
-    if folder_name(record) != folder.name:
+    if folder_name(record) != record_part(folder):
         raise ValueError(f"{MANIFEST} belongs to another checkpoint")
     return Checkpoint(folder, record, {str(axis): int(size) for axis, size in manifest["mesh"].items()}), manifest["files"]
 
@@ -238,11 +268,15 @@ def checkpoint_of(run: Path) -> Checkpoint | None:
 
     Raises ConfigError (resume) if all are of records that were superseded: the run would begin again at step 0.
     """
-    newest = newest_complete(run / "checkpoints")
+    place = checkpoints_of(run)
+    try:
+        newest = newest_complete(place)
+    except OSError as error:
+        raise ConfigError("resume", run, f"its checkpoints in {place} cannot be read: {error}") from error
     if newest is None:
         return None
     log = read_log(run / "lineage")
-    found = newest_complete(run / "checkpoints", partial(_on_chain, log)) if len(log) else newest
+    found = newest_complete(place, partial(_on_chain, log)) if len(log) else newest
     if found is None:
         rule = (
             f"its only complete checkpoints, the newest of step {newest.record.step}, are of steps that were superseded: the "
@@ -264,10 +298,10 @@ def _on_chain(log: Log, record: CommitRecord) -> bool:
     return log.on_chain(record.hash)
 
 
-def file_sum(path: Path) -> list[int]:
+def file_sum(path: Place) -> list[int]:
     """A file's size in bytes and CRC-32."""
     crc = size = 0
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while block := file.read(1 << 20):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, crc]

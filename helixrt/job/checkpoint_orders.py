@@ -12,12 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
 
 from helixrt.errors import Retryable
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint_writer import Checkpointer, kept_key
 from helixrt.job.failover import FailoverNews
+from helixrt.job.stored_path import Place
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.commands import Save
 from helixrt.replica.contracts import RunStore
@@ -46,7 +46,7 @@ class CheckpointOrders:
     def __init__(
         self,
         replica: int,
-        folder: Path,
+        folder: Place,
         every: int,
         retry_s: float,
         last_step: int,
@@ -81,8 +81,15 @@ class CheckpointOrders:
             left_in = self._failovers.newest()
             if self._asked_after < left_in <= record.step:
                 self._asked_after = left_in
-                return not checkpoints.saved_since(self._folder, left_in)
+                return not self._saved_since(left_in)
         return False
+
+    def _saved_since(self, step: int) -> bool:
+        """Or the storage does not answer; what was to be asked is asked again then."""
+        try:
+            return checkpoints.saved_since(self._folder, step)
+        except OSError:
+            return True
 
     def _owed(self, step: int) -> bool:
         """Whether the newest checkpoint that was due before `step` is missing, and it is time to make up for it."""
@@ -92,10 +99,17 @@ class CheckpointOrders:
         outage = self._checkpointer.trouble.outage
         if outage is not None and outage.step >= due:
             return step >= outage.step + checkpoints.pause_steps(outage.failures, self._every)
-        if checkpoints.saved_since(self._folder, due):
+        if self._checkpointer.newest_step >= due or self._saved_since(due):
             self._saved_step = due
             return False
         return outage is None or step >= outage.step + checkpoints.pause_steps(outage.failures, self._every)
+
+    def _saved(self, record: CommitRecord) -> bool:
+        """Not known to be, without an answer of the storage."""
+        try:
+            return checkpoints.complete_of(self._folder, record) is not None
+        except OSError:
+            return False
 
     def last_is_safe(self, record: CommitRecord, holders: Collection[int]) -> str | None:
         """Whether the run's last state, that of `record`, is saved: "" if it is, else the reason if it cannot be, else
@@ -104,7 +118,7 @@ class CheckpointOrders:
         One of the holders (`writer_of_last`) writes it, with attempts for `retry_s` if that fails. Raises Retryable
         without the store.
         """
-        if not self._every or checkpoints.is_complete(self._folder / checkpoints.folder_name(record)):
+        if not self._every or self._saved(record):
             return ""
         if self._store.get(kept_key(record)) is not None:
             return ""

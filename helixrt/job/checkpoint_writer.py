@@ -2,37 +2,30 @@
 
 In: the state of a step's boundary and its commit record. Out: a folder as `helixrt.job.checkpoint` describes it.
 Each rank of the writing replica writes its part from a snapshot, with the checksum of its own file, and says so through the
-run's store; when all have, rank 0 writes DCP's metadata over all parts, and the manifest. A part is written under a name of its
-own, synced and renamed into place, and the first one in place stays: equal records have equal states, so two replicas may write
-one checkpoint at a time.
+run's store; when all have, rank 0 writes DCP's metadata over all parts, and the manifest. `checkpoint_files` puts them into
+place.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import queue
-import secrets
-import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any
 
 from helixrt.errors import Fatal, Retryable
-from helixrt.job.checkpoint import LAYOUT, MANIFEST, PART, file_sum, folder_name, is_complete, is_due, prune
-from helixrt.job.checkpoint_layout import Index, PartIndex, RankPart, objects_of, tensors_of
-from helixrt.job.lineage_files import sync_folder, write_durably
+from helixrt.job.checkpoint import LAYOUT, attempt_folder, complete_of, is_due, prune
+from helixrt.job.checkpoint_files import delete_unfinished, join_parts, write_folder, write_manifest
+from helixrt.job.checkpoint_layout import RankPart
 from helixrt.job.storage_trouble import StorageTrouble
+from helixrt.job.stored_path import Place, StoredPath, delete_all
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore
 
 _WRITTEN, _BUSY, _FAILED = "written", "busy", "failed: "
-_UNFINISHED = ".part-"  # in the name of what is being written, before a random number
 _LOOK_S = 1.0  # between two looks whether the checkpointer was closed
 _PAUSE_S = 0.2  # before an unanswered store is asked again
 
@@ -52,8 +45,8 @@ class _Job:
 
 
 class Checkpointer:
-    """One rank's side of writing checkpoints. `folder` is the run's `checkpoints` folder, `mesh` has the sizes of the replica's
-    axes, `life` names this incarnation of the replica, `last_step` is the run's last.
+    """One rank's side of writing checkpoints. `folder` is where the run's are, `mesh` has the sizes of the replica's axes,
+    `life` names this incarnation of the replica and `run_life` numbers that of the run, `last_step` is the run's last.
 
     `maybe_save` never waits for the disk: at most one checkpoint is being written and the next one
     is given up by all ranks if one of them is not done with it, but for the run's last, which waits its turn. What
@@ -63,7 +56,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         rank: int,
         mesh: Mapping[str, int],
         store: RunStore,
@@ -74,9 +67,12 @@ class Checkpointer:
         write_s: float = 3600.0,
         life: str = "",
         say: Callable[[str], None] = lambda text: None,
+        run_life: int = 0,
     ) -> None:
         self.trouble = StorageTrouble("checkpoint", record, say)
         self._folder, self._rank, self._mesh, self._life = folder, rank, dict(mesh), life
+        self._run_life = run_life
+        self.newest_step = 0  # of those that this rank has completed
         self._ranks = prod(mesh.values())
         self._store, self._record = store, record
         self._every, self._keep, self._last_step, self._write_s = every, keep, last_step, write_s
@@ -162,15 +158,29 @@ class Checkpointer:
             try:
                 self._save(job)
             except (Exception, CheckpointException) as error:
-                if self._rank == 0 and not is_complete(self._folder / folder_name(job.record)):
-                    self.trouble.failed(job.record.step, _first_cause(error))
+                if self._rank == 0:
+                    self._failed(job, _first_cause(error))
             finally:
                 with self._changed:
                     self._unfinished -= 1
                     self._changed.notify_all()
 
+    def _failed(self, job: _Job, why: str) -> None:
+        if isinstance(self._folder, StoredPath):
+            delete_all(self._target(job))
+        try:
+            if complete_of(self._folder, job.record) is not None:
+                return  # by another replica, or by an earlier attempt
+        except OSError:
+            pass  # the storage does not answer
+        self.trouble.failed(job.record.step, why)
+
+    def _target(self, job: _Job) -> Place:
+        attempt = f"{self._run_life}-{self._life.replace('/', '-')}-{job.attempt}"
+        return attempt_folder(self._folder, job.record, attempt)
+
     def _save(self, job: _Job) -> None:
-        target = self._folder / folder_name(job.record)
+        target = self._target(job)
         verdict = _BUSY
         try:
             if job.part is not None:
@@ -186,13 +196,13 @@ class Checkpointer:
         if self._rank == 0 and verdict == _WRITTEN:
             self._complete(target, job)
 
-    def _write_part(self, part: Path, record: CommitRecord, mine: RankPart) -> None:
+    def _write_part(self, part: Place, record: CommitRecord, mine: RankPart) -> None:
         def written() -> None:
             self._record.write(Kind.CHECKPOINT_BEGIN, step=record.step, lineage=record.hash)
 
-        _write_folder(part, mine.tensors, {"index": mine.index().to_plain()}, written)
+        write_folder(part, mine.tensors, {"index": mine.index().to_plain()}, written)
 
-    def _complete(self, target: Path, job: _Job) -> None:
+    def _complete(self, target: Place, job: _Job) -> None:
         """Rank 0: wait for the other ranks, then write DCP's metadata and the manifest."""
         deadline = time.monotonic() + self._write_s
         for rank in range(1, self._ranks):
@@ -207,11 +217,10 @@ class Checkpointer:
             "layout": LAYOUT,
             "record": job.record.to_json(),
             "mesh": self._mesh,
-            "files": _join_parts(target, self._ranks),
+            "files": join_parts(target, self._ranks),
         }
-        write_durably(target / MANIFEST, json.dumps(manifest, indent=1))
-        sync_folder(self._folder)
-        sync_folder(self._folder.parent)
+        write_manifest(target, manifest)
+        self.newest_step = max(self.newest_step, job.record.step)
         if self._ends(job.record):
             self._tell(kept_key(job.record), "yes")
         self._record.write(
@@ -222,8 +231,7 @@ class Checkpointer:
             after_failover=job.after_failover,
         )
         self.trouble.worked(job.record.step)
-        for left in target.glob(f"*{_UNFINISHED}*"):  # by a life of a replica that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        delete_unfinished(target)
         prune(self._folder, self._keep)
 
     def _await(self, key: str, deadline: float, rank: int) -> str:
@@ -251,71 +259,6 @@ class Checkpointer:
 
     def _key(self, job: _Job, rank: int) -> str:
         return f"checkpoint/{self._life}/{job.record.hash}/{job.attempt}/{rank}"
-
-
-def _write_folder(
-    folder: Path, things: Sequence[Any], description: Mapping[str, Any], written: Callable[[], None] = lambda: None
-) -> None:
-    """Write tensors or objects into a new folder, and `PART` with the description, where each thing is and the checksums of the
-    files. Nothing, if the folder is there: it is whole, by an earlier attempt or by another replica."""
-    from helixrt.job.dcp_private import write_data
-
-    if folder.is_dir():
-        return
-    unfinished = folder.with_name(f"{folder.name}{_UNFINISHED}{secrets.token_hex(4)}")
-    try:
-        unfinished.mkdir(parents=True)
-        stored = [[each.file, each.at, each.nbytes] for each in write_data(unfinished, things, written)]
-        sums = {path.name: file_sum(path) for path in sorted(unfinished.iterdir())}
-        write_durably(unfinished / PART, json.dumps({**description, "stored": stored, "files": sums}))
-        try:
-            os.rename(unfinished, folder)
-        except OSError:
-            if not folder.is_dir():  # else another replica was first
-                raise
-        sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _join_parts(target: Path, ranks: int) -> dict[str, list[int]]:
-    """Make the parts of all ranks one DCP checkpoint; size and CRC-32 of all files. Raises ValueError for parts that do not
-    make up a whole state."""
-    from helixrt.job.dcp_private import Stored, write_metadata
-
-    def described(folder: str) -> dict[str, Any]:
-        text = (target / folder / PART).read_text(encoding="utf-8")
-        files[f"{folder}/{PART}"] = file_sum(target / folder / PART)
-        found: dict[str, Any] = json.loads(text)
-        files.update({f"{folder}/{name}": known for name, known in found["files"].items()})
-        return found
-
-    files: dict[str, list[int]] = {}
-    parts = [described(f"rank_{rank}") for rank in range(ranks)]
-    index = Index([PartIndex.from_plain(part["index"]) for part in parts])
-    objects = objects_of(index)
-    _write_folder(target / "objects", list(objects.values()), {})
-    stored = [[Stored(*each).below(f"rank_{rank}") for each in part["stored"]] for rank, part in enumerate(parts)]
-    kept = [Stored(*each).below("objects") for each in described("objects")["stored"]]
-    if not (target / ".metadata").exists():
-        unfinished = target / f".metadata{_UNFINISHED}{secrets.token_hex(4)}"
-        unfinished.mkdir()
-        write_metadata(unfinished, tensors_of(index, stored), dict(zip(objects, kept, strict=True)))
-        _put_in_place(unfinished / ".metadata", target / ".metadata")
-        shutil.rmtree(unfinished, ignore_errors=True)
-    files[".metadata"] = file_sum(target / ".metadata")
-    return files
-
-
-def _put_in_place(file: Path, target: Path) -> None:
-    """The first one stays. On a file system without links a later one takes its place, which says the same."""
-    try:
-        os.link(file, target)
-    except FileExistsError:
-        return
-    except OSError:
-        os.replace(file, target)
-    sync_folder(target.parent)
 
 
 def _first_cause(error: BaseException) -> str:

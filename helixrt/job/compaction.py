@@ -13,8 +13,9 @@ import re
 from pathlib import Path
 
 from helixrt.errors import Retryable
-from helixrt.job.checkpoint import folder_name, is_complete, step_folders
+from helixrt.job.checkpoint import checkpoints_of, folder_name, is_complete, record_part, step_folders
 from helixrt.job.lineage_files import forget_before
+from helixrt.job.stored_path import Place
 from helixrt.protocol.step.lineage import Behind, Log
 from helixrt.replica.runlog import KEPT, RunLog
 
@@ -27,14 +28,14 @@ def history_of(replicas: int) -> int:
     return max(2 * KEPT, _RECORDS // replicas)
 
 
-def durable_index(log: Log, checkpoints: Path) -> int:
+def durable_index(log: Log, checkpoints: Place) -> int:
     """The index of the entry that the oldest complete checkpoint on the chain has saved; 0 if there is none."""
     places = {entry.hash: index for index, entry in enumerate(log.entries, log.behind.begin)}
     by_step = {record.step: record for record in log.chain()} if log.entries else {}
     for folder in reversed(step_folders(checkpoints)):  # the oldest first
         found = _STEP.match(folder.name)
         record = by_step.get(int(found[1])) if found else None
-        if record is not None and folder_name(record) == folder.name and is_complete(folder):
+        if record is not None and folder_name(record) == record_part(folder) and is_complete(folder):
             return places[record.hash]
     return 0
 
@@ -71,4 +72,8 @@ class Compaction:
             return
 
     def _begin(self, log: Log, kept: int) -> int:
-        return log.may_begin(min(len(log) - kept, durable_index(log, self._folder / "checkpoints")))
+        try:
+            durable = durable_index(log, checkpoints_of(self._folder))
+        except OSError:
+            durable = 0  # the storage does not answer
+        return log.may_begin(min(len(log) - kept, durable))

@@ -27,6 +27,7 @@ class MeshConfig:
 class CheckpointConfig:
     every: int = 50  # steps, and the last step always; 0 turns checkpoints off
     keep: int = 3  # newest complete ones kept
+    path: str = ""  # where: s3://BUCKET/FOLDER or another address of fsspec, or a folder; "": in the run's folder
     after_failover: bool = True  # an additional one when a link has lost one of its rails; needs `every` > 0
     write_s: float = 3600.0  # a checkpoint that is not written after so long has failed
     retry_s: float = 300.0  # how long the last one is tried again if it fails; then the run ends with exit code 1

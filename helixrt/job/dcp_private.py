@@ -3,7 +3,8 @@
 In: tensors and objects with their keys. Out: files in DCP's format, and a `.metadata` over those of all ranks, which names them
 by their paths below its folder: `dcp.load`, `dcp_to_torch_save` and others read it as any checkpoint.
 
-What is not public: `_StorageInfo`, where an entry lies in a file.
+What is not public: `_StorageInfo`, where an entry lies in a file; `FsspecWriter` and `FsspecReader`, which take the place of
+`FileSystemWriter` and `FileSystemReader` in a storage.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItem, WriteItemType
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from helixrt.job.checkpoint_layout import WholeTensor, box_of
+from helixrt.job.stored_path import Place, StoredPath
 from helixrt.replica.portions import Portion
 
 
@@ -39,17 +42,25 @@ class Stored:
         return Stored(f"{folder}/{self.file}", self.at, self.nbytes)
 
 
-def write_data(folder: Path, things: Sequence[Any], written: Callable[[], None] = lambda: None) -> list[Stored]:
+def write_data(folder: Place, things: Sequence[Any], written: Callable[[], None] = lambda: None) -> list[Stored]:
     """Write tensors (on the CPU) and other objects into the folder, synced. `written()` is called when the bytes are there."""
     saved: list[list[WriteResult]] = []
 
-    class Writer(dcp.FileSystemWriter):
+    class Finished:
         def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
             written()
             saved.extend(results)
 
+    class FileWriter(Finished, dcp.FileSystemWriter):
+        pass
+
+    class StorageWriter(Finished, FsspecWriter):
+        pass
+
     _alone_on_purpose()
-    dcp.save({}, storage_writer=Writer(folder), planner=_SavePlanner(things), no_dist=True)
+    # A storage has bytes for good when a file is closed; asked to sync, the writer would sync this machine's disks.
+    writer = StorageWriter(str(folder), sync_files=False) if isinstance(folder, StoredPath) else FileWriter(folder)
+    dcp.save({}, storage_writer=writer, planner=_SavePlanner(things), no_dist=True)
     found = {int(each.index.fqn): each.storage_data for part in saved for each in part}
     return [Stored(found[i].relative_path, found[i].offset, found[i].length) for i in range(len(things))]
 
@@ -73,11 +84,12 @@ def write_metadata(
     dcp.FileSystemWriter(folder).finish(dcp.Metadata(entries, planner_data=paths), [storage])
 
 
-def read(folder: Path, wanted: Mapping[str, tuple[Portion, torch.Tensor]]) -> None:
+def read(folder: Place, wanted: Mapping[str, tuple[Portion, torch.Tensor]]) -> None:
     """Fill each tensor with what its portion names of the checkpoint in the folder; by any keys, `Portion.name` is that in the
     checkpoint. Raises what DCP raises."""
     _alone_on_purpose()
-    dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner(wanted), no_dist=True)
+    reader = FsspecReader(str(folder)) if isinstance(folder, StoredPath) else dcp.FileSystemReader(folder)
+    dcp.load({}, storage_reader=reader, planner=_LoadPlanner(wanted), no_dist=True)
 
 
 def _key(path: tuple[str, ...]) -> str:

@@ -40,6 +40,7 @@ from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
 from helixrt.job.run_lock import RunLock
 from helixrt.job.services import ServedHere, Services
+from helixrt.job.stored_path import check_writable, place_in
 from helixrt.protocol.step.lineage import Behind, CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
@@ -75,20 +76,28 @@ class Run:
     agreed: int = -1  # the life whose streams agreed on what those of this one must agree on; -1: on nothing so far
     lock: RunLock | None = None  # of the folder, held until the run's end
     behind: Behind = Behind()
+    checkpoints: str = ""  # where they are; "": in the folder
 
 
 def new_run(config: JobConfig) -> Run:
-    """Make the run's folder, with its settings and identity in it."""
-    folder = new_run_folder(Path(config.output.root))
+    """Make the run's folder, with its settings and identity in it. Raises ConfigError (checkpoint.path) for a storage that
+    cannot be written."""
     name = f"{config.name}-{secrets.token_hex(4)}"
-    run = Run(folder, name, time.time(), (genesis(name, config.mesh.replicas),), lock=RunLock(folder, name, 0))
+    place = None
+    if config.checkpoint.path and config.checkpoint.every:
+        place = place_in(config.checkpoint.path, name)
+        check_writable("checkpoint.path", place)
+    folder = new_run_folder(Path(config.output.root))
+    lock, entries = RunLock(folder, name, 0), (genesis(name, config.mesh.replicas),)
+    run = Run(folder, name, time.time(), entries, lock=lock, checkpoints=str(place or ""))
     write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
     _write_identity(run)
     return run
 
 
 def _write_identity(run: Run) -> None:
-    write_durably(run.folder / "run.json", json.dumps({"run": run.name, "epoch_s": run.epoch_s, "life": run.life}))
+    identity = {"run": run.name, "epoch_s": run.epoch_s, "life": run.life, "checkpoints": run.checkpoints}
+    write_durably(run.folder / "run.json", json.dumps(identity))
 
 
 def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool = False) -> Run:
@@ -110,7 +119,8 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool =
     epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
     life = 1 + max(identity["life"], *(entry.life for entry in entries))
     agreed = -1 if dealt else checkpoint.record.life
-    run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind)
+    place = identity.get("checkpoints", "")
+    run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind, place)
     _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
     return run
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from pathlib import Path
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, Retryable
 from helixrt.job import checkpoint as checkpoints
+from helixrt.job.stored_path import Place
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.replica.contracts import Engine, RunStore
 
@@ -23,7 +23,7 @@ class DurableState:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         rank: int,
         mesh: Mapping[str, int],
         engine: Engine,
@@ -37,13 +37,16 @@ class DurableState:
     def newest(self, newer_than: int) -> str | None:
         """The lineage hash of the newest complete checkpoint of the chain with a higher step; with `newer_than` -1 that of
         the initial parameters if there is none, while the log begins with them. Raises ConfigError if checkpoints are there and
-        all are damaged."""
+        all are damaged, Retryable without an answer of the storage that they are in."""
         log = self._read_log()
 
         def wanted(record: CommitRecord) -> bool:
             return record.step > newer_than and log.on_chain(record.hash)
 
-        found = checkpoints.newest_complete(self._folder, wanted)
+        try:
+            found = checkpoints.newest_complete(self._folder, wanted)
+        except OSError as error:
+            raise self._silent(error) from error
         if found is not None:
             return found.record.hash
         return log.genesis if newer_than < 0 and not log.behind.begin else None
@@ -54,7 +57,13 @@ class DurableState:
             return True
         record = self._read_log().get(lineage)
         assert record is not None, f"the leader chose {lineage}, which the log does not know"
-        folder, engine = self._folder / checkpoints.folder_name(record), self._engine
+        engine = self._engine
+        try:
+            folder = checkpoints.complete_of(self._folder, record)
+        except OSError as error:
+            raise self._silent(error) from error
+        if folder is None:
+            return False
         try:
             checkpoint = checkpoints.read_manifest(folder)
             loaded = checkpoints.load(checkpoint, self._rank, self._mesh, engine.state(), engine.portions())
@@ -66,7 +75,10 @@ class DurableState:
         engine.load(loaded.state)
         return True
 
-    def _check_all_taken(self, lineage: str, left: Sequence[str], folder: Path) -> None:
+    def _silent(self, error: OSError) -> Retryable:
+        return Retryable(f"{self._folder} does not answer: {' '.join(str(error).split())}")
+
+    def _check_all_taken(self, lineage: str, left: Sequence[str], folder: Place) -> None:
         """The last rank of the replica that comes here raises ConfigError for a parameter or buffer that all have left."""
         keys = [f"checkpoint/left/{self._life}/{lineage}/{rank}" for rank in range(prod(self._mesh.values()))]
         self._store.put_if_absent(keys[self._rank], json.dumps(left))

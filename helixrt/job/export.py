@@ -21,6 +21,7 @@ from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint_layout import Entry, dcp_key
 from helixrt.job.lineage_files import sync_folder, write_durably
+from helixrt.job.stored_path import Place, StoredPath
 from helixrt.replica.manifest import ITEM_BYTES
 from helixrt.replica.portions import MODEL, Portion
 
@@ -38,7 +39,7 @@ class Exported:
 
 
 def export(
-    source: Path,
+    source: Place,
     to: Path,
     *,
     step: int | None = None,
@@ -91,16 +92,18 @@ def export(
     return Exported(checkpoint.record.step, len(entries), tuple(to / name for name in names))
 
 
-def _chosen(source: Path, step: int | None) -> checkpoints.Checkpoint:
+def _chosen(source: Place, step: int | None) -> checkpoints.Checkpoint:
     """Verified, whole. Raises ConfigError."""
     if (source / checkpoints.MANIFEST).is_file():
         return checkpoints.verify(source)
+    if isinstance(source, StoredPath):
+        raise ConfigError("run", source, f"is not the folder of a complete checkpoint: it has no {checkpoints.MANIFEST}")
     if not (source / "run.json").is_file():
         raise ConfigError("run", source, "is neither the folder of a run nor of a checkpoint: it has no run.json")
     if step is None:
         found = checkpoints.checkpoint_of(source)
     else:
-        found = checkpoints.newest_complete(source / "checkpoints", lambda record: record.step == step)
+        found = checkpoints.newest_complete(checkpoints.checkpoints_of(source), lambda record: record.step == step)
     if found is None:
         which = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise ConfigError("run", source, f"has no complete {which}")

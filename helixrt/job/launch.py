@@ -58,6 +58,7 @@ class RunOptions:
     step_timeout_s: float = 60.0  # no step of a healthy rank takes longer; the other timeouts follow from it
     restarts: int = 3  # of a lost replica, within an hour
     checkpoint_every: int = 50  # steps, and the last one always; 0: no checkpoints
+    checkpoint_path: str = ""  # s3://BUCKET/FOLDER or another address of fsspec, or a folder; "": in the run's folder
     loader_every: int = 100  # batches between two published states of the data loader
     buffers: str = "mean"  # running buffers of contributors: mean | first
     membership: str = "auto"  # decides who takes part: torchft | store | auto (torchft where it is installed, else store)
@@ -76,6 +77,7 @@ class RunOptions:
             step_timeout_s=settings.step_timeout_s,
             restarts=settings.restarts,
             checkpoint_every=settings.checkpoint.every,
+            checkpoint_path=settings.checkpoint.path,
             loader_every=loader_every,
             buffers=buffers,
             membership=settings.membership,
@@ -97,7 +99,7 @@ class RunOptions:
             membership=self.membership,
             start=self.start,
             mesh=mesh,
-            checkpoint=replace(self.base.checkpoint, every=self.checkpoint_every),
+            checkpoint=replace(self.base.checkpoint, every=self.checkpoint_every, path=self.checkpoint_path),
             output=replace(self.base.output, root=str(storage)),
         )
 

@@ -84,7 +84,7 @@ class Leading:
         self._membership = ObservedMembership(membership(context))
         self._checkpoint_orders = CheckpointOrders(
             context.replica,
-            context.output / "checkpoints",
+            context.checkpoints,
             context.config.checkpoint.every,
             context.config.checkpoint.retry_s,
             job.steps,

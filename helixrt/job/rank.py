@@ -119,7 +119,7 @@ class RankRuntime:
 
         mesh = axes_of(context.config.mesh)
         durable = DurableState(
-            context.output / "checkpoints", context.group_rank, mesh, job.engine, read_log, context.store, context.life
+            context.checkpoints, context.group_rank, mesh, job.engine, read_log, context.store, context.life
         )
         checkpointer = self._make_checkpointer(job.steps)
         genesis = GenesisDigest(
@@ -175,7 +175,7 @@ class RankRuntime:
     def _make_checkpointer(self, steps: int) -> Checkpointer:
         context, settings = self.context, self.context.config.checkpoint
         self._checkpointer = Checkpointer(
-            context.output / "checkpoints",
+            context.checkpoints,
             context.group_rank,
             axes_of(context.config.mesh),
             context.store,
@@ -186,6 +186,7 @@ class RankRuntime:
             settings.write_s,
             context.life,
             self.say,
+            context.spec.life,
         )
         return self._checkpointer
 

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from helixrt.collectives.endpoints import interface_towards
 from helixrt.errors import ConfigError
+from helixrt.job.checkpoint import checkpoints_of
 from helixrt.job.config import JobConfig
 from helixrt.job.machine import boot_identity
 from helixrt.job.orders import RankOrders
 from helixrt.job.places import group_rank, group_world_size
+from helixrt.job.stored_path import Place
 from helixrt.record import BoundedSink, FlightRecord, Kind
 from helixrt.replica.commands import Evaluate
 from helixrt.replica.contracts import Engine, RankSpec, RunStore
@@ -106,6 +108,11 @@ class RankContext:
     def output(self) -> Path:
         """The run's folder."""
         return Path(self.spec.output)
+
+    @cached_property
+    def checkpoints(self) -> Place:
+        """Where the run's checkpoints are."""
+        return checkpoints_of(self.output)
 
     @cached_property
     def interface(self) -> str:

@@ -19,6 +19,7 @@ from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.session_config import SessionConfig
+from helixrt.job.stored_path import place_in
 from helixrt.job.stream import LENGTH_KEY
 from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord
@@ -75,7 +76,7 @@ def folder_to_resume(config: SessionConfig, which: str | Path) -> Path | None:
 def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
     """The folder of the run that `which` names (a run's folder, or "latest") and the checkpoint to go on from.
 
-    Raises ConfigError (resume) if there is none, or if it does not fit: another seed.
+    Raises ConfigError (resume) if there is none, or if it does not fit: another seed, another place for checkpoints.
     """
     if str(which) == LATEST:
         folder, found = checkpoints.find_resume(Path(config.output.root), config.name)
@@ -91,6 +92,9 @@ def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, check
     if before.seed != config.seed:
         rule = f"{folder} was begun with seed={before.seed}, which the order of its data follows"
         raise ConfigError("seed", config.seed, rule)
+    place, path = checkpoints.checkpoints_of(folder), config.checkpoint.path
+    if path and str(place) != str(place_in(path, place.name)):
+        raise ConfigError("checkpoint.path", path, f"the checkpoints of {folder} are in {place}; leave this out to go on there")
     return folder, found
 
 

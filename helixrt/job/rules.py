@@ -23,6 +23,7 @@ from helixrt.job.places import group_world_size
 from helixrt.job.policies import ON_POISON
 from helixrt.job.reach import NO_HOPPING, POLICIES, reach
 from helixrt.job.slow_stages import check_slow
+from helixrt.job.stored_path import check_storage
 from helixrt.job.warm_up import chosen_start
 from helixrt.timeouts import derive
 from helixrt.transport.auto import TRANSPORTS, check_transport
@@ -95,6 +96,7 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
 
 def _relations(config: JobConfig) -> Iterator[ConfigError]:
     """Rules about names and about settings that must fit each other."""
+    check_storage("checkpoint.path", config.checkpoint.path)
     transport = config.transport
     for key, value, known in (
         ("membership", config.membership, MEMBERSHIPS),

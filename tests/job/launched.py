@@ -1,5 +1,5 @@
 """Scripts that tests start: `python launched.py CASE FOLDER [REPLICAS [RESUME]]`. Each case is a train function of a tiny
-model."""
+model. With CHECKPOINTS=storage in the environment checkpoints are in a storage: the folder `bucket` in FOLDER."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import helixrt
 from helixrt.job.leaving import ASK_S
 from helixrt.job.step import Committed
 from helixrt.replica.run_keys import leave_key
+from tests.job import object_store
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 REPLICAS = int(sys.argv[3]) if len(sys.argv) > 3 else 2
 RESUME = sys.argv[4] if len(sys.argv) > 4 else None
 STEPS, ACCUMULATE = 12, 2
+STORAGE = f"{object_store.PROTOCOL}://{FOLDER.resolve()}/bucket" if os.environ.get("CHECKPOINTS") == "storage" else ""
 
 
 class Average:
@@ -120,7 +122,7 @@ def train(session: helixrt.Session) -> None:
             raise ValueError("the disk is full")
         if CASE == "all die" and done.step == 7 and not (FOLDER / f"died{session.replica}").exists():
             with session.busy("waiting for the checkpoint of step 5", 60.0):
-                while not list(FOLDER.glob("latest/checkpoints/*/complete.json")):
+                while not list(FOLDER.glob("bucket/*/*/complete.json" if STORAGE else "latest/checkpoints/*/complete.json")):
                     time.sleep(0.02)
             (FOLDER / f"died{session.replica}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -128,7 +130,7 @@ def train(session: helixrt.Session) -> None:
             break
         if CASE == "interrupted" and session.replica == 0 and done.step == 8 and not (FOLDER / "interrupted").exists():
             with session.busy("waiting for the checkpoint of step 5", 60.0):
-                while not list(FOLDER.glob("latest/checkpoints/*/complete.json")):
+                while not list(FOLDER.glob("bucket/*/*/complete.json" if STORAGE else "latest/checkpoints/*/complete.json")):
                     time.sleep(0.02)
             (FOLDER / "interrupted").touch()
             os.kill(os.getppid(), signal.SIGTERM)
@@ -151,6 +153,6 @@ def train(session: helixrt.Session) -> None:
 
 
 if __name__ == "__main__" or (CASE == "no guard" and "HELIXRT_RANK" in os.environ):
-    options = helixrt.RunOptions(checkpoint_every=5, loader_every=4)
+    options = helixrt.RunOptions(checkpoint_every=5, checkpoint_path=STORAGE, loader_every=4)
     result = helixrt.run(train, replicas=REPLICAS, storage=FOLDER, seed=4, resume=RESUME, options=options)
     print(f"ended at step {result.step} of {result.lineage} {result.stopped}")

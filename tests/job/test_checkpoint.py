@@ -24,11 +24,14 @@ from helixrt.job.checkpoint import (
 )
 from helixrt.job.checkpoint_layout import RankPart
 from helixrt.job.checkpoint_writer import Checkpointer, kept_key
+from helixrt.job.durable_state import DurableState
 from helixrt.job.lineage_files import LineageWriter, drop_from, read_lineage
 from helixrt.job.storage_trouble import StorageTrouble
-from helixrt.protocol.step.lineage import CommitRecord, genesis
+from helixrt.job.stored_path import Place, StoredPath, place_of
+from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore, State
+from tests.job.object_store import ObjectStore
 
 
 class MemoryStore(RunStore):
@@ -82,17 +85,38 @@ def load(checkpoint: Checkpoint, rank: int, like: dict[str, torch.Tensor]) -> di
     return dict(checkpoints.load(checkpoint, rank, MESH, State(like), {}).state.tensors)
 
 
+@pytest.fixture(params=["folder", "storage"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return tmp_path if request.param == "folder" else StoredPath(f"objects://{tmp_path}/bucket/run")
+
+
+def half_written(place: Place, record: CommitRecord) -> None:
+    """A checkpoint that some life of a replica has begun."""
+    part = checkpoints.attempt_folder(place, record, "0-9-9-0") / "rank_0"
+    if isinstance(part, Path):
+        part.mkdir(parents=True)
+    else:
+        (part / "__0_0.distcp").write_bytes(b"some")
+
+
 class Replica:
     """The checkpointers of a replica's ranks, all in this process."""
 
     def __init__(
-        self, folder: Path, stages: int = 2, every: int = 2, keep: int = 3, write_s: float = 20.0, last_step: int = 1000
+        self,
+        folder: Place,
+        stages: int = 2,
+        every: int = 2,
+        keep: int = 3,
+        write_s: float = 20.0,
+        last_step: int = 1000,
+        life: str = "0/0",
     ) -> None:
         self.records = [FlightRecord(f"r0.pp{s}") for s in range(stages)]
         self.store, self.said = MemoryStore(), list[str]()
         self.savers = [
             Checkpointer(
-                folder, s, {"pp": stages}, self.store, self.records[s], every, keep, last_step, write_s, "0/0", self.said.append
+                folder, s, {"pp": stages}, self.store, self.records[s], every, keep, last_step, write_s, life, self.said.append
             )
             for s in range(stages)
         ]
@@ -126,10 +150,10 @@ class Replica:
             saver.close()
 
 
-def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
-    replica = Replica(tmp_path)
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(place: Place) -> None:
+    replica = Replica(place)
     replica.save_and_wait(record_of(2))
-    found = newest_complete(tmp_path)
+    found = newest_complete(place)
     assert found is not None and (found.record, found.mesh, found.ranks) == (record_of(2), MESH, 2)
     for stage in range(2):
         expected = state_of(stage, 2)
@@ -142,12 +166,12 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name == "checkpointer"]
 
 
-def test_only_due_steps_and_only_the_writer(tmp_path: Path) -> None:
-    replica = Replica(tmp_path)
+def test_only_due_steps_and_only_the_writer(place: Place) -> None:
+    replica = Replica(place)
     assert replica.save(record_of(3)) == [False, False]
     assert replica.save(record_of(4), me_writes=False) == [False, False]
-    assert Replica(tmp_path, every=0).save(record_of(4)) == [False, False]
-    assert newest_complete(tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert Replica(place, every=0).save(record_of(4)) == [False, False]
+    assert checkpoints.step_folders(place) == []
     assert writer_of(CommitRecord(4, 1, "p", ((2, 0), (1, 0)))) == 1
 
 
@@ -165,9 +189,9 @@ def test_the_last_state_has_one_writer_among_those_who_hold_it() -> None:
     assert writer_of_last(record, {0, 2}) == 0 and writer_of_last(record, {2}) == 2
 
 
-def test_one_out_of_turn_is_as_good_as_any_and_says_why(tmp_path: Path) -> None:
-    replica = Replica(tmp_path)
-    assert not checkpoints.saved_since(tmp_path, 0)
+def test_one_out_of_turn_is_as_good_as_any_and_says_why(place: Place) -> None:
+    replica = Replica(place)
+    assert not checkpoints.saved_since(place, 0)
     for stage, saver in enumerate(replica.savers):
         begun = saver.save(record_of(3), lambda stage=stage: part_of(stage, 3), lambda: None, after_failover=True)
         assert begun, "nothing else is being written"
@@ -176,71 +200,71 @@ def test_one_out_of_turn_is_as_good_as_any_and_says_why(tmp_path: Path) -> None:
     replica.save_and_wait(record_of(4))
     ends = [e for e in replica.records[0].events() if e.kind is Kind.CHECKPOINT_END]
     assert [(e.step, e.detail["after_failover"]) for e in ends] == [(3, True), (4, False)]
-    saved = verify(Path(ends[0].detail["path"]))
+    saved = verify(place_of(ends[0].detail["path"]))
     assert torch.equal(load(saved, 1, state_of(1, 3))[WEIGHT], state_of(1, 3)[WEIGHT])
-    (tmp_path / checkpoints.folder_name(record_of(6)) / "rank_0").mkdir(parents=True)  # half written
-    assert [checkpoints.saved_since(tmp_path, step) for step in (3, 4, 5, 6)] == [True, True, False, False]
+    half_written(place, record_of(6))
+    assert [checkpoints.saved_since(place, step) for step in (3, 4, 5, 6)] == [True, True, False, False]
     replica.close()
     assert not replica.savers[0].save(record_of(5), lambda: part_of(0, 5), lambda: None, after_failover=True), "it has ended"
 
 
-def test_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
-    replica = Replica(tmp_path, keep=2)
-    (tmp_path / checkpoints.folder_name(record_of(1)) / "rank_0").mkdir(parents=True)  # half written long ago
+def test_newest_is_found_and_older_ones_go(place: Place) -> None:
+    replica = Replica(place, keep=2)
+    half_written(place, record_of(1))  # long ago
     for step in (2, 4, 6, 8):
         replica.save_and_wait(record_of(step))
     replica.close()
-    assert [f.name[:13] for f in checkpoints.step_folders(tmp_path)] == ["step_00000008", "step_00000006"]
-    found = newest_complete(tmp_path)
+    assert [f.name[:13] for f in checkpoints.step_folders(place)] == ["step_00000008", "step_00000006"]
+    found = newest_complete(place)
     assert found is not None and found.record.step == 8
 
 
-def test_pruned_while_it_is_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruned_while_it_is_read_is_no_damage(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that starts again reads while the others train, save and prune."""
-    replica = Replica(tmp_path, keep=1)
+    replica = Replica(place, keep=1)
     replica.save_and_wait(record_of(2))
     read = checkpoints.verify
 
-    def overtaken(folder: Path) -> checkpoints.Checkpoint:
+    def overtaken(folder: Place) -> checkpoints.Checkpoint:
         if folder.name.startswith("step_00000002"):
             replica.save_and_wait(record_of(4))
         return read(folder)
 
     monkeypatch.setattr(checkpoints, "verify", overtaken)
-    found = newest_complete(tmp_path)
+    found = newest_complete(place)
     assert found is not None and found.record.step == 4
     replica.close()
 
 
-def test_rank_that_never_writes_leaves_no_checkpoint_and_training_goes_on(tmp_path: Path) -> None:
-    replica = Replica(tmp_path, write_s=0.3)
+def test_rank_that_never_writes_leaves_no_checkpoint_and_training_goes_on(place: Place) -> None:
+    replica = Replica(place, write_s=0.3)
     replica.savers[0].maybe_save(record_of(2), lambda: part_of(0, 2), True, lambda: None)
     replica.savers[0].wait(20)
-    assert newest_complete(tmp_path) is None
+    assert newest_complete(place) is None
     assert replica.kinds(0) == [Kind.CHECKPOINT_BEGIN, Kind.STORAGE_FAILED]
     assert "rank 1 did not write its part in 0.3 s" in replica.said[0]
     replica.save_and_wait(record_of(4))
     assert replica.said[1:] == ["checkpoint of step 4 was written, after 1 failed attempts"]
-    found = newest_complete(tmp_path)
+    found = newest_complete(place)
     assert found is not None and found.record.step == 4
     replica.close()
 
 
-def test_the_last_checkpoint_of_a_run_waits_for_one_that_is_being_written(tmp_path: Path) -> None:
-    replica = Replica(tmp_path, last_step=4)
+def test_the_last_checkpoint_of_a_run_waits_for_one_that_is_being_written(place: Place) -> None:
+    replica = Replica(place, last_step=4)
     go = threading.Event()
     replica.savers[1]._write_part = lambda *a, write=replica.savers[1]._write_part: (go.wait(20), write(*a))  # type: ignore[assignment,misc]
     assert replica.save(record_of(2)) == [True, True]
     assert replica.save(record_of(4)) == [True, True]
     go.set()
     replica.close()
-    found = newest_complete(tmp_path)
+    found = newest_complete(place)
     assert found is not None and found.record.step == 4
     assert torch.equal(load(found, 1, state_of(1, 4))[WEIGHT], state_of(1, 4)[WEIGHT]), "as it was when it was asked for"
 
 
-def test_rank_that_is_still_busy_gives_the_next_one_up_for_all(tmp_path: Path) -> None:
-    replica = Replica(tmp_path)
+def test_rank_that_is_still_busy_gives_the_next_one_up_for_all(place: Place) -> None:
+    replica = Replica(place)
     go = threading.Event()
     replica.savers[1]._write_part = lambda *a, write=replica.savers[1]._write_part: (go.wait(20), write(*a))  # type: ignore[assignment,misc]
     assert replica.save(record_of(2)) == [True, True]
@@ -250,10 +274,10 @@ def test_rank_that_is_still_busy_gives_the_next_one_up_for_all(tmp_path: Path) -
     go.set()
     for saver in replica.savers:
         saver.wait(20)
-    found = newest_complete(tmp_path)
+    found = newest_complete(place)
     assert found is not None and found.record.step == 2
     replica.save_and_wait(record_of(6))
-    found = newest_complete(tmp_path)
+    found = newest_complete(place)
     assert found is not None and found.record.step == 6
     replica.close()
 
@@ -325,16 +349,16 @@ def test_a_rank_that_fails_is_tried_again_and_the_other_is_not_written_twice(tmp
     replica.close()
 
 
-def test_two_replicas_may_write_the_same_checkpoint_at_a_time(tmp_path: Path) -> None:
+def test_two_replicas_may_write_the_same_checkpoint_at_a_time(place: Place) -> None:
     """Whatever the order in which their stages get on, each sees one that is whole."""
-    replicas = [Replica(tmp_path, last_step=4) for _ in range(2)]
+    replicas = [Replica(place, last_step=4, life=f"{number}/0") for number in range(2)]
     for _ in range(3):
         for replica in replicas:
             replica.save(record_of(4))
     for replica in replicas:
         replica.close()
         assert replica.said == [] and replica.store.get(kept_key(record_of(4))) == "yes"
-    found = newest_complete(tmp_path)
+    found = newest_complete(place)
     assert found is not None and found.record.step == 4
     assert {p.name for p in found.folder.iterdir()} == {"rank_0", "rank_1", "objects", ".metadata", checkpoints.MANIFEST}
 
@@ -345,28 +369,40 @@ def test_a_failed_checkpoint_is_tried_again_within_few_steps(failures: int) -> N
     assert pause_steps(failures, 1) == 1
 
 
-def test_records_of_the_same_step_stay_apart(tmp_path: Path) -> None:
-    replica = Replica(tmp_path)
+def test_records_of_the_same_step_stay_apart(place: Place) -> None:
+    replica = Replica(place)
     replica.save_and_wait(record_of(2, generation=1))
     replica.save_and_wait(record_of(2, generation=9))
-    names = {f.name for f in checkpoints.step_folders(tmp_path)}
+    names = {f.name for f in checkpoints.step_folders(place)}
     assert len(names) == 2
-    assert {verify(tmp_path / n).record.generation for n in names} == {1, 9}
+    assert {verify(place / n).record.generation for n in names} == {1, 9}
     replica.close()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(params=["folder", "storage"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     folder = tmp_path / "2026-01-02" / "03-04-05"
-    replica = Replica(folder / "checkpoints")
+    place: Place = folder / "checkpoints"
+    if request.param == "storage":
+        place = StoredPath(f"objects://{tmp_path}/bucket/run")
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({"checkpoints": str(place)}))
+    assert checkpoints.checkpoints_of(folder) == place
+    replica = Replica(place)
     replica.save_and_wait(record_of(2))
     replica.save_and_wait(record_of(4))
     replica.close()
     return folder
 
 
+def files_of(place: Place) -> Path:
+    """Where the files or objects of a place are on this machine."""
+    return Path(str(place).removeprefix("objects://"))
+
+
 def damage(run: Path, step: int, how: str) -> None:
-    folder = next(f for f in checkpoints.step_folders(run / "checkpoints") if f.name.startswith(f"step_{step:08d}"))
+    places = checkpoints.step_folders(checkpoints.checkpoints_of(run))
+    folder = files_of(next(f for f in places if f.name.startswith(f"step_{step:08d}")))
     data = next(p for p in (folder / "rank_1").iterdir() if p.suffix == ".distcp")
     if how == "flipped":
         raw = bytearray(data.read_bytes())
@@ -424,9 +460,9 @@ def test_resume_passes_over_a_superseded_record(tmp_path: Path) -> None:
 
 def test_one_that_is_deleted_while_it_is_loaded_is_refused(run: Path, tmp_path: Path) -> None:
     """DCP's error for it is no Exception: it would end the rank with a traceback instead of a message."""
-    found = newest_complete(run / "checkpoints")
+    found = newest_complete(checkpoints.checkpoints_of(run))
     assert found is not None
-    for written in found.folder.rglob("*.distcp"):
+    for written in files_of(found.folder).rglob("*.distcp"):
         written.unlink()
     with pytest.raises(ConfigError, match="cannot load"):
         load(found, 0, state_of(0, 4))
@@ -540,3 +576,94 @@ def test_entries_behind_a_gap_do_not_come_back(tmp_path: Path) -> None:
     writer.append(2, second)
     writer.close()
     assert read_lineage(tmp_path)[1:] == [first, second]
+
+
+# In a storage alone
+
+
+def test_a_storage_that_breaks_stops_no_training_and_the_next_attempt_is_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    place = StoredPath(f"objects://{tmp_path}/bucket/run")
+    replica = Replica(place)
+    replica.save_and_wait(record_of(2))
+    write = replica.savers[1]._write_part
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    replica.savers[1]._write_part = full  # type: ignore[method-assign]
+    replica.save_and_wait(record_of(4))
+    assert "rank 1 could not write its part: [Errno 28]" in replica.said[0]
+    assert [f.name for f in checkpoints.step_folders(place)] == [f"{checkpoints.folder_name(record_of(2))}.0-0-0-0"]
+    replica.savers[1]._write_part = write  # type: ignore[method-assign]
+    ObjectStore.broken = "403 Forbidden"
+    try:
+        replica.save_and_wait(record_of(4))
+    finally:
+        ObjectStore.broken = ""
+    outage = replica.savers[0].trouble.outage
+    assert outage is not None and outage.failures == 2 and "403 Forbidden" in outage.reason
+    replica.save_and_wait(record_of(4))
+    replica.close()
+    found = newest_complete(place)
+    assert found is not None and found.folder.name == f"{checkpoints.folder_name(record_of(4))}.0-0-0-2"
+    assert replica.said[-1] == "checkpoint of step 4 was written, after 2 failed attempts"
+
+
+def test_an_attempt_of_another_replica_is_left_alone_and_goes_with_its_step(tmp_path: Path) -> None:
+    place = StoredPath(f"objects://{tmp_path}/bucket/run")
+    replica = Replica(place, keep=1)
+    half_written(place, record_of(2))
+    replica.save_and_wait(record_of(2))
+    assert len(checkpoints.step_folders(place)) == 2
+    replica.save_and_wait(record_of(4))
+    replica.close()
+    (left,) = checkpoints.step_folders(place)
+    assert checkpoints.record_part(left) == checkpoints.folder_name(record_of(4))
+
+
+def test_plain_pytorch_reads_what_is_in_a_storage(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    place = StoredPath(f"objects://{tmp_path}/bucket/run")
+    replica = Replica(place)
+    replica.save_and_wait(record_of(2))
+    replica.close()
+    found = newest_complete(place)
+    assert found is not None
+    state = {"own": {"1": {"parameter": {"weight": torch.zeros(7, 5)}}}}
+    dcp.load(state, storage_reader=FsspecReader(str(found.folder)), no_dist=True)
+    assert torch.equal(state["own"]["1"]["parameter"]["weight"], state_of(1, 2)[WEIGHT])
+
+
+@pytest.mark.parametrize("run", ["storage"], indirect=True)
+def test_resume_says_which_storage_cannot_be_read(run: Path, tmp_path: Path) -> None:
+    ObjectStore.broken = "connection refused"
+    try:
+        with pytest.raises(ConfigError, match=r"its checkpoints in objects://.* cannot be read: .*connection refused"):
+            find_resume(tmp_path)
+    finally:
+        ObjectStore.broken = ""
+
+
+def test_a_replica_that_starts_while_the_storage_is_silent_starts_again(tmp_path: Path) -> None:
+    place = StoredPath(f"objects://{tmp_path}/bucket/run")
+    root = genesis("run", 2)
+    record = CommitRecord(2, 2, root.hash, ((0, 0),), {0: 2}, "run")
+    replica = Replica(place)
+    replica.save_and_wait(record)
+    replica.close()
+    log = Log([root, record])
+    durable = DurableState(place, 0, MESH, None, lambda: log, MemoryStore(), "0/1")  # type: ignore[arg-type]
+    assert durable.newest(-1) == record.hash
+    ObjectStore.broken = "503 Slow Down"
+    try:
+        for ask in (lambda: durable.newest(-1), lambda: durable.load(record.hash, False)):
+            with pytest.raises(Retryable, match=r"objects://.* does not answer: .*503 Slow Down"):
+                ask()
+    finally:
+        ObjectStore.broken = ""
+    assert durable.newest(2) is None
+    damaged = files_of(checkpoints.step_folders(place)[0]) / checkpoints.MANIFEST
+    damaged.unlink()
+    assert durable.load(record.hash, False) is False, "pruned meanwhile"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from helixrt.job.checkpoint_orders import CheckpointOrders, last_pause_s, unsave
 from helixrt.job.checkpoint_writer import Checkpointer, kept_key
 from helixrt.job.finish import ObservedMembership
 from helixrt.job.storage_trouble import StorageTrouble
+from helixrt.job.stored_path import Place, StoredPath
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
 from helixrt.replica.commands import Save, decode, encode
 from helixrt.replica.contracts import Formed, Membership, State
 from helixrt.replica.store import MemoryRunStore
+from tests.job.object_store import ObjectStore
 
 PART = RankPart.of(State({"weight": torch.arange(6.0)}), {})
 
@@ -32,20 +35,37 @@ def record_of(step: int, contributors: tuple[int, ...] = (0, 1)) -> CommitRecord
 class Disk:
     """The run's folder: `fail` puts a file in its place."""
 
+    folder: Place
+
     def __init__(self, root: Path) -> None:
         self.folder = root / "checkpoints"
 
     def fail(self) -> None:
+        assert isinstance(self.folder, Path)
         if self.folder.is_dir():
             self.folder.rename(self.folder.with_name("away"))
         self.folder.write_text("in its place")
 
     def mend(self) -> None:
+        assert isinstance(self.folder, Path)
         if self.folder.is_file():
             self.folder.unlink()
         away = self.folder.with_name("away")
         if away.is_dir():
             away.rename(self.folder)
+
+
+class Storage(Disk):
+    """A storage that does not answer between `fail` and `mend`."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = StoredPath(f"objects://{root}/bucket")
+
+    def fail(self) -> None:
+        ObjectStore.broken = "Not a directory"
+
+    def mend(self) -> None:
+        ObjectStore.broken = ""
 
 
 class Replica:
@@ -78,9 +98,11 @@ class Replica:
         self.saver.wait(20)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Disk:
-    return Disk(tmp_path)
+@pytest.fixture(params=[Disk, Storage])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    made: Disk = request.param(tmp_path)
+    yield made
+    made.mend()
 
 
 def saved_steps(replica: Replica) -> list[int]:
@@ -200,10 +222,9 @@ def test_the_time_to_try_again_begins_with_the_last_checkpoint_and_success_ends_
 
 
 @pytest.mark.parametrize("case", range(20))
-def test_no_replica_is_done_before_the_last_state_is_on_disk_or_known_to_be_lost(case: int, tmp_path: Path, seed: int) -> None:
+def test_no_replica_is_done_before_the_last_state_is_on_disk_or_known_to_be_lost(case: int, disk: Disk, seed: int) -> None:
     """Replicas die, the disk comes and goes: whoever is done was right, and somebody gets done."""
     rng = random.Random(seed + case)
-    disk = Disk(tmp_path)
     store, replicas = world(disk)
     if rng.random() < 0.5:
         disk.fail()
@@ -228,7 +249,7 @@ def test_no_replica_is_done_before_the_last_state_is_on_disk_or_known_to_be_lost
             if said is not None:
                 done[replica.number] = said
                 disk.mend()  # to look
-                found = newest_complete(disk.folder) if disk.folder.exists() else None
+                found = newest_complete(disk.folder)
                 assert (found is not None and found.record == LAST) or said
             if rng.random() < 0.8:
                 replica.carry_out()

@@ -15,10 +15,12 @@ from helixrt.engines.registered import Registered
 from helixrt.errors import ConfigError
 from helixrt.job.checkpoint_layout import RankPart
 from helixrt.job.export import export
+from helixrt.job.stored_path import StoredPath
+from tests.job.object_store import PROTOCOL
 from tests.job.test_checkpoint_layout import write
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 
 def model_of(family: str) -> Any:
@@ -60,6 +62,19 @@ def test_logits_are_the_same_from_one_file_and_from_several(saved: tuple[Any, Pa
             loaded, info = type(model).from_pretrained(tmp_path / folder, output_loading_info=True)
             assert not info["missing_keys"] and not info["unexpected_keys"]
             assert (loaded.eval()(tokens).logits - expected).abs().max() < 1e-5
+
+
+def test_a_checkpoint_in_a_storage_is_exported_by_its_run_and_by_itself(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    model, run = saved
+    (run / "checkpoints").rename(tmp_path / "bucket")
+    (run / "run.json").write_text(json.dumps({"checkpoints": f"{PROTOCOL}://{tmp_path}/bucket"}))
+    (checkpoint,) = StoredPath(f"{PROTOCOL}://{tmp_path}/bucket").iterdir()
+    for source, to in ((str(run), "one"), (str(checkpoint), "two")):
+        assert main(["export", source, "--to", str(tmp_path / to)]) == 0
+        found = load_file(tmp_path / to / "model.safetensors")
+        assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
+    with pytest.raises(ConfigError, match="is not the folder of a complete checkpoint: it has no complete.json"):
+        export(StoredPath(f"{PROTOCOL}://{tmp_path}/bucket"), tmp_path / "three")
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(saved: tuple[Any, Path], tmp_path: Path) -> None:

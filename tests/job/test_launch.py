@@ -14,13 +14,16 @@ import pytest
 
 import helixrt
 from helixrt.errors import ConfigError, MissingExtra
+from helixrt.job.checkpoint import checkpoints_of, folder_name, step_folders
 from helixrt.job.config import ChaosConfig, CheckpointConfig, JobConfig, KillConfig, MeshConfig, OutputConfig
 from helixrt.job.launch import checked
 from helixrt.job.launchers import chosen_launcher
 from helixrt.job.logs import configure_logging
+from helixrt.job.stored_path import StoredPath
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import Kind, read_events
 from tests.job.lineage_oracle import chain, reported
+from tests.job.object_store import PROTOCOL
 
 SCRIPT = Path(__file__).parent / "launched.py"
 
@@ -44,6 +47,7 @@ def top_level(session: helixrt.Session) -> None: ...
         ({"name": "a/b"}, "must be a name without slashes"),
         ({"options": helixrt.RunOptions(buffers="last")}, "buffers=last: must be one of mean, first"),
         ({"options": helixrt.RunOptions(threads=0)}, "threads=0: must be at least 1"),
+        ({"options": helixrt.RunOptions(checkpoint_path="memory://x")}, "checkpoint.path=memory://x: must be a storage"),
         ({"options": helixrt.RunOptions(loader_every=0)}, "loader_every=0: must be at least 1"),
         ({"options": helixrt.RunOptions(base=JobConfig(on_poison="eat"))}, "on_poison=eat: must be one of stop, skip"),
         (
@@ -165,9 +169,11 @@ def test_logging_is_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 # ---------------------------------------------------------------- whole runs
 
 
-def launch(case: str, folder: Path, replicas: int = 2, *resume: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    case: str, folder: Path, replicas: int = 2, *resume: str, checkpoints: str = ""
+) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CHECKPOINTS": checkpoints}
     command = [sys.executable, str(SCRIPT), case, str(folder), str(replicas), *resume]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
 
@@ -214,13 +220,14 @@ def test_an_exception_in_one_replica_restarts_that_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(replicas: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("replicas", "checkpoints"), [(1, ""), (2, ""), (2, "storage")])
+def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(replicas: int, checkpoints: str, tmp_path: Path) -> None:
     """Parameters, optimizer, scheduler, an average, state per replica, loader and positions: all go on from the checkpoint."""
-    first = launch("interrupted", tmp_path / "one", replicas)
+    first = launch("interrupted", tmp_path / "one", replicas, checkpoints=checkpoints)
     assert first.returncode != 0, first.stdout + first.stderr
     folder = newest(tmp_path / "one")
-    again, calm = launch("interrupted", tmp_path / "one", replicas, "latest"), launch("calm", tmp_path / "two", replicas)
+    again = launch("interrupted", tmp_path / "one", replicas, "latest")  # it knows where the checkpoints are
+    calm = launch("calm", tmp_path / "two", replicas)
     assert again.returncode == calm.returncode == 0, again.stdout + again.stderr + calm.stdout
     assert newest(tmp_path / "one") == folder, "it goes on in the same folder"
     records, undisturbed = chain(folder), chain(newest(tmp_path / "two"))
@@ -228,6 +235,11 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(replicas: in
     assert {record.life for record in records[1:6]} == {0} and records[-1].life == 1
     assert [record.replicas for record in records] == [record.replicas for record in undisturbed]
     assert reported(folder) == reported(newest(tmp_path / "two"))
+    if checkpoints:
+        assert not (folder / "checkpoints").exists()
+        saved = checkpoints_of(folder)
+        assert [each.name.split(".")[0] for each in step_folders(saved)] == [folder_name(records[n]) for n in (12, 10, 5)]
+        assert saved == StoredPath(f"{PROTOCOL}://{tmp_path}/one/bucket/{json.loads((folder / 'run.json').read_text())['run']}")
     for replica in range(replicas):
         names = [tmp_path / run / f"carry{replica}" for run in ("one", "two")]
         assert names[0].read_text() == names[1].read_text()
