@@ -31,6 +31,10 @@ FASTER, SLOWER = 2.0, 20.0  # than the roofline says, by which a measured time m
 TAKEN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+GATHERS = frozenset({"embedding", "index_select", "gather", "take", "index", "_unsafe_index"})
+"""Operators that read no more of their first tensor than they return."""
+
+
 class Limit(StrEnum):
     """What an operator's time hangs on, and so how it bears company."""
 
@@ -64,7 +68,8 @@ class Supposed:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a microsecond. `flops` by dtype (`float32`); `wires` by the group's description.
+    """What a device does in a microsecond. `flops` by dtype (`float32`); `wires` by the group's description. An operator moves
+    `bytes_per_us`; one that reads and writes more than `cache_bytes` (0: no limit) moves `far_bytes_per_us`.
 
     Not `steady` where the machine was too busy to tell.
     """
@@ -74,6 +79,12 @@ class Rates:
     flops: Mapping[str, float] = field(default_factory=dict)
     wires: Mapping[str, Wire] = field(default_factory=dict)
     steady: bool = True
+    cache_bytes: float = 0.0
+    far_bytes_per_us: float = 0.0
+
+    def moving_us(self, nbytes: float) -> float:
+        """Of an operator that reads and writes so much."""
+        return nbytes / (self.far_bytes_per_us if 0 < self.cache_bytes < nbytes else self.bytes_per_us)
 
 
 def device_rates(stopwatch: Stopwatch, dtypes: Iterable[torch.dtype]) -> Rates:
@@ -175,4 +186,16 @@ def _arithmetic_us(node: fx.Node, rates: Rates) -> float:
 
 
 def _memory_us(node: fx.Node, rates: Rates) -> float:
-    return (argument_bytes(node) + nodes.size_bytes(node)) / rates.bytes_per_us
+    returned = nodes.size_bytes(node)
+    read = argument_bytes(node)
+    if (gathered := _gathered(node)) is not None:
+        read -= max(0, nodes.size_bytes(gathered) - returned)
+    return rates.moving_us(read + returned)
+
+
+def _gathered(node: fx.Node) -> fx.Node | None:
+    """The tensor that a gather reads in part."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._opname not in GATHERS:
+        return None
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) else None

@@ -27,7 +27,9 @@ from helixrt.passes.verify import returned
 from helixrt.schedule.ir import Schedule
 
 NOMINAL = {
-    "cpu": Rates(1e4, 2.0, {"float64": 3e4, "float32": 6e4, "bfloat16": 6e4}),
+    "cpu": Rates(
+        3e4, 2.0, {"float64": 4e4, "float32": 8e4, "bfloat16": 8e4}, cache_bytes=24e6, far_bytes_per_us=1e4
+    ),  # so much fits into its share of the caches
     "cuda": Rates(2e6, 3.0, {"float32": 6e7, "bfloat16": 4e8, "float16": 4e8}),
 }
 """A core of a processor and a recent GPU, by orders of magnitude: only ratios count."""
@@ -120,7 +122,7 @@ def _estimated(joint: Part, found: Units, rates: Rates | None) -> list[ChunkTime
             for term in found.terms.get(port, (gradient,)):
                 owner = found.owner(term)
                 if owner is not None:  # reads it and the sum, writes the sum
-                    times[found.of[owner]]["W"] += 3 * nodes.size_bytes(term) / rates.bytes_per_us
+                    times[found.of[owner]]["W"] += rates.moving_us(3 * nodes.size_bytes(term))
     return [ChunkTimes(one["F"] / 1e3, one["B"] / 1e3, one["W"] / 1e3, (one["B"] + one["W"]) / 1e3) for one in times]
 
 

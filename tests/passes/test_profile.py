@@ -5,6 +5,7 @@ Two ranks are threads over a real Gloo group. Times are never asserted, but what
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -260,6 +261,17 @@ def test_flops_and_bytes_on_the_wire() -> None:
     assert estimate.compute(product, fast).time_us == 128.0
     sent = {name: ring_bytes(name, 120.0, 4) for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")}
     assert sent == {"all_reduce": 180.0, "all_gather_into_tensor": 360.0, "reduce_scatter_tensor": 90.0}
+
+
+def test_a_gather_reads_rows_and_what_does_not_fit_into_caches_takes_longer() -> None:
+    part = capture(torch.nn.Embedding(1000, 4), (torch.arange(6),))
+    gather = next(node for node in strand(part) if str(node.target).startswith("aten.embedding."))
+    rates = Rates(1.0, 0.0, {"float32": 1.0})
+    rows, indices = 6 * 4 * 4, 6 * 8
+    assert estimate.compute(gather, rates).time_us == 2 * rows + indices, "and not the whole table"
+    far = dataclasses.replace(rates, cache_bytes=100.0, far_bytes_per_us=0.5)
+    assert estimate.compute(gather, far).time_us == 2 * (2 * rows + indices)
+    assert (far.moving_us(100.0), far.moving_us(101.0), rates.moving_us(1e9)) == (100.0, 202.0, 1e9)
 
 
 def test_what_is_known_survives_the_disk(tmp_path: Path) -> None:
