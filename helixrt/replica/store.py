@@ -53,8 +53,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+_NO_VALUE = "\0"
+
+
 def _check_value(key: str, value: str) -> None:
-    if not value:
+    if value in ("", _NO_VALUE):
         raise ValueError(f"the value of {key!r} is empty; the store cannot tell that from no value")
 
 
@@ -79,13 +82,10 @@ class TcpRunStore(RunStore):
         self._call(lambda client: client.set(key, value))
 
     def get(self, key: str) -> str | None:
-        def read(client: dist.TCPStore) -> str | None:
-            if not client.check([key]):
-                return None
-            # Another client may delete between the two calls; `get` would then block for its timeout.
-            return client.get(key).decode()
-
-        return self._call(read)
+        # One call, where `check` and `get` are two, between which another client may delete: to replace a value that no key
+        # has changes nothing, and gives back what is there now, or that value if there is no such key.
+        found = self._call(lambda client: client.compare_set(key, _NO_VALUE, _NO_VALUE)).decode()
+        return None if found == _NO_VALUE else found
 
     def wait(self, key: str, timeout_s: float) -> str:
         def read(client: dist.TCPStore) -> str:
