@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from helixrt.engines.pipeline import Batches, PipelineEngine
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipeline_parts import Batches
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagedModel, StagePlace

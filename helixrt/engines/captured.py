@@ -25,7 +25,7 @@ from helixrt.engines.buffers import Mode
 from helixrt.engines.captured_engine import CAPTURE_S, Busy, CapturedEngine, CapturedParts
 from helixrt.engines.captured_tensor import GradientForms, agreed_starts, check_optimizers, cut_over_tp, gradient_forms
 from helixrt.engines.example_batch import ExampleBatch
-from helixrt.engines.pipeline import Batches
+from helixrt.engines.pipeline_parts import Batches
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.staged import StagePlace, check_adaptation, scheduled

@@ -26,7 +26,8 @@ from helixrt.compile.microbatches import Batch
 from helixrt.engines.buffers import Mode as BufferMode
 from helixrt.engines.captured_tensor import GradientForms
 from helixrt.engines.exchange_book import ExchangeBook, Totals, check_weight
-from helixrt.engines.pipeline import BUCKET_BYTES, PipelineEngine, PipelineParts
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipeline_parts import BUCKET_BYTES, PipelineParts
 from helixrt.engines.random_state import micro_batch_seed
 from helixrt.engines.registered import Registered, qualified
 from helixrt.engines.replica_mesh import ReplicaMesh

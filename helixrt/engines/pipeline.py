@@ -9,41 +9,34 @@ At commit the mean of the sums is copied over the local gradient set, of which `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from helixrt.engines.buffers import Buffers, Mode
+from helixrt.engines.buffers import Buffers
+from helixrt.engines.pipeline_parts import Batch, PipelineParts, check_shards, runs_by_graphs, ties_of
 from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import set_random_state
-from helixrt.engines.registered import Registered
-from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded_stage import ShardedBuckets, ShardedStage
-from helixrt.engines.stage_places import NamesOf, stage_places
-from helixrt.engines.stage_ranks import LayoutsOf, StageRanks
+from helixrt.engines.stage_places import stage_places
+from helixrt.engines.stage_ranks import StageRanks
 from helixrt.engines.unchanged import Unchanged
-from helixrt.engines.update import Policy, StepGuard, UpdateFunction
+from helixrt.engines.update import StepGuard, UpdateFunction
 from helixrt.errors import ConfigError, Fatal, MisuseError
 from helixrt.passes.errors import CaptureError
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
-from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor, Slowdown
-from helixrt.pipeline.program import Program, compile_program, needs_graphs, whole_backwards
+from helixrt.pipeline.program import Program, compile_program, whole_backwards
 from helixrt.pipeline.reductions import BucketSums
 from helixrt.pipeline.stage import AutogradStage, StageChunk
 from helixrt.protocol.step.lineage import CommitRecord
-from helixrt.record import FlightRecord
 from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
 from helixrt.replica.portions import Portion
-from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
 from helixrt.schedule.simulate import Comm, Direct
@@ -52,104 +45,7 @@ if TYPE_CHECKING:
     from helixrt.pipeline.graph_stage import JointStage
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
-GRAPHS = ("auto", "always", "never")
-PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
-BUCKET_BYTES = 1 << 22
 _PROGRAMS = 8  # of schedules, that are kept
-
-Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, cut into micro-batches along dimension 0
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Where inputs and targets come from: `train(position)` and `validation(index)` give (inputs, targets). They must be pure
-    functions of their argument, and are called only where the first and the last chunk of the model are. `items` is how many a
-    batch has.
-    """
-
-    train: Callable[[int], Batch]
-    validation: Callable[[int], Batch]
-    items: int
-
-
-@dataclass(frozen=True)
-class PipelineParts:
-    """What the engine of one stage is made of.
-
-    `modules`: this stage's chunks of the model, by number, as `schedule` places them. `registered`: the same modules, with
-    the optimizers and schedulers of their parameters; `clip_norm` is taken over all stages. `loss(output, target)` is the
-    mean over a micro-batch; `example` is one micro-batch, of any values; `boundary`: a tensor like what travels between
-    chunks, or one for each two neighbours in order. `batches`: for `run`, which finds its batches itself; a user's loop
-    calls `train` instead. `tied`: the name of a parameter of which the first and the last chunk have a copy each, "" if
-    there is none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward
-    changes, where that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a
-    single stage. `channels` lead to the other stages, and are closed with the engine; None: over `group`. `mesh` is that of
-    the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage, `names` what
-    parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that moves W
-    or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise. `profile`, one
-    of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may change the
-    schedule; then all run by graphs, which give the same bits.
-    """
-
-    modules: Mapping[int, nn.Module]
-    schedule: Schedule
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    example: Batch
-    boundary: torch.Tensor | Sequence[torch.Tensor]
-    registered: Registered
-    stage: int
-    group: dist.ProcessGroup | None
-    record: FlightRecord
-    batches: Batches | None = None
-    bucket_bytes: int = BUCKET_BYTES
-    tied: str | Mapping[str, Sequence[int]] = ""
-    changing: Collection[str] | None = None
-    buffers: Mode | None = None  # how those of contributors are united; None: a forward may change none
-    graphs: str = "auto"
-    profile: str = "auto"
-    policy: Policy = field(default_factory=Policy)
-    channels: StageChannels | None = None
-    replica: int = 0
-    replicas: int = 1  # configured ones, for the policy
-    seed: int = 0  # of random numbers, see `seed`
-    mesh: ReplicaMesh = field(default_factory=lambda: ReplicaMesh({}))
-    layouts: LayoutsOf | None = None
-    names: NamesOf | None = None
-    adaptation: Adaptation | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tied:
-    """A parameter with a copy on each of several stages, in the order of their first chunks; `number` among the model's."""
-
-    name: str
-    number: int
-    stages: tuple[int, ...]
-
-
-def _ties(parts: PipelineParts) -> list[Tied]:
-    """The model's, the same on all stages; copies of chunks on one stage are one parameter, and need no exchange."""
-    placement = parts.schedule.placement
-    tied = parts.tied
-    if isinstance(tied, str):
-        tied = {tied: (0, len(placement) - 1)} if tied else {}
-    homes = {name: tuple(dict.fromkeys(placement[chunk] for chunk in sorted(chunks))) for name, chunks in tied.items()}
-    return [Tied(name, number, homes[name]) for number, name in enumerate(sorted(homes)) if len(homes[name]) > 1]
-
-
-def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
-    """Whether `graphs`, one of GRAPHS, has the schedule run by graphs; else autograd does, backwards in one piece."""
-    return setting == "always" or (setting == "auto" and needs_graphs(schedule))
-
-
-def check_shards(schedule: Schedule, setting: str, shards: int) -> None:
-    """Raises ConfigError if graphs were to run chunks that are sharded over so many dp_shard ranks."""
-    if shards > 1 and runs_by_graphs(schedule, setting):
-        rule = (
-            f"cannot be with schedule {schedule.name} run by captured graphs, which gather no shards; take 1f1b, gpipe or "
-            "interleaved, or graphs=never, by which autograd runs any schedule with whole backwards"
-        )
-        raise ConfigError("mesh.dp_shard", shards, rule)
 
 
 class PipelineEngine(BatchEngine):
@@ -177,7 +73,7 @@ class PipelineEngine(BatchEngine):
             peers = (peer for peer in range(self.stages) if peer != self.stage)
             self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
-        self._ties = [tie for tie in _ties(parts) if self.stage in tie.stages]
+        self._ties = [tie for tie in ties_of(parts) if self.stage in tie.stages]
         self._ranks = StageRanks(parts.mesh, self.modules, parts.layouts)
         self._mesh = parts.mesh
         layouts = self._ranks.layouts

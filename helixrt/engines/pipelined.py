@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from helixrt.engines.buffers import Mode
-from helixrt.engines.pipeline import Batches, PipelineEngine
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipeline_parts import Batches
 from helixrt.engines.registered import Registered
 from helixrt.engines.update import Policy
 from helixrt.errors import MisuseError

@@ -15,16 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from helixrt.engines.buffers import Mode
-from helixrt.engines.pipeline import (
-    BUCKET_BYTES,
-    GRAPHS,
-    PROFILES,
-    Batch,
-    Batches,
-    PipelineEngine,
-    PipelineParts,
-    check_shards,
-)
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipeline_parts import BUCKET_BYTES, GRAPHS, PROFILES, Batch, Batches, PipelineParts, check_shards
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh

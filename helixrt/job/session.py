@@ -31,7 +31,8 @@ from torch import nn
 from helixrt.engines.deepspeed import DeepSpeedEngine
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.module import ModuleEngine
-from helixrt.engines.pipeline import PipelineEngine, check_shards
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipeline_parts import check_shards
 from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
 from helixrt.engines.sharded import shard_model

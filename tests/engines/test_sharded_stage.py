@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import helixrt
-from helixrt.engines.pipeline import Batches, PipelineEngine
+from helixrt.engines.pipeline import PipelineEngine
+from helixrt.engines.pipeline_parts import Batches
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded import is_sharded
