@@ -22,13 +22,13 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, Retryable
 from helixrt.job.checkpoint_layout import Index, PartIndex, is_of_model
 from helixrt.job.checkpoint_restore import empty_of, restored
 from helixrt.job.lineage_files import read_log
@@ -38,6 +38,7 @@ from helixrt.replica.contracts import State
 from helixrt.replica.portions import Portion
 
 MANIFEST, PART = "complete.json", "part.json"
+_BLOCK = 1 << 20  # bytes that are read at a time
 LAYOUT = 2  # of the files in a checkpoint's folder; 1 was one DCP checkpoint for each stage
 _FOLDER = re.compile(r"^step_(\d{8,})_([0-9a-f]{8})(\.[\w.-]+)?$")
 
@@ -106,9 +107,13 @@ def record_part(folder: Place) -> str:
 
 def step_folders(folder: Place) -> list[Place]:
     """The checkpoint folders, whole or not, newest step first."""
-    if not folder.is_dir():
+    if isinstance(folder, Path) and not folder.is_dir():
         return []
-    return sorted((f for f in folder.iterdir() if _FOLDER.match(f.name)), key=lambda f: f.name, reverse=True)
+    try:
+        found: list[Place] = [f for f in folder.iterdir() if _FOLDER.match(f.name)]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=lambda f: f.name, reverse=True)
 
 
 def prune(folder: Place, keep: int) -> None:
@@ -125,11 +130,14 @@ def prune(folder: Place, keep: int) -> None:
 
 
 def checkpoints_of(run: Path) -> Place:
-    """Where the checkpoints of the run in this folder are."""
+    """Where the checkpoints of the run in this folder are. Raises Retryable if that cannot be read now: to look elsewhere would
+    find none."""
     try:
         address = json.loads((run / "run.json").read_text(encoding="utf-8")).get("checkpoints", "")
-    except (OSError, ValueError, AttributeError):
+    except FileNotFoundError:
         address = ""
+    except (OSError, ValueError) as error:
+        raise Retryable(f"{run / 'run.json'} cannot be read: {error}") from error
     return place_of(address) if address else run / "checkpoints"
 
 
@@ -154,29 +162,29 @@ def saved_since(folder: Place, step: int) -> bool:
 def newest_complete(folder: Place, wanted: Callable[[CommitRecord], bool] = lambda record: True) -> Checkpoint | None:
     """The newest wanted checkpoint in a `checkpoints` folder that is whole, every file checked; None if there is none.
 
-    Raises ConfigError (resume) if there are complete ones but every one is damaged.
+    Raises ConfigError (resume) if there are complete ones but every one is damaged, OSError if a storage does not answer.
     """
     damage, whole = "", False
     for candidate in step_folders(folder):
         if not is_complete(candidate):
             continue  # half written
         try:
-            found = verify(candidate)
+            if not wanted(read_manifest(candidate).record):
+                whole = True  # its files are not asked for
+                continue
+            return verify(candidate)
         except ConfigError as error:
             if not is_complete(candidate):
                 return newest_complete(folder, wanted)  # pruned while it was read: there are newer ones
             damage = damage or error.rule
-            continue
-        whole = True
-        if wanted(found.record):
-            return found
     if damage and not whole:
         raise ConfigError("resume", "true", damage)
     return None
 
 
 def verify(folder: Place) -> Checkpoint:
-    """The checkpoint in this folder, every file checked. Raises ConfigError (resume) with what is wrong with it."""
+    """The checkpoint in this folder, every file checked. Raises ConfigError (resume) with what is wrong with it, OSError if a
+    storage does not answer."""
     try:
         checkpoint, files = _manifest(folder)
         needed = {f"rank_{rank}/{PART}" for rank in range(checkpoint.ranks)} | {".metadata"}
@@ -186,16 +194,27 @@ def verify(folder: Place) -> Checkpoint:
             if file_sum(folder / name) != [size, crc]:
                 raise ValueError(f"{name} is not the file that was written")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _raise_if_silent(folder, error)
         raise ConfigError("resume", "true", f"the checkpoint {folder} is unreadable: {error}") from error
     return checkpoint
 
 
 def read_manifest(folder: Place) -> Checkpoint:
-    """The checkpoint in this folder, as its manifest has it. Raises ConfigError (resume) without one that can be read."""
+    """The checkpoint in this folder, as its manifest has it. Raises ConfigError (resume) without one that can be read,
+    OSError if a storage does not answer."""
     try:
         return _manifest(folder)[0]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _raise_if_silent(folder, error)
         raise ConfigError("resume", "true", f"the checkpoint {folder} is unreadable: {error}") from error
+
+
+def _raise_if_silent(folder: Place, error: BaseException) -> None:
+    """A storage that does not answer says nothing of what it holds: raises OSError for such an error, also inside DCP's."""
+    failures = [inner for inner, _ in getattr(error, "failures", {}).values()]
+    for each in (error, *failures):
+        if isinstance(folder, StoredPath) and isinstance(each, OSError) and not isinstance(each, FileNotFoundError):
+            raise OSError(f"{folder}: {each}") from each
 
 
 def _manifest(folder: Place) -> tuple[Checkpoint, dict[str, list[int]]]:
@@ -213,11 +232,12 @@ def _manifest(folder: Place) -> tuple[Checkpoint, dict[str, list[int]]]:
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
-    """What its ranks have stored. Raises ConfigError (resume)."""
+    """What its ranks have stored. Raises ConfigError (resume), OSError if a storage does not answer."""
     try:
         texts = [(checkpoint.folder / f"rank_{r}" / PART).read_text(encoding="utf-8") for r in range(checkpoint.ranks)]
         return Index([PartIndex.from_plain(json.loads(text)["index"]) for text in texts])
     except (OSError, ValueError, KeyError, TypeError) as error:
+        _raise_if_silent(checkpoint.folder, error)
         raise ConfigError("resume", "true", f"cannot load {checkpoint.folder}: {' '.join(str(error).split())}") from error
 
 
@@ -227,7 +247,7 @@ def load(
     """For rank `rank` of a replica of this mesh, which need not be the one that wrote the checkpoint. `live`: the rank's state
     as it is, for its names and shapes, and `portions`: how it lies in the whole (`Engine.portions`).
 
-    Raises ConfigError (resume) when the checkpoint does not have what this rank needs.
+    Raises ConfigError (resume) when the checkpoint does not have what this rank needs, OSError if a storage does not answer.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -239,6 +259,7 @@ def load(
         tensors = {name: empty_of(wanted) for name, wanted in found.tensors.items()}
         read(checkpoint.folder, {name: (found.tensors[name].portion, tensor) for name, tensor in tensors.items()})
     except (Exception, CheckpointException) as error:  # DCP raises it for what failed; it is no Exception
+        _raise_if_silent(checkpoint.folder, error)
         text = " ".join(str(error).split())
         raise ConfigError("resume", "true", f"cannot load {checkpoint.folder}: {text}") from error
     left = tuple(name.split("/", 1)[1] for name in index.placed if is_of_model(name) and name not in found.taken)
@@ -268,15 +289,15 @@ def checkpoint_of(run: Path) -> Checkpoint | None:
 
     Raises ConfigError (resume) if all are of records that were superseded: the run would begin again at step 0.
     """
-    place = checkpoints_of(run)
+    place, log = checkpoints_of(run), read_log(run / "lineage")
     try:
-        newest = newest_complete(place)
+        newest = found = newest_complete(place)
+        if newest is not None and len(log) and not log.on_chain(newest.record.hash):
+            found = newest_complete(place, partial(_on_chain, log))
     except OSError as error:
         raise ConfigError("resume", run, f"its checkpoints in {place} cannot be read: {error}") from error
     if newest is None:
         return None
-    log = read_log(run / "lineage")
-    found = newest_complete(place, partial(_on_chain, log)) if len(log) else newest
     if found is None:
         rule = (
             f"its only complete checkpoints, the newest of step {newest.record.step}, are of steps that were superseded: the "
@@ -301,7 +322,12 @@ def _on_chain(log: Log, record: CommitRecord) -> bool:
 def file_sum(path: Place) -> list[int]:
     """A file's size in bytes and CRC-32."""
     crc = size = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            crc, size = zlib.crc32(block, crc), size + len(block)
+    for block in path.blocks(_BLOCK) if isinstance(path, StoredPath) else _blocks(path):
+        crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, crc]
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            yield block

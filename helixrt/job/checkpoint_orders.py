@@ -9,19 +9,22 @@ and nobody writes it (it failed, or its writer was lost); the run's last state i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 
 from helixrt.errors import Retryable
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint_writer import Checkpointer, kept_key
 from helixrt.job.failover import FailoverNews
-from helixrt.job.stored_path import Place
+from helixrt.job.stored_path import Place, StoredPath
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.commands import Save
 from helixrt.replica.contracts import RunStore
 
+_ASK_S = 5.0  # between two questions to a storage; the run's store says sooner that a checkpoint is complete
 LAST_PAUSES_S = (0.5, 10.0)  # between attempts at the last checkpoint: the first, doubled each time, and the longest
 
 
@@ -62,6 +65,7 @@ class CheckpointOrders:
         self._asked_after = -1  # the failover that the last checkpoint out of turn was for
         self._saved_step = 0  # a checkpoint of this step or a later one is complete
         self._ordered = ("", 0)  # the last state, and the attempts that there will have been once our orders are carried out
+        self._asks_at = -math.inf  # when a storage is asked for the last checkpoint again
         self._failing = ("", 0.0)  # the last state, and when the first failure of its checkpoint was seen
 
     def out_of_turn(self, record: CommitRecord) -> Save | None:
@@ -79,17 +83,19 @@ class CheckpointOrders:
             return False
         with suppress(Retryable):  # the next update asks again
             left_in = self._failovers.newest()
-            if self._asked_after < left_in <= record.step:
+            if self._asked_after < left_in <= record.step and (saved := self._saved_since(left_in)) is not None:
                 self._asked_after = left_in
-                return not self._saved_since(left_in)
+                return not saved
         return False
 
-    def _saved_since(self, step: int) -> bool:
-        """Or the storage does not answer; what was to be asked is asked again then."""
+    def _saved_since(self, step: int) -> bool | None:
+        """None: the storage does not answer, and the next update asks again."""
+        if self._checkpointer.newest_step >= step:
+            return True
         try:
             return checkpoints.saved_since(self._folder, step)
         except OSError:
-            return True
+            return None
 
     def _owed(self, step: int) -> bool:
         """Whether the newest checkpoint that was due before `step` is missing, and it is time to make up for it."""
@@ -99,7 +105,10 @@ class CheckpointOrders:
         outage = self._checkpointer.trouble.outage
         if outage is not None and outage.step >= due:
             return step >= outage.step + checkpoints.pause_steps(outage.failures, self._every)
-        if self._checkpointer.newest_step >= due or self._saved_since(due):
+        saved = self._saved_since(due)
+        if saved is None:
+            return False
+        if saved:
             self._saved_step = due
             return False
         return outage is None or step >= outage.step + checkpoints.pause_steps(outage.failures, self._every)
@@ -118,10 +127,14 @@ class CheckpointOrders:
         One of the holders (`writer_of_last`) writes it, with attempts for `retry_s` if that fails. Raises Retryable
         without the store.
         """
-        if not self._every or self._saved(record):
+        if not self._every or (isinstance(self._folder, Path) and self._saved(record)):
             return ""
         if self._store.get(kept_key(record)) is not None:
             return ""
+        if isinstance(self._folder, StoredPath) and self._clock() >= self._asks_at:
+            if self._saved(record):  # in an earlier life of the run
+                return ""
+            self._asks_at = self._clock() + _ASK_S
         if (why := self._store.get(unsaved_key(record))) is not None:
             return why
         if not holders or checkpoints.writer_of_last(record, holders) != self._replica:

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -73,6 +74,7 @@ class Checkpointer:
         self._folder, self._rank, self._mesh, self._life = folder, rank, dict(mesh), life
         self._run_life = run_life
         self.newest_step = 0  # of those that this rank has completed
+        self._may_be_complete = False  # the newest attempt: its manifest may have been written
         self._ranks = prod(mesh.values())
         self._store, self._record = store, record
         self._every, self._keep, self._last_step, self._write_s = every, keep, last_step, write_s
@@ -166,7 +168,7 @@ class Checkpointer:
                     self._changed.notify_all()
 
     def _failed(self, job: _Job, why: str) -> None:
-        if isinstance(self._folder, StoredPath):
+        if isinstance(self._folder, StoredPath) and not self._may_be_complete:
             delete_all(self._target(job))
         try:
             if complete_of(self._folder, job.record) is not None:
@@ -180,7 +182,7 @@ class Checkpointer:
         return attempt_folder(self._folder, job.record, attempt)
 
     def _save(self, job: _Job) -> None:
-        target = self._target(job)
+        target, self._may_be_complete = self._target(job), False
         verdict = _BUSY
         try:
             if job.part is not None:
@@ -219,6 +221,7 @@ class Checkpointer:
             "mesh": self._mesh,
             "files": join_parts(target, self._ranks),
         }
+        self._may_be_complete = True
         write_manifest(target, manifest)
         self.newest_step = max(self.newest_step, job.record.step)
         if self._ends(job.record):
@@ -231,8 +234,9 @@ class Checkpointer:
             after_failover=job.after_failover,
         )
         self.trouble.worked(job.record.step)
-        delete_unfinished(target)
-        prune(self._folder, self._keep)
+        with suppress(OSError):  # the next one deletes what is left
+            delete_unfinished(target)
+            prune(self._folder, self._keep)
 
     def _await(self, key: str, deadline: float, rank: int) -> str:
         """What another rank says. Raises Retryable when it says nothing until the deadline, or the end."""

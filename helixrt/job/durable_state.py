@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-from helixrt.errors import ConfigError, Retryable
+from helixrt.errors import ConfigError, HelixError, Retryable
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.stored_path import Place
 from helixrt.protocol.step.lineage import CommitRecord, Log
@@ -52,7 +52,8 @@ class DurableState:
         return log.genesis if newer_than < 0 and not log.behind.begin else None
 
     def load(self, lineage: str, initial: bool) -> bool:
-        """Load this rank's part into the engine; False if the checkpoint was deleted meanwhile."""
+        """Load this rank's part into the engine; False if the checkpoint was deleted meanwhile. Raises ConfigError for one that
+        does not fit, Retryable without an answer of the storage."""
         if initial:
             return True
         record = self._read_log().get(lineage)
@@ -65,18 +66,24 @@ class DurableState:
         if folder is None:
             return False
         try:
-            checkpoint = checkpoints.read_manifest(folder)
-            loaded = checkpoints.load(checkpoint, self._rank, self._mesh, engine.state(), engine.portions())
-        except ConfigError:
-            if checkpoints.is_complete(folder):
-                raise
-            return False
+            try:
+                checkpoint = checkpoints.read_manifest(folder)
+                loaded = checkpoints.load(checkpoint, self._rank, self._mesh, engine.state(), engine.portions())
+            except ConfigError:
+                if checkpoints.is_complete(folder):
+                    raise
+                return False
+        except OSError as error:
+            raise self._silent(error) from error
         self._check_all_taken(lineage, loaded.left, folder)
         engine.load(loaded.state)
         return True
 
-    def _silent(self, error: OSError) -> Retryable:
-        return Retryable(f"{self._folder} does not answer: {' '.join(str(error).split())}")
+    def _silent(self, error: OSError) -> HelixError:
+        text = " ".join(str(error).split())
+        if isinstance(error, PermissionError):
+            return ConfigError("checkpoint.path", self._folder, f"cannot be read: {text}")
+        return Retryable(f"{self._folder} does not answer: {text}")
 
     def _check_all_taken(self, lineage: str, left: Sequence[str], folder: Place) -> None:
         """The last rank of the replica that comes here raises ConfigError for a parameter or buffer that all have left."""

@@ -62,7 +62,10 @@ def export(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError("to", to, "must be a new or an empty folder")
     settings = _config(config)
-    checkpoint = _chosen(source, step)
+    try:
+        checkpoint = _chosen(source, step)
+    except OSError as error:
+        raise ConfigError("run", source, f"cannot be read: {' '.join(str(error).split())}") from error
     placed = checkpoints.read_index(checkpoint).placed
     entries = {n.removeprefix(f"{MODEL}/"): e for n, e in placed.items() if n.startswith(f"{MODEL}/")}
     if not entries:

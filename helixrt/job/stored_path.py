@@ -8,6 +8,7 @@ whatever the storage's package raises.
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -43,17 +44,22 @@ class StoredPath:
         return StoredPath(f"{protocol}://{root}{rest.strip('/').partition('/')[0]}")
 
     def exists(self) -> bool:
-        with self._storage() as (storage, at):
-            return bool(storage.exists(at))
+        return self._kind() != ""
 
     def is_file(self) -> bool:
-        with self._storage() as (storage, at):
-            return bool(storage.isfile(at))
+        return self._kind() == "file"
 
     def is_dir(self) -> bool:
         """Whether there is anything below."""
+        return self._kind() == "directory"
+
+    def _kind(self) -> str:
+        """As the storage says; "" if there is nothing. fsspec's own `exists` takes a silent storage for an empty one."""
         with self._storage() as (storage, at):
-            return bool(storage.isdir(at))
+            try:
+                return str(storage.info(at)["type"])
+            except (FileNotFoundError, NotADirectoryError):
+                return ""
 
     def iterdir(self) -> Iterator[StoredPath]:
         with self._storage() as (storage, at):
@@ -65,6 +71,12 @@ class StoredPath:
         with self._storage() as (storage, at):
             found: IO[bytes] = storage.open(at, mode)
             return found
+
+    def blocks(self, nbytes: int) -> Iterator[bytes]:
+        """The bytes, so many at a time."""
+        with self._storage() as (storage, at), storage.open(at, "rb") as file:
+            while block := file.read(nbytes):
+                yield block
 
     def read_bytes(self) -> bytes:
         with self._storage() as (storage, at), storage.open(at, "rb") as file:
@@ -158,7 +170,7 @@ def check_writable(key: str, place: Place) -> None:
     with suppress(OSError):  # those who may write need not be allowed to ask
         if not place.outermost().exists():
             raise ConfigError(key, place, f"{place.outermost()} is not there")
-    probe = place / ".writable"
+    probe = place / f".writable-{secrets.token_hex(4)}"
     try:
         probe.write_bytes(b"")
         probe.unlink()

@@ -54,10 +54,10 @@ class ObjectStore(LocalFileSystem):
         found = [each for each in found if not os.path.basename(each["name"]).startswith(".") or "metadata" in each["name"]]
         return found if detail else [each["name"] for each in found]
 
-    def exists(self, path: str, **options: Any) -> bool:
+    def info(self, path: str, **options: Any) -> Any:
         if self.broken:
             raise RuntimeError(self.broken)
-        return bool(super().exists(path, **options))
+        return super().info(path, **options)
 
     def mv(self, *arguments: Any, **options: Any) -> None:
         raise NotImplementedError("an object store does not rename")

@@ -667,3 +667,71 @@ def test_a_replica_that_starts_while_the_storage_is_silent_starts_again(tmp_path
     damaged = files_of(checkpoints.step_folders(place)[0]) / checkpoints.MANIFEST
     damaged.unlink()
     assert durable.load(record.hash, False) is False, "pruned meanwhile"
+
+
+def test_a_read_that_fails_once_damages_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that breaks says nothing of the checkpoint: no older one is taken, and nobody is told of damage."""
+    place = StoredPath(f"objects://{tmp_path}/bucket/run")
+    root = genesis("run", 2)
+    record = CommitRecord(4, 4, root.hash, ((0, 0),), {0: 4}, "run")
+    replica = Replica(place)
+    replica.save_and_wait(record_of(2))
+    replica.save_and_wait(record)
+    replica.close()
+    opened, failing = ObjectStore._open, list[str]()
+
+    def broken(self: ObjectStore, path: str, mode: str = "rb", **options: object) -> object:
+        if path.endswith(failing[-1]):
+            raise ConnectionResetError("reset by peer")
+        return opened(self, path, mode, **options)
+
+    log = Log([root, record])
+    engine = type("Engine", (), {"state": lambda self: State(state_of(0, 4)), "portions": lambda self: {}})()
+    durable = DurableState(place, 0, MESH, engine, lambda: log, MemoryStore(), "0/1")
+    for name in ("complete.json", "__0_0.distcp"):
+        failing.append(name)
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "_open", broken)
+            with pytest.raises(OSError, match="reset by peer"):
+                newest_complete(place)
+            with pytest.raises(Retryable, match="does not answer: .*reset by peer"):
+                durable.newest(-1)
+            with pytest.raises(Retryable, match="does not answer: .*reset by peer"):
+                durable.load(record.hash, False)
+    assert newest_complete(place).record == record  # type: ignore[union-attr]
+
+
+def test_a_complete_checkpoint_stays_when_what_comes_behind_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = StoredPath(f"objects://{tmp_path}/bucket/run")
+    replica = Replica(place, keep=1, last_step=4)
+    replica.save_and_wait(record_of(2))
+
+    def silent(*arguments: object) -> None:
+        raise ConnectionResetError("reset by peer")
+
+    def away(key: str, value: str) -> str:
+        if key == kept_key(record_of(4)):
+            raise ValueError("the store has gone")
+        return put(key, value)
+
+    put = replica.store.put_if_absent
+    monkeypatch.setattr(checkpoints, "delete_all", silent)
+    monkeypatch.setattr(replica.store, "put_if_absent", away)
+    replica.save_and_wait(record_of(4))
+    replica.close()
+    found = newest_complete(place)
+    assert found is not None and found.record == record_of(4) and replica.said == []
+
+
+def test_only_what_is_wanted_is_read_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    verified = checkpoints.verify
+    monkeypatch.setattr(checkpoints, "verify", lambda folder: (read.append(folder.name[:13]), verified(folder))[1])
+    found = newest_complete(checkpoints.checkpoints_of(run), lambda record: record.step < 4)
+    assert found is not None and found.record.step == 2 and read == ["step_00000002"]
+
+
+def test_a_folder_whose_run_cannot_be_read_is_not_taken_for_one_without_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "run.json").mkdir()  # as an error of the file system
+    with pytest.raises(Retryable, match=r"run.json cannot be read: .*Is a directory"):
+        checkpoints.checkpoints_of(tmp_path)

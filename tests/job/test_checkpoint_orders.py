@@ -146,6 +146,16 @@ def test_one_that_is_still_being_written_is_not_ordered_again(disk: Disk) -> Non
     assert one.told == []
 
 
+def test_what_a_silent_storage_could_not_say_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    one = Replica(1, storage, MemoryRunStore(), 1000)  # not the writer of step 5, which replica 0 has lost
+    one.apply(record_of(5), waits=False)
+    storage.fail()
+    assert one.orders.out_of_turn(record_of(6, (1,))) is None
+    storage.mend()
+    assert one.orders.out_of_turn(record_of(7, (1,))) == Save(record_of(7, (1,)))
+
+
 def test_nothing_is_ordered_without_checkpoints_or_of_a_fresh_run(disk: Disk) -> None:
     none = Replica(0, disk, MemoryRunStore(), 12, every=0)
     some = Replica(0, disk, MemoryRunStore(), 12)

@@ -168,6 +168,18 @@ def test_more_loss_than_allowed_ends_with_the_first_order_also_where_the_order_w
     assert decision.key == order_key(ZB) and decision.why == "more was lost than allowed"
 
 
+def test_the_first_order_stays_known_when_a_rank_cannot_make_it_ready_again() -> None:
+    policy = OrderPolicy(ZB, Adaptation(), 0, in_use=build("gpipe", 4, 12))
+    back = ask(policy, 40, COSTS)
+    assert isinstance(back, Switch) and back.key == policy.first
+    policy.refuse(policy.first, 1.0)
+    policy.lost_ms = 1e9
+    for step in range(41, 60):
+        decision = ask(policy, step, with_delays(COSTS, both(1, 10.0 * (step % 2))))
+        assert not isinstance(decision, Switch) or decision.key != policy.first
+        policy.postpone()
+
+
 def test_half_as_long_again_as_the_rehearsal_is_counted_until_a_switch_was_made() -> None:
     """Three steps are left, 340 ms a step: 1.5 times 600 ms pay, 1.5 times 750 ms do not."""
     for rehearsed_ms, pays in ((400.0, True), (500.0, False)):

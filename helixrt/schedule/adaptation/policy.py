@@ -29,7 +29,7 @@ from helixrt.errors import ConfigError
 from helixrt.schedule.adaptation.judge import Answer, CostEstimate, Question, Timed
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.exchange.as_json import order_key
-from helixrt.schedule.ir import Schedule
+from helixrt.schedule.ir import Pair, Schedule
 from helixrt.schedule.simulate import DELEGATED, Comm
 
 _KNOWN = 6  # orders that are kept beside the first one
@@ -203,7 +203,8 @@ class OrderPolicy:
     def refuse(self, key: str, took_ms: float) -> None:
         """Some rank could not make this order ready: it is never proposed again."""
         self.refused.add(key)
-        self.known.pop(key, None)
+        if key != self.first:  # against which losses are counted
+            self.known.pop(key, None)
         self._switching = False
         self.lost_ms += took_ms
 
@@ -240,7 +241,7 @@ class OrderPolicy:
         if present is None:
             return Stay("the order in use was not timed under these costs")
         allowed_ms = self._allowed_ms(step, first or present)
-        if present is not first and first is not None and self.lost_ms > allowed_ms:
+        if present is not first and first is not None and self.lost_ms > allowed_ms and self.first not in self.refused:
             return self._switch(present, first, answer, "more was lost than allowed")
         if step - self._switched_at < self.dwell:
             return Stay(f"the order was changed less than {self.dwell} steps ago")
@@ -254,13 +255,20 @@ class OrderPolicy:
         if gain_ms <= 0 or gain_ms < self.rules.least_gain * present.middle_ms * (1 - _SLIVER):
             self.known[present.key] = _Known(present.order, answer.observed)
             return Stay("no other order saves enough")
-        costs_ms, horizon = 0.0 if best.key in self.known else self._switch_ms, self._horizon(step)
+        costs_ms, horizon = self._making_ms(best), self._horizon(step)
         if gain_ms * horizon < self.rules.payback * costs_ms:
             return Stay(f"{gain_ms:.3g} ms a step for {horizon:.0f} steps do not pay for {costs_ms:.3g} ms")
         if not self._bears(best, first, costs_ms, allowed_ms):
             return Stay("the account of losses does not bear another switch")
         why = "faster under the measured costs" if answer.by_equation else "links are slower than the order tolerates"
         return self._switch(present, best, answer, why)
+
+    def _making_ms(self, to: Timed) -> float:
+        """What making this order ready costs. A rehearsal weaves no graphs for pairs, so with pairs it is not believed."""
+        if to.key in self.known:
+            return 0.0
+        pairs = any(isinstance(entry, Pair) for entries in to.order.entries for entry in entries)
+        return max(self._switch_ms, self.rules.switch_ms) if pairs and not self.switches else self._switch_ms
 
     def _bears(self, to: Timed, first: Timed | None, costs_ms: float, allowed_ms: float) -> bool:
         """Whether no more than allowed is lost if the costs of before come back as soon as this order is taken up."""
@@ -280,7 +288,7 @@ class OrderPolicy:
             return None
         for key in reversed(self.known):
             timed = answer.of(key)
-            if key == self.in_use or timed is None or not alike(key):
+            if key == self.in_use or key in self.refused or timed is None or not alike(key):
                 continue
             # The first order is what losses are counted against, so for it rounding and noise count less.
             loss_ms = (self.rules.least_gain / 4 if key == self.first else _SLIVER) * present.middle_ms
