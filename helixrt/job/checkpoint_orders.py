@@ -17,6 +17,7 @@ from pathlib import Path
 
 from helixrt.errors import Retryable
 from helixrt.job import checkpoint as checkpoints
+from helixrt.job.background import Background
 from helixrt.job.checkpoint_writer import Checkpointer, kept_key
 from helixrt.job.failover import FailoverNews
 from helixrt.job.stored_path import Place, StoredPath
@@ -65,6 +66,7 @@ class CheckpointOrders:
         self._asked_after = -1  # the failover that the last checkpoint out of turn was for
         self._saved_step = 0  # a checkpoint of this step or a later one is complete
         self._ordered = ("", 0)  # the last state, and the attempts that there will have been once our orders are carried out
+        self._questions = Background[bool]()  # to a storage: the leader handles events meanwhile
         self._asks_at = -math.inf  # when a storage is asked for the last checkpoint again
         self._failing = ("", 0.0)  # the last state, and when the first failure of its checkpoint was seen
 
@@ -89,13 +91,12 @@ class CheckpointOrders:
         return False
 
     def _saved_since(self, step: int) -> bool | None:
-        """None: the storage does not answer, and the next update asks again."""
+        """None: the storage has not answered, and the next update asks again."""
         if self._checkpointer.newest_step >= step:
             return True
-        try:
+        if isinstance(self._folder, Path):
             return checkpoints.saved_since(self._folder, step)
-        except OSError:
-            return None
+        return self._questions.ask(step, lambda: checkpoints.saved_since(self._folder, step))
 
     def _owed(self, step: int) -> bool:
         """Whether the newest checkpoint that was due before `step` is missing, and it is time to make up for it."""

@@ -9,17 +9,21 @@ Without checkpoints nothing is deleted.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from helixrt.errors import Retryable
+from helixrt.job.background import QUICK_S, Background
 from helixrt.job.checkpoint import checkpoints_of, folder_name, is_complete, record_part, step_folders
 from helixrt.job.lineage_files import forget_before
-from helixrt.job.stored_path import Place
+from helixrt.job.stored_path import Place, StoredPath
 from helixrt.protocol.step.lineage import Behind, Log
 from helixrt.replica.runlog import KEPT, RunLog
 
 _RECORDS = 200_000  # times replicas: entries of a history; a record has a line of some 25 bytes for each replica
+_PATIENCE_S = 60.0  # with a storage, at the start
 _STEP = re.compile(r"step_(\d+)_")
 
 
@@ -30,12 +34,21 @@ def history_of(replicas: int) -> int:
 
 def durable_index(log: Log, checkpoints: Place) -> int:
     """The index of the entry that the oldest complete checkpoint on the chain has saved; 0 if there is none."""
+    return _index(log, _complete(checkpoints))
+
+
+def _complete(checkpoints: Place) -> list[str]:
+    """The records of the complete ones, the oldest first (`record_part`)."""
+    return [record_part(folder) for folder in reversed(step_folders(checkpoints)) if is_complete(folder)]
+
+
+def _index(log: Log, complete: Sequence[str]) -> int:
     places = {entry.hash: index for index, entry in enumerate(log.entries, log.behind.begin)}
     by_step = {record.step: record for record in log.chain()} if log.entries else {}
-    for folder in reversed(step_folders(checkpoints)):  # the oldest first
-        found = _STEP.match(folder.name)
+    for name in complete:
+        found = _STEP.match(name)
         record = by_step.get(int(found[1])) if found else None
-        if record is not None and folder_name(record) == record_part(folder) and is_complete(folder):
+        if record is not None and folder_name(record) == name:
             return places[record.hash]
     return 0
 
@@ -46,12 +59,13 @@ class Compaction:
     def __init__(self, log: RunLog, folder: Path, replicas: int, kept: int = KEPT, history: int = 0) -> None:
         self._log, self._folder = log, folder
         self._kept, self._history = kept, history or history_of(replicas)
+        self._questions = Background[list[str]]()  # to a storage: the driver goes on meanwhile
         self._next = 0  # length of the log at which it is looked at again
 
     def restore(self, log: Log) -> None:
         """Put the log of earlier lives into the run's store, which is empty: as much of it as ranks need."""
         part = Log(log.entries, log.behind)
-        part.drop(self._begin(part, self._kept))
+        part.drop(self._begin(part, self._kept, math.inf))
         self._log.restore(part)
 
     def look(self, log: Log, advance: int) -> None:
@@ -71,9 +85,11 @@ class Compaction:
         except (OSError, Retryable):
             return
 
-    def _begin(self, log: Log, kept: int) -> int:
-        try:
-            durable = durable_index(log, checkpoints_of(self._folder))
-        except OSError:
-            durable = 0  # the storage does not answer
-        return log.may_begin(min(len(log) - kept, durable))
+    def _begin(self, log: Log, kept: int, wait_s: float = QUICK_S) -> int:
+        """Nothing is deleted while a storage does not say what it has; `wait_s`: for its answer."""
+        place = checkpoints_of(self._folder)
+        if isinstance(place, StoredPath):
+            complete = self._questions.ask("complete", lambda: _complete(place), min(wait_s, _PATIENCE_S))
+        else:
+            complete = _complete(place)
+        return log.may_begin(min(len(log) - kept, _index(log, complete or ())))

@@ -74,6 +74,7 @@ class Leading:
         self.costs = ReplicaCosts(context.config.mesh.pp)
         """What the ranks of this replica have measured."""
         self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
+        self._said_silent = False  # of the coordination thread
         self._orders = Channel(store, f"orders/{context.life}", patience_s)
         self._reports = [
             Channel(store, f"reports/{context.life}/{rank}", patience_s) for rank in range(1, context.group_world_size)
@@ -270,7 +271,14 @@ class Leading:
         return instead
 
     def _newest_durable(self, newer_than: int) -> str | None:
-        found, genesis = self._parts.durable.newest(newer_than), self._parts.genesis
+        genesis = self._parts.genesis
+        try:
+            found = self._parts.durable.newest(newer_than)
+        except Retryable as error:
+            if not self._said_silent:
+                self._said_silent = True
+                self._parts.metrics.say(f"the replica waits until it can read the run's checkpoints: {error}")
+            raise
         if found == self._leader.machine.log.genesis and not genesis.holds():
             raise Fatal(
                 "no replica that runs holds the initial values that this run began with, and this one's are others; seed what "
