@@ -18,9 +18,7 @@ def test_a_replica_that_waits_for_a_silent_storage_says_so_once() -> None:
 
     leading = object.__new__(Leading)
     leading._said_silent = False
-    parts = SimpleNamespace(
-        durable=SimpleNamespace(newest=silent), genesis=None, metrics=SimpleNamespace(say=said.append)
-    )
+    parts = SimpleNamespace(durable=SimpleNamespace(newest=silent), genesis=None, metrics=SimpleNamespace(say=said.append))
     leading._parts = parts  # type: ignore[assignment]
     for _ in range(3):
         with pytest.raises(Retryable):
