@@ -130,13 +130,13 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_as_if_it_had_never_bee
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = past_run(tmp_path)
-    verify, looked = checkpoints.verify, list[Path]()
+    read, looked = checkpoints.read_manifest, list[Path]()
 
     def deleted_meanwhile(folder: Path) -> checkpoints.Checkpoint:
         looked.append(folder)
         os.unlink(folder / checkpoints.MANIFEST)
-        return verify(folder)
+        return read(folder)
 
-    monkeypatch.setattr(checkpoints, "verify", deleted_meanwhile)
+    monkeypatch.setattr(checkpoints, "read_manifest", deleted_meanwhile)
     assert newest_complete(tmp_path / "checkpoints") is None, "deleted, and not damaged"
     assert looked == [checkpoint.folder]
