@@ -24,11 +24,10 @@ from helixrt.job.checkpoint import (
 )
 from helixrt.job.checkpoint_layout import RankPart
 from helixrt.job.checkpoint_writer import Checkpointer, kept_key
-from helixrt.job.durable_state import DurableState
 from helixrt.job.lineage_files import LineageWriter, drop_from, read_lineage
 from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.job.stored_path import Place, StoredPath, place_of
-from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
+from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore, State
 from tests.job.object_store import ObjectStore
@@ -578,64 +577,6 @@ def test_entries_behind_a_gap_do_not_come_back(tmp_path: Path) -> None:
     assert read_lineage(tmp_path)[1:] == [first, second]
 
 
-# In a storage alone
-
-
-def test_a_storage_that_breaks_stops_no_training_and_the_next_attempt_is_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    place = StoredPath(f"objects://{tmp_path}/bucket/run")
-    replica = Replica(place)
-    replica.save_and_wait(record_of(2))
-    write = replica.savers[1]._write_part
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    replica.savers[1]._write_part = full  # type: ignore[method-assign]
-    replica.save_and_wait(record_of(4))
-    assert "rank 1 could not write its part: [Errno 28]" in replica.said[0]
-    assert [f.name for f in checkpoints.step_folders(place)] == [f"{checkpoints.folder_name(record_of(2))}.0-0-0-0"]
-    replica.savers[1]._write_part = write  # type: ignore[method-assign]
-    ObjectStore.broken = "403 Forbidden"
-    try:
-        replica.save_and_wait(record_of(4))
-    finally:
-        ObjectStore.broken = ""
-    outage = replica.savers[0].trouble.outage
-    assert outage is not None and outage.failures == 2 and "403 Forbidden" in outage.reason
-    replica.save_and_wait(record_of(4))
-    replica.close()
-    found = newest_complete(place)
-    assert found is not None and found.folder.name == f"{checkpoints.folder_name(record_of(4))}.0-0-0-2"
-    assert replica.said[-1] == "checkpoint of step 4 was written, after 2 failed attempts"
-
-
-def test_an_attempt_of_another_replica_is_left_alone_and_goes_with_its_step(tmp_path: Path) -> None:
-    place = StoredPath(f"objects://{tmp_path}/bucket/run")
-    replica = Replica(place, keep=1)
-    half_written(place, record_of(2))
-    replica.save_and_wait(record_of(2))
-    assert len(checkpoints.step_folders(place)) == 2
-    replica.save_and_wait(record_of(4))
-    replica.close()
-    (left,) = checkpoints.step_folders(place)
-    assert checkpoints.record_part(left) == checkpoints.folder_name(record_of(4))
-
-
-def test_plain_pytorch_reads_what_is_in_a_storage(tmp_path: Path) -> None:
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    place = StoredPath(f"objects://{tmp_path}/bucket/run")
-    replica = Replica(place)
-    replica.save_and_wait(record_of(2))
-    replica.close()
-    found = newest_complete(place)
-    assert found is not None
-    state = {"own": {"1": {"parameter": {"weight": torch.zeros(7, 5)}}}}
-    dcp.load(state, storage_reader=FsspecReader(str(found.folder)), no_dist=True)
-    assert torch.equal(state["own"]["1"]["parameter"]["weight"], state_of(1, 2)[WEIGHT])
-
-
 @pytest.mark.parametrize("run", ["storage"], indirect=True)
 def test_resume_says_which_storage_cannot_be_read(run: Path, tmp_path: Path) -> None:
     ObjectStore.broken = "connection refused"
@@ -644,83 +585,6 @@ def test_resume_says_which_storage_cannot_be_read(run: Path, tmp_path: Path) -> 
             find_resume(tmp_path)
     finally:
         ObjectStore.broken = ""
-
-
-def test_a_replica_that_starts_while_the_storage_is_silent_starts_again(tmp_path: Path) -> None:
-    place = StoredPath(f"objects://{tmp_path}/bucket/run")
-    root = genesis("run", 2)
-    record = CommitRecord(2, 2, root.hash, ((0, 0),), {0: 2}, "run")
-    replica = Replica(place)
-    replica.save_and_wait(record)
-    replica.close()
-    log = Log([root, record])
-    durable = DurableState(place, 0, MESH, None, lambda: log, MemoryStore(), "0/1")  # type: ignore[arg-type]
-    assert durable.newest(-1) == record.hash
-    ObjectStore.broken = "503 Slow Down"
-    try:
-        for ask in (lambda: durable.newest(-1), lambda: durable.load(record.hash, False)):
-            with pytest.raises(Retryable, match=r"objects://.* does not answer: .*503 Slow Down"):
-                ask()
-    finally:
-        ObjectStore.broken = ""
-    assert durable.newest(2) is None
-    damaged = files_of(checkpoints.step_folders(place)[0]) / checkpoints.MANIFEST
-    damaged.unlink()
-    assert durable.load(record.hash, False) is False, "pruned meanwhile"
-
-
-def test_a_read_that_fails_once_damages_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that breaks says nothing of the checkpoint: no older one is taken, and nobody is told of damage."""
-    place = StoredPath(f"objects://{tmp_path}/bucket/run")
-    root = genesis("run", 2)
-    record = CommitRecord(4, 4, root.hash, ((0, 0),), {0: 4}, "run")
-    replica = Replica(place)
-    replica.save_and_wait(record_of(2))
-    replica.save_and_wait(record)
-    replica.close()
-    opened, failing = ObjectStore._open, list[str]()
-
-    def broken(self: ObjectStore, path: str, mode: str = "rb", **options: object) -> object:
-        if path.endswith(failing[-1]):
-            raise ConnectionResetError("reset by peer")
-        return opened(self, path, mode, **options)
-
-    log = Log([root, record])
-    engine = type("Engine", (), {"state": lambda self: State(state_of(0, 4)), "portions": lambda self: {}})()
-    durable = DurableState(place, 0, MESH, engine, lambda: log, MemoryStore(), "0/1")
-    for name in ("complete.json", "__0_0.distcp"):
-        failing.append(name)
-        with monkeypatch.context() as patched:
-            patched.setattr(ObjectStore, "_open", broken)
-            with pytest.raises(OSError, match="reset by peer"):
-                newest_complete(place)
-            with pytest.raises(Retryable, match="does not answer: .*reset by peer"):
-                durable.newest(-1)
-            with pytest.raises(Retryable, match="does not answer: .*reset by peer"):
-                durable.load(record.hash, False)
-    assert newest_complete(place).record == record  # type: ignore[union-attr]
-
-
-def test_a_complete_checkpoint_stays_when_what_comes_behind_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = StoredPath(f"objects://{tmp_path}/bucket/run")
-    replica = Replica(place, keep=1, last_step=4)
-    replica.save_and_wait(record_of(2))
-
-    def silent(*arguments: object) -> None:
-        raise ConnectionResetError("reset by peer")
-
-    def away(key: str, value: str) -> str:
-        if key == kept_key(record_of(4)):
-            raise ValueError("the store has gone")
-        return put(key, value)
-
-    put = replica.store.put_if_absent
-    monkeypatch.setattr(checkpoints, "delete_all", silent)
-    monkeypatch.setattr(replica.store, "put_if_absent", away)
-    replica.save_and_wait(record_of(4))
-    replica.close()
-    found = newest_complete(place)
-    assert found is not None and found.record == record_of(4) and replica.said == []
 
 
 def test_only_what_is_wanted_is_read_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
