@@ -15,7 +15,8 @@ QUICK_S = 0.1  # the asking thread waits so long: most answers are there by then
 
 
 class Background(Generic[T]):
-    """One question at a time; `ask` is called by one thread."""
+    """One question at a time; `ask` is called by one thread. A call runs in a daemon thread, which ends with it and holds up no
+    exit of the process; how long it may take is for the call to limit."""
 
     def __init__(self) -> None:
         self._about: Hashable = None

@@ -214,7 +214,7 @@ def _raise_if_silent(folder: Place, error: BaseException) -> None:
     failures = [inner for inner, _ in getattr(error, "failures", {}).values()]
     for each in (error, *failures):
         if isinstance(folder, StoredPath) and isinstance(each, OSError) and not isinstance(each, FileNotFoundError):
-            raise OSError(f"{folder}: {each}") from each
+            raise each  # as it is: a missing right is another thing than a broken connection
 
 
 def _manifest(folder: Place) -> tuple[Checkpoint, dict[str, list[int]]]:

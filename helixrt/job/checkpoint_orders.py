@@ -66,7 +66,7 @@ class CheckpointOrders:
         self._asked_after = -1  # the failover that the last checkpoint out of turn was for
         self._saved_step = 0  # a checkpoint of this step or a later one is complete
         self._ordered = ("", 0)  # the last state, and the attempts that there will have been once our orders are carried out
-        self._questions = Background[bool]()  # to a storage: the leader handles events meanwhile
+        self._questions = Background[bool]()  # to a storage; the leader must not wait for it
         self._asks_at = -math.inf  # when a storage is asked for the last checkpoint again
         self._failing = ("", 0.0)  # the last state, and when the first failure of its checkpoint was seen
 

@@ -59,7 +59,7 @@ class Compaction:
     def __init__(self, log: RunLog, folder: Path, replicas: int, kept: int = KEPT, history: int = 0) -> None:
         self._log, self._folder = log, folder
         self._kept, self._history = kept, history or history_of(replicas)
-        self._questions = Background[list[str]]()  # to a storage: the driver goes on meanwhile
+        self._questions = Background[list[str]]()  # to a storage; the driver must not wait for it
         self._next = 0  # length of the log at which it is looked at again
 
     def restore(self, log: Log) -> None:

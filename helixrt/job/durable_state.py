@@ -52,7 +52,7 @@ class DurableState:
         return log.genesis if newer_than < 0 and not log.behind.begin else None
 
     def load(self, lineage: str, initial: bool) -> bool:
-        """Load this rank's part into the engine; False if the checkpoint was deleted meanwhile. Raises ConfigError for one that
+        """Load this rank's part into the engine; False if the checkpoint has been deleted. Raises ConfigError for one that
         does not fit, Retryable without an answer of the storage."""
         if initial:
             return True

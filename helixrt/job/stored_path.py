@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from helixrt.errors import ConfigError
 
@@ -66,11 +66,6 @@ class StoredPath:
             found = storage.ls(at, detail=False)
         names = {str(each).rstrip("/").rsplit("/", 1)[1] for each in found}
         return (self / name for name in sorted(names - {self.name} if str(at) in found else names))
-
-    def open(self, mode: str = "rb") -> IO[bytes]:
-        with self._storage() as (storage, at):
-            found: IO[bytes] = storage.open(at, mode)
-            return found
 
     def blocks(self, nbytes: int) -> Iterator[bytes]:
         """The bytes, so many at a time."""

@@ -1,4 +1,4 @@
-"""Checkpoints in a storage that renames nothing and may not answer: none is lost, and none is taken for damaged."""
+"""Checkpoints in a storage without renaming, which may fail: no checkpoint is lost, and no whole one is reported as damaged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helixrt.errors import Retryable
+from helixrt.errors import ConfigError, Retryable
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint import newest_complete
 from helixrt.job.checkpoint_writer import kept_key
@@ -98,7 +98,7 @@ def test_a_replica_that_starts_while_the_storage_is_silent_starts_again(tmp_path
 
 
 def test_a_read_that_fails_once_damages_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that breaks says nothing of the checkpoint: no older one is taken, and nobody is told of damage."""
+    """After a broken connection no older checkpoint is loaded, and no damage is reported."""
     place = StoredPath(f"objects://{tmp_path}/bucket/run")
     root = genesis("run", 2)
     record = CommitRecord(4, 4, root.hash, ((0, 0),), {0: 4}, "run")
@@ -107,10 +107,11 @@ def test_a_read_that_fails_once_damages_nothing(tmp_path: Path, monkeypatch: pyt
     replica.save_and_wait(record)
     replica.close()
     opened, failing = ObjectStore._open, list[str]()
+    errors: list[OSError] = [ConnectionResetError("reset by peer")]
 
     def broken(self: ObjectStore, path: str, mode: str = "rb", **options: object) -> object:
         if path.endswith(failing[-1]):
-            raise ConnectionResetError("reset by peer")
+            raise errors[-1]
         return opened(self, path, mode, **options)
 
     log = Log([root, record])
@@ -126,6 +127,10 @@ def test_a_read_that_fails_once_damages_nothing(tmp_path: Path, monkeypatch: pyt
                 durable.newest(-1)
             with pytest.raises(Retryable, match="does not answer: .*reset by peer"):
                 durable.load(record.hash, False)
+            errors.append(PermissionError("403 Forbidden"))
+            with pytest.raises(ConfigError, match=r"^checkpoint.path=objects://.*: cannot be read: 403 Forbidden"):
+                durable.newest(-1)
+            errors.pop()
     assert newest_complete(place).record == record  # type: ignore[union-attr]
 
 
