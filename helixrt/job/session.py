@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -29,24 +28,17 @@ import torch
 from torch import nn
 
 from helixrt.engines.deepspeed import DeepSpeedEngine
-from helixrt.engines.inner_group import InnerGroup
-from helixrt.engines.module import ModuleEngine
 from helixrt.engines.pipeline import PipelineEngine
-from helixrt.engines.pipeline_parts import check_shards
-from helixrt.engines.pipelined import PipelinedModel
 from helixrt.engines.registered import Registered
-from helixrt.engines.sharded import shard_model
-from helixrt.engines.stage_ranks import check_layouts
 from helixrt.engines.staged import StagedModel, Stages
-from helixrt.engines.tensor_gradients import TensorRanks
-from helixrt.engines.tensor_plan import Place, TensorPlan, apply_plan
-from helixrt.engines.update import Policy, UpdateFunction
+from helixrt.engines.tensor_plan import TensorPlan
+from helixrt.engines.update import UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
-from helixrt.job.captured import captured_model
 from helixrt.job.checkpoint import is_due
 from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import PerReplicaState
+from helixrt.job.placement import Placement
 from helixrt.job.prepared import prepare
 from helixrt.job.sampler import StreamSampler, stream_sampler
 from helixrt.job.scalars import scalars
@@ -62,9 +54,7 @@ if TYPE_CHECKING:
     from helixrt.engines.example_batch import ExampleBatch
 
 log = logging.getLogger(__name__)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Module = TypeVar("Module", bound=nn.Module)
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Session:
@@ -72,11 +62,8 @@ class Session:
 
     def __init__(self, settings: SessionSettings, host: Host) -> None:
         self.settings, self._host = settings, host
-        self.device = _device(settings)
-        if settings.dtype not in _DTYPES:
-            raise ConfigError("dtype", settings.dtype, f"must be one of {', '.join(_DTYPES)}")
-        self._inner: InnerGroup | None = None  # of a replica of several dp_shard ranks
-        self._terms: list[Place] = []  # of models that plans have cut, what `TensorRanks` calls so
+        self._placement = Placement(settings, host)
+        self.device = self._placement.device
         self._engine: SessionEngine | None = None
         self._per_replica: Mapping[str, Any] = {}
         self._evaluation: tuple[Callable[[], Any], int] | None = None
@@ -204,37 +191,7 @@ class Session:
         model on the meta device that is not cut, a plan that is missing or does not fit the model, and if torch.distributed is
         initialized already.
         """
-        mesh = self.settings.mesh
-        if isinstance(model, Stages):
-            return self._staged(model)
-        if example is not None:
-            self._check_device()
-            return captured_model(self.settings, self._host, model, example, weights, tp_plan)
-        if weights is not None:
-            raise ConfigError("weights", weights, "are read for a pipeline, which needs an example=, too")
-        mesh.check_module()
-        if mesh.tp > 1:
-            self._terms += apply_plan(model, self._tensor_group().mesh, tp_plan)
-        if mesh.dp_shard > 1:
-            model = shard_model(model, self._group(), _DTYPES[self.settings.dtype])
-        return model.to(self.device)
-
-    def _check_device(self) -> None:
-        if self.device.type != "cpu":
-            raise ConfigError("device", self.settings.device, "a model in stages trains on the CPU so far (device='cpu')")
-
-    def _staged(self, stages: Stages) -> StagedModel:
-        self._check_device()
-        if self.settings.dtype != "float32":
-            raise ConfigError("dtype", self.settings.dtype, "a model in stages trains in the type of its parameters (float32)")
-        mesh = self.settings.mesh
-        mesh.check_supported()  # what is wrong is found before the ranks connect
-        check_shards(stages.scheduled(mesh.pp), stages.graphs, mesh.dp_shard)
-        check_layouts(asdict(mesh), stages.layouts)
-        model = StagedModel(stages, self._host.connect_stages())
-        if mesh.dp_shard > 1:
-            self._group()  # for `_evaluate`
-        return model
+        return self._placement.place(model, tp_plan, example, weights)
 
     def register(
         self,
@@ -271,33 +228,8 @@ class Session:
             extra=extra,
             running_buffers=running_buffers,
         )
-        settings = self.settings
         self._per_replica = dict(per_replica or {})
-        if isinstance(model, PipelinedModel):
-            policy = Policy(settings.lr_policy)  # type: ignore[arg-type]
-            self._engine = model.engine(
-                registered,
-                policy=policy,
-                replica=settings.replica,
-                replicas=settings.replicas,
-                seed=settings.drawn_seed,
-                buffers=settings.buffers,  # type: ignore[arg-type]
-            )
-            return
-        if settings.mesh.pp > 1:
-            raise MisuseError("with Mesh(pp=...) register the model that session.parallelize gave")
-        settings.mesh.check_module()
-        self._engine = ModuleEngine(
-            registered,
-            replica=settings.replica,
-            replicas=settings.replicas,
-            seed=settings.drawn_seed,
-            policy=Policy(settings.lr_policy),  # type: ignore[arg-type]
-            buffers=settings.buffers,  # type: ignore[arg-type]
-            compute_dtype=_DTYPES[settings.dtype],
-            group=self._group() if settings.mesh.dp_shard > 1 else None,
-            tensor=TensorRanks(self._tensor_group(), self._terms) if settings.mesh.tp > 1 else None,
-        )
+        self._engine = self._placement.engine(registered, model)
 
     def deepspeed(
         self, engine: Any, *, running_buffers: Sequence[str] = (), per_replica: Mapping[str, Any] | None = None
@@ -316,7 +248,9 @@ class Session:
         """
         if self._engine is not None:
             raise MisuseError("session.deepspeed comes once, in place of session.register")
-        made, self._engine = deepspeed_engine(self.settings, self.device, self._group, engine, running_buffers)
+        made, self._engine = deepspeed_engine(
+            self.settings, self.device, self._placement.shard_group, engine, running_buffers
+        )
         self._per_replica = dict(per_replica or {})
         wrap_calls(made, lambda: self._step)
         return made
@@ -456,19 +390,9 @@ class Session:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             found = self._evaluation[0]()
         values = scalars(found if isinstance(found, Mapping) else {"value": found})
-        if self._inner is not None:
-            values = dict(zip(values, self._inner.mean(list(values.values())), strict=True))
+        if (group := self._placement.connected) is not None:
+            values = dict(zip(values, group.mean(list(values.values())), strict=True))
         self._host.validation(step, values)
-
-    def _group(self) -> InnerGroup:
-        """The dp_shard ranks of this replica, connected."""
-        if self._inner is None:
-            self._inner = self._host.connect(self.device).inner("dp_shard")
-        return self._inner
-
-    def _tensor_group(self) -> InnerGroup:
-        """The tp ranks of this replica with this one's dp_shard number, connected."""
-        return self._host.connect(self.device).inner("tp")
 
     def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:
         every, checkpoints = self.settings.loader_every, self.settings.checkpoint_every
@@ -489,23 +413,3 @@ class Session:
     def _say(self, text: str) -> None:
         log.info(text)
         self._host.say(text)
-
-
-def _device(settings: SessionSettings) -> torch.device:
-    """Ranks of one replica need a CUDA device each: that of their number on this machine, or those of the host in turn."""
-    name, ranks = settings.device, settings.mesh.ranks
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError("device", name, "must be auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", name, "no CUDA device is available")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    devices = torch.cuda.device_count()
-    if 0 <= settings.local_rank < devices:
-        return torch.device("cuda", settings.local_rank)
-    if ranks == 1:
-        return torch.device("cuda")
-    if devices < ranks:
-        rule = f"a replica of {ranks} ranks needs a CUDA device for each, and this host has {devices}; device='cpu' needs none"
-        raise ConfigError("device", name, rule)
-    return torch.device("cuda", (settings.replica * ranks + settings.shard * settings.mesh.tp + settings.tp_rank) % devices)

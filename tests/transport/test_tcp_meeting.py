@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from helixrt.errors import Retryable
 from helixrt.transport.contract import Endpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
-from helixrt.transport.tcp.rails import pack_address
+from helixrt.transport.tcp.rails import pack_address, parse_address
 from tests.transport.worlds import LIMIT_S, SECRET, Attempt, World
 
 HEARTBEAT_S = 0.2
@@ -67,6 +69,39 @@ def test_a_peer_that_is_behind_and_lives_is_waited_for(two: World, me: int) -> N
         assert attempt.running()
     other = two.attempt(1 - me, 2, 1 - me, {me: two.addresses[me]}, LIMIT_S)
     assert attempt.finish() is None and other.finish() is None
+
+
+def test_a_peer_that_answers_slowly_is_probed_less_often() -> None:
+    """On a busy machine a probe takes long at both ends. Probes may take a fifth of the time, so that others can connect."""
+    delay_s, tried_s, probes = 0.06, 2.0, 0
+    world = World(make, 2, None)
+    world.driven = {0}
+    (behind,) = parse_address(world.addresses[0])
+    with socket.socket() as relay:
+        relay.bind(("127.0.0.1", 0))
+        relay.listen()
+        relay.settimeout(0.01)
+        # rank 0 dials, so all connections of rank 1 are probes
+        attempt = world.attempt(1, 1, 1, {0: pack_address([relay])}, tried_s)
+        while attempt.running():
+            with suppress(TimeoutError), relay.accept()[0] as asking, socket.create_connection(behind) as answering:
+                probes += 1
+                time.sleep(delay_s)
+                pass_on(world, asking, answering)
+    assert "rank 0 had not come" in str(attempt.finish())
+    world.close()
+    assert 2 <= probes <= tried_s / (5 * delay_s) + 2
+
+
+def pass_on(world: World, one: socket.socket, other: socket.socket) -> None:
+    """Until an end closes, while rank 0 is driven."""
+    while True:
+        world.endpoints[0].progress(time.monotonic())
+        for source in select.select([one, other], [], [], 0.001)[0]:
+            data = source.recv(4096)
+            if not data:
+                return
+            (other if source is one else one).sendall(data)
 
 
 def test_a_member_that_does_not_know_the_secret_is_given_up_too() -> None:

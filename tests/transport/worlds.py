@@ -21,7 +21,7 @@ from helixrt.transport.contract import Endpoint, Lost, Outcome, PeerAborted, Rec
 from tests.ranks_context import ranks_context
 
 SECRET = b"the secret of a run of tests"
-LIMIT_S = 60.0  # of every wait; only what hangs comes near it, also in an emulated machine on a busy host
+LIMIT_S = 120.0  # of every wait; only what hangs comes near it, also in an emulated machine on a busy host
 
 Make = Callable[[bytes, float | None], Endpoint]  # (secret, heartbeat period in seconds or None for none)
 

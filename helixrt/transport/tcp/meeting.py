@@ -37,6 +37,8 @@ _UNANSWERED = 0.5  # of a period: a knock that is not answered for so long is gi
 _KNOCKS = 5  # at a door that opens and shuts at once, as that of a dying process does
 _LOOK_S = 0.05  # from one knock at a peer that has not come to the next
 _LOOKS_PER_S = 500  # at all of them together, at most
+_REST = 4.0  # times the duration of a knock: until the next one at that peer. On a busy machine knocks would hold up connecting
+_LONGEST_REST_S = 0.5  # without heartbeats; else BEAT of a period
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Meeting:
         self._knocks: set[Dial] = set()
         self._waits: dict[tuple[int, int], Timer] = {}  # for a rail to be restored from the other side
         self._lives: dict[int, Liveness] = {}  # of peers that have not come yet
+        self._resting: dict[int, float] = {}  # rank -> until when it is not probed again
 
     # ---------------------------------------------------------------- gathering
 
@@ -137,9 +140,15 @@ class Meeting:
     def _look_again(self, peer: Peer, pause_s: float) -> None:
         """It has not come yet: the peer is late, silent, or dead."""
         if self._gathering and not any(peer.rails) and not peer.ended:
-            if not any(dial.hello.receiver == peer.rank for dial in self._knocks):
+            under_way = any(dial.hello.receiver == peer.rank for dial in self._knocks)
+            if not under_way and self._host.now >= self._resting.get(peer.rank, -math.inf):
                 self._knock(peer, 0, _KNOCKS)
             self._watch.at(self._host.now + pause_s, functools.partial(self._look_again, peer, pause_s))
+
+    @property
+    def _longest_rest_s(self) -> float:
+        period_s = self._means.period_s
+        return _LONGEST_REST_S if period_s is None else BEAT * period_s
 
     # ---------------------------------------------------------------- those who come
 
@@ -253,8 +262,14 @@ class Meeting:
             self._nobody(peer, rail, tcp_rails.failure_of(code), f"cannot connect: {os.strerror(code)}")
             return
 
-        def failed(dial: Dial, failure: Failure, reason: str, verdict: Verdict | None) -> None:
+        begun_s = self._host.now
+
+        def rest(dial: Dial) -> None:
             self._knocks.discard(dial)
+            self._resting[peer.rank] = self._host.now + min(_REST * (self._host.now - begun_s), self._longest_rest_s)
+
+        def failed(dial: Dial, failure: Failure, reason: str, verdict: Verdict | None) -> None:
+            rest(dial)
             if dial.open and verdict is None and peer.rank in self._lives:  # its kernel took it, its process has not run since
                 self._lives[peer.rank].heard(dial.open_s)
             if dial.reset and times > 1:
@@ -264,8 +279,8 @@ class Meeting:
                 self._nobody(peer, rail, failure, reason)
 
         def answered(dial: Dial, sock: socket.socket) -> None:
-            self._knocks.discard(dial)
             sock.close()
+            rest(dial)
             if peer.rank in self._lives:
                 self._lives[peer.rank].heard(self._host.now)
 
