@@ -31,7 +31,7 @@ from helixrt.passes.balance import Balanced
 from helixrt.passes.chunk_times import ChunkTimes, makespan_of_cuts
 from helixrt.passes.classify import Time
 from helixrt.passes.cut_model import ModelChunk
-from helixrt.passes.errors import VerifyError
+from helixrt.passes.errors import CaptureError, VerifyError
 from helixrt.passes.parts import Part, Role
 from helixrt.passes.profile import FAILURES, device_of
 from helixrt.passes.profile_cache import Known, Setting
@@ -44,7 +44,6 @@ from helixrt.schedule.ir import Schedule
 
 BUDGET_S = 20.0  # of measuring, where a step does not take longer
 LEAST_STEP_S = 0.1  # by estimates; where a step is shorter no start is held up for it
-PLANS = ((3, 4), (3, 3), (3, 2), (2, 2), (2, 1))  # passes over all units, and runs of a unit in each, the best ones first
 SHARE = 0.05  # of a step: graphs that take less of it do not decide whether the passes agree
 APART = 0.2  # by which shares of the time may differ between passes
 KEPT = "unit 1"  # what the kept times are; another number where other work is timed
@@ -62,11 +61,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Plan:
-    """How often the units are run, and for how long at most."""
+    """How often all units are gone through, and how often each is run then."""
 
     passes: int
     rounds: int
-    limit_s: float
+
+
+PLANS = (Plan(3, 4), Plan(3, 3), Plan(3, 2), Plan(2, 2), Plan(2, 1))  # the best ones first
 
 
 # ---------------------------------------------------------------- decisions
@@ -96,12 +97,12 @@ def expected(joint: Part, schedule: Schedule) -> Expected:
     return Expected(found, named, cut, makespan_of_cuts(times, schedule)(cut.starts) / 1e3)
 
 
-def planned(round_s: float, step_s: float, budget_s: float = BUDGET_S) -> Plan | None:
-    """The most runs that there is time for, if one run of all units takes `round_s`; None where not even the least fit in."""
-    limit_s = max(budget_s, step_s)
-    for passes, rounds in PLANS:
-        if passes * (WARM_UP + rounds) * round_s <= limit_s:
-            return Plan(passes, rounds, limit_s)
+def planned(round_s: float, limit_s: float) -> Plan | None:
+    """The most runs that there is time for, if a run of each graph takes `round_s` in all. None: for
+    not even the least."""
+    for plan in PLANS:
+        if plan.passes * (WARM_UP + plan.rounds) * round_s <= limit_s:
+            return plan
     return None
 
 
@@ -146,52 +147,66 @@ def measure_units(
     clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """Run the units of this model, on this rank alone. `cache` is a folder (None: the user's). Random number generators are
-    left as they were. Raises CaptureError for a model that cannot be cut."""
+    left as they were. Errors of what is run are reasons."""
     began = clock()
-    single = single_units(joint)
-    names = {unit: structure(chunk.part) for unit, chunk in single.items()}
-    device = device_of([joint])
-    setting, folder = Setting.here(device, 1), cache or profile_cache.default_folder()
-    measured = kept_times(profile_cache.load(setting, folder), set(names.values()))
-    if measured is None:
-        if refused := too_large_for(joint, by_estimates, single):
-            return Found(None, refused)
-        distinct = {name: unit for unit, name in names.items()}
-        round_s = sum(_round_ms(by_estimates.times[unit]) for unit in distinct.values()) / 1e3
-        plan = planned(round_s, by_estimates.step_s, budget_s)
-        if plan is None:
-            return Found(None, f"a run of each layer that differs takes {round_s:.0f} s by estimates, too long")
-        try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                turns = Turns({name: single[unit] for name, unit in distinct.items()})
-                made = _measured(turns, plan, Counter(names.values()), clock)
-        except (*FAILURES, VerifyError) as error:
-            return Found(None, f"a layer cannot be run alone: {type(error).__name__}: {error}".splitlines()[0])
-        if isinstance(made, str):
-            return Found(None, made, clock() - began)
-        profile_cache.save(setting, folder, to_keep(made))
-        measured = made
-    return Found(by_unit(joint, {unit: measured[name] for unit, name in names.items()}), "", clock() - began)
+    try:
+        device = device_of([joint])
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            made = _measured(joint, by_estimates, max(budget_s, by_estimates.step_s), cache, clock)
+    except (*FAILURES, CaptureError, VerifyError) as error:
+        made = f"a layer cannot be run alone: {type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(made, str):
+        return Found(None, made, clock() - began)
+    return Found(by_unit(joint, made), "", clock() - began)
 
 
 def _measured(
-    turns: Turns, plan: Plan, counts: Mapping[bytes, int], clock: Callable[[], float]
+    joint: Part, by_estimates: Expected, limit_s: float, cache: Path | None, clock: Callable[[], float]
+) -> dict[str, ChunkTimes] | str:
+    """Times by unit, or why there are none."""
+    single = single_units(joint)
+    names = {unit: structure(chunk.part) for unit, chunk in single.items()}
+    setting, folder = Setting.here(device_of([joint]), 1), cache or profile_cache.default_folder()
+    found: dict[bytes, ChunkTimes] | str | None = kept_times(profile_cache.load(setting, folder), set(names.values()))
+    if found is None:
+        if refused := too_large_for(joint, by_estimates, single):
+            return refused
+        distinct = {name: unit for unit, name in names.items()}
+        round_s = sum(_round_ms(by_estimates.times[unit]) for unit in distinct.values()) / 1e3
+        if planned(round_s, limit_s) is None:
+            return too_long(round_s, limit_s)
+        turns = Turns({name: single[unit] for name, unit in distinct.items()})
+        found = _in_turns(turns, limit_s, Counter(names.values()), clock)
+        if isinstance(found, str):
+            return found
+        profile_cache.save(setting, folder, to_keep(found))
+    return {unit: found[name] for unit, name in names.items()}
+
+
+def _in_turns(
+    turns: Turns, limit_s: float, counts: Mapping[bytes, int], clock: Callable[[], float]
 ) -> dict[bytes, ChunkTimes] | str:
-    """The times by the last passes that agree, or why there are none."""
-    began, taken, least = clock(), list[Taken](), PLANS[-1][0]
+    """The times by the last passes that agree, or why there are none. The first runs tell how many there is time for."""
+    began, taken = clock(), list[Taken]()
+    turns.run(1)
+    first_s = clock() - began
+    plan = planned(first_s / (WARM_UP + 1), limit_s - first_s)
+    if plan is None:
+        return too_long(first_s / (WARM_UP + 1), limit_s)
     while True:
         taken.append(turns.run(plan.rounds))
-        spent_s = clock() - began
-        last = taken[-plan.passes :]
-        apart = disagreement([united([one]) for one in last], counts)
-        over = spent_s * (1 + 1 / len(taken)) > plan.limit_s  # with one more pass
-        if len(taken) < least and over and spent_s > plan.limit_s:
-            return f"one pass over the layers took {spent_s:.0f} s, {plan.limit_s:.0f} s are allowed for all"
-        enough = len(taken) >= plan.passes or (over and len(taken) >= least)
-        if enough and apart <= APART:
-            return united(last)
-        if enough and over:
-            return f"the machine is too busy: the time of a layer beside that of the others differed by {apart:.0%}"
+        if len(taken) >= plan.passes:
+            last = taken[-plan.passes :]
+            apart = disagreement([united([one]) for one in last], counts)
+            if apart <= APART:
+                return united(last)
+            spent_s = clock() - began
+            if spent_s + (spent_s - first_s) / len(taken) > limit_s:
+                return f"the machine is too busy: the share of the time that a layer takes differed by {apart:.0%}"
+
+
+def too_long(round_s: float, limit_s: float) -> str:
+    return f"a run of each layer that differs takes {round_s:.3g} s, too long for several in {limit_s:.3g} s"
 
 
 def too_large_for(joint: Part, by_estimates: Expected, single: Mapping[str, ModelChunk]) -> str:

@@ -34,6 +34,8 @@ from helixrt.pipeline.measured_units import (
     LEAST_STEP_S,
     PLANS,
     WARM_UP,
+    Expected,
+    Found,
     disagreement,
     expected,
     measure_units,
@@ -105,6 +107,10 @@ def table_of(seed: int) -> Table:
     return taken_us
 
 
+def measure(joint: Part, by_estimates: Expected, cache: Path, clock: Callable[[], float] = lambda: 0.0) -> Found:
+    return measure_units(joint, by_estimates, cache=cache, clock=clock)
+
+
 def timed_by(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(self: Stopwatch, run: Any) -> float:
         with Counting(table) as counting:
@@ -125,7 +131,7 @@ def test_by_a_table_of_operators_the_cut_is_the_best_of_its_neighbours(
 ) -> None:
     """The makespans are simulated with the times of whole stages, each run by itself."""
     timed_by(table_of(seed), monkeypatch)
-    found = measure_units(joint, expected(joint, schedule(name)), cache=tmp_path)
+    found = measure(joint, expected(joint, schedule(name)), tmp_path)
     starts, count = balanced(joint, schedule(name), measured=found.times).starts, units(joint).count
     cuts = [starts, *neighbours(starts, count)]
     times = stage_times_of(joint, cuts, count, passes=1, rounds=1)
@@ -137,7 +143,7 @@ def test_estimates_alone_would_miss_it(joint: Part, tmp_path: Path, monkeypatch:
     """With a head that is as slow as all layers together the table, and not the estimates, decides."""
     timed_by(lambda name, moved: 1.0 if moved < WORDS * WIDTH else 500.0, monkeypatch)
     by_estimates = expected(joint, schedule())
-    found = measure_units(joint, by_estimates, cache=tmp_path)
+    found = measure(joint, by_estimates, tmp_path)
     assert found.times is not None and found.reason == ""
     assert balanced(joint, schedule(), measured=found.times).starts != by_estimates.cut.starts
 
@@ -155,97 +161,83 @@ def test_a_short_step_is_not_worth_measuring(joint: Part) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_as_many_runs_are_made_as_there_is_time_for(seed: int) -> None:
     draw = random.Random(seed)
-    round_s, step_s = draw.uniform(0.01, 40.0), draw.uniform(0.0, 200.0)
-    limit_s = max(BUDGET_S, step_s)
-    fitting = [(passes, rounds) for passes, rounds in PLANS if passes * (WARM_UP + rounds) * round_s <= limit_s]
-    plan = planned(round_s, step_s)
-    if plan is None:
-        assert not fitting
-    else:
-        assert plan.limit_s == limit_s and (plan.passes, plan.rounds) == fitting[0]
+    round_s, limit_s = draw.uniform(0.01, 10.0), draw.uniform(5.0, 100.0)
+    fitting = [plan for plan in PLANS if plan.passes * (WARM_UP + plan.rounds) * round_s <= limit_s]
+    assert planned(round_s, limit_s) == (fitting[0] if fitting else None), f"seed {seed}"
 
 
 def test_what_takes_too_long_by_estimates_is_not_begun(joint: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChunkTimer, "run", lambda self, rounds: pytest.fail("was run"))
     long = expected(joint, schedule())
     long = replace(long, times={name: ChunkTimes(9e3, 9e3, 9e3, 18e3) for name in long.times}, step_s=1.0)
-    found = measure_units(joint, long, cache=tmp_path)
-    assert found.times is None and "too long" in found.reason
+    found = measure(joint, long, tmp_path)
+    assert found.times is None and "too long for several" in found.reason
 
 
 class Clock:
-    """Each pass over the units takes `pass_s`."""
+    """A run of all units takes `round_s`. `passes` tells of each pass how often a unit was run."""
 
-    def __init__(self, pass_s: float) -> None:
-        self.now_s, self.pass_s = 0.0, pass_s
+    def __init__(self, round_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.passes: list[int] = []
+        original = measured_units.Turns.run
+
+        def run(turns: measured_units.Turns, rounds: int) -> Any:
+            self.passes.append(rounds)
+            self.now_s += (WARM_UP + rounds) * round_s
+            return original(turns, rounds)
+
+        monkeypatch.setattr(measured_units.Turns, "run", run)
 
     def __call__(self) -> float:
         return self.now_s
 
 
-def passing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each pass, how many runs a unit has."""
-    passes: list[int] = []
-    original = measured_units.Turns.run
-
-    def run(self: measured_units.Turns, rounds: int) -> Any:
-        passes.append(rounds)
-        clock.now_s += clock.pass_s
-        return original(self, rounds)
-
-    monkeypatch.setattr(measured_units.Turns, "run", run)
-    return passes
-
-
-@pytest.mark.parametrize(("pass_s", "passes"), [(1.0, 3), (9.0, 2), (25.0, 1)])
-def test_on_a_slow_machine_fewer_passes_are_made_and_at_the_end_none_count(
-    joint: Part, pass_s: float, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("round_s", "passes"), [(0.5, [1, 4, 4, 4]), (2.0, [1, 2, 2]), (6.0, [1])])
+def test_on_a_slow_machine_fewer_runs_are_made_and_then_none_count(
+    joint: Part, round_s: float, passes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed_by(table_of(0), monkeypatch)
-    clock = Clock(pass_s)
-    made = passing(clock, monkeypatch)
-    found = measure_units(joint, expected(joint, schedule()), cache=tmp_path, clock=clock)
-    assert made == [PLANS[0][1]] * passes
-    assert (found.times is None) == (passes == 1) == ("one pass over the layers took 25 s" in found.reason)
+    clock = Clock(round_s, monkeypatch)
+    found = measure(joint, expected(joint, schedule()), tmp_path, clock)
+    assert clock.passes == passes and clock.now_s <= BUDGET_S == 20.0
+    assert (found.times is None) == (len(passes) == 1) == ("takes 6 s, too long for several in 20 s" in found.reason)
 
 
 # ---------------------------------------------------------------- noise
 
 
-def noisy(table: Table, factor: Callable[[int], float], passes: list[int], only: int) -> Table:
+def noisy(table: Table, factor: Callable[[int], float], clock: Clock, only: int) -> Table:
     """By a factor for each pass, of operators that move more than `only` numbers."""
-    return lambda name, moved: table(name, moved) * (factor(len(passes)) if moved > only else 1.0)
+    return lambda name, moved: table(name, moved) * (factor(len(clock.passes)) if moved > only else 1.0)
 
 
 def test_a_machine_that_slows_down_all_alike_is_not_too_busy(
     joint: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock(1.0)
-    passes = passing(clock, monkeypatch)
-    timed_by(noisy(table_of(1), lambda number: 1.0 + number, passes, 0), monkeypatch)
-    found = measure_units(joint, expected(joint, schedule()), cache=tmp_path, clock=clock)
-    assert found.times is not None and len(passes) == PLANS[0][0]
+    clock = Clock(0.4, monkeypatch)
+    timed_by(noisy(table_of(1), lambda number: 1.0 + number, clock, 0), monkeypatch)
+    found = measure(joint, expected(joint, schedule()), tmp_path, clock)
+    assert found.times is not None and clock.passes == [1, 4, 4, 4]
 
 
 def test_a_busy_machine_gives_no_times_and_keeps_none(joint: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(1.0)
-    passes = passing(clock, monkeypatch)
-    timed_by(noisy(table_of(1), lambda number: 1.0 + number % 2, passes, WORDS * WIDTH // 2), monkeypatch)
-    found = measure_units(joint, expected(joint, schedule()), cache=tmp_path, clock=clock)
+    clock = Clock(0.4, monkeypatch)
+    timed_by(noisy(table_of(1), lambda number: 1.0 + number % 2, clock, WORDS * WIDTH // 2), monkeypatch)
+    found = measure(joint, expected(joint, schedule()), tmp_path, clock)
     assert found.times is None and "the machine is too busy" in found.reason
-    assert clock.now_s <= BUDGET_S and len(passes) > PLANS[0][0]  # more were tried
+    assert clock.now_s <= BUDGET_S and len(clock.passes) > 4  # more were tried
     assert not list(tmp_path.iterdir())
 
 
 def test_when_the_noise_is_over_the_last_passes_count(joint: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = table_of(1)
     timed_by(quiet, monkeypatch)
-    expected_times = measure_units(joint, expected(joint, schedule()), cache=tmp_path / "quiet").times
-    clock = Clock(1.0)
-    passes = passing(clock, monkeypatch)
-    timed_by(noisy(quiet, lambda number: 3.0 if number < 3 else 1.0, passes, WORDS * WIDTH // 2), monkeypatch)
-    found = measure_units(joint, expected(joint, schedule()), cache=tmp_path / "noisy", clock=clock)
-    assert found.times == expected_times and len(passes) == 5
+    expected_times = measure(joint, expected(joint, schedule()), tmp_path / "quiet").times
+    clock = Clock(0.4, monkeypatch)
+    timed_by(noisy(quiet, lambda number: 3.0 if number < 3 else 1.0, clock, WORDS * WIDTH // 2), monkeypatch)
+    found = measure(joint, expected(joint, schedule()), tmp_path / "noisy", clock)
+    assert found.times == expected_times and len(clock.passes) == 5
 
 
 def test_graphs_that_take_little_of_a_step_do_not_decide() -> None:
@@ -262,13 +254,16 @@ def test_graphs_that_take_little_of_a_step_do_not_decide() -> None:
 # ---------------------------------------------------------------- memory, the disk, what goes wrong
 
 
-def test_measuring_takes_no_more_memory_than_is_said_and_less_than_the_first_stage(joint: Part, tmp_path: Path) -> None:
+def test_measuring_takes_no_more_memory_than_is_said_and_less_than_the_first_stage(
+    joint: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_estimates = expected(joint, schedule())
     saved = max(cost.saved_bytes for cost in unit_costs(joint, by_estimates.found, measured=by_estimates.times))
     needed = needed_bytes(list(single_units(joint).values()), saved)
+    timed_by(table_of(0), monkeypatch)
     with LiveStorage([]) as live:
-        assert measure_units(joint, by_estimates, cache=tmp_path).times is not None
-    assert live.peak_bytes <= 1.2 * needed  # working memory of single operators comes on top
+        assert measure(joint, by_estimates, tmp_path).times is not None
+    assert live.peak_bytes <= 1.5 * needed  # working memory of single operators comes on top
     assert needed <= by_estimates.cut.bytes[0]
 
 
@@ -276,28 +271,29 @@ def test_without_the_memory_nothing_is_run(joint: Part, tmp_path: Path, monkeypa
     monkeypatch.setattr(ChunkTimer, "run", lambda self, rounds: pytest.fail("was run"))
     by_estimates = expected(joint, schedule())
     small = replace(by_estimates, cut=replace(by_estimates.cut, bytes=(1e3, *by_estimates.cut.bytes[1:])))
-    found = measure_units(joint, small, cache=tmp_path)
+    found = measure(joint, small, tmp_path)
     assert found.times is None and "MB, and the first stage 0 MB" in found.reason
 
 
 def test_a_model_that_is_known_is_not_measured_again(joint: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed_by(table_of(2), monkeypatch)
-    first = measure_units(joint, expected(joint, schedule()), cache=tmp_path)
+    first = measure(joint, expected(joint, schedule()), tmp_path)
     timed_by(table_of(3), monkeypatch)
-    again = measure_units(joint, expected(joint, schedule("zb")), cache=tmp_path)
+    again = measure(joint, expected(joint, schedule("zb")), tmp_path)
     assert first.times is not None and again.times is not None
     for name, one in first.times.items():
         assert again.times[name].forward_ms == pytest.approx(one.forward_ms, rel=1e-12)
         assert again.times[name].total_ms == pytest.approx(one.total_ms, rel=1e-12)
     torch.set_num_threads(2)  # another setting
-    other = measure_units(joint, expected(joint, schedule()), cache=tmp_path)
+    other = measure(joint, expected(joint, schedule()), tmp_path)
     assert other.times is not None and other.times != again.times
 
 
-def test_random_numbers_go_on_as_if_nothing_had_been_measured(tmp_path: Path) -> None:
+def test_random_numbers_go_on_as_if_nothing_had_been_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_by(table_of(0), monkeypatch)
     dropping = joint_of(Words(dropout=0.5))
     before = torch.random.get_rng_state()
-    assert measure_units(dropping, expected(dropping, schedule()), cache=tmp_path).times is not None
+    assert measure(dropping, expected(dropping, schedule()), tmp_path).times is not None
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -306,7 +302,7 @@ def test_a_layer_that_cannot_be_run_alone_is_told(joint: Part, tmp_path: Path, m
         raise RuntimeError("index out of range\nmore lines")
 
     monkeypatch.setattr(ChunkTimer, "run", refuse)
-    found = measure_units(joint, expected(joint, schedule()), cache=tmp_path)
+    found = measure(joint, expected(joint, schedule()), tmp_path)
     assert found.times is None
     assert found.reason == "a layer cannot be run alone: RuntimeError: index out of range"
 
