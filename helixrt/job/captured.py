@@ -2,8 +2,8 @@
 
 In: the session's settings and host. Out: this rank's part of the model. What needs no other rank is checked before the ranks
 connect. Chunks are balanced by measured times of the layers where that is worth it (`pipeline.measured_units`). The ranks of
-the first stage measure. All ranks of the run take what the first of them has put into the run's store: times, or the reason why
-there are none. It is kept in the run's folder, since a run that is resumed must be cut as before.
+one stage measure. All ranks of the run take what the first of them has put into the run's store: times, or the reason why there
+are none. It is kept in the run's folder, since a run that is resumed must be cut as before.
 """
 
 from __future__ import annotations
@@ -85,25 +85,29 @@ def times_to_cut_by(
     """The times of the model's units, the same on all ranks of the run; None where chunks are balanced by estimates. With
     `always` (`profile="measure"`) the units are measured whatever it takes.
 
-    Over tp ranks only that is done: the layers communicate, so the tp ranks of the stage measure together, a fixed number of
+    Over tp ranks only that is done: the layers communicate, so the tp ranks of stage 0 measure together, a fixed number of
     runs. Raises as `agreed_times`, CaptureError and ConfigError for a model that cannot be cut into so many chunks.
     """
     from helixrt.pipeline.measured_units import Found, expected, measure_units
     from helixrt.pipeline.unit_times import unit_times
 
-    tp = place.mesh.size("tp") > 1
-    by_estimates = None if always else expected(joint, schedule)
-    if schedule.chunks == 1 or (by_estimates is not None and (tp or not by_estimates.worthwhile)):
+    if schedule.chunks == 1:
         return None
+    tp, by_estimates = place.mesh.size("tp") > 1, expected(joint, schedule)
+    if not always and (tp or not by_estimates.worthwhile):
+        return None
+    measures = place.stage == (0 if tp else by_estimates.stage)  # tp ranks with other parts may not agree on the latter
 
     def measured() -> Found:
-        if by_estimates is not None:
+        if not always:
             return measure_units(joint, by_estimates)
         began = time.monotonic()
-        return Found(unit_times(joint), "", time.monotonic() - began)
+        with torch.random.fork_rng(devices=[]):  # the ranks of other stages draw none
+            times = unit_times(joint)
+        return Found(times, "", time.monotonic() - began)
 
-    found = agreed_times(host, _key(joint, whole=not tp), measured, measures=place.stage == 0, together=tp)
-    if place.stage == 0:
+    found = agreed_times(host, _key(joint, whole=not tp), measured, measures=measures, together=tp)
+    if measures:
         host.say(_told(found))
     return found.times
 

@@ -6,7 +6,7 @@ runs the units on one of them, under four rules:
 
 - Time: it takes at most `BUDGET_S`, or as long as a step by estimates where that is longer. Fewer runs are made where all do
   not fit in.
-- Memory: it takes no more than the first stage will while it trains.
+- Memory: it takes no more than the stage of this rank will while it trains: that of the stages which needs most.
 - Noise: the passes over all units must agree on the share of the time that each unit takes. Only these shares decide about a
   cut: a machine that is slower for all units alike does no harm. More passes are made while there is time; if the last ones
   still disagree, the machine is too busy.
@@ -86,6 +86,11 @@ class Expected:
     def worthwhile(self) -> bool:
         """Whether units are to be measured: there is a cut, and a step is not short. The same on all ranks with this graph."""
         return bool(self.cut.starts) and self.step_s >= LEAST_STEP_S
+
+    @property
+    def stage(self) -> int:
+        """The one whose ranks measure: it takes most memory."""
+        return max(range(len(self.cut.bytes)), key=lambda stage: self.cut.bytes[stage])
 
 
 def expected(joint: Part, schedule: Schedule) -> Expected:
@@ -212,10 +217,10 @@ def too_long(round_s: float, limit_s: float) -> str:
 def too_large_for(joint: Part, by_estimates: Expected, single: Mapping[str, ModelChunk]) -> str:
     """Why there is no memory to measure in; "" where it fits."""
     saved = max(cost.saved_bytes for cost in unit_costs(joint, by_estimates.found, measured=by_estimates.times))
-    needed, allowed = needed_bytes(list(single.values()), saved), by_estimates.cut.bytes[0]
+    needed, allowed = needed_bytes(list(single.values()), saved), by_estimates.cut.bytes[by_estimates.stage]
     if needed <= allowed:
         return ""
-    return f"it takes {needed / 1e6:,.0f} MB, and the first stage {allowed / 1e6:,.0f} MB"
+    return f"it takes {needed / 1e6:,.0f} MB, more than the {allowed / 1e6:,.0f} MB of stage {by_estimates.stage}"
 
 
 def _round_ms(one: ChunkTimes) -> float:

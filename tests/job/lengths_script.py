@@ -1,7 +1,7 @@
 """`python lengths_script.py FOLDER`: two replicas of an unmodified model in two stages, whose batches have one of three
 lengths, more than graphs are kept for.
 
-The first stage measures the layers although a step is short, so that ranks agree on times.
+The layers are measured although a step is short, so that ranks agree on times.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.parts import Part
 from helixrt.passes.units import units
 from helixrt.pipeline import measured_units
-from helixrt.pipeline.measured_units import Found
+from helixrt.pipeline.measured_units import Found, expected
 from helixrt.record import FlightRecord
 from helixrt.replica.store import MemoryRunStore
 from helixrt.schedule.generators.classic import build
@@ -172,11 +172,17 @@ def cut_by(host: FolderHost, always: bool = False) -> Mapping[str, ChunkTimes] |
     return times_to_cut_by(host, host.place, joint(), build("1f1b", 2, MICROBATCHES), always)
 
 
+def hosts(store: MemoryRunStore) -> tuple[FolderHost, FolderHost]:
+    """Of the stage that measures, and of the other one."""
+    stage = expected(joint(), build("1f1b", 2, MICROBATCHES)).stage
+    return FolderHost(None, store, stage, 2), FolderHost(None, store, 1 - stage, 2)
+
+
 @pytest.mark.usefixtures("long_steps")
-def test_the_first_stage_measures_and_the_others_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_stage_measures_and_the_others_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store, given = MemoryRunStore(), slow_at("layers.3", joint())
     monkeypatch.setattr(measured_units, "measure_units", lambda *_: Found(given, "", 2.0))
-    first, second = FolderHost(None, store, 0, 2), FolderHost(None, store, 1, 2)
+    first, second = hosts(store)
     assert cut_by(first) == given
     monkeypatch.setattr(measured_units, "measure_units", lambda *_: pytest.fail("a second rank measures"))
     assert cut_by(second) == given
@@ -187,7 +193,7 @@ def test_the_first_stage_measures_and_the_others_take_it(monkeypatch: pytest.Mon
 def test_on_a_busy_machine_all_ranks_take_estimates_and_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryRunStore()
     monkeypatch.setattr(measured_units, "measure_units", lambda *_: Found(None, "the machine is too busy"))
-    first, second = FolderHost(None, store, 0, 2), FolderHost(None, store, 1, 2)
+    first, second = hosts(store)
     assert cut_by(first) is None and cut_by(second) is None
     (said,) = first.said
     assert said.startswith("stages are balanced by estimated times of the layers: the machine is too busy")
@@ -195,11 +201,12 @@ def test_on_a_busy_machine_all_ranks_take_estimates_and_one_says_so(monkeypatch:
 
 def test_the_start_of_a_small_model_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "agreed_times", lambda *_, **__: pytest.fail("asked"))
-    host = FolderHost(None, MemoryRunStore(), 1, 2)
+    host, _ = hosts(MemoryRunStore())
     assert cut_by(host) is None and host.said == []
 
 
 def test_with_profile_measure_it_is_measured_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
     given: Any = slow_at("layers.0", joint())
     monkeypatch.setattr("helixrt.pipeline.unit_times.unit_times", lambda joint: given)
-    assert cut_by(FolderHost(None, MemoryRunStore(), 0, 2), always=True) == given
+    host, _ = hosts(MemoryRunStore())
+    assert cut_by(host, always=True) == given
