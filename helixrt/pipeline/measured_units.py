@@ -129,7 +129,7 @@ def disagreement(passes: Sequence[Mapping[bytes, ChunkTimes]], counts: Mapping[b
 def needed_bytes(chunks: Sequence[ModelChunk], saved_bytes: float) -> float:
     """The memory in which these chunks run by turns: what they take in, in a pool, the gradients of one of them, beside those
     in its buckets, and what it saves for its backward."""
-    pool: Counter[tuple[object, int]] = Counter()
+    pool: Counter[tuple[str, int]] = Counter()
     gradients = 0
     for chunk in chunks:
         values = [node.meta["val"] for _, node in ports(chunk.part)]
