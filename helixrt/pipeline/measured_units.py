@@ -117,7 +117,7 @@ def disagreement(passes: Sequence[Mapping[bytes, ChunkTimes]], counts: Mapping[b
     most = 0.0
     shares = []
     for one in passes:
-        whole = sum(count * one[name].total_ms for name, count in counts.items())
+        whole = max(sum(count * one[name].total_ms for name, count in counts.items()), 1e-9)
         shares.append({name: count * one[name].total_ms / whole for name, count in counts.items()})
     for name in counts:
         own = [one[name] for one in shares]
