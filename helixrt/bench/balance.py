@@ -1,11 +1,12 @@
 """How near the cut of an unmodified model into stages is to the best of its neighbours, by measured times of each stage.
 
 A transformers model with this vocabulary is captured whole on fake tensors, and cut over the stages where `balanced` says for
-a schedule: by estimated times of its units, and by measured ones (`profile="measure"` of `helixrt.compile`). A neighbour has
-one boundary moved by one unit. Every stage of every such cut runs alone in this process, as the graphs of that stage (nothing
-is added up of units; stages whose graphs are alike run once), all by turns; the time of one processor thread counts, and of
-its runs a low quantile. With these times a step of each cut is simulated exactly, without delays between stages. The ratio is
-of the chosen cut to the best of its neighbours; above `--most` the exit code is 1.
+a schedule: by estimated times of its units, and by measured ones, as a run measures them at its start by default
+(`pipeline.measured_units`; what is on the disk does not count). A neighbour has one boundary moved by one unit. Every stage of
+every such cut runs alone in this process, as the graphs of that stage (nothing is added up of units; stages whose graphs are
+alike run once), all by turns; the time of one processor thread counts, and of its runs a low quantile. With these times a step
+of each cut is simulated exactly, without delays between stages. The ratio is of the chosen cut to the best of its neighbours;
+above `--most` the exit code is 1. Cuts by measured times decide about that, if they are among these.
 
 With `--real` two processes then train the model over two stages, cut by estimates, each on a core of its own. The interval of
 the step times (forward and backward of all micro-batches) stands beside two simulations: with the times of the two stages
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +40,8 @@ from helixrt.passes.cut_model import ModelChunk
 from helixrt.passes.parts import Part
 from helixrt.passes.unit_costs import balanced
 from helixrt.passes.units import Units, units
-from helixrt.pipeline.unit_times import times_of, unit_times
+from helixrt.pipeline.measured_units import expected, measure_units
+from helixrt.pipeline.unit_times import times_of
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Op
@@ -136,7 +139,7 @@ def measure(settings: Settings, joint: Part) -> Measured:
     found = units(joint)
     unit_ms: Mapping[str, ChunkTimes] = {}
     if "measured" in settings.costs:
-        unit_ms = unit_times(joint, passes=settings.passes, rounds=settings.rounds)
+        unit_ms = unit_times(settings, joint)
     chosen: dict[tuple[str, Case], Starts] = {}
     for by, case in itertools.product(settings.costs, itertools.product(SCHEDULES, settings.microbatches)):
         schedule = build(case[0], settings.stages, case[1])
@@ -150,10 +153,26 @@ def measure(settings: Settings, joint: Part) -> Measured:
     return Measured(found, times, choices, unit_ms)
 
 
+def unit_times(settings: Settings, joint: Part) -> Mapping[str, ChunkTimes]:
+    """As a run measures them at its start. Raises Fatal where it would take estimates instead."""
+    with tempfile.TemporaryDirectory() as nothing_known:
+        schedule = build(SCHEDULES[0], settings.stages, settings.microbatches[0])
+        made = measure_units(joint, expected(joint, schedule), cache=Path(nothing_known))
+    if made.times is None:
+        raise Fatal(f"a run would balance its stages by estimates now: {made.reason}")
+    print(f"balance: the units were measured in {made.seconds:.1f} s")
+    return made.times
+
+
 def stage_times(settings: Settings, joint: Part, cuts: Sequence[Starts], count: int) -> dict[Limits, ChunkTimes]:
     """Of each chunk of these cuts, alone."""
+    return stage_times_of(joint, cuts, count, settings.passes, settings.rounds)
+
+
+def stage_times_of(joint: Part, cuts: Sequence[Starts], count: int, passes: int, rounds: int) -> dict[Limits, ChunkTimes]:
+    """Of each chunk of these cuts of `count` units, alone."""
     chunks = chunks_of(joint, cuts, count)
-    return dict(zip(chunks, times_of(list(chunks.values()), passes=settings.passes, rounds=settings.rounds), strict=True))
+    return dict(zip(chunks, times_of(list(chunks.values()), passes=passes, rounds=rounds), strict=True))
 
 
 def real(settings: Settings, shape: Shape, joint: Part) -> Run:
@@ -169,6 +188,11 @@ def real(settings: Settings, shape: Shape, joint: Part) -> Run:
     busy = Costs(schedule.placement, forward, whole, (0.0,) * REAL_STAGES)
     simulated = makespan_ms(schedule, busy)
     return Run(layers(starts, count), microbatches, tuple(trained.steps_ms), alone, simulated, tuple(trained.busy_ms))
+
+
+def decisive(choices: Sequence[Choice]) -> Sequence[Choice]:
+    """The cuts that a run makes by default, if they are among these."""
+    return [choice for choice in choices if choice.by == "measured"] or choices
 
 
 def captured(shape: Shape) -> Part:
@@ -266,7 +290,7 @@ def run(args: argparse.Namespace) -> int:
         joint = captured(shape)
         found = measure(settings, joint)
         show(settings, shape, found)
-        most = max(most, *(choice.ratio for choice in found.choices))
+        most = max(most, *(choice.ratio for choice in decisive(found.choices)))
         figures[shape.family] = plain(found)
         if settings.real_steps:
             run = real(settings, shape, joint)

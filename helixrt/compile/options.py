@@ -49,8 +49,9 @@ class Options:
       `helixrt.Adaptation`; None: the order is fixed.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
     - `profile`: where operators' times come from: "auto" (the disk, and what is not there is measured), "measure",
-      "estimate". Models that do not communicate need none. With "measure" the chunks of a pipeline are balanced by times of
-      the layers that are measured at the start, else by estimates.
+      "estimate". Models that do not communicate need none. Also the times of the layers by which the chunks of a pipeline are
+      balanced: with "auto" they are measured at the start where a step takes long enough and measuring does not take too long,
+      with "measure" in any case. "estimate" cuts a model alike on all machines.
     - `strict`: raise for a model that cannot be captured; False warns once and trains it by a plain loop.
     - `autocast`: `torch.bfloat16` runs forward and loss under `torch.autocast` of this type, with gradients in the types of the
       parameters; each weight is cast once per step. None: the autocast that is active around `train_step`; for a pipeline the

@@ -30,12 +30,13 @@ from helixrt.schedule.ir import Schedule
 
 Agreed = Callable[[Sequence[int]], Sequence[int]]  # what this rank has chosen, to what all ranks take
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]  # positional arguments, keywords, target
-Times = Callable[[Part], Mapping[str, ChunkTimes]]  # of the units of a joint graph, for `balanced(measured=...)`
+Times = Callable[[Part, Schedule], Mapping[str, ChunkTimes] | None]  # of the units of a joint graph; None: estimates
 
 
 class WholeModel:
     """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
-    run in the types of parameters and arguments). `times` gives those by which chunks are balanced, in place of estimates.
+    run in the types of parameters and arguments). `times` gives those by which chunks are balanced for a schedule, in place of
+    estimates, where there are any.
     `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it alike: it is given the first
     units of later chunks."""
 
@@ -63,7 +64,7 @@ class WholeModel:
         if schedule.chunks == 1:
             return uncut(joint)
         if cuts is None:
-            measured = None if self._times is None else self._times(joint)
+            measured = None if self._times is None else self._times(joint, schedule)
             return cut(joint, self._agreed(balanced(joint, schedule, measured=measured).starts))
         try:
             return cut(joint, cuts)

@@ -38,7 +38,6 @@ from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.profile import Mode as Profile
 from helixrt.pipeline.held import Values
-from helixrt.pipeline.unit_times import unit_times
 from helixrt.schedule.ir import Schedule
 
 
@@ -60,12 +59,12 @@ class CapturedModel(PipelinedModel):
     """This rank's part of a model. Made by `session.parallelize(helixrt.compile(model, ...), example=...)`.
 
     `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
-    safetensors that they are read from instead. With the option `profile="measure"` chunks are balanced by `times`, which must
-    be the same on all ranks. `tp_plan`, else the model's own plan, cuts it over the tp ranks of the mesh; a rank's parameters
-    are its parts, plain tensors. Forward and loss run under the autocast that the options of `helixrt.compile` name, else
-    `autocast`, else the one that is active now. Raises ConfigError for options and examples that do not fit, CaptureError for
-    a model that cannot be captured or cut, MisuseError for one that the plan does not fit,
-    DisagreementError when the ranks of the replica cut it differently.
+    safetensors that they are read from instead. Chunks are balanced by the `times` of their layers, which must be the same on
+    all ranks, where they give any and the options do not say `profile="estimate"`; else by estimates. `tp_plan`, else the
+    model's own plan, cuts it over the tp ranks of the mesh; a rank's parameters are its parts, plain tensors. Forward and loss
+    run under the autocast that the options of `helixrt.compile` name, else `autocast`, else the one that is active now. Raises
+    ConfigError for options and examples that do not fit, CaptureError for a model that cannot be captured or cut, MisuseError
+    for one that the plan does not fit, DisagreementError when the ranks of the replica cut it differently.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class CapturedModel(PipelinedModel):
         *,
         seed: int = 0,
         weights: str | Path | None = None,
-        times: Times = unit_times,
+        times: Times | None = None,
         tp_plan: TensorPlan | None = None,
         autocast: torch.dtype | None = None,
         busy: Busy = lambda doing, limit_s: nullcontext(),
@@ -92,7 +91,7 @@ class CapturedModel(PipelinedModel):
         with busy("captures the model", CAPTURE_S):
             over = self._over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
             captured, call = model if over is None else over.model, self._example.calls[0]
-            measured = times if options.profile == Profile.MEASURE else None
+            measured = None if options.profile == Profile.ESTIMATE else times
             self._whole = WholeModel(captured, options.loss, call, autocast=self._autocast, times=measured, agreed=self._agreed)
             self._cut = self._whole.cut(self._schedule, options.cuts)
             self._agree(self._cut)

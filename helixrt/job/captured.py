@@ -1,15 +1,17 @@
 """What `session.parallelize` does with a compiled model and an example.
 
 In: the session's settings and host. Out: this rank's part of the model. What needs no other rank is checked before the ranks
-connect. Where chunks are balanced by measured times, all ranks of the run take those of the rank that measured first; they are
-kept in the run's folder, since a run that is resumed must be cut as before.
+connect. Chunks are balanced by measured times of the layers where that is worth it (`pipeline.measured_units`). The ranks of
+one stage measure. All ranks of the run take what the first of them has put into the run's store: times, or the reason why there
+are none. It is kept in the run's folder, since a run that is resumed must be cut as before.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,9 +26,12 @@ from helixrt.job.session_host import Host, SessionSettings
 if TYPE_CHECKING:
     from helixrt.engines.captured import CapturedModel
     from helixrt.engines.example_batch import ExampleBatch
+    from helixrt.engines.staged import StagePlace
     from helixrt.engines.tensor_plan import TensorPlan
     from helixrt.passes.chunk_times import ChunkTimes
     from helixrt.passes.parts import Part
+    from helixrt.pipeline.measured_units import Found
+    from helixrt.schedule.ir import Schedule
 
 _NOT_CAPTURED = {
     "dp_shard": "FSDP2 gathers parameters in hooks, outside of any graph; use replicas, pp or tp",
@@ -49,18 +54,18 @@ def captured_model(
             raise ConfigError(f"mesh.{axis}", size, f"must be 1 for a captured model: {_NOT_CAPTURED[axis]}")
     from helixrt.compile.train_step import TrainStep  # brings torch's compiler, which takes seconds
     from helixrt.engines.captured import CapturedModel, pipeline_schedule
-    from helixrt.pipeline.unit_times import unit_times
 
     step = getattr(model, "train_step", None)
     if not isinstance(step, TrainStep):
         rule = "is not compiled; with example= it must be: helixrt.compile(model, loss=..., microbatches=...)"
         raise ConfigError("model", type(model).__name__, rule)
     pipeline_schedule(step.options, settings.mesh.pp)
-
-    def times(joint: Part) -> Mapping[str, ChunkTimes]:
-        return agreed_times(host, unit_times(joint))
-
     place, autocast = host.connect_stages(), torch.bfloat16 if settings.dtype == "bfloat16" else None
+    always = step.options.profile == "measure"
+
+    def times(joint: Part, schedule: Schedule) -> Mapping[str, ChunkTimes] | None:
+        return times_to_cut_by(host, place, joint, schedule, always)
+
     return CapturedModel(
         step,
         example,
@@ -74,22 +79,90 @@ def captured_model(
     )
 
 
-def agreed_times(host: Host, mine: Mapping[str, ChunkTimes]) -> Mapping[str, ChunkTimes]:
-    """Of the units, the same on all ranks of all replicas and in all lives of the run. Raises Retryable without the store,
-    ConfigError for times of an earlier life that cannot be read."""
-    from helixrt.passes.chunk_times import ChunkTimes
+def times_to_cut_by(
+    host: Host, place: StagePlace, joint: Part, schedule: Schedule, always: bool
+) -> Mapping[str, ChunkTimes] | None:
+    """The times of the model's units, the same on all ranks of the run; None where chunks are balanced by estimates. With
+    `always` (`profile="measure"`) the units are measured whatever it takes.
 
-    units = hashlib.sha256(json.dumps(list(mine)).encode()).hexdigest()[:16]  # a session may have several models
-    name = f"unit_times_{units}"
+    Over tp ranks only that is done: the layers communicate, so the tp ranks of stage 0 measure together, a fixed number of
+    runs. Raises as `agreed_times`, CaptureError and ConfigError for a model that cannot be cut into so many chunks.
+    """
+    from helixrt.pipeline.measured_units import Found, expected, measure_units
+    from helixrt.pipeline.unit_times import unit_times
+
+    if schedule.chunks == 1:
+        return None
+    tp, by_estimates = place.mesh.size("tp") > 1, expected(joint, schedule)
+    if not always and (tp or not by_estimates.worthwhile):
+        return None
+    measures = place.stage == (0 if tp else by_estimates.stage)  # tp ranks with other parts may not agree on the latter
+
+    def measured() -> Found:
+        if not always:
+            return measure_units(joint, by_estimates)
+        began = time.monotonic()
+        with torch.random.fork_rng(devices=[]):  # the ranks of other stages draw none
+            times = unit_times(joint)
+        return Found(times, "", time.monotonic() - began)
+
+    found = agreed_times(host, _key(joint, whole=not tp), measured, measures=measures, together=tp)
+    if measures:
+        host.say(_told(found))
+    return found.times
+
+
+def _told(found: Found) -> str:
+    if found.times is not None:
+        return f"stages are balanced by measured times of the layers ({found.seconds:.1f} s)"
+    return f"stages are balanced by estimated times of the layers: {found.reason}; see the option profile of helixrt.compile"
+
+
+def _key(joint: Part, whole: bool) -> str:
+    """Tells the models of a session apart, by the names of their units and where ranks have them `whole` their parameters."""
+    from helixrt.passes.parts import Role
+    from helixrt.passes.units import ports, units
+
+    shapes = [list(node.meta["val"].shape) for port, node in ports(joint) if whole and port.role is Role.PARAMETER]
+    return hashlib.sha256(json.dumps([units(joint).names, shapes]).encode()).hexdigest()[:16]
+
+
+def agreed_times(host: Host, key: str, measured: Callable[[], Found], *, measures: bool, together: bool = False) -> Found:
+    """What the first rank of those that measure has found, the same on all ranks of all replicas and in all lives of the run.
+
+    `together`: the ranks of a stage measure in collectives, all of them or none, so what others have found meanwhile does not
+    end it. Raises Retryable without the store, or when no rank has found anything within `CAPTURE_S`; ConfigError for times of
+    an earlier life that cannot be read.
+    """
+    from helixrt.engines.captured_engine import CAPTURE_S
+    from helixrt.passes.chunk_times import ChunkTimes
+    from helixrt.pipeline.measured_units import Found
+
+    name = f"layer_times_{key}"
     kept = None if host.folder is None else host.folder / f"{name}.json"
     known = kept is not None and kept.is_file()
-    own = json.dumps({unit: asdict(times) for unit, times in mine.items()})
-    agreed = host.store.put_if_absent(name, kept.read_text(encoding="utf-8") if kept and known else own)
+    if kept and known:
+        told = host.store.put_if_absent(name, kept.read_text(encoding="utf-8"))
+        if measures and together:
+            measured()
+    elif not measures:
+        told = host.store.wait(name, CAPTURE_S)
+    else:
+        told = (None if together else host.store.get(name)) or host.store.put_if_absent(name, _plain(measured()))
     try:
-        found = {unit: ChunkTimes(**times) for unit, times in json.loads(agreed).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        given = json.loads(told)
+        times = given["times"]
+        units = None if times is None else {unit: ChunkTimes(**one) for unit, one in times.items()}
+        found = Found(units, str(given["reason"]), float(given["seconds"]))
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         rule = "cannot be read; restore it, or name the cuts: helixrt.compile(cuts=[...])"
         raise ConfigError("profile", str(kept), rule) from error
     if kept and not known:
-        write_durably(kept, agreed)
+        write_durably(kept, told)
     return found
+
+
+def _plain(found: Found) -> str:
+    """As JSON."""
+    times = None if found.times is None else {unit: asdict(one) for unit, one in found.times.items()}
+    return json.dumps({"times": times, "reason": found.reason, "seconds": found.seconds})

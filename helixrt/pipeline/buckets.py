@@ -104,9 +104,10 @@ class GradientBuckets:
         self._given = [self.gradient(p, grad) for p, grad in zip(self._parameters, self.grads, strict=True)]
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._users = [users[parameter] for parameter in self._parameters]
+        self._hooks = []
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._given[index]
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
         self._sizes = [sum(s.bucket == b for s in self.slots) for b in range(len(sizes))]
         self._last: set[int] = set()
         self._final: set[int] = set()
@@ -126,6 +127,14 @@ class GradientBuckets:
     def gradient(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
         """What is to be the parameter's `.grad`, whose part on this rank lies in a bucket."""
         return part
+
+    def close(self) -> None:
+        """Leave the parameters without hooks and gradients. Their hooks refer to this object, so without it its memory would
+        last until the garbage collector finds the cycle."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
         """Forget the gradients of the last step; from now on `on_bucket` is called from this thread."""

@@ -69,6 +69,7 @@ class ChunkTimer:
                     if number >= WARM_UP:
                         found[op].append(taken_us)
             self._stage.reset()
+        buckets.close()
         self._stage.renew(())  # nothing holds the buckets any more
         return found
 

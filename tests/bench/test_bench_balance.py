@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from helixrt.bench import balance
 from helixrt.errors import ConfigError
 from helixrt.passes.units import Units
+from helixrt.pipeline import measured_units
 
 SMALL = ["--layers", "4", "--dim", "128", "--vocab", "300", "--seq-len", "8", "--passes", "1", "--rounds", "2"]
 
@@ -22,7 +24,11 @@ def arguments(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def test_a_short_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_writes_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured_units, "APART", float("inf"))  # however busy this machine is
+    monkeypatch.setattr(balance, "measure_units", functools.partial(measured_units.measure_units, budget_s=1e6))
     path = tmp_path / "figures.json"
     given = [*SMALL, "--family", "llama", "--stages", "3", "--microbatches", "4", "--most", "1000", "--json", str(path)]
     assert balance.run(arguments(*given)) == 0
@@ -75,6 +81,13 @@ def test_a_ratio_above_the_limit_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
     for choices, code in (((good,), 0), ((good, bad), 1)):
         monkeypatch.setattr(balance, "measure", lambda settings, joint, made=choices: balance.Measured(found, {}, made, {}))
         assert balance.run(arguments(*SMALL, "--family", "gpt2", "--stages", "2")) == code
+
+
+def test_the_cut_by_measured_times_decides_where_both_are_there() -> None:
+    by_estimates = balance.Choice("estimated", ("zb", 4), (1,), {(1,): 9.0, (2,): 2.0})
+    measured = balance.Choice("measured", ("zb", 4), (1,), {(1,): 1.0, (2,): 2.0})
+    assert balance.decisive([by_estimates, measured]) == [measured]
+    assert balance.decisive([by_estimates]) == [by_estimates]
 
 
 @pytest.mark.parametrize(
