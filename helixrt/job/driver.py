@@ -31,7 +31,7 @@ from helixrt.job.leader_reports import Finished, lines_of, metrics_key, shown_ke
 from helixrt.job.lineage_files import drop_from, read_log, write_durably
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.loss_acceptance import take_acceptance
-from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
+from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, ValidationPart, read_metrics_line
 from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
@@ -40,6 +40,7 @@ from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
 from helixrt.job.run_lock import RunLock
 from helixrt.job.services import ServedHere, Services
+from helixrt.job.shared_validation import SharedValidations
 from helixrt.job.stored_path import check_writable, place_in
 from helixrt.protocol.step.lineage import Behind, CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
@@ -161,6 +162,7 @@ class Driver:
             flops_per_step=program.description.flops_per_step,
             peak_flops=config.output.peak_tflops * 1e12 * group_world_size(config.mesh),
         )
+        self._validations = SharedValidations()
         self._plan: dict[str, int] | None = None  # how far the loops go, once a rank has said so
         self._stream_kept = run.agreed >= 0 and restore_stream(self.store, run.folder, run.agreed, run.life)
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
@@ -259,6 +261,8 @@ class Driver:
             self.seen.append(entry)
             if driver_is_due(self.config.chaos, entry.step):
                 os.kill(os.getpid(), signal.SIGKILL)
+        for joined in self._validations.due(self.seen, time.monotonic()):
+            self._show(joined)
         self._compaction.look(self.seen, self._advance())
 
     def _show(self, line: MetricsLine) -> None:
@@ -267,6 +271,8 @@ class Driver:
             line = figures.of(line)
         if isinstance(line, StepMetrics) or (isinstance(line, Logged) and line.what == Logged.STEP):
             self.output.step(line)
+        elif isinstance(line, ValidationPart):
+            self._validations.add(line)
         elif isinstance(line, Logged):
             self.output.evaluated(line)
         elif isinstance(line, Notice):
@@ -303,6 +309,8 @@ class Driver:
 
     def _report(self, finished: Sequence[Finished], advance: int) -> None:
         """Write the report and say what it holds. A run is as good without it: what goes wrong costs a message."""
+        for joined in self._validations.rest(self.seen):
+            self._show(joined)
         try:
             write_report(
                 self.run_.folder,

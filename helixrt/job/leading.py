@@ -18,6 +18,7 @@ from helixrt.job.checkpoint_orders import CheckpointOrders
 from helixrt.job.checkpoint_writer import Checkpointer
 from helixrt.job.connections import communication, membership
 from helixrt.job.durable_state import DurableState
+from helixrt.job.evaluation_orders import EvaluationOrders
 from helixrt.job.failover import FailoverNews
 from helixrt.job.finish import EndOfRun, ObservedMembership
 from helixrt.job.genesis import GenesisDigest
@@ -42,7 +43,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import Kind
-from helixrt.replica.commands import Channel, Evaluate, RankCommand, RankReport
+from helixrt.replica.commands import Channel, RankCommand, RankReport
 from helixrt.replica.contracts import Formed
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
@@ -94,6 +95,7 @@ class Leading:
             parts.failovers,
             self.tell,
         )
+        self._evaluations = EvaluationOrders(context.replica, job.eval_every, job.eval_shared, job.eval_batches, job.steps)
         departure = Departure(
             context.replica,
             context.spec.incarnation,
@@ -129,7 +131,8 @@ class Leading:
             self._checkpoint_orders,
             self._leader.digests,
             self.tell,
-            job.eval_batches,
+            self._evaluations,
+            range(context.config.mesh.replicas),
             context.timeouts.evaluate_s,
         )
 
@@ -261,6 +264,8 @@ class Leading:
             self._adapter.step_done(command.record.step)
         if isinstance(command, p.Apply) and checkpoints.writer_of(command.record) == self._context.replica:
             self._after_update(command.record)
+        if (evaluate := self._evaluations.behind(command, self._leader.machine.log)) is not None:
+            self.tell(evaluate)
 
     def _agree(self, formed: Formed, me: Member) -> p.Event | None:
         """Which initial state the run begins with, before its first commit."""
@@ -292,10 +297,6 @@ class Leading:
             self._parts.metrics.say(text)
         if (save := self._checkpoint_orders.out_of_turn(record)) is not None:
             self.tell(save)
-        every, last = self._job.eval_every, self._job.steps
-        ends = record.step >= last or record.last != ""  # that one is evaluated when all rest
-        if every and record.step % every == 0 and not ends:
-            self.tell(Evaluate(record.step, self._job.eval_batches))
 
     def _say_running(self) -> None:
         if not self._said_running:
