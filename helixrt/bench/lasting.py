@@ -144,7 +144,7 @@ def live(records: int, replicas: int, folder: Path) -> tuple[list[Mark], bool]:
                 made = folder / "checkpoints" / checkpoints.folder_name(head)
                 made.mkdir(parents=True, exist_ok=True)
                 (made / checkpoints.MANIFEST).write_text("{}")
-                checkpoints.prune(folder / "checkpoints", CHECKPOINTS)
+                checkpoints.prune(folder / "checkpoints", CHECKPOINTS, head.step)
             compaction.look(driver.log, 1)
             if number % max(1, records // MARKS) == 0:
                 lineage.flush()

@@ -30,7 +30,7 @@ from helixrt.job.hosts import is_loopback
 from helixrt.job.mesh import Mesh
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE, RankRuntime
-from helixrt.job.served import fingerprint
+from helixrt.job.served import SETTINGS_KEY, fingerprint
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_rank import check_loop_ended, opened_session, place_in
@@ -39,7 +39,6 @@ from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.run_keys import SERVED_KEY, exit_key, spec_key
 from helixrt.replica.store import TcpRunStore, split_address
 
-SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
 ADMISSION_S = 120.0  # a restart waits for half a minute at most
 STORE_S = 60.0  # for the run's store to answer: this host, or the server's, may be cut off for a while
 _CONNECT_S, _AGAIN_S = 5.0, 0.5  # of a try to reach the store, and between two

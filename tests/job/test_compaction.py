@@ -104,7 +104,7 @@ def test_what_is_behind_a_checkpoint_is_deleted_and_the_run_goes_on(tmp_path: Pa
         if index in saves:
             lineage.flush()
             saved(tmp_path, entry)
-            checkpoints.prune(tmp_path / "checkpoints", 1)
+            checkpoints.prune(tmp_path / "checkpoints", 1, 10**6)
         compaction.look(driver, 1)
         assert runlog.begin <= index
         if index < saves[0]:
