@@ -1,8 +1,8 @@
 """`helixrt serve --replicas N`: serve a run whose replicas are started by torchrun, Slurm or by hand.
 
-In: how many replicas of how many ranks, where the run's folder goes (or which run is resumed), the settings of the runtime. Out: the variables that each
-replica's processes need; then the run's store, membership, metrics and report, until the run has ended. Exit code 0 if it ended
-well.
+In: how many replicas of how many ranks, where the run's folder goes (or which run is resumed), the settings of the runtime.
+Out: the variables that each replica's processes need; then the run's store, membership, metrics and report, until the run has
+ended. Exit code 0 if it ended well.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool =
 
 
 def _taken(place: Place, name: str, folder: Path) -> str:
-    """The token with which the run in this folder has the place. Raises ConfigError (checkpoint.path) if it cannot be written."""
+    """The token with which the run in this folder has the place. Raises ConfigError (checkpoint.path) if it cannot be
+    written."""
     try:
         return take(place, name, folder)
     except OSError as error:

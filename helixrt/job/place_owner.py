@@ -94,8 +94,8 @@ def take(place: Place, run: str, folder: Path) -> str:
 
 
 def token_in(folder: Path) -> str:
-    """The token of the run in this folder; "" where its checkpoints are in the folder itself. Raises Retryable if that cannot be
-    read now."""
+    """The token of the run in this folder; "" where its checkpoints are in the folder itself. Raises Retryable if that cannot
+    be read now."""
     try:
         return str(json.loads((folder / "run.json").read_text(encoding="utf-8")).get("owner", ""))
     except FileNotFoundError:
@@ -105,8 +105,8 @@ def token_in(folder: Path) -> str:
 
 
 class DeletionGuard:
-    """Whether this life of a run may delete checkpoints in its place: the owner is the one that it began with. `say` gets a line
-    the first time that it is another."""
+    """Whether this life of a run may delete checkpoints in its place: the owner is the one that it began with. `say` gets a
+    line the first time that it is another."""
 
     def __init__(self, place: Place, token: str, say: Callable[[str], None]) -> None:
         self._place, self._token, self._say, self._said = place, token, say, False

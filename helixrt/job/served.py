@@ -90,8 +90,8 @@ def serve(
     ready: Callable[[ServedDriver], None] = lambda driver: None,
     resume: str = "",
 ) -> int:
-    """Make the run's folder, or go on with the run that `resume` names (a folder, or "latest"), and serve it to its end; its exit
-    code. `ready` is called as soon as replicas may come. Raises ConfigError for a run that cannot be resumed."""
+    """Make the run's folder, or go on with the run that `resume` names (a folder, or "latest"), and serve it to its end; its
+    exit code. `ready` is called as soon as replicas may come. Raises ConfigError for a run that cannot be resumed."""
     config, run = resumed(config, resume) if resume else (config, new_run(config))
     try:
         driver = ServedDriver(config, run, secret, wait_s)
@@ -106,10 +106,13 @@ def serve(
 def resumed(config: JobConfig, which: str) -> tuple[JobConfig, Run]:
     """The settings and the new life of a served run. Raises ConfigError (resume, or a key of the mesh)."""
     folder, checkpoint = checkpoint_to_resume(config, which)
-    begun = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if "train" in begun:
-        raise ConfigError("resume", folder, "was begun by helixrt.run; resume it by helixrt.run(resume=...)")
-    before = JobConfig.from_plain(begun).mesh
+    try:
+        begun = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "train" in begun:
+            raise ConfigError("resume", folder, "was begun by helixrt.run; resume it by helixrt.run(resume=...)")
+        before = JobConfig.from_plain(begun).mesh
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("resume", folder, f"its config.json cannot be read: {error}") from error
     for key, was, now in (
         ("replicas", before.replicas, config.mesh.replicas),
         ("dp_shard", before.dp_shard, config.mesh.dp_shard),
