@@ -108,9 +108,9 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
     try:
         incarnation = claim(claimed, place, ADMISSION_S)
         where = f"r{place.replica} (incarnation {incarnation})"
-        spec = _admitted(store, place, incarnation)
+        spec = admitted(store, place, incarnation)
         config = choices.config(JobConfig.from_plain(spec.config))
-        _agree_on_settings(store, choices)
+        agree_on_settings(store, choices)
         life = (place.replica, incarnation)
         with RankRuntime(spec, config) as runtime, _watch(store, life, place, runtime):
             with opened_session(runtime, config, place.local_rank) as session:
@@ -198,7 +198,7 @@ def _check_run(store: RunStore, place: Place, choices: SessionChoices) -> None:
         raise ConfigError("mesh", choices.mesh, f"`helixrt serve` serves replicas of {served_mesh}; {how}")
 
 
-def _admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:
+def admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:
     """What the server tells this rank of a formed incarnation, as soon as it may begin."""
     deadline = time.monotonic() + ADMISSION_S
     while (text := store.get(spec_key(place.replica, incarnation, place.rank))) is None:
@@ -214,7 +214,8 @@ def _admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:
     return spec
 
 
-def _agree_on_settings(store: RunStore, choices: SessionChoices) -> None:
+def agree_on_settings(store: RunStore, choices: SessionChoices) -> None:
+    """Raises ConfigError for a setting of this session that is another one on the replica that began first."""
     mine = {"seed": choices.seed, "dtype": choices.dtype, "policy": choices.lr_policy, "buffers": choices.buffers}
     first = json.loads(store.put_if_absent(SETTINGS_KEY, json.dumps(mine)))
     for name, value in mine.items():

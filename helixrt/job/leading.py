@@ -44,7 +44,7 @@ from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import Kind
 from helixrt.replica.commands import Channel, RankCommand, RankReport
-from helixrt.replica.contracts import Formed
+from helixrt.replica.contracts import Formed, RunStore
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.progress import LEADER
@@ -195,37 +195,12 @@ class Leading:
             reports.follow(partial(self._leader.report, rank), lambda why: self._parts.worker.fail(Fatal(why)))
         if self._context.spec.incarnation == 0:
             self._membership.announce()  # before the others join: they wait for whom they know to live
-            self._await_the_others()
+            share = 0.5 if self._context.config.launcher == "environment" else 1.0
+            replicas, limit_s = self._context.config.mesh.replicas, share * self._context.timeouts.start_s
+            await_the_others(self._context.store, self._context.replica, replicas, limit_s)
         if self._adapter is not None:
             self._adapter.start()
         self._leader.start()
-
-    def _await_the_others(self) -> None:
-        """The first quorum should have everyone: wait for the other replicas' first start, within limits. Where others start
-        the replicas, one may come much later: this one must be in a quorum before its own start timeout."""
-        store = self._context.store
-        store.put_if_absent(f"ready/{self._context.replica}", "yes")
-        share = 0.5 if self._context.config.launcher == "environment" else 1.0
-        deadline = time.monotonic() + share * self._context.timeouts.start_s
-        others = [f"ready/{replica}" for replica in range(self._context.config.mesh.replicas)]
-        # Replica 0 waits for all and says so. The others look themselves now and then, in case it is gone.
-        patience_s = 0.0 if self._context.replica == 0 else _LOOK_S * (1.0 + self._context.replica / len(others))
-        while (left_s := deadline - time.monotonic()) > 0.0:
-            try:
-                if patience_s:
-                    store.wait(_ALL_READY, min(patience_s, left_s))
-                    return
-                for key in others:
-                    store.wait(key, max(0.1, deadline - time.monotonic()))
-                store.put_if_absent(_ALL_READY, "yes")
-                return
-            except Retryable:
-                if not patience_s:
-                    return
-            with suppress(Retryable):
-                if all(store.get(key) is not None for key in others):
-                    store.put_if_absent(_ALL_READY, "yes")
-                    return
 
     # ---------------------------------------------------------------- commands and reports
 
@@ -324,6 +299,33 @@ class Leading:
 
 
 _ALL_READY, _LOOK_S = "ready/all", 5.0
+
+
+def await_the_others(store: RunStore, replica: int, replicas: int, limit_s: float) -> None:
+    """The first quorum should have everyone: wait for the other replicas' first start, within limits. Where others start the
+    replicas, one may come much later: this one must be in a quorum before its own start timeout. Raises Retryable without the
+    store."""
+    store.put_if_absent(f"ready/{replica}", "yes")
+    deadline = time.monotonic() + limit_s
+    others = [f"ready/{other}" for other in range(replicas)]
+    # Replica 0 waits for all and says so. The others look themselves now and then, in case it is gone.
+    patience_s = 0.0 if replica == 0 else _LOOK_S * (1.0 + replica / replicas)
+    while (left_s := deadline - time.monotonic()) > 0.0:
+        try:
+            if patience_s:
+                store.wait(_ALL_READY, min(patience_s, left_s))
+                return
+            for key in others:
+                store.wait(key, max(0.1, deadline - time.monotonic()))
+            store.put_if_absent(_ALL_READY, "yes")
+            return
+        except Retryable:
+            if not patience_s:
+                return
+        with suppress(Retryable):
+            if all(store.get(key) is not None for key in others):
+                store.put_if_absent(_ALL_READY, "yes")
+                return
 
 
 def address_key(life: str, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""A run's folder that is copied and resumed beside the original: the copy is refused, and nothing that either needs is deleted."""
+"""A run's folder that is copied and resumed beside the original: the copy is refused, nothing that either needs is deleted."""
 
 from __future__ import annotations
 

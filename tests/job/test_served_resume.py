@@ -76,15 +76,15 @@ def test_replicas_of_a_resumed_run_have_the_settings_of_before(tmp_path: Path) -
 
     store = MemoryRunStore()
     assert not _restore_settings(store, run(1)) and not _restore_settings(store, run(0))
-    environment._agree_on_settings(store, SessionChoices(seed=4))
+    environment.agree_on_settings(store, SessionChoices(seed=4))
     kept = store.get(SETTINGS_KEY)
     assert kept is not None
     (tmp_path / SETTINGS_FILE).write_text(kept)
     again = MemoryRunStore()
     assert _restore_settings(again, run(1))
-    environment._agree_on_settings(again, SessionChoices(seed=4))
+    environment.agree_on_settings(again, SessionChoices(seed=4))
     with pytest.raises(ConfigError, match="seed=5: .* has 4"):
-        environment._agree_on_settings(again, SessionChoices(seed=5))
+        environment.agree_on_settings(again, SessionChoices(seed=5))
 
 
 @pytest.mark.slow  # two servers, and three or four processes that import torch
