@@ -108,7 +108,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         settings = {"records": args.records, "replicas": args.replicas, "checkpoint_every": CHECKPOINT_EVERY}
         begun = [asdict(one) for one in starts]
-        more: dict[str, Any] = {"marks": [asdict(mark) for mark in marks], "growth": grown, "start": begun, "compute_s": seconds}
+        more: dict[str, Any] = {
+            "marks": [asdict(mark) for mark in marks],
+            "growth": grown,
+            "start": begun,
+            "compute_s": seconds,
+        }
         write(args.json, "lasting", settings, {}, **more)
     flat = all(ratio <= MOST_GROWTH for name, ratio in grown.items() if not name.endswith("_s"))
     return 0 if clean and flat and (not starts or flat_start(starts)) else 1

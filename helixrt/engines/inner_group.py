@@ -76,13 +76,10 @@ class InnerGroup:
         except RuntimeError as error:
             return PendingSum(None, error)
 
-    def total(self, values: list[float]) -> list[float]:
-        """The sum over the ranks of each of these numbers."""
-        return self.sum(torch.tensor(values, dtype=torch.float64, device=self.mesh.device_type)).tolist()
-
     def mean(self, values: list[float]) -> list[float]:
         """The mean over the ranks of each of these numbers."""
-        return [value / self.size for value in self.total(values)]
+        device = self.mesh.device_type
+        return (self.sum(torch.tensor(values, dtype=torch.float64, device=device)) / self.size).tolist()
 
 
 def lost_rank(error: BaseException) -> str:

@@ -20,8 +20,7 @@ from helixrt.replica.commands import Evaluate
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the validation data a rank evaluates: number `index` of `count` parts, which together are all data. There
-    is one for each data stream (each dp_shard rank of each replica that takes part)."""
+    """Which part of the validation data a replica evaluates: number `index` of `count` parts, which together are all data."""
 
     index: int
     count: int
@@ -60,15 +59,13 @@ class Evaluation:
         if self.every < 1:
             raise ConfigError("every", self.every, "must be at least 1")
 
-    def run(self, order: Evaluate, inner: InnerGroup | None, shard: int, shards: int) -> Measured:
-        """On a rank of the replica, of whose dp_shard ranks (`inner`) this is number `shard` of `shards`. Raises MisuseError
-        for a result of another kind."""
+    def run(self, order: Evaluate, inner: InnerGroup | None) -> Measured:
+        """On a rank of the replica; the result is the mean over its dp_shard ranks (`inner`). Raises MisuseError for a result of
+        another kind."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            found = self.function(part_of(order, shard, shards)) if self.shared else self.function()
+            found = self.function(part_of(order)) if self.shared else self.function()
         if not self.shared:
-            values = scalars(found if isinstance(found, Mapping) else {"value": found})
-            means = values.values() if inner is None else inner.mean(list(values.values()))
-            return Measured(dict(zip(values, means, strict=True)))
+            return Measured(_mean(scalars(found if isinstance(found, Mapping) else {"value": found}), inner))
         if not isinstance(found, PartSums):
             rule = "must return helixrt.PartSums(sums, weight): means of parts of other sizes have no common mean"
             raise MisuseError(f"the function of session.evaluate_shared returned a {type(found).__name__}; it {rule}")
@@ -76,11 +73,15 @@ class Evaluation:
         if not values[""] >= 0:
             given = f"the function of session.evaluate_shared returned weight={found.weight}"
             raise MisuseError(f"{given}; it must not be negative")
-        sums = dict(zip(values, values.values() if inner is None else inner.total(list(values.values())), strict=True))
+        sums = _mean(values, inner)  # of the weight, too: their quotient is that over all that the ranks have evaluated
         weight = sums.pop("")
         return Measured(sums, weight)
 
 
-def part_of(order: Evaluate, shard: int, shards: int) -> Part:
-    """Of the dp_shard rank `shard`: the part of its replica is cut into as many as there are such ranks."""
-    return Part(order.among.index(order.of) * shards + shard, len(order.among) * shards)
+def part_of(order: Evaluate) -> Part:
+    """What the replica is to evaluate."""
+    return Part(order.among.index(order.of), len(order.among))
+
+
+def _mean(values: dict[str, float], inner: InnerGroup | None) -> dict[str, float]:
+    return values if inner is None else dict(zip(values, inner.mean(list(values.values())), strict=True))

@@ -352,8 +352,8 @@ class Session:
         the part's items, of n.
 
         A replica that is behind has no part. If one is lost before it has told its sums, the figure is over the other parts
-        and says so; after the last step the other replicas evaluate them. With dp_shard above 1 each rank has a part of its
-        own, and all ranks of a replica must make the same number of forwards, since FSDP2 gathers parameters in each."""
+        and says so; after the last step the other replicas evaluate them. All ranks of a replica get the same part, and run
+        the same forwards; sums and weights are averaged over its dp_shard ranks, which may divide the part by `shard`."""
         self._set_evaluation(Evaluation(function, every, shared=True))
 
     def _set_evaluation(self, evaluation: Evaluation) -> None:
@@ -466,8 +466,7 @@ class Session:
 
     def _evaluate(self, order: Evaluate) -> None:
         if self._evaluation is not None:
-            found = self._evaluation.run(order, self._inner, self.shard, self.settings.mesh.dp_shard)
-            self._host.validation(order, found)
+            self._host.validation(order, self._evaluation.run(order, self._inner))
 
     def _group(self) -> InnerGroup:
         """The dp_shard ranks of this replica, connected."""

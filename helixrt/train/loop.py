@@ -60,13 +60,10 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
     hooks.ready(model)
 
     def validate(part: Part) -> PartSums:
-        batches, losses = config.eval.batches, list[float]()
-        forwards = -(-batches // part.count)  # on every rank: FSDP2 gathers parameters in each
-        for index in part.of(batches if shards == 1 else forwards * part.count):
+        losses = []
+        for index in part.of(config.eval.batches):
             inputs, targets = inputs_and_targets(stream.validation_batch(index), groups.cp)
-            loss = model.evaluate(inputs, target=targets)
-            if index < batches:
-                losses.append(loss)
+            losses.append(model.evaluate(inputs, target=targets))
         tokens = data.batch * data.seq_len
         return PartSums({"loss_nats": tokens * math.fsum(losses)}, tokens * len(losses))
 

@@ -43,7 +43,7 @@ def test_parts_are_dealt_over_those_that_hold_the_agreed_state() -> None:
     assert orders[1] is None, "a replica that was behind has no part"
     assert [None if order is None else order.of for order in orders] == [0, None, 2, 3]
     assert {order.among for order in orders if order is not None} == {(0, 2, 3)}
-    parts = [part_of(order, shard, 2) for order in orders if order is not None for shard in range(2)]
+    parts = [part_of(order) for order in orders if order is not None]
     assert sorted(item for part in parts for item in part.of(41)) == list(range(41))
     assert orders[0] is not None and decode(encode(orders[0])) == orders[0], "it travels to the other ranks"
 
