@@ -60,8 +60,8 @@ class Evaluation:
             raise ConfigError("every", self.every, "must be at least 1")
 
     def run(self, order: Evaluate, inner: InnerGroup | None) -> Measured:
-        """On a rank of the replica; the result is the mean over its dp_shard ranks (`inner`). Raises MisuseError for a result of
-        another kind."""
+        """On a rank of the replica; the result is the mean over its dp_shard ranks (`inner`). Raises MisuseError for a result
+        of another kind."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             found = self.function(part_of(order)) if self.shared else self.function()
         if not self.shared:

@@ -264,7 +264,8 @@ def test_a_replica_that_is_killed_in_a_validation(tmp_path: Path) -> None:
     check(tmp_path, told)
     by_step = {line["step"]: line for line in told}
     assert by_step[4]["partial"] == "over 2 of 3 parts, without that of r1" and by_step[4]["rank"] == "r0,r2"
-    assert by_step[8]["parts"] == 2 and by_step[8]["weight"] == ITEMS, "a replica that is behind has no part"
+    behind = [line for line in told if line["parts"] == 2]
+    assert behind and {line["weight"] for line in behind} == {ITEMS}, "a replica that is behind has no part"
     assert not any(line["partial"] for line in told if line["step"] != 4)
     assert by_step[STEPS]["parts"] == 3, "it came back, and takes part again"
 
