@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,9 +151,8 @@ def start(ranks: int) -> Start:
     with tempfile.TemporaryDirectory() as folder:
         specs = _specs(ranks, address, folder, begun_s)
         launcher = ExternalLauncher(counted, MeshConfig(ranks, 1), Patience(LIMIT_S, LIMIT_S, 0.0))
-        serving = threading.Thread(target=guarded(lambda: _serve(launcher, specs, over)), name="server")
-        threads = [threading.Thread(target=guarded(lambda each=each: _begin(each, ranks, address)))  # type: ignore[misc]
-                   for each in every]  # fmt: skip
+        serving = threading.Thread(target=guarded(partial(_serve, launcher, specs, over)), name="server")
+        threads = [threading.Thread(target=guarded(partial(_begin, each, ranks, address))) for each in every]
         for thread in (serving, *threads):
             thread.start()
         together.wait(LIMIT_S)
