@@ -4,7 +4,8 @@ In: how many replicas of one rank. Out: the time to the first quorum and to the 
 run's store. The store, the server's launcher, claims, settings, the manifest of the state, the log, the step machine, quorums
 over the store and the rendezvous are those of a job (`environment.joined`, `leading.Leading`); there is no model and nothing is
 exchanged. Requests are counted by each rank. A rank that waits looks again and again, so the number of requests depends on the
-machine; the number of different things that it asks for (a call and its key) does not.
+machine; the number of different things that it asks for (a call and its key) does not. Those that a quorum over the store asks
+for are counted apart: each member looks at all others (`protocol.store_quorum`), so they grow with the square.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ from helixrt.timeouts import derive
 SECRET, RUN = "of the emulated ranks", "starting"
 LIMIT_S, BEAT_S = 240.0, 60.0  # threads of one process share an interpreter, so none is lost for being slow
 ADDRESS_BYTES, POLL_S = 200, 0.05
+QUORUM = "quorum/"  # keys of the membership (`protocol.store_quorum`)
 
 
 @dataclass(frozen=True)
 class Start:
     """Of so many `ranks`, which began at one moment. `asked`: different things that all ranks asked the store for, and the most
-    that one did; `requests`: all that they sent; `by_server`: the requests of the server."""
+    that one did, but for the quorum's, `quorum_asked`; `requests`: all that they sent; `by_server`: the server's requests."""
 
     ranks: int
     first_quorum_s: float
@@ -62,6 +64,7 @@ class Start:
     members: int  # of the first quorum of the last rank
     asked: int
     asked_most: int
+    quorum_asked: int
     requests: int
     by_server: int
 
@@ -78,6 +81,10 @@ class CountedRunStore(RunStore):
         with self._lock:
             self.requests += 1
             self.asked.add((call, key))
+
+    def things(self, of_quorum: bool) -> int:
+        """How many different things the rank asked for to form a quorum, or for all else."""
+        return sum(key.startswith(QUORUM) == of_quorum for _, key in self.asked)
 
     def put_if_absent(self, key: str, value: str) -> str:
         self._count("put_if_absent", key)
@@ -169,8 +176,9 @@ def start(ranks: int) -> Start:
         max(each.quorum_s for each in every) - begin_s,
         max(each.connected_s for each in every) - begin_s,
         min(len(each.members) for each in every),
-        sum(len(each.store.asked) for each in every),
-        max(len(each.store.asked) for each in every),
+        sum(each.store.things(False) for each in every),
+        max(each.store.things(False) for each in every),
+        sum(each.store.things(True) for each in every),
         sum(each.store.requests for each in every),
         counted.requests,
     )

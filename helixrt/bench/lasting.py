@@ -4,7 +4,7 @@ One writer proposes the records of so many replicas, one reader follows as anoth
 compacts the log; each by the code of a job (`RunLog`, `Log`, `LineageWriter`, `Compaction`), over a store in this process,
 under a clock that moves by a second a step. A record in a thousand supersedes the one before. The growth is looked at ten
 times: it must be flat. Then many ranks, each a thread, start by the code of a job up to their first exchange
-(`_starting_ranks`): what each asks of the store must not grow with their number.
+(`_starting_ranks`): what each asks of the store must not grow with their number, but for a quorum over the store.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ def run(args: argparse.Namespace) -> int:
     for one in starts:
         print(
             f"  {one.ranks} ranks: first quorum of {one.members} after {one.first_quorum_s:.2f} s, connected after "
-            f"{one.connected_s:.2f} s; each asks for {one.asked / one.ranks:.1f} things (at most {one.asked_most}) in "
-            f"{one.requests / one.ranks:.1f} requests, the server in {one.by_server / one.ranks:.1f} for each"
+            f"{one.connected_s:.2f} s; each asks for {one.asked / one.ranks:.1f} things (at most {one.asked_most}), and for "
+            f"{one.quorum_asked / one.ranks:.1f} to form the quorum over the store, in {one.requests / one.ranks:.1f} requests; "
+            f"the server sends {one.by_server / one.ranks:.1f} for each"
         )
     grown = growth(marks) if marks else {}
     print(f"  last mark over mark {STEADY}: {', '.join(f'{k} {v:.2f}' for k, v in grown.items())}" if grown else "")
@@ -204,7 +205,7 @@ def growth(marks: list[Mark]) -> dict[str, float]:
 
 
 def flat_start(starts: Sequence[Start]) -> bool:
-    """Whether all came together, and no rank on average asks for more where there are more of them."""
+    """Whether all came together, and ranks on average ask for no more where there are more of them, but for the quorum."""
     each = [one.asked / one.ranks for one in starts]
     return all(one.members == one.ranks for one in starts) and max(each) <= MOST_EACH * min(each)
 

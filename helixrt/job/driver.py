@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
@@ -113,6 +114,15 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool =
     """
     identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     lock = RunLock(folder, identity["run"], identity["life"] + 1)
+    try:
+        return _reopened(folder, checkpoint, dealt, identity, lock)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _reopened(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool, identity: dict[str, Any], lock: RunLock) -> Run:
+    """See `reopened_run`; the folder is locked."""
     if not checkpoints.is_complete(checkpoint.folder):
         raise ConfigError("resume", folder, f"its checkpoint {checkpoint.folder.name} was deleted meanwhile; resume again")
     log = read_log(folder / "lineage")
