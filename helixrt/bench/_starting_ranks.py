@@ -50,7 +50,7 @@ from helixrt.timeouts import derive
 SECRET, RUN = "of the emulated ranks", "starting"
 LIMIT_S, BEAT_S = 240.0, 60.0  # threads of one process share an interpreter, so none is lost for being slow
 ADDRESS_BYTES, POLL_S = 200, 0.05
-QUORUM = "quorum/"  # keys of the membership (`protocol.store_quorum`)
+QUORUM = ("quorum/", "ended/")  # keys of the membership (`protocol.store_quorum`)
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"  {one.ranks} ranks: first quorum of {one.members} after {one.first_quorum_s:.2f} s, connected after "
             f"{one.connected_s:.2f} s; each asks for {one.asked / one.ranks:.1f} things (at most {one.asked_most}), and for "
-            f"{one.quorum_asked / one.ranks:.1f} to form the quorum over the store, in {one.requests / one.ranks:.1f} requests; "
-            f"the server sends {one.by_server / one.ranks:.1f} for each"
+            f"{one.quorum_asked / one.ranks:.1f} to form the quorum over the store, in {one.requests / one.ranks:.1f} requests;"
+            f" the server sends {one.by_server / one.ranks:.1f} for each"
         )
     grown = growth(marks) if marks else {}
     print(f"  last mark over mark {STEADY}: {', '.join(f'{k} {v:.2f}' for k, v in grown.items())}" if grown else "")

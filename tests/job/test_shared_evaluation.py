@@ -185,7 +185,7 @@ def launch(case: str, folder: Path) -> list[dict[str, Any]]:
     """The validations of a run."""
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), case, str(folder)], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, str(SCRIPT), case, str(folder)], capture_output=True, text=True, env=environment, timeout=450
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (newest(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -246,7 +246,8 @@ def check(folder: Path, told: list[dict[str, Any]]) -> None:
     assert all(line["values"]["doubled"] == pytest.approx(2 * line["values"]["loss"], rel=1e-12) for line in told)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a driver and three processes that import torch
+@pytest.mark.timeout(480)
 def test_a_shared_validation_is_that_of_one_process(tmp_path: Path) -> None:
     told = launch("calm", tmp_path)
     check(tmp_path, told)
@@ -255,7 +256,8 @@ def test_a_shared_validation_is_that_of_one_process(tmp_path: Path) -> None:
     assert len(evaluated) == len(set(evaluated)) == sum(line["parts"] for line in told), "nobody evaluates a part twice"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a driver and three processes that import torch
+@pytest.mark.timeout(480)
 def test_a_replica_that_is_killed_in_a_validation(tmp_path: Path) -> None:
     """Of step 4 its part is missing, and the figure says so. While it is away the others share all. Of the last step it
     evaluates its part when it is back."""
@@ -270,7 +272,8 @@ def test_a_replica_that_is_killed_in_a_validation(tmp_path: Path) -> None:
     assert by_step[STEPS]["parts"] == 3, "it came back, and takes part again"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a driver and three processes that import torch
+@pytest.mark.timeout(480)
 def test_the_part_of_a_replica_that_is_given_up_is_evaluated_by_another(tmp_path: Path) -> None:
     told = launch("given up", tmp_path)
     check(tmp_path, told)
