@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # for tools that check types; at run time `__getattr__` loads
     from helixrt.job.description import Corpus as Corpus
     from helixrt.job.description import Description as Description
     from helixrt.job.description import TextFigures as TextFigures
+    from helixrt.job.evaluation import Part as Part
+    from helixrt.job.evaluation import PartSums as PartSums
     from helixrt.job.init import init as init
     from helixrt.job.launch import RunOptions as RunOptions
     from helixrt.job.launch import RunResult as RunResult
@@ -58,6 +60,8 @@ _EXPORTS: dict[str, str] = {  # public name -> the module that defines it
     "MissingExtra": "helixrt.errors",
     "MisuseError": "helixrt.errors",
     "ParameterLayout": "helixrt.engines.stage_ranks",
+    "Part": "helixrt.job.evaluation",
+    "PartSums": "helixrt.job.evaluation",
     "Policy": "helixrt.engines.update",
     "Retryable": "helixrt.errors",
     "RunOptions": "helixrt.job.launch",

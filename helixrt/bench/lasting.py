@@ -3,8 +3,8 @@
 One writer proposes the records of so many replicas, one reader follows as another leader does, one as the driver, which
 compacts the log; each by the code of a job (`RunLog`, `Log`, `LineageWriter`, `Compaction`), over a store in this process,
 under a clock that moves by a second a step. A record in a thousand supersedes the one before. The growth is looked at ten
-times: it must be flat. Then so many ranks, each a thread, meet over a TCPStore: the requests of each rank must not grow with
-their number.
+times: it must be flat. Then many ranks, each a thread, start by the code of a job up to their first exchange
+(`_starting_ranks`): what each asks of the store must not grow with their number, but for a quorum over the store.
 """
 
 from __future__ import annotations
@@ -13,30 +13,25 @@ import argparse
 import os
 import resource
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from helixrt.bench._figures import write
-from helixrt.collectives.deadline import Deadline
-from helixrt.collectives.rendezvous import all_connected, meet
+from helixrt.bench._starting_ranks import Start, start
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.compaction import Compaction
 from helixrt.job.lineage_files import LineageWriter, read_log
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import MemoryRunStore, host_store, split_address
+from helixrt.replica.store import MemoryRunStore
 
 MARKS, STEADY, MOST_GROWTH = 10, 2, 2.2  # looks at the growth; the one that the last is compared with
 SUPERSEDED_EVERY = 1000
 CHECKPOINT_EVERY, CHECKPOINTS = 100, 2
-MEETINGS = (4, 2, 1)  # parts of the ranks that meet
-ADDRESS_BYTES, MEET_S = 200, 120.0
+STARTS, MOST_EACH = (64, 128, 256), 1.5  # ranks that start; what the most of them ask for each, over the fewest
 
 
 @dataclass(frozen=True)
@@ -85,32 +80,44 @@ class Reader:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--records", type=int, default=1_000_000, help="0: the starts alone")
     parser.add_argument("--replicas", type=int, default=256)
+    parser.add_argument("--start", type=int, nargs="*", default=STARTS, metavar="RANKS", help="start so many emulated ranks")
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0 if all is flat, else 1."""
-    begin_s = time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
-        marks, clean = live(args.records, args.replicas, Path(folder))
+    begin_s, marks, clean = time.process_time(), list[Mark](), True
+    if args.records:
+        with tempfile.TemporaryDirectory() as folder:
+            marks, clean = live(args.records, args.replicas, Path(folder))
     seconds = time.process_time() - begin_s
     print(f"lasting: {args.records} records of {args.replicas} replicas, one writer, two readers: {seconds:.0f} s of compute")
     for mark in marks:
         print("  " + "  ".join(f"{name} {value:.6g}" for name, value in asdict(mark).items()))
-    starts = {ranks: start(ranks) for ranks in (args.replicas // part for part in MEETINGS) if ranks > 1}
-    for ranks, (took_s, each) in starts.items():
-        print(f"  {ranks} ranks meet in {took_s:.2f} s, {each:.1f} requests each")
-    grown = growth(marks)
-    print(f"  last mark over mark {STEADY}: {', '.join(f'{k} {v:.2f}' for k, v in grown.items())}")
+    starts = [start(ranks) for ranks in args.start]
+    for one in starts:
+        print(
+            f"  {one.ranks} ranks: first quorum of {one.members} after {one.first_quorum_s:.2f} s, connected after "
+            f"{one.connected_s:.2f} s; each asks for {one.asked / one.ranks:.1f} things (at most {one.asked_most}), and for "
+            f"{one.quorum_asked / one.ranks:.1f} to form the quorum over the store, in {one.requests / one.ranks:.1f} requests;"
+            f" the server sends {one.by_server / one.ranks:.1f} for each"
+        )
+    grown = growth(marks) if marks else {}
+    print(f"  last mark over mark {STEADY}: {', '.join(f'{k} {v:.2f}' for k, v in grown.items())}" if grown else "")
     if args.json is not None:
         settings = {"records": args.records, "replicas": args.replicas, "checkpoint_every": CHECKPOINT_EVERY}
-        met = {str(ranks): {"seconds": took_s, "requests_each": each} for ranks, (took_s, each) in starts.items()}
-        more: dict[str, Any] = {"marks": [asdict(mark) for mark in marks], "growth": grown, "start": met, "compute_s": seconds}
+        begun = [asdict(one) for one in starts]
+        more: dict[str, Any] = {
+            "marks": [asdict(mark) for mark in marks],
+            "growth": grown,
+            "start": begun,
+            "compute_s": seconds,
+        }
         write(args.json, "lasting", settings, {}, **more)
     flat = all(ratio <= MOST_GROWTH for name, ratio in grown.items() if not name.endswith("_s"))
-    return 0 if clean and flat else 1
+    return 0 if clean and flat and (not starts or flat_start(starts)) else 1
 
 
 def live(records: int, replicas: int, folder: Path) -> tuple[list[Mark], bool]:
@@ -144,7 +151,7 @@ def live(records: int, replicas: int, folder: Path) -> tuple[list[Mark], bool]:
                 made = folder / "checkpoints" / checkpoints.folder_name(head)
                 made.mkdir(parents=True, exist_ok=True)
                 (made / checkpoints.MANIFEST).write_text("{}")
-                checkpoints.prune(folder / "checkpoints", CHECKPOINTS)
+                checkpoints.prune(folder / "checkpoints", CHECKPOINTS, head.step)
             compaction.look(driver.log, 1)
             if number % max(1, records // MARKS) == 0:
                 lineage.flush()
@@ -197,52 +204,10 @@ def growth(marks: list[Mark]) -> dict[str, float]:
     return {name: last[name] / early[name] for name in last if name != "step"}
 
 
-def start(ranks: int) -> tuple[float, float]:
-    """Seconds until so many ranks have met, and requests to the store for each."""
-    server, address = host_store()
-    host, port = split_address(address)
-    counts = [0] * ranks
-    together = threading.Barrier(ranks + 1)
-    failed: list[BaseException] = []
-
-    def one(rank: int) -> None:
-        try:
-            client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-            counted = _Counted(client, counts, rank)
-            together.wait(MEET_S)
-            meet(counted, rank, ranks, b"x" * ADDRESS_BYTES, 1, Deadline(MEET_S), lambda: False)  # type: ignore[arg-type]
-            all_connected(counted, rank, ranks, Deadline(MEET_S), lambda: False)  # type: ignore[arg-type]
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    together.wait(MEET_S)
-    begin_s = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    took_s = time.perf_counter() - begin_s
-    del server
-    if failed:
-        raise failed[0]
-    return took_s, sum(counts) / ranks
-
-
-class _Counted:
-    """A store client that counts the keys that it asks for."""
-
-    def __init__(self, store: dist.Store, counts: list[int], rank: int) -> None:
-        self._store, self._counts, self._rank = store, counts, rank
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._store, name)
-
-        def counted(*arguments: Any) -> Any:
-            self._counts[self._rank] += len(arguments[0]) if isinstance(arguments[0], list) else 1
-            return call(*arguments)
-
-        return counted
+def flat_start(starts: Sequence[Start]) -> bool:
+    """Whether all came together, and ranks on average ask for no more where there are more of them, but for the quorum."""
+    each = [one.asked / one.ranks for one in starts]
+    return all(one.members == one.ranks for one in starts) and max(each) <= MOST_EACH * min(each)
 
 
 def rss_mb() -> float:

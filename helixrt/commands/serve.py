@@ -1,8 +1,8 @@
 """`helixrt serve --replicas N`: serve a run whose replicas are started by torchrun, Slurm or by hand.
 
-In: how many replicas of how many ranks, where the run's folder goes, the settings of the runtime. Out: the variables that each
-replica's processes need; then the run's store, membership, metrics and report, until the run has ended. Exit code 0 if it ended
-well.
+In: how many replicas of how many ranks, where the run's folder goes (or which run is resumed), the settings of the runtime.
+Out: the variables that each replica's processes need; then the run's store, membership, metrics and report, until the run has
+ended. Exit code 0 if it ended well.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="ranks over which a replica cuts matrices, as in the programs' Mesh")
     add("--storage", type=Path, default=Path("outputs"), help="the run's folder is made here; all machines must share it")
     add("--name", default="run", help="of the run")
+    add("--resume", default="", metavar="RUN_FOLDER|latest", help="go on with a served run, from its newest checkpoint")
     add(
         "--host",
         default=AUTO,
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     given = _given_secret(args.secret_file)
     secret = given or secrets.token_hex(32)
     try:
-        return serve(config, secret, args.wait_s, lambda driver: _say(driver, args, given))
+        return serve(config, secret, args.wait_s, lambda driver: _say(driver, args, given), args.resume)
     except ConfigError:
         raise
     except HelixError as error:
@@ -130,6 +131,7 @@ def _say(driver: ServedDriver, args: argparse.Namespace, given: str) -> None:
     print(f"  export HELIXRT_STORE={driver.address}{alone}")
     if not given:
         file = driver.run_.folder / "secret"
+        file.unlink(missing_ok=True)  # of the life before, if the run is resumed
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
             written.write(driver.secret + "\n")
         print(f"  export HELIXRT_SECRET_FILE={file}")

@@ -116,12 +116,14 @@ def step_folders(folder: Place) -> list[Place]:
     return sorted(found, key=lambda f: f.name, reverse=True)
 
 
-def prune(folder: Place, keep: int) -> None:
-    """Delete what is older than the newest `keep` complete ones, half-written ones included."""
-    complete = list(dict.fromkeys(record_part(f) for f in step_folders(folder) if is_complete(f)))
+def prune(folder: Place, keep: int, newest_step: int) -> None:
+    """Delete what is older than the newest `keep` complete ones, half-written ones included. Those of steps above
+    `newest_step`, which was just saved, are left alone and do not count: the run has gone back behind them."""
+    known = [f for f in step_folders(folder) if int(f.name.split("_")[1]) <= newest_step]
+    complete = list(dict.fromkeys(record_part(f) for f in known if is_complete(f)))
     if len(complete) <= keep:
         return
-    for old in [f for f in step_folders(folder) if record_part(f) < complete[keep - 1]]:
+    for old in [f for f in known if record_part(f) < complete[keep - 1]]:
         (old / MANIFEST).unlink(missing_ok=True)  # first of all: from now on it is not complete
         delete_all(old)
 

@@ -47,7 +47,8 @@ class _Job:
 
 class Checkpointer:
     """One rank's side of writing checkpoints. `folder` is where the run's are, `mesh` has the sizes of the replica's axes,
-    `life` names this incarnation of the replica and `run_life` numbers that of the run, `last_step` is the run's last.
+    `life` names this incarnation of the replica and `run_life` numbers that of the run, `last_step` is the run's last;
+    `may_delete` is asked before old ones are deleted.
 
     `maybe_save` never waits for the disk: at most one checkpoint is being written and the next one
     is given up by all ranks if one of them is not done with it, but for the run's last, which waits its turn. What
@@ -69,10 +70,11 @@ class Checkpointer:
         life: str = "",
         say: Callable[[str], None] = lambda text: None,
         run_life: int = 0,
+        may_delete: Callable[[], bool] = lambda: True,
     ) -> None:
         self.trouble = StorageTrouble("checkpoint", record, say)
         self._folder, self._rank, self._mesh, self._life = folder, rank, dict(mesh), life
-        self._run_life = run_life
+        self._run_life, self._may_delete = run_life, may_delete
         self.newest_step = 0  # of those that this rank has completed
         self._may_be_complete = False  # the newest attempt: its manifest may have been written
         self._ranks = prod(mesh.values())
@@ -236,7 +238,8 @@ class Checkpointer:
         self.trouble.worked(job.record.step)
         with suppress(OSError):  # the next one deletes what is left
             delete_unfinished(target)
-            prune(self._folder, self._keep)
+            if self._may_delete():
+                prune(self._folder, self._keep, job.record.step)
 
     def _await(self, key: str, deadline: float, rank: int) -> str:
         """What another rank says. Raises Retryable when it says nothing until the deadline, or the end."""

@@ -13,8 +13,8 @@ from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
 @dataclass(frozen=True)
 class TextFigures:
     """Names of the values that a model over bytes of text logs. A step that logs all four gets a line with bits per byte and
-    bytes per second, and its place in the report's charts; a validation needs the first two. `loss`: the mean loss in nats per
-    byte; `tokens`: over how many bytes."""
+    bytes per second, and its place in the report's charts; a validation needs the first two, one that is shared the loss
+    alone: its weight is the bytes. `loss`: the mean loss in nats per byte; `tokens`: over how many bytes."""
 
     loss: str = "loss"
     tokens: str = "tokens"
@@ -25,9 +25,11 @@ class TextFigures:
         """The figures of a line; the line itself if it lacks one of the values."""
         values = line.values
         if line.what == Logged.VALIDATION:
-            if not {self.loss, self.tokens} <= values.keys():
+            tokens = values.get(self.tokens, line.weight)
+            if self.loss not in values or not tokens:
                 return line
-            return ValidationMetrics(line.replica, line.step, values[self.loss], int(values[self.tokens]))
+            loss, shared = values[self.loss], (line.parts, line.partial)
+            return ValidationMetrics(line.replica, line.step, loss, int(tokens), line.rank, *shared)
         if not {self.loss, self.tokens, self.grad_norm, self.learning_rate} <= values.keys():
             return line
         return StepMetrics(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
@@ -31,8 +32,9 @@ from helixrt.job.leader_reports import Finished, lines_of, metrics_key, shown_ke
 from helixrt.job.lineage_files import drop_from, read_log, write_durably
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.loss_acceptance import take_acceptance
-from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, read_metrics_line
+from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, ValidationPart, read_metrics_line
 from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
+from helixrt.job.place_owner import check_owner, take
 from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
 from helixrt.job.ray_run import Reserved
@@ -40,7 +42,8 @@ from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
 from helixrt.job.run_lock import RunLock
 from helixrt.job.services import ServedHere, Services
-from helixrt.job.stored_path import check_writable, place_in
+from helixrt.job.shared_validation import SharedValidations
+from helixrt.job.stored_path import Place, check_writable, place_in, place_of
 from helixrt.protocol.step.lineage import Behind, CommitRecord, Log, audit, genesis
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
@@ -77,6 +80,7 @@ class Run:
     lock: RunLock | None = None  # of the folder, held until the run's end
     behind: Behind = Behind()
     checkpoints: str = ""  # where they are; "": in the folder
+    owner: str = ""  # the token by which they are this life's, where they are elsewhere (`place_owner`)
 
 
 def new_run(config: JobConfig) -> Run:
@@ -89,7 +93,8 @@ def new_run(config: JobConfig) -> Run:
         check_writable("checkpoint.path", place)
     folder = new_run_folder(Path(config.output.root))
     lock, entries = RunLock(folder, name, 0), (genesis(name, config.mesh.replicas),)
-    run = Run(folder, name, time.time(), entries, lock=lock, checkpoints=str(place or ""))
+    owner = "" if place is None else _taken(place, name, folder)
+    run = Run(folder, name, time.time(), entries, lock=lock, checkpoints=str(place or ""), owner=owner)
     write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
     _write_identity(run)
     return run
@@ -97,6 +102,8 @@ def new_run(config: JobConfig) -> Run:
 
 def _write_identity(run: Run) -> None:
     identity = {"run": run.name, "epoch_s": run.epoch_s, "life": run.life, "checkpoints": run.checkpoints}
+    if run.owner:
+        identity["owner"] = run.owner
     write_durably(run.folder / "run.json", json.dumps(identity))
 
 
@@ -107,22 +114,44 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool =
     """
     identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     lock = RunLock(folder, identity["run"], identity["life"] + 1)
+    try:
+        return _reopened(folder, checkpoint, dealt, identity, lock)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _reopened(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool, identity: dict[str, Any], lock: RunLock) -> Run:
+    """See `reopened_run`; the folder is locked."""
     if not checkpoints.is_complete(checkpoint.folder):
         raise ConfigError("resume", folder, f"its checkpoint {checkpoint.folder.name} was deleted meanwhile; resume again")
     log = read_log(folder / "lineage")
     if log.get(checkpoint.record.hash) is None:
         rule = f"the lineage in {folder / 'lineage'} does not know the checkpoint {checkpoint.folder}"
         raise ConfigError("resume", "true", rule)
+    place = identity.get("checkpoints", "")
+    if place:
+        check_owner(place_of(place), identity["run"], folder)
     drop_from(folder / "lineage", len(log))
     entries = tuple(log.entries)
     # Generations must go on upwards, also where this machine's clock is behind the one that gave the last.
     epoch_s = min(identity["epoch_s"], time.time() - entries[-1].generation / 1e6 - 1.0)
     life = 1 + max(identity["life"], *(entry.life for entry in entries))
     agreed = -1 if dealt else checkpoint.record.life
-    place = identity.get("checkpoints", "")
-    run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind, place)
+    owner = _taken(place_of(place), identity["run"], folder) if place else ""
+    run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind, place, owner)
     _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
     return run
+
+
+def _taken(place: Place, name: str, folder: Path) -> str:
+    """The token with which the run in this folder has the place. Raises ConfigError (checkpoint.path) if it cannot be
+    written."""
+    try:
+        return take(place, name, folder)
+    except OSError as error:
+        rule = f"cannot be written: {' '.join(str(error).split())}"
+        raise ConfigError("checkpoint.path", place, rule) from error
 
 
 class Driver:
@@ -161,6 +190,7 @@ class Driver:
             flops_per_step=program.description.flops_per_step,
             peak_flops=config.output.peak_tflops * 1e12 * group_world_size(config.mesh),
         )
+        self._validations = SharedValidations()
         self._plan: dict[str, int] | None = None  # how far the loops go, once a rank has said so
         self._stream_kept = run.agreed >= 0 and restore_stream(self.store, run.folder, run.agreed, run.life)
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
@@ -259,6 +289,8 @@ class Driver:
             self.seen.append(entry)
             if driver_is_due(self.config.chaos, entry.step):
                 os.kill(os.getpid(), signal.SIGKILL)
+        for joined in self._validations.due(self.seen, time.monotonic()):
+            self._show(joined)
         self._compaction.look(self.seen, self._advance())
 
     def _show(self, line: MetricsLine) -> None:
@@ -267,6 +299,8 @@ class Driver:
             line = figures.of(line)
         if isinstance(line, StepMetrics) or (isinstance(line, Logged) and line.what == Logged.STEP):
             self.output.step(line)
+        elif isinstance(line, ValidationPart):
+            self._validations.add(line)
         elif isinstance(line, Logged):
             self.output.evaluated(line)
         elif isinstance(line, Notice):
@@ -303,6 +337,8 @@ class Driver:
 
     def _report(self, finished: Sequence[Finished], advance: int) -> None:
         """Write the report and say what it holds. A run is as good without it: what goes wrong costs a message."""
+        for joined in self._validations.rest(self.seen):
+            self._show(joined)
         try:
             write_report(
                 self.run_.folder,

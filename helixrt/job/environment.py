@@ -30,7 +30,7 @@ from helixrt.job.hosts import is_loopback
 from helixrt.job.mesh import Mesh
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE, RankRuntime
-from helixrt.job.served import fingerprint
+from helixrt.job.served import SETTINGS_KEY, fingerprint
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_rank import check_loop_ended, opened_session, place_in
@@ -39,7 +39,6 @@ from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.run_keys import SERVED_KEY, exit_key, spec_key
 from helixrt.replica.store import TcpRunStore, split_address
 
-SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
 ADMISSION_S = 120.0  # a restart waits for half a minute at most
 STORE_S = 60.0  # for the run's store to answer: this host, or the server's, may be cut off for a while
 _CONNECT_S, _AGAIN_S = 5.0, 0.5  # of a try to reach the store, and between two
@@ -109,9 +108,9 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
     try:
         incarnation = claim(claimed, place, ADMISSION_S)
         where = f"r{place.replica} (incarnation {incarnation})"
-        spec = _admitted(store, place, incarnation)
+        spec = admitted(store, place, incarnation)
         config = choices.config(JobConfig.from_plain(spec.config))
-        _agree_on_settings(store, choices)
+        agree_on_settings(store, choices)
         life = (place.replica, incarnation)
         with RankRuntime(spec, config) as runtime, _watch(store, life, place, runtime):
             with opened_session(runtime, config, place.local_rank) as session:
@@ -199,7 +198,7 @@ def _check_run(store: RunStore, place: Place, choices: SessionChoices) -> None:
         raise ConfigError("mesh", choices.mesh, f"`helixrt serve` serves replicas of {served_mesh}; {how}")
 
 
-def _admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:
+def admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:
     """What the server tells this rank of a formed incarnation, as soon as it may begin."""
     deadline = time.monotonic() + ADMISSION_S
     while (text := store.get(spec_key(place.replica, incarnation, place.rank))) is None:
@@ -215,7 +214,8 @@ def _admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:
     return spec
 
 
-def _agree_on_settings(store: RunStore, choices: SessionChoices) -> None:
+def agree_on_settings(store: RunStore, choices: SessionChoices) -> None:
+    """Raises ConfigError for a setting of this session that is another one on the replica that began first."""
     mine = {"seed": choices.seed, "dtype": choices.dtype, "policy": choices.lr_policy, "buffers": choices.buffers}
     first = json.loads(store.put_if_absent(SETTINGS_KEY, json.dumps(mine)))
     for name, value in mine.items():

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable
 
 from helixrt.errors import Fatal
 from helixrt.job.checkpoint_orders import CheckpointOrders
+from helixrt.job.evaluation_orders import EvaluationOrders
 from helixrt.job.leader_reports import Finished
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
-from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand
+from helixrt.replica.commands import Digest, Digested, Exit, RankCommand
 from helixrt.replica.contracts import Formed, Membership, RunStore
 from helixrt.replica.run_keys import EXIT_KEY, done_key
 
@@ -55,12 +57,13 @@ class EndOfRun:
         orders: CheckpointOrders,
         digests: dict[int, Digested],
         tell: Callable[[RankCommand], None],
-        eval_batches: int,
+        evaluations: EvaluationOrders,
+        replicas: Iterable[int],
         step_s: float,
     ) -> None:
         self._replica, self._ranks, self._store, self._membership = replica, ranks, store, membership
         self._orders, self._digests, self._tell = orders, digests, tell
-        self._eval_batches, self._step_s = eval_batches, step_s
+        self._evaluations, self._replicas, self._step_s = evaluations, tuple(replicas), step_s
         self._ended: Finished | None = None  # what we hold, not told yet
 
     def resting(self, machine: StepMachine) -> bool:
@@ -72,12 +75,23 @@ class EndOfRun:
             self._say_done(machine)
         if self._store.get(EXIT_KEY) is None:
             return False
+        if (done := self._done()) and self._replica in done:
+            for evaluate in self._evaluations.left(self._held(machine), done):
+                self._tell(evaluate)
         self._tell(Exit())
         return True
 
-    def _say_done(self, machine: StepMachine) -> None:
+    def _done(self) -> list[int]:
+        """The replicas that have said so: no other will, once all may exit."""
+        return [replica for replica in self._replicas if self._store.get(done_key(replica)) is not None]
+
+    def _held(self, machine: StepMachine) -> CommitRecord:
         record = machine.log.get(machine.held)
         assert record is not None, f"the log does not know {machine.held}, which this replica holds"
+        return record
+
+    def _say_done(self, machine: StepMachine) -> None:
+        record = self._held(machine)
         if self._ended is None or self._ended.lineage != machine.held:
             self._ended = self._validate_and_digest(machine)  # after it every update has been made, by all ranks
         holders = {m.replica for m in self._membership.members if m.lineage == machine.held}
@@ -88,7 +102,8 @@ class EndOfRun:
 
     def _validate_and_digest(self, machine: StepMachine) -> Finished:
         self._digests.clear()
-        self._tell(Evaluate(machine.held_step, self._eval_batches))
+        if (evaluate := self._evaluations.at_the_end(self._held(machine))) is not None:
+            self._tell(evaluate)
         self._tell(Digest())
         deadline = time.monotonic() + self._step_s
         while len(self._digests) < self._ranks and time.monotonic() < deadline:

@@ -158,7 +158,8 @@ def run(
             rule = "are used by the process that serves the run; `helixrt serve` has those that are built in"
             raise ConfigError("loggers", [type(each).__name__ for each in loggers], rule)
         if resume is not None:
-            raise ConfigError("resume", resume, "a run that `helixrt serve` serves cannot be resumed yet")
+            rule = "is the server's here: start it with `helixrt serve --resume RUN_FOLDER`, and leave it out in the program"
+            raise ConfigError("resume", resume, rule)
         choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas, mesh)
         return _run_here(train, checked(train, arguments), choices)
     if replicas < 1:

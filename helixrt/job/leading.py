@@ -18,6 +18,7 @@ from helixrt.job.checkpoint_orders import CheckpointOrders
 from helixrt.job.checkpoint_writer import Checkpointer
 from helixrt.job.connections import communication, membership
 from helixrt.job.durable_state import DurableState
+from helixrt.job.evaluation_orders import EvaluationOrders
 from helixrt.job.failover import FailoverNews
 from helixrt.job.finish import EndOfRun, ObservedMembership
 from helixrt.job.genesis import GenesisDigest
@@ -42,8 +43,8 @@ from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import Kind
-from helixrt.replica.commands import Channel, Evaluate, RankCommand, RankReport
-from helixrt.replica.contracts import Formed
+from helixrt.replica.commands import Channel, RankCommand, RankReport
+from helixrt.replica.contracts import Formed, RunStore
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.progress import LEADER
@@ -94,6 +95,7 @@ class Leading:
             parts.failovers,
             self.tell,
         )
+        self._evaluations = EvaluationOrders(context.replica, job.eval_every, job.eval_shared, job.eval_batches, job.steps)
         departure = Departure(
             context.replica,
             context.spec.incarnation,
@@ -129,7 +131,8 @@ class Leading:
             self._checkpoint_orders,
             self._leader.digests,
             self.tell,
-            job.eval_batches,
+            self._evaluations,
+            range(context.config.mesh.replicas),
             context.timeouts.evaluate_s,
         )
 
@@ -192,37 +195,12 @@ class Leading:
             reports.follow(partial(self._leader.report, rank), lambda why: self._parts.worker.fail(Fatal(why)))
         if self._context.spec.incarnation == 0:
             self._membership.announce()  # before the others join: they wait for whom they know to live
-            self._await_the_others()
+            share = 0.5 if self._context.config.launcher == "environment" else 1.0
+            replicas, limit_s = self._context.config.mesh.replicas, share * self._context.timeouts.start_s
+            await_the_others(self._context.store, self._context.replica, replicas, limit_s)
         if self._adapter is not None:
             self._adapter.start()
         self._leader.start()
-
-    def _await_the_others(self) -> None:
-        """The first quorum should have everyone: wait for the other replicas' first start, within limits. Where others start
-        the replicas, one may come much later: this one must be in a quorum before its own start timeout."""
-        store = self._context.store
-        store.put_if_absent(f"ready/{self._context.replica}", "yes")
-        share = 0.5 if self._context.config.launcher == "environment" else 1.0
-        deadline = time.monotonic() + share * self._context.timeouts.start_s
-        others = [f"ready/{replica}" for replica in range(self._context.config.mesh.replicas)]
-        # Replica 0 waits for all and says so. The others look themselves now and then, in case it is gone.
-        patience_s = 0.0 if self._context.replica == 0 else _LOOK_S * (1.0 + self._context.replica / len(others))
-        while (left_s := deadline - time.monotonic()) > 0.0:
-            try:
-                if patience_s:
-                    store.wait(_ALL_READY, min(patience_s, left_s))
-                    return
-                for key in others:
-                    store.wait(key, max(0.1, deadline - time.monotonic()))
-                store.put_if_absent(_ALL_READY, "yes")
-                return
-            except Retryable:
-                if not patience_s:
-                    return
-            with suppress(Retryable):
-                if all(store.get(key) is not None for key in others):
-                    store.put_if_absent(_ALL_READY, "yes")
-                    return
 
     # ---------------------------------------------------------------- commands and reports
 
@@ -261,6 +239,8 @@ class Leading:
             self._adapter.step_done(command.record.step)
         if isinstance(command, p.Apply) and checkpoints.writer_of(command.record) == self._context.replica:
             self._after_update(command.record)
+        if (evaluate := self._evaluations.behind(command, self._leader.machine.log)) is not None:
+            self.tell(evaluate)
 
     def _agree(self, formed: Formed, me: Member) -> p.Event | None:
         """Which initial state the run begins with, before its first commit."""
@@ -292,10 +272,6 @@ class Leading:
             self._parts.metrics.say(text)
         if (save := self._checkpoint_orders.out_of_turn(record)) is not None:
             self.tell(save)
-        every, last = self._job.eval_every, self._job.steps
-        ends = record.step >= last or record.last != ""  # that one is evaluated when all rest
-        if every and record.step % every == 0 and not ends:
-            self.tell(Evaluate(record.step, self._job.eval_batches))
 
     def _say_running(self) -> None:
         if not self._said_running:
@@ -323,6 +299,33 @@ class Leading:
 
 
 _ALL_READY, _LOOK_S = "ready/all", 5.0
+
+
+def await_the_others(store: RunStore, replica: int, replicas: int, limit_s: float) -> None:
+    """The first quorum should have everyone: wait for the other replicas' first start, within limits. Where others start the
+    replicas, one may come much later: this one must be in a quorum before its own start timeout. Raises Retryable without the
+    store."""
+    store.put_if_absent(f"ready/{replica}", "yes")
+    deadline = time.monotonic() + limit_s
+    others = [f"ready/{other}" for other in range(replicas)]
+    # Replica 0 waits for all and says so. The others look themselves now and then, in case it is gone.
+    patience_s = 0.0 if replica == 0 else _LOOK_S * (1.0 + replica / replicas)
+    while (left_s := deadline - time.monotonic()) > 0.0:
+        try:
+            if patience_s:
+                store.wait(_ALL_READY, min(patience_s, left_s))
+                return
+            for key in others:
+                store.wait(key, max(0.1, deadline - time.monotonic()))
+            store.put_if_absent(_ALL_READY, "yes")
+            return
+        except Retryable:
+            if not patience_s:
+                return
+        with suppress(Retryable):
+            if all(store.get(key) is not None for key in others):
+                store.put_if_absent(_ALL_READY, "yes")
+                return
 
 
 def address_key(life: str, rank: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from helixrt.job.metrics import Logged, StepMetrics
+from helixrt.job.metrics import Logged, StepMetrics, ranks_of
 
 LATE_S = 2.0  # a step is told so long after its first line at the latest
 Line = StepMetrics | Logged
@@ -93,8 +93,4 @@ def _mean_of_text(lines: Sequence[StepMetrics]) -> StepMetrics:
 
 
 def _ranks(lines: Sequence[Line]) -> str:
-    """Whose mean: `r0-r3` for the replicas 0 to 3, `r0,r2` for two that do not stand side by side."""
-    replicas = [line.replica for line in lines]
-    if replicas == list(range(replicas[0], replicas[-1] + 1)):
-        return f"r{replicas[0]}-r{replicas[-1]}"
-    return ",".join(f"r{replica}" for replica in replicas)
+    return ranks_of([line.replica for line in lines])

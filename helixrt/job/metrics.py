@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -53,6 +53,9 @@ class ValidationMetrics:
     step: int
     loss_nats: float
     tokens: int
+    rank: str = ""  # the label of the ranks whose figure this is
+    parts: int = 0  # that the validation was dealt over; 0: one replica has evaluated all
+    partial: str = ""  # over which parts it was taken; "": over all
 
     @property
     def bits_per_byte(self) -> float:
@@ -75,12 +78,33 @@ class Logged:
     participants: int  # replicas whose gradients are in the update
     stall_s: float  # the rank had nothing to compute
     generation: int = 0  # of the record; 0 for a validation
+    weight: float = 0.0  # of a validation that was shared: over so many items
+    parts: int = 0  # that a validation was dealt over; 0: one replica has evaluated all
+    partial: str = ""  # over which parts it was taken; "": over all
 
     STEP: ClassVar[str] = "step"
     VALIDATION: ClassVar[str] = "validation"
 
     def to_json(self) -> str:
         return _line("logged", self)
+
+
+@dataclass(frozen=True)
+class ValidationPart:
+    """What a replica measured for a validation that all share, of the state of the record `lineage`: sums over `weight` items,
+    of the part of replica `of` among those of the replicas `among`. Joined by the driver (`shared_validation`)."""
+
+    replica: int
+    rank: str
+    step: int
+    lineage: str
+    of: int
+    among: list[int]
+    sums: dict[str, float]
+    weight: float
+
+    def to_json(self) -> str:
+        return _line("validation_part", self)
 
 
 @dataclass(frozen=True)
@@ -102,11 +126,12 @@ def _line(kind: str, of: object) -> str:
     return _ENCODE({"kind": kind, **vars(of)})
 
 
-MetricsLine = StepMetrics | ValidationMetrics | Logged | Notice
+MetricsLine = StepMetrics | ValidationMetrics | Logged | ValidationPart | Notice
 _KINDS: dict[str, Callable[..., MetricsLine]] = {
     "step": StepMetrics,
     "validation": ValidationMetrics,
     "logged": Logged,
+    "validation_part": ValidationPart,
     "notice": Notice,
 }
 
@@ -117,9 +142,16 @@ def read_metrics_line(line: str) -> MetricsLine:
     return _KINDS[raw.pop("kind")](**raw)
 
 
+def ranks_of(replicas: Sequence[int]) -> str:
+    """Whose figures: `r0-r3` for the replicas 0 to 3, `r0,r2` for two that do not stand side by side."""
+    if len(replicas) > 1 and list(replicas) == list(range(replicas[0], replicas[-1] + 1)):
+        return f"r{replicas[0]}-r{replicas[-1]}"
+    return ",".join(f"r{replica}" for replica in replicas)
+
+
 def read_metrics(path: Path) -> Iterator[StepMetrics | ValidationMetrics]:
     """The figures of the built-in job in a `metrics.jsonl`; a last line cut short is left out."""
     with open(path, encoding="utf-8") as lines:
         for line in lines:
-            if line.endswith("\n") and not isinstance(figures := read_metrics_line(line), Notice | Logged):
+            if line.endswith("\n") and isinstance(figures := read_metrics_line(line), StepMetrics | ValidationMetrics):
                 yield figures

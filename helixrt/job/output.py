@@ -120,16 +120,18 @@ class RunOutput:
     def validation(self, metrics: ValidationMetrics) -> None:
         """Print and keep a validation loss."""
         self._keep(metrics)
-        self.say(f"r{metrics.replica}      step {metrics.step}  validation {metrics.bits_per_byte:.4f} bits/byte")
+        rank = metrics.rank if metrics.parts else f"r{metrics.replica}    "
+        told = f"validation {metrics.bits_per_byte:.4f} bits/byte{_of_parts(metrics)}"
+        self.say(f"{rank}  step {metrics.step}  {told}")
         values = {"loss/validation_bits_per_byte": metrics.bits_per_byte}
-        self._log(MetricsPoint(MetricsPoint.VALIDATION, metrics.step, metrics.replica, values))
+        self._log(MetricsPoint(MetricsPoint.VALIDATION, metrics.step, None if metrics.parts else metrics.replica, values))
 
     def evaluated(self, line: Logged) -> None:
         """Print and keep what a user's evaluation returned."""
         self._keep(line)
-        self.say(f"{line.rank}  step {line.step}  validation  {_told(line.values)}")
+        self.say(f"{line.rank}  step {line.step}  validation  {_told(line.values)}{_of_parts(line)}")
         values = {f"{Logged.VALIDATION}/{name}": value for name, value in line.values.items()}
-        self._log(MetricsPoint(MetricsPoint.VALIDATION, line.step, line.replica, values))
+        self._log(MetricsPoint(MetricsPoint.VALIDATION, line.step, None if line.parts else line.replica, values))
 
     @property
     def goodput(self) -> float:
@@ -233,6 +235,11 @@ def logged_line_of(line: Logged, steps: int, replicas: int) -> str:
     return f"{line.rank}  step {step}  {_told(line.values)}  {line.seconds:.3f} s  {of}"
 
 
+def _of_parts(line: Logged | ValidationMetrics) -> str:
+    """What of the data a validation left out."""
+    return f"  ({line.partial})" if line.partial else ""
+
+
 def _told(values: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.6g}" for name, value in values.items())
 
@@ -256,6 +263,7 @@ def summary_of(report: dict[str, Any]) -> list[str]:
     hashes = {r["parameters_sha256"] for r in report["replicas"]}
     alike = "bitwise equal" if len(hashes) == 1 else "DIFFERENT" if hashes else "unknown"
     validation = "unknown" if reached is None else f"{reached:.4f} bits/byte"
+    validation += f" ({report['validation_partial']})" if report.get("validation_partial") else ""
     corpus = "" if order0 is None else f", order-0 entropy of the corpus {order0:.4f}"
     lines = [
         *([f"validation {validation}{corpus}"] if reached is not None or order0 is not None else []),

@@ -35,6 +35,7 @@ from helixrt.job.leaving import TermSignal
 from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.machine import boot_identity
 from helixrt.job.measuring import Measuring
+from helixrt.job.place_owner import DeletionGuard, token_in
 from helixrt.job.places import axes_of
 from helixrt.job.policies import CONFIG_EXIT, FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
 from helixrt.job.rank_context import RankContext, RankJob, open_context
@@ -187,6 +188,7 @@ class RankRuntime:
             context.life,
             self.say,
             context.spec.life,
+            DeletionGuard(context.checkpoints, token_in(context.output), self.say),
         )
         return self._checkpointer
 

@@ -135,6 +135,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
     facts, corpus = found.facts, found.facts.description.corpus
     return {
         "validation_bits_per_byte": found.validation_bits_per_byte,
+        "validation_partial": found.validations[-1].partial if found.validations else "",
         "corpus_order0_bits_per_byte": None if corpus is None else corpus.order0_bits_per_byte,
         "steps": found.chain[-1].step if found.chain else 0,
         "stopped": found.chain[-1].last if found.chain else "",

@@ -113,7 +113,7 @@ def _columns(
         loss = "catching up" if m.bits_per_byte is None else f"{m.bits_per_byte:.3f} bits/byte"
         told[m.step].append(f"replica {m.replica}: {loss}, {m.tokens_per_s:,.0f} tokens/s, {m.participants} taking part")
     for v in validations:
-        told[v.step].append(f"validation: {v.bits_per_byte:.3f} bits/byte")
+        told[v.step].append(f"validation: {v.bits_per_byte:.3f} bits/byte{f' ({v.partial})' if v.partial else ''}")
     width = max(2.0, x(1) - x(0))
     return "".join(
         f'<g class="column"><rect x="{x(step) - width / 2:.1f}" y="{top}" width="{width:.1f}" height="{bottom - top}"'

@@ -82,9 +82,11 @@ def _tiles(found: Figures, report: dict[str, Any]) -> list[html.Tile]:
     alike = len(hashes) == 1 and len(report["replicas"]) + away == found.facts.config.mesh.replicas
     text = bool(found.steps) or reached is not None or order0 is not None  # a model over text has these figures
     bits = "bits per byte" + ("" if order0 is None else f"; order\u20110 is {order0:.3f}")
+    partial = report["validation_partial"]
+    bits += f"; {partial}" if partial else ""
     return [
         *([("checkpoint", "LOST", f"of the last step: {report['unsaved']}", "bad")] if report["unsaved"] else []),
-        *([("validation", "–" if reached is None else f"{reached:.3f}", bits, "")] if text else []),
+        *([("validation", "–" if reached is None else f"{reached:.3f}", bits, "bad" if partial else "")] if text else []),
         ("updates", f"{report['steps']:,}", f"in {report['seconds']:.0f} s", ""),
         *([("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", "")] if text else []),
         ("goodput", f"{report['goodput']:.0%}", "of the replicas' time went into committed steps", ""),

@@ -17,6 +17,7 @@ from typing import Any
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
+from helixrt.job.config import JobConfig
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.stored_path import place_in
@@ -73,10 +74,10 @@ def folder_to_resume(config: SessionConfig, which: str | Path) -> Path | None:
     return newest.resolve() if _settings_of(newest).name == config.name else None
 
 
-def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
+def checkpoint_to_resume(config: JobConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
     """The folder of the run that `which` names (a run's folder, or "latest") and the checkpoint to go on from.
 
-    Raises ConfigError (resume) if there is none, or if it does not fit: another seed, another place for checkpoints.
+    Raises ConfigError (resume) if there is none, or if its checkpoints are in another place than these settings say.
     """
     if str(which) == LATEST:
         folder, found = checkpoints.find_resume(Path(config.output.root), config.name)
@@ -88,13 +89,19 @@ def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, check
         if checkpoint is None:
             raise ConfigError("resume", which, "has no complete checkpoint")
         found = checkpoint
+    place, path = checkpoints.checkpoints_of(folder), config.checkpoint.path
+    if path and str(place) != str(place_in(path, place.name)):
+        raise ConfigError("checkpoint.path", path, f"the checkpoints of {folder} are in {place}; leave this out to go on there")
+    return folder, found
+
+
+def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:
+    """As `checkpoint_to_resume`, of a run that `helixrt.run` has begun. Raises ConfigError (seed) for another seed."""
+    folder, found = checkpoint_to_resume(config, which)
     before = _settings_of(folder)
     if before.seed != config.seed:
         rule = f"{folder} was begun with seed={before.seed}, which the order of its data follows"
         raise ConfigError("seed", config.seed, rule)
-    place, path = checkpoints.checkpoints_of(folder), config.checkpoint.path
-    if path and str(place) != str(place_in(path, place.name)):
-        raise ConfigError("checkpoint.path", path, f"the checkpoints of {folder} are in {place}; leave this out to go on there")
     return folder, found
 
 

@@ -12,18 +12,22 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from helixrt.errors import HelixError
+from helixrt.errors import ConfigError, HelixError
 from helixrt.job.config import JobConfig
 from helixrt.job.controller import Terminated
-from helixrt.job.driver import Driver, JobProgram, Run, new_run
+from helixrt.job.driver import Driver, JobProgram, Run, new_run, reopened_run
 from helixrt.job.external_launcher import ExternalLauncher, Patience
-from helixrt.replica.contracts import Launcher
+from helixrt.job.lineage_files import write_durably
+from helixrt.job.resume import checkpoint_to_resume
+from helixrt.replica.contracts import Launcher, RunStore
 from helixrt.replica.run_keys import SERVED_KEY
 
 INTERRUPTED = 130
+SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
+SETTINGS_FILE = "sessions.json"  # in the run's folder: the same, for a resumption
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,19 @@ class ServedDriver(Driver):
     def __init__(self, config: JobConfig, run: Run, secret: str, wait_s: float) -> None:
         super().__init__(config, run, JobProgram(""), secret)
         self._wait_s = wait_s
+        self._settings_kept = _restore_settings(self.store, run)
         mesh = asdict(config.mesh)
         known = {"run": run.name, "replicas": mesh.pop("replicas"), "mesh": mesh, "secret": fingerprint(run.name, self.secret)}
         self.store.put_if_absent(SERVED_KEY, json.dumps(known))
 
     def launcher(self) -> Launcher:
         return ExternalLauncher(self.store, self.config.mesh, Patience(1.5 * self.timeouts.step_s, self._wait_s))
+
+    def _tick(self) -> None:
+        super()._tick()
+        if not self._settings_kept and (agreed := self.store.get(SETTINGS_KEY)) is not None:
+            write_durably(self.run_.folder / SETTINGS_FILE, agreed)
+            self._settings_kept = True
 
     def run(self) -> int:
         """As the base's; ended by Ctrl-C or SIGTERM it still writes the report."""
@@ -63,11 +74,54 @@ class ServedDriver(Driver):
             return INTERRUPTED if isinstance(why, KeyboardInterrupt) else int(str(why.code))
 
 
-def serve(config: JobConfig, secret: str, wait_s: float, ready: Callable[[ServedDriver], None] = lambda driver: None) -> int:
-    """Make the run's folder, serve the run to its end; its exit code. `ready` is called as soon as replicas may come."""
-    driver = ServedDriver(config, new_run(config), secret, wait_s)
-    ready(driver)
+def _restore_settings(store: RunStore, run: Run) -> bool:
+    """Have the replicas of a resumed run agree on the settings that their sessions had before; whether they are known."""
+    file = run.folder / SETTINGS_FILE
+    if run.life == 0 or not file.is_file():
+        return False
+    store.put_if_absent(SETTINGS_KEY, file.read_text(encoding="utf-8"))
+    return True
+
+
+def serve(
+    config: JobConfig,
+    secret: str,
+    wait_s: float,
+    ready: Callable[[ServedDriver], None] = lambda driver: None,
+    resume: str = "",
+) -> int:
+    """Make the run's folder, or go on with the run that `resume` names (a folder, or "latest"), and serve it to its end; its
+    exit code. `ready` is called as soon as replicas may come. Raises ConfigError for a run that cannot be resumed."""
+    config, run = resumed(config, resume) if resume else (config, new_run(config))
+    try:
+        driver = ServedDriver(config, run, secret, wait_s)
+        ready(driver)
+    except BaseException:
+        if run.lock is not None:
+            run.lock.close()
+        raise
     return driver.run()
+
+
+def resumed(config: JobConfig, which: str) -> tuple[JobConfig, Run]:
+    """The settings and the new life of a served run. Raises ConfigError (resume, or a key of the mesh)."""
+    folder, checkpoint = checkpoint_to_resume(config, which)
+    try:
+        begun = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "train" in begun:
+            raise ConfigError("resume", folder, "was begun by helixrt.run; resume it by helixrt.run(resume=...)")
+        before = JobConfig.from_plain(begun).mesh
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("resume", folder, f"its config.json cannot be read: {error}") from error
+    for key, was, now in (
+        ("replicas", before.replicas, config.mesh.replicas),
+        ("dp_shard", before.dp_shard, config.mesh.dp_shard),
+    ):
+        if was != now:
+            rule = f"the run in {folder} has {was}, and a served run is resumed with as many data streams as it had"
+            raise ConfigError(key, now, rule)
+    config = replace(config, resume=True, deal=checkpoint.record.deal)
+    return config, reopened_run(folder, checkpoint)
 
 
 def main() -> int:

@@ -36,6 +36,7 @@ from helixrt.engines.update import UpdateFunction
 from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.checkpoint import is_due
 from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
+from helixrt.job.evaluation import Evaluation, Part, PartSums
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import PerReplicaState
 from helixrt.job.placement import Placement
@@ -45,6 +46,7 @@ from helixrt.job.scalars import scalars
 from helixrt.job.session_host import Host, Plan, SessionSettings
 from helixrt.job.step import Committed, SessionEngine, Step
 from helixrt.job.stream import Stream, StreamSettings
+from helixrt.replica.commands import Evaluate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,7 +68,7 @@ class Session:
         self.device = self._placement.device
         self._engine: SessionEngine | None = None
         self._per_replica: Mapping[str, Any] = {}
-        self._evaluation: tuple[Callable[[], Any], int] | None = None
+        self._evaluation: Evaluation | None = None
         self._step: Step | None = None  # the newest
         self._last: Committed | None = None  # of the step before it
         self._began = self._ended = False
@@ -276,11 +278,22 @@ class Session:
         """Run `function()` after every `every` updates and after the last one, on all ranks of one replica, between two steps,
         without gradients. What it returns, a number or a mapping of names to numbers, is averaged over these ranks and logged
         as validation. It must leave registered state as it is. Call this before the loop."""
+        self._set_evaluation(Evaluation(function, every))
+
+    def evaluate_shared(self, function: Callable[[Part], PartSums], *, every: int) -> None:
+        """As `evaluate`, with the work shared: every replica that has the agreed state runs `function(part)` over its part of
+        the data, and the sums of all parts give one mean, logged once for each agreed state. `part.of(n)` are the numbers of
+        the part's items, of n.
+
+        A replica that is behind has no part. If one is lost before it has told its sums, the figure is over the other parts
+        and says so; after the last step the other replicas evaluate them. All ranks of a replica get the same part, and run
+        the same forwards; sums and weights are averaged over its dp_shard ranks, which may divide the part by `shard`."""
+        self._set_evaluation(Evaluation(function, every, shared=True))
+
+    def _set_evaluation(self, evaluation: Evaluation) -> None:
         if self._began:
             raise MisuseError("session.evaluate was called after session.steps had begun")
-        if every < 1:
-            raise ConfigError("every", every, "must be at least 1")
-        self._evaluation = (function, every)
+        self._evaluation = evaluation
 
     # ---------------------------------------------------------------- the loop
 
@@ -309,8 +322,9 @@ class Session:
         self._began = True
         stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)
         own = self._own_state(self.settings.stream(accumulate), until)
-        every = self._evaluation[1] if self._evaluation is not None else 0
-        worker = self._host.open(engine, Plan(until, accumulate, every, self._evaluate))
+        given = self._evaluation
+        every, shared = (given.every, given.shared) if given is not None else (0, False)
+        worker = self._host.open(engine, Plan(until, accumulate, every, self._evaluate, shared))
         try:
             while (order := worker.next_work()) is not None:
                 own.begin(order.position, order.step)
@@ -384,15 +398,9 @@ class Session:
 
     # ---------------------------------------------------------------- inside
 
-    def _evaluate(self, step: int) -> None:
-        if self._evaluation is None:
-            return
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            found = self._evaluation[0]()
-        values = scalars(found if isinstance(found, Mapping) else {"value": found})
-        if (group := self._placement.connected) is not None:
-            values = dict(zip(values, group.mean(list(values.values())), strict=True))
-        self._host.validation(step, values)
+    def _evaluate(self, order: Evaluate) -> None:
+        if self._evaluation is not None:
+            self._host.validation(order, self._evaluation.run(order, self._placement.connected))
 
     def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:
         every, checkpoints = self.settings.loader_every, self.settings.checkpoint_every

@@ -15,11 +15,13 @@ import torch
 
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.staged import StagePlace
+from helixrt.job.evaluation import Measured
 from helixrt.job.mesh import Mesh
 from helixrt.job.permutation import seed_of
 from helixrt.job.step import SessionEngine, Worker
 from helixrt.job.stream import StreamSettings
 from helixrt.protocol.step.deal import Deal
+from helixrt.replica.commands import Evaluate
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.rank import Done
 
@@ -56,12 +58,14 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known when the loop begins. `evaluate_every`: steps, 0 for never; `evaluate` runs the user's function."""
+    """What is known when the loop begins. `evaluate_every`: steps, 0 for never; `evaluate` runs the user's
+    function as it is told; `evaluate_shared`: by all replicas, each over a part."""
 
     until: int
     accumulate: int
     evaluate_every: int
-    evaluate: Callable[[int], None]
+    evaluate: Callable[[Evaluate], None]
+    evaluate_shared: bool = False
 
 
 class Host(Protocol):
@@ -89,8 +93,8 @@ class Host(Protocol):
     def log(self, step: int, values: Mapping[str, float], done: Done) -> None:
         """The user's figures of a committed step."""
 
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """What the user's evaluation gave for the state after `step` updates."""
+    def validation(self, order: Evaluate, found: Measured) -> None:
+        """What the user's evaluation gave for the state that was to be evaluated."""
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         """While the thread does something that may take so long."""

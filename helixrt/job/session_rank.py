@@ -26,8 +26,9 @@ from helixrt.engines.staged import StagePlace
 from helixrt.errors import Departed, HelixError, MisuseError, Retryable
 from helixrt.job.agreements import LayoutAgreement, agree_on_plan
 from helixrt.job.connections import replica_mesh, stage_channels
+from helixrt.job.evaluation import Measured
 from helixrt.job.logs import configure_logging
-from helixrt.job.metrics import Logged
+from helixrt.job.metrics import Logged, ValidationPart
 from helixrt.job.orders import OrderBook, RankOrders
 from helixrt.job.policies import FATAL_EXIT, MISUSE_EXIT
 from helixrt.job.rank import RankRuntime, exit_code, run_as_process
@@ -91,8 +92,9 @@ class RankHost:
         job = RankJob(
             engine,
             plan.until,
-            evaluate=lambda command: self._evaluate(plan, command),
+            evaluate=plan.evaluate,
             eval_every=plan.evaluate_every,
+            eval_shared=plan.evaluate_shared,
             updated=self._updated,
             advance=plan.accumulate,
             initial=self._digest_of_replica(digest(engine.state()).state),
@@ -117,8 +119,14 @@ class RankHost:
     def log(self, step: int, values: Mapping[str, float], done: Done) -> None:
         self._send(Logged.STEP, step, values, len(done.record.summed), done.stall_s, done.record.generation)
 
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
-        self._send(Logged.VALIDATION, step, values, 0, 0.0)
+    def validation(self, order: Evaluate, found: Measured) -> None:
+        if found.weight is None:
+            self._send(Logged.VALIDATION, order.step, found.values, 0, 0.0)
+        elif self._runtime.metrics is not None:
+            of, among = order.of, list(order.among)
+            label, replica = self._context.label, self._context.replica
+            line = ValidationPart(replica, label, order.step, order.lineage, of, among, found.values, found.weight)
+            self._runtime.metrics.send(line.to_json())
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         return self._context.progress.busy(doing, limit_s)
@@ -140,9 +148,6 @@ class RankHost:
         now = time.monotonic()
         self._seconds, self._updated_s = now - self._updated_s, now
 
-    def _evaluate(self, plan: Plan, command: Evaluate) -> None:
-        plan.evaluate(command.step)
-
     def _digest_of_replica(self, mine: str) -> str:
         """Of the initial state of all its ranks. Raises Retryable if a rank does not come."""
         context = self._context
@@ -152,6 +157,7 @@ class RankHost:
         keys = [f"initial/digest/{context.life}/{rank}" for rank in range(context.group_world_size)]
         parts = [self.store.wait(key, context.timeouts.start_s) for key in keys]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
+
 
 @contextmanager
 def opened_session(runtime: RankRuntime, config: SessionConfig, local_rank: int = -1) -> Iterator[Session]:

@@ -26,10 +26,14 @@ from helixrt.replica.contracts import RunStore
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Mean loss over `batches` validation batches, for the state of step `step`."""
+    """Mean loss over `batches` validation batches, for the state of step `step`. One that all replicas share is that of the
+    record `lineage`, dealt over the replicas `among`: evaluate the part of replica `of`."""
 
     step: int
     batches: int
+    lineage: str = ""
+    of: int = 0
+    among: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

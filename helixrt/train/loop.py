@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from helixrt import Session
+from helixrt import Part, PartSums, Session
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import BatchAt, EpochLoader, ReplicaStream, load_corpus
 from helixrt.train.engine import inputs_and_targets, model_stages
@@ -59,14 +59,15 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
     session.register(model=model, optimizers=[optimizer], schedulers=[scheduler], clip_norm=optim.clip or None)
     hooks.ready(model)
 
-    def validate() -> dict[str, float]:
+    def validate(part: Part) -> PartSums:
         losses = []
-        for index in range(config.eval.batches):
+        for index in part.of(config.eval.batches):
             inputs, targets = inputs_and_targets(stream.validation_batch(index), groups.cp)
             losses.append(model.evaluate(inputs, target=targets))
-        return {"loss_nats": math.fsum(losses) / len(losses), "tokens": len(losses) * data.batch * data.seq_len}
+        tokens = data.batch * data.seq_len
+        return PartSums({"loss_nats": tokens * math.fsum(losses)}, tokens * len(losses))
 
-    session.evaluate(validate, every=config.eval.every or config.steps)
+    session.evaluate_shared(validate, every=config.eval.every or config.steps)
     content = f"bytes of SHA-256 {corpus.sha256[:16]} in {data.batch} x {data.seq_len}"
     loader = EpochLoader(hooks.batches(stream), stream.batches_per_epoch, content)
     for step in session.steps(loader, until=config.steps):

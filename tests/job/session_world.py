@@ -16,10 +16,12 @@ from torch.nn.functional import mse_loss
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.job.agreements import LayoutAgreement
+from helixrt.job.evaluation import Measured
 from helixrt.job.session import Session
 from helixrt.job.session_host import Plan, SessionSettings
 from helixrt.job.step import Worker
 from helixrt.protocol.step.lineage import CommitRecord, genesis
+from helixrt.replica.commands import Evaluate
 from helixrt.replica.contracts import WorkResult
 from helixrt.replica.rank import Done, WorkOrder
 from helixrt.replica.store import MemoryRunStore
@@ -62,7 +64,7 @@ class CommittingWorker:
         sums = [bucket.clone() for bucket in self.engine.buckets] if applied else None
         update = self.engine.apply(self.head, sums)
         if self.plan.evaluate_every and order.step % self.plan.evaluate_every == 0:
-            self.plan.evaluate(order.step)
+            self.plan.evaluate(Evaluate(order.step, 0, self.head.hash, 0, (0,)))
         return Done(self.head, update, self.result, 0.25)
 
 
@@ -101,8 +103,8 @@ class LocalHost:
     def log(self, step: int, values: Mapping[str, float], done: Done) -> None:
         self.logged.append((step, dict(values)))
 
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
-        self.validated.append((step, dict(values)))
+    def validation(self, order: Evaluate, found: Measured) -> None:
+        self.validated.append((order.step, dict(found.values)))
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         return nullcontext()

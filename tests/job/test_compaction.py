@@ -104,7 +104,7 @@ def test_what_is_behind_a_checkpoint_is_deleted_and_the_run_goes_on(tmp_path: Pa
         if index in saves:
             lineage.flush()
             saved(tmp_path, entry)
-            checkpoints.prune(tmp_path / "checkpoints", 1)
+            checkpoints.prune(tmp_path / "checkpoints", 1, 10**6)
         compaction.look(driver, 1)
         assert runlog.begin <= index
         if index < saves[0]:
@@ -170,5 +170,5 @@ def test_a_run_that_lasts_does_not_grow(tmp_path: Path) -> None:
 @pytest.mark.timeout(500)
 def test_a_million_records_of_many_replicas(tmp_path: Path) -> None:
     """A tenth of them in the time that a test has; `helixrt bench lasting` makes all of them."""
-    arguments = argparse.Namespace(records=100_000, replicas=256, json=tmp_path / "lasting.json")
+    arguments = argparse.Namespace(records=100_000, replicas=256, start=(64, 128, 256), json=tmp_path / "lasting.json")
     assert lasting.run(arguments) == 0

@@ -260,7 +260,7 @@ def test_a_mesh_that_is_not_the_servers_is_refused() -> None:
 
 
 def admitted(store: MemoryRunStore, place: Place) -> RankSpec:
-    return environment._admitted(store, place, claim(Claim(store, place), place, 60.0))
+    return environment.admitted(store, place, claim(Claim(store, place), place, 60.0))
 
 
 def test_incarnations_are_claimed_in_their_order(tmp_path: Path) -> None:
@@ -306,10 +306,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_settings_of_the_session_are_equal_on_all_replicas() -> None:
     store = served_store()
-    environment._agree_on_settings(store, SessionChoices(seed=1))
-    environment._agree_on_settings(store, SessionChoices(seed=1, device="cpu"))
+    environment.agree_on_settings(store, SessionChoices(seed=1))
+    environment.agree_on_settings(store, SessionChoices(seed=1, device="cpu"))
     with pytest.raises(ConfigError, match="seed=2: the replica that began first has 1; must be equal on all replicas"):
-        environment._agree_on_settings(store, SessionChoices(seed=2))
+        environment.agree_on_settings(store, SessionChoices(seed=2))
 
 
 @pytest.mark.parametrize(
