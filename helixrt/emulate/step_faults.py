@@ -1,7 +1,8 @@
 """What goes wrong in the step world: which fault strikes which replica, and when a crashed one is started again.
 
-In: the kinds that may happen (`FAULTS`, `STOP`). Out: replicas that are paused, cut off, crashed, fenced or resumed; a store
-that is away; a clock that jumps; gradients that are not finite. Every choice is drawn from the world's seeded generator.
+In: the kinds that may happen (`FAULTS`, `STOP`, `REMADE`). Out: replicas that are paused, cut off, crashed, fenced or resumed;
+a store that is away; a clock that jumps; gradients that are not finite. Every choice is drawn from the world's seeded
+generator.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 FAULTS = ("crash", "pause", "partition", "store", "links", "fence", "clock", "nonfinite", "resume", "outage")
 STOP = "stop"  # no fault: a replica's program ends the run early
+REMADE = "remade"  # the process of store and membership service is killed, and another one reads the store's journal
+REMADE_S = (0.5, 3.0, 20.0, 90.0)  # until it serves
 SPANS_S = (0.3, 1.5, 4.0, 10.0, 20.0, 20.0, 150.0, 1500.0)
 
 
@@ -35,6 +38,8 @@ class Faults:
         span = world.random.choice(SPANS_S)
         if kind == "store":
             world.store.down_until = world.now + min(span, 150.0)
+        elif kind == REMADE:
+            world.calls.lose(world.random.choice(REMADE_S))
         elif kind == "clock":
             world.clock_offset_s += world.random.choice((-1.0, 1.0)) * span
             world.store.jumps += 1

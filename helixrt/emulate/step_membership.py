@@ -25,6 +25,13 @@ class Lighthouse:
         """It was started again: no request of it is open."""
         self._joins.clear()
 
+    def restarted(self) -> None:
+        """Its process was lost: whoever has asked is told, and asks the next one, which begins with the store."""
+        for node, _, _ in self._joins.values():
+            if node.alive:
+                self._world.answer(node, p.JoinFailed("the lighthouse cannot be reached"), 0.5, 1.0)
+        self._joins.clear()
+
     def lost(self, node: Node) -> None:
         """The process that has asked is gone."""
         if node.replica in self._joins and self._joins[node.replica][0] is node:

@@ -38,6 +38,7 @@ class Verdict:
     stopped: int  # 1: a replica's program has ended the run early
     dropped: int = 0  # replicas whose copy of the log does not begin with the genesis any more
     switched: int = 0  # orders of schedules that records name, by replica
+    remade: int = 0  # how often the store was lost and made again
 
 
 @dataclass

@@ -68,7 +68,7 @@ class States:
             world.count["reload"] += 1
             world.answer(node, p.Reloaded(node.state[0] if record.step > action.newer_than else node.machine.held), 0.1, 1.0)
 
-        world.claim(node, world.store.newest_durable(node.machine.log)[0], read)
+        world.calls.claim(node, world.store.newest_durable(node.machine.log)[0], read)
 
     def fetch(self, node: Node, action: p.FetchState | p.FetchReduced) -> None:
         """A fetch takes one of the world's durations, as long as some donor has what it asks for."""

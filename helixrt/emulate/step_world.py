@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from helixrt.emulate.step_exchanges import Exchanges
-from helixrt.emulate.step_faults import FAULTS, Faults
+from helixrt.emulate.step_faults import FAULTS, REMADE, Faults
 from helixrt.emulate.step_membership import Lighthouse
 from helixrt.emulate.step_node import Node, Verdict, Violation
 from helixrt.emulate.step_orders import Orders
 from helixrt.emulate.step_state import States
 from helixrt.emulate.step_store import Batch, SimulatedStore, State
+from helixrt.emulate.step_store_calls import StoreCalls
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit, genesis, is_last
 from helixrt.protocol.step.machine import StepMachine
@@ -81,6 +82,7 @@ class StepWorld:
         self.crashed: set[int] = set()
         self.left_out: set[int] = set()
         self.orders, self.compacts = Orders(seed) if orders else None, compacts
+        self.calls = StoreCalls(self, REMADE in faults)
         self.until_all = True  # the run ends when every replica holds the last state, not only one
 
     # ---- running
@@ -117,6 +119,7 @@ class StepWorld:
             self.now = when
             self.events += 1
             call()
+            self.calls.noted()
             if self.now > limit_s or self.events > 2_000_000:
                 phases = {r: (n.machine.phase.value, n.machine.held_step) for r, n in self.nodes.items()}
                 raise self.fail(f"no end in sight, replicas (phase, step): {phases}, head {self.store.head.step}")
@@ -171,6 +174,7 @@ class StepWorld:
             stopped=int(log.head.last != ""),
             dropped=sum(node.machine.log.behind.begin > 0 for node in self.nodes.values()),
             switched=len({(r, order) for record in chain for r, order in record.orders.items()}),
+            remade=c["remade"],
         )
 
     def content(self, record: CommitRecord) -> tuple[frozenset[Batch], ...]:
@@ -290,9 +294,9 @@ class StepWorld:
             case p.Abort():
                 self.exchange.abort(node, action.generation, action.reason)
             case p.Append():
-                self.ask_store(node, lambda: self.put(node, action))
+                self.calls.ask(node, lambda: self.calls.append(node, action))
             case p.ReadLog():
-                self.ask_store(node, lambda: p.LogRead(tuple(self.store.entries[action.index :])))
+                self.calls.ask(node, lambda: p.LogRead(tuple(self.store.entries[action.index :])))
             case p.Persist():
                 if self.persisted.setdefault(action.index, action.record.hash) != action.record.hash:
                     raise self.fail(f"two records persisted at {action.index}")
@@ -319,12 +323,12 @@ class StepWorld:
             case p.Withdraw():
                 node.offers.pop(action.lineage, None)
             case p.FetchState() | p.FetchReduced():
-                self.claim(node, action.lineage, lambda: self.states.fetch(node, action))
+                self.calls.claim(node, action.lineage, lambda: self.states.fetch(node, action))
             case p.Reload():
                 self.states.reload(node, action)
             case p.Wait():
                 self.count["wait"] += 1
-                self.at(self.random.uniform(0.5, 9.0), lambda: self.wait(node, action))
+                self.at(self.random.uniform(0.5, 9.0), lambda: self.calls.wait(node, action))
             case p.WaitOver():
                 self.store.wait_over(action.head, action.generation)
             case p.Hold():
@@ -354,48 +358,6 @@ class StepWorld:
                     self.exchange.give(node, key, frozenset({(node.replica, action.position)}))
 
         self.at(self.random.uniform(0.2, 1.2), finish)
-
-    # ---- store
-
-    def put(self, node: Node, action: p.Append) -> p.Event | None:
-        if self.fence_holds(node):
-            return None
-        standing, complaint = self.store.put(action.index, action.record, self.now)
-        if complaint:
-            raise self.fail(complaint)
-        return p.Appended(action.index, standing)
-
-    def ask_store(self, node: Node, ask: Callable[[], p.Event | None]) -> None:
-        def arrive() -> None:
-            if node.life != self.store.life:
-                return
-            if self.now < self.store.down_until or self.cut(node.replica):
-                self.answer(node, p.StoreLost(), 0.5, 1.0)
-                return
-            answer = ask()
-            lost = "store" in self.faults and self.random.random() < 0.02
-            if answer is not None:
-                self.answer(node, p.StoreLost() if lost else answer)
-
-        self.at(self.random.uniform(0.001, 0.3), arrive)
-
-    def wait(self, node: Node, action: p.Wait) -> None:
-        if node.life != self.store.life or not node.alive:
-            return
-        if self.now < self.store.down_until or self.cut(node.replica) or node.paused_until > self.now:
-            self.at(1.0, lambda: self.wait(node, action))
-            return
-        self.answer(node, p.WaitEnded(self.store.evidence(action.head, action.generation)))
-
-    def claim(self, node: Node, lineage: str, then: Callable[[], None]) -> None:
-        """The holder entry, before a state is fetched or read."""
-        if not node.alive or node.life != self.store.life:
-            return
-        if self.now < self.store.down_until or self.cut(node.replica) or node.paused_until > self.now:
-            self.at(0.5, lambda: self.claim(node, lineage, then))
-            return
-        self.store.holders.append(((node.replica, node.incarnation), lineage))
-        then()
 
 
 def main(arguments: list[str] | None = None) -> None:

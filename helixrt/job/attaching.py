@@ -14,7 +14,8 @@ from pathlib import Path
 from helixrt.errors import ConfigError
 from helixrt.job.config import JobConfig
 from helixrt.job.driver import Driver, JobProgram, Run
-from helixrt.job.kept_run import KeptServices, living, standing_of, start_keeper
+from helixrt.job.keeper_start import is_lost, secret_of, start_again, start_keeper
+from helixrt.job.kept_run import KeptServices, living, standing_of
 from helixrt.job.lineage_files import read_log
 from helixrt.job.ray_run import Reserved
 from helixrt.job.run_lock import RunLock
@@ -22,6 +23,7 @@ from helixrt.job.session_config import SessionConfig
 from helixrt.protocol.step.lineage import Log
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.runlog import RunLog
+from helixrt.replica.store_client import run_store
 
 AWAY_S = 600.0  # by default, where ranks are Ray actors
 
@@ -39,7 +41,7 @@ def started_driver(config: SessionConfig, run: Run, program: JobProgram) -> Driv
         if (patience_s := away_s(config)) == 0:
             return Driver(config, run, program)
         secret = secrets.token_hex(32)
-        services = start_keeper(config, run, program, secret, patience_s)
+        services = KeptServices(start_keeper(config, run, program, secret, patience_s), secret, run.folder)
         try:
             return Driver(config, run, program, secret, services)
         except BaseException:
@@ -60,16 +62,19 @@ def attached_driver(folder: Path, program: JobProgram | None = None) -> Driver:
         rule = "no ranks of this run live that could go on (it has ended, or had no keeper: driver_away_s)"
         raise ConfigError("run", folder, f"{rule}; helixrt.run(resume=...) goes on from its newest checkpoint")
     lock = RunLock(folder, kept.run, kept.life)
-    services = KeptServices(kept)
+    if is_lost(folder, kept):
+        kept = start_again(folder, kept)
+    secret = secret_of(folder)
+    store = run_store(kept.store, kept.durable, secret)
     config = SessionConfig.from_plain(kept.config)
     identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    standing = standing_of(services.store, config.mesh.replicas, time.monotonic())
-    services = KeptServices(kept, standing.orders, standing.exits)
-    log = _log_of(folder, services.store)
+    standing = standing_of(store, config.mesh.replicas, time.monotonic())
+    log = _log_of(folder, store)
+    services = KeptServices(kept, secret, folder, standing.orders, standing.exits)
     run = Run(folder, kept.run, identity["epoch_s"], tuple(log.entries), kept.life, lock=lock, behind=log.behind)
     own = JobProgram(kept.module) if program is None else program
     own = replace(own, module=kept.module, exit_grace_s=kept.exit_grace_s, reserved=Reserved(**kept.reserved))
-    return Driver(config, run, own, services=services, standing=standing)
+    return Driver(config, run, own, secret, services, standing)
 
 
 def _log_of(folder: Path, store: RunStore) -> Log:

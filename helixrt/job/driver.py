@@ -48,7 +48,7 @@ from helixrt.protocol.step.lineage import Behind, CommitRecord, Log, audit, gene
 from helixrt.replica.contracts import Launcher, RankSpec, RunStore
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import TcpRunStore
+from helixrt.replica.store_client import run_store
 from helixrt.timeouts import derive
 
 
@@ -175,7 +175,7 @@ class Driver:
         self._services = services or ServedHere(config, run.folder, program.module, program.reserved)
         self._kept, self._standing = services is not None, standing
         self.address = self._services.address
-        self.store: RunStore = TcpRunStore(self.address)
+        self.store: RunStore = run_store(self.address, self._services.durable, self.secret)
         self.log = RunLog(self.store)
         self.seen = Log(run.entries, run.behind)
         self._compaction = Compaction(self.log, run.folder, config.mesh.replicas)
@@ -214,6 +214,7 @@ class Driver:
                 config=self.config.to_plain(),
                 transport="ray" if self.config.launcher == "ray" else "http",
                 life=self.run_.life,
+                durable=self._services.durable,
             )
             for coordinate in coordinates(self.config.mesh, replica)
         ]

@@ -1,8 +1,12 @@
-"""The keeper of a run: the process that has the run's store, the membership service and the ranks, and outlives the driver.
+"""The keeper of a run: the process that has the ranks and the process of the run's services, and outlives the driver.
 
 In: a `KeeperOrder`; later the driver's orders in the run's store (`launch_orders`). Out: `keeper.json` in the run's folder,
 where a driver finds the run; exits of ranks in the store. It decides nothing: which replica is started again is the driver's
 matter, so while there is no driver the ranks that live train on, and a lost replica stays away.
+
+Store and membership service are a process of their own (`served_apart`). When that is lost the keeper starts it again, the
+store has its values from its journal, and the ranks train on. When the keeper itself is lost its ranks end with it; another
+takes over (`keeper_start`), tells their ends, and goes on with the orders.
 
 It ends when the driver has ended the run, and when no driver has been there for `away_s`: then it ends the ranks, whose newest
 checkpoint stands, and the run may be resumed. As `python -m helixrt.job.keeper` it reads its order as JSON from standard input;
@@ -13,20 +17,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from helixrt.errors import Retryable
+from helixrt.errors import ConfigError, Fatal, Retryable, StartAgain
 from helixrt.job.config import JobConfig
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
     BEAT_S,
+    CARRIED_KEY,
     CLOSED_KEY,
     DONE_KEY,
     UNATTENDED_KEY,
@@ -38,25 +43,35 @@ from helixrt.job.launch_orders import (
     exit_text,
     numbered,
     order_key,
+    read_exit,
     read_order,
     waiting_key,
 )
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.ray_run import Reserved
-from helixrt.job.services import ServedHere
+from helixrt.job.run_lock import RunLock
+from helixrt.job.served_apart import Addresses, ServedApart
+from helixrt.job.store_process import FOLDER as STORE_FOLDER
 from helixrt.replica.contracts import Launcher, RankExit, RunStore
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import TcpRunStore
+from helixrt.replica.store_client import DurableRunStore
+from helixrt.replica.store_file import FILE as JOURNAL
 
 FILE = "keeper.json"  # in the run's folder while the run has a keeper
+LOCK_FILE = "keeper.lock"  # there: locked by the keeper as long as it lives
+SECRET_FILE = "keeper.secret"  # there, for its user alone: the run's secret, which a driver needs that attaches
 LOOK_S = 0.05
+STORE_S = 1.0  # how long the keeper tries a store that is away, before it looks at its process again
+BEGIN_S = 60.0  # for a store to begin
 LINGER_S = 60.0  # how long a driver that has ended the ranks may take for its report
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class KeeperOrder:
     """`config`: the run's settings as plain data; `module`: what a rank runs; `reserved`: see `ray_run`; `away_s`: how long the
-    ranks train on without a driver."""
+    ranks train on without a driver; `number`: how many keepers this life of the run had before; `before`: the `Addresses` of a
+    keeper that was lost, which this one takes over from."""
 
     config: dict[str, Any]
     folder: str
@@ -67,6 +82,8 @@ class KeeperOrder:
     secret: str
     away_s: float
     exit_grace_s: float
+    number: int = 0
+    before: dict[str, str] | None = None
 
     @staticmethod
     def from_plain(raw: Mapping[str, Any]) -> KeeperOrder:
@@ -75,9 +92,11 @@ class KeeperOrder:
 
 @dataclass(frozen=True)
 class KeptRun:
-    """What `keeper.json` says: where the run's store and membership service are, and what a driver needs to know of the run."""
+    """What `keeper.json` says: where the run's store and membership service are (`served_apart.Addresses`), and what a driver
+    needs to know of the run."""
 
     store: str
+    durable: str
     lighthouse: str
     where: str  # the keeper's process
     run: str
@@ -87,6 +106,7 @@ class KeptRun:
     reserved: dict[str, float]
     away_s: float
     exit_grace_s: float
+    number: int
 
 
 class Progress:
@@ -105,6 +125,10 @@ class Progress:
         """A new record of this step stands."""
         self._step, self._longest_s, self._mark_s = step, max(self._longest_s, now - self._mark_s), now
 
+    def not_observed(self, seconds: float) -> None:
+        """The store was away for so long: whether a driver is there was not to be seen."""
+        self.alive_s += seconds
+
     def unattended(self, now: float) -> Unattended:
         return Unattended(self._first, round(max(self._longest_s, now - self._mark_s), 3))
 
@@ -116,42 +140,119 @@ class Keeper:
         self._order, self._clock = order, clock
         self._config = JobConfig.from_plain({k: order.config[k] for k in JobConfig.__dataclass_fields__})
         self._folder = Path(order.folder)
-        self._services = ServedHere(self._config, self._folder, order.module, Reserved(**order.reserved))
-        self._store: RunStore = TcpRunStore(self._services.address)
+        self._lock = _locked(self._folder, order)
+        before = None if order.before is None else Addresses(**order.before)
+        if before is None:
+            (self._folder / STORE_FOLDER / JOURNAL).unlink(missing_ok=True)  # of an earlier life
+        log = self._folder / "logs" / f"store.{order.life}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        own = (order.module, Reserved(**order.reserved), order.run, order.life, order.secret, log)
+        self._services = ServedApart(self._config, self._folder, *own, before)
+        self._store: RunStore = DurableRunStore(self._services.durable, order.secret, STORE_S)
         self._log = RunLog(self._store)
         self._orders = self._exits = 0
+        self._untold: list[RankExit] = []  # exits that the store does not have yet
         self._replicas: dict[int, bool] = {}  # that were started -> whether it was told that they wait
         self._alive, self._entries, self._told_s = "", 0, clock()
         self._progress = Progress(clock())
+        if before is not None:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """From a keeper that was lost, and its ranks with it. Raises Retryable, Fatal."""
+        carried = int(self._surely(lambda: self._store.get(CARRIED_KEY)) or 0)
+        orders = [read_order(text) for text in self._surely(lambda: list(numbered(self._store, order_key)))][:carried]
+        told = [read_exit(text) for text in self._surely(lambda: list(numbered(self._store, exit_key)))]
+        ended = {(ended.coordinate, ended.incarnation) for ended in told}
+        for order in orders:
+            if isinstance(order, Start) and (who := (order.spec.coordinate, order.spec.incarnation)) not in ended:
+                self._untold.append(RankExit(*who, -signal.SIGKILL, "the keeper of the run was lost, and its ranks with it"))
+                ended.add(who)
+        self._orders, self._exits = len(orders), len(told)
+        if any(isinstance(order, Close) for order in orders):
+            self._orders -= 1  # the last: to be carried out again
+        self._surely(self._tell_exits)
+
+    def _surely(self, ask: Callable[[], T]) -> T:
+        """What the store says, which may just be starting. Raises Retryable after a while, Fatal if it cannot start."""
+        deadline = self._clock() + BEGIN_S
+        while True:
+            self._services.look()
+            try:
+                return ask()
+            except Retryable:
+                if self._clock() >= deadline:
+                    raise
 
     def publish(self) -> None:
         """Write where the run is; from now on a driver may come."""
         order, where = self._order, f"process {os.getpid()} on {socket.gethostname()}"
-        here = (self._services.address, self._services.lighthouse, where, order.run, order.life)
-        kept = KeptRun(*here, order.config, order.module, order.reserved, order.away_s, order.exit_grace_s)
+        secret = self._folder / SECRET_FILE
+        descriptor = os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(order.secret)
+        here = (self._services.address, self._services.durable, self._services.lighthouse, where, order.run, order.life)
+        kept = KeptRun(*here, order.config, order.module, order.reserved, order.away_s, order.exit_grace_s, order.number)
         write_durably(self._folder / FILE, json.dumps(asdict(kept), indent=1))
 
     def run(self) -> None:
-        """Until the run has ended, or nobody drives it any more."""
+        """Until the run has ended, or nobody drives it any more. Raises Fatal if the store is lost for good."""
         launcher = self._services.launcher()
         try:
-            while self._obey(launcher) and self._store.get(DONE_KEY) is None and not self._is_alone(self._order.away_s):
-                for ended in launcher.poll():
-                    self._tell_exit(ended)
-                self._tell_waiting(launcher)
-                self._tell_progress()
+            while self._round(launcher):
                 time.sleep(LOOK_S)
         finally:
             launcher.close()
-            self._store.put_if_absent(CLOSED_KEY, "yes")
-            while self._store.get(DONE_KEY) is None and not self._is_alone(LINGER_S):
-                time.sleep(LOOK_S)
-            (self._folder / FILE).unlink(missing_ok=True)
-            self._services.close()
+            self._untold.clear()
+            try:
+                self._linger()
+            finally:
+                for file in (self._folder / FILE, self._folder / SECRET_FILE):
+                    file.unlink(missing_ok=True)
+                self._services.close()
+                (self._folder / STORE_FOLDER / JOURNAL).unlink(missing_ok=True)
+                self._lock.close()
+
+    def _round(self, launcher: Launcher) -> bool:
+        """See what was ordered and what happened; False at the end. A store that is away is started again, and has everything
+        then; the time without it is nobody's absence."""
+        begun = self._clock()
+        self._services.look()
+        self._untold += launcher.poll()
+        try:
+            if not self._obey(launcher) or self._store.get(DONE_KEY) is not None or self._is_alone(self._order.away_s):
+                return False
+            self._tell_exits()
+            self._tell_waiting(launcher)
+            self._tell_progress()
+        except Retryable:
+            self._progress.not_observed(self._clock() - begun)
+        return True
+
+    def _linger(self) -> None:
+        """A driver that has ended the ranks reads on, for its report."""
+        until = self._clock() + LINGER_S
+        closed = False
+        while self._clock() < until:
+            try:
+                self._services.look()
+                if not closed:
+                    self._store.put_if_absent(CLOSED_KEY, "yes")
+                    closed = True
+                if self._store.get(DONE_KEY) is not None or self._is_alone(LINGER_S):
+                    return
+                until = self._clock() + LINGER_S  # of a store that answers, and a driver that is there
+            except Retryable:
+                pass
+            except Fatal:
+                return
+            time.sleep(LOOK_S)
 
     def _obey(self, launcher: Launcher) -> bool:
         """Carry out what was ordered since the last time; False once all is to end."""
         for text in numbered(self._store, order_key, self._orders):
+            # Before it is done: one that takes over says of a rank that was perhaps not started that it has ended.
+            self._store.set(CARRIED_KEY, str(self._orders + 1))
             self._orders += 1
             order = read_order(text)
             if isinstance(order, Close):
@@ -163,9 +264,11 @@ class Keeper:
                 launcher.start(replace(order.spec, secret=self._order.secret))
         return True
 
-    def _tell_exit(self, ended: RankExit) -> None:
-        self._store.put_if_absent(exit_key(self._exits), exit_text(ended))
-        self._exits += 1
+    def _tell_exits(self) -> None:
+        while self._untold:
+            self._store.put_if_absent(exit_key(self._exits), exit_text(self._untold[0]))
+            del self._untold[0]
+            self._exits += 1
 
     def _tell_waiting(self, launcher: Launcher) -> None:
         for replica, told in self._replicas.items():
@@ -175,7 +278,12 @@ class Keeper:
 
     def _tell_progress(self) -> None:
         now = self._clock()
-        for entry in self._log.read_from(self._entries):
+        try:
+            entries = self._log.read_from(self._entries)
+        except StartAgain:  # the log was compacted
+            self._entries = self._log.begin
+            return
+        for entry in entries:
             self._entries += 1
             self._progress.record(entry.step, now)
         if now - self._progress.alive_s > 2 * BEAT_S and now - self._told_s > BEAT_S:
@@ -195,12 +303,23 @@ class Keeper:
         return alone
 
 
+def _locked(folder: Path, order: KeeperOrder) -> RunLock:
+    """Raises ConfigError if another keeper lives."""
+    for last in [False] * 50 + [True]:
+        try:
+            return RunLock(folder, order.run, order.life, LOCK_FILE)
+        except ConfigError:  # or a driver looks whether one does
+            if last:
+                raise
+            time.sleep(0.1)
+    raise AssertionError
+
+
 def keep(order: KeeperOrder) -> None:
     """The whole life of a keeper."""
     keeper = Keeper(order)
     keeper.publish()
-    with suppress(Retryable):  # its own store is gone: so is the run
-        keeper.run()
+    keeper.run()
 
 
 def keep_plain(raw: dict[str, Any]) -> None:

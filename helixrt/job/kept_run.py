@@ -1,6 +1,6 @@
-"""A run with a keeper, as its driver sees it: how the keeper is started, and how a later driver attaches to the run.
+"""A run with a keeper, as its driver sees it, and how a later driver attaches to the run.
 
-In: the settings of a new run; or the folder of a run whose driver has gone. Out: `KeptServices` for the driver; for one that
+In: the keeper's addresses; or the folder of a run whose driver has gone. Out: `KeptServices` for the driver; for one that
 attaches also the state that the controller goes on from (`Standing`), as the store has it, and what happened meanwhile
 (`Absence`). A driver that attaches is no new life of the run: no rank is started again for it, and nothing is read from disk
 that the store has. Restart budgets begin anew, since what was spent is not in the store.
@@ -9,18 +9,16 @@ that the store has. Restart budgets begin anew, since what was spent is not in t
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from helixrt.errors import Cause, ConfigError, Fatal, Retryable
+from helixrt.errors import ConfigError, Retryable
 from helixrt.job.draining import DRAINED_WHY
-from helixrt.job.keeper import FILE, KeeperOrder, KeptRun
+from helixrt.job.keeper import KeptRun
+from helixrt.job.keeper_start import KeeperWatch, is_lost, kept_run, secret_of
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
     DONE_KEY,
@@ -36,104 +34,40 @@ from helixrt.job.launch_orders import (
 )
 from helixrt.job.policies import Phase, ReplicaState, RunState
 from helixrt.job.services import Services
-from helixrt.job.warm_up import rank_environment
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.rank_log import last_error
 from helixrt.replica.run_keys import done_key, leave_key, running_key
-from helixrt.replica.store import TcpRunStore
+from helixrt.replica.store_client import run_store
 
-if TYPE_CHECKING:
-    from helixrt.job.config import JobConfig
-    from helixrt.job.driver import JobProgram, Run
-
-STARTED_S = 120.0  # a keeper imports torch, on a busy machine
 ANSWER_S = 5.0  # of a keeper that lives
 
 
 class KeptServices(Services):
-    """Of a run with a keeper. `orders`, `exits`: see `KeptLauncher`."""
+    """Of a run with a keeper, whose secret the driver knows. `orders`, `exits`: see `KeptLauncher`. With a `folder`, a keeper
+    that is lost is started again."""
 
-    def __init__(self, kept: KeptRun, orders: int = 0, exits: int = 0) -> None:
-        self.address, self.lighthouse = kept.store, kept.lighthouse
-        self.store: RunStore = TcpRunStore(kept.store)
+    def __init__(self, kept: KeptRun, secret: str, folder: Path | None = None, orders: int = 0, exits: int = 0) -> None:
+        self.address, self.durable, self.lighthouse = kept.store, kept.durable, kept.lighthouse
+        self.store: RunStore = run_store(kept.store, kept.durable, secret)
+        self._watch = None if folder is None else KeeperWatch(folder)
         self._orders, self._exits = orders, exits
 
     def launcher(self) -> Launcher:
         return KeptLauncher(self.store, self._orders, self._exits)
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         with suppress(Retryable):
             self.store.put_if_absent(DONE_KEY, "yes")
 
 
-def start_keeper(config: JobConfig, run: Run, program: JobProgram, secret: str, away_s: float) -> KeptServices:
-    """Start the keeper of a new life of the run, on this machine or, with launcher=ray, on this node of the cluster. Raises
-    ConfigError for an address that it cannot use, Fatal if it does not start."""
-    order = KeeperOrder(
-        config.to_plain(),
-        str(run.folder),
-        run.name,
-        run.life,
-        program.module,
-        asdict(program.reserved),
-        secret,
-        away_s,
-        program.exit_grace_s,
-    )
-    log = run.folder / "logs" / f"keeper.{run.life}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    (run.folder / FILE).unlink(missing_ok=True)
-    process: subprocess.Popen[bytes] | None = None
-    if config.launcher == "ray":
-        from helixrt.ray_cluster.detached import start_detached
-
-        name = f"{run.name}/keeper.{run.life}"
-        start_detached(name, "helixrt.job.keeper:keep_plain", asdict(order), log, rank_environment(config.threads))
-    else:
-        process = _as_process(order, log)
-    deadline = time.monotonic() + STARTED_S
-    while (kept := kept_run(run.folder)) is None:
-        ended = process is not None and process.poll() is not None
-        if ended or time.monotonic() > deadline:
-            how = "ended at its start" if ended else f"did not start in {STARTED_S:g} s"
-            raise Fatal(Cause(f"the keeper of the run {how}: {last_error(log)}", log=str(log)))
-        time.sleep(0.05)
-    return KeptServices(kept)
-
-
-def _as_process(order: KeeperOrder, log: Path) -> subprocess.Popen[bytes]:
-    with open(log, "ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "helixrt.job.keeper"],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # neither Ctrl-C in a terminal nor the end of this process ends it
-        )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended; its log says why
-        process.stdin.write(json.dumps(asdict(order)).encode())
-        process.stdin.close()
-    return process
-
-
-def kept_run(folder: Path) -> KeptRun | None:
-    """Of the run in this folder, if it has a keeper; whether that answers is another matter."""
-    try:
-        return KeptRun(**json.loads((folder / FILE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError) as error:
-        raise ConfigError("run", folder, f"its {FILE} is of another version: {error}") from error
-
-
 def living(folder: Path) -> KeptRun | None:
-    """The run in this folder, if its keeper answers."""
+    """The run in this folder, if its keeper answers, or was lost and can be started again (`keeper_start.start_again`)."""
     kept = kept_run(folder)
-    if kept is None:
-        return None
+    if kept is None or is_lost(folder, kept):
+        return kept
     try:
-        TcpRunStore(kept.store, ANSWER_S).get(ALIVE_KEY)
+        run_store(kept.store, kept.durable, secret_of(folder), ANSWER_S).get(ALIVE_KEY)
     except Retryable:
         return None
     return kept

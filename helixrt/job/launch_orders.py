@@ -20,6 +20,7 @@ CLOSED_KEY = "launch/closed"  # put by the keeper: no rank is left, and none wil
 DONE_KEY = "launch/done"  # put by the driver: it needs nothing of the run any more
 ALIVE_KEY = "launch/alive"  # set by the driver again and again: the Unix time
 UNATTENDED_KEY = "launch/unattended"  # set by the keeper while no driver is there: `Unattended.to_json`
+CARRIED_KEY = "launch/carried"  # set by the keeper: how many orders it has carried out, or is about to
 BEAT_S = 1.0
 PATIENCE_S = 30.0  # how long an order is tried while the store does not answer
 CLOSE_S = 45.0  # how long `close` waits until no rank is left

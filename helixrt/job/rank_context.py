@@ -25,9 +25,10 @@ from helixrt.replica.contracts import Engine, RankSpec, RunStore
 from helixrt.replica.progress import Progress
 from helixrt.replica.rank import Done
 from helixrt.replica.rank_log import rank_label
-from helixrt.replica.store import TcpRunStore
+from helixrt.replica.store_client import run_store
 from helixrt.timeouts import Timeouts, derive
 
+PROGRESS_S = 0.5  # how long a progress report tries a store that is away
 WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "helixrt.pipeline.channels",
     "helixrt.pipeline.endpoint_channels",
@@ -139,8 +140,10 @@ def check_folder(spec: RankSpec) -> None:
 def open_context(spec: RankSpec, config: JobConfig) -> RankContext:
     """Connect to the run's store, and begin the flight record and the progress report."""
     timeouts = derive(config.step_timeout_s, config.heartbeat_s)
-    store = TcpRunStore(spec.store)
-    progress = Progress(store, str(spec.coordinate), spec.incarnation, timeouts.progress_period_s, WAITS_FOR_PEERS)
+    store = run_store(spec.store, spec.durable, spec.secret)
+    # What is set again soon must not hold up the thread that sets it while the store is away.
+    soon = run_store(spec.store, spec.durable, spec.secret, PROGRESS_S) if spec.durable else store
+    progress = Progress(soon, str(spec.coordinate), spec.incarnation, timeouts.progress_period_s, WAITS_FOR_PEERS)
     record = FlightRecord(rank_label(spec.coordinate))
     context = RankContext(spec, config, timeouts, store, record, progress)
     flight = context.output / "flight" / f"{context.label}.inc{spec.incarnation}.jsonl"

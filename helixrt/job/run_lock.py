@@ -24,11 +24,11 @@ _NONE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINV
 
 
 class RunLock:
-    """Of the folder of the run called `name`, in its life `life`. Raises ConfigError (resume) if another process holds it, with
-    that process. On a file system without locks it says so on standard error, and guards nothing."""
+    """Of the folder of the run called `name`, in its life `life`, on its file `file`. Raises ConfigError (resume) if another
+    process holds it, with that process. On a file system without locks it says so on standard error, and guards nothing."""
 
-    def __init__(self, folder: Path, name: str, life: int) -> None:
-        self._descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    def __init__(self, folder: Path, name: str, life: int, file: str = FILE) -> None:
+        self._descriptor = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -54,6 +54,23 @@ class RunLock:
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
             self.close()
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a living process holds the lock on this file; True on a file system without locks, which cannot tell."""
+    try:
+        descriptor = os.open(file, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (*_TAKEN, *_NONE):
+            raise
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _holder(descriptor: int) -> str:

@@ -24,9 +24,11 @@ from helixrt.timeouts import derive
 
 
 class Services(ABC):
-    """`address`: of the run's store; `lighthouse`: of the membership service, "" where the replicas need none."""
+    """`address`: of torch's store, by which ranks meet, and which is the run's store too unless the run has a durable one at
+    `durable` ("": it has none); `lighthouse`: of the membership service, "" where the replicas need none."""
 
     address: str
+    durable: str = ""
     lighthouse: str
 
     @abstractmethod
@@ -63,8 +65,13 @@ def membership_kind(config: JobConfig) -> str:
     return "torchft" if find_spec("torchft") is not None else "store"
 
 
+def has_lighthouse(config: JobConfig) -> bool:
+    """Whether the replicas of this run need torchft's lighthouse. Raises as `membership_kind`."""
+    return config.mesh.replicas > 1 and membership_kind(config) == "torchft"
+
+
 def _serve_membership(config: JobConfig) -> tuple[object, str]:
-    if config.mesh.replicas == 1 or membership_kind(config) == "store":
+    if not has_lighthouse(config):
         return None, ""
     os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
     from helixrt.replica.membership import serve_lighthouse

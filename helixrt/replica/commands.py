@@ -228,22 +228,21 @@ class Channel:
         self._thread.start()
 
     def _follow(self, take: Callable[[Any], None], broken: Callable[[str], None]) -> None:
-        waited_s, slice_s = 0.0, 1.0
+        there_s, slice_s = time.monotonic(), 1.0
         while not self._closed.is_set():
             key = f"{self._prefix}/{self._next}"
             try:
                 text = self._store.wait(key, slice_s)
             except Retryable as error:
                 if self._reachable():
-                    waited_s = 0.0  # nothing to say yet
+                    there_s = time.monotonic()  # nothing to say yet
                     continue
-                waited_s += slice_s
-                if waited_s > self._patience_s:
+                if time.monotonic() - there_s > self._patience_s:
                     broken(f"the run's store is gone: {error}")
                     return
                 self._closed.wait(slice_s)
                 continue
-            waited_s = 0.0
+            there_s = time.monotonic()
             self._next += 1
             try:
                 take(decode(text))

@@ -180,7 +180,8 @@ class RunStore(ABC):
 
     @abstractmethod
     def put_if_absent(self, key: str, value: str) -> str:
-        """Put `value` unless the key has one; returns what the key has now. Atomic: the first wins."""
+        """Put `value` unless the key has one; returns what the key has now. Atomic: the first wins. Where it matters who that
+        was, the value says who wrote it: a call may be carried out, and asked again because its answer was lost."""
 
     @abstractmethod
     def set(self, key: str, value: str) -> None:
@@ -303,7 +304,8 @@ class Coordinate:
 class RankSpec:
     """Everything a rank's process is told at its start. Plain data: travels as JSON or through Ray.
 
-    `store` is the `host:port` of the run's store, `lighthouse` the address of the membership
+    `store` is the `host:port` of torch's store, by which ranks meet, `durable` that of the run's store where it is another one
+    (""), which outlives its process; `lighthouse` the address of the membership
     service ("" when there is one replica), `config` the resolved configuration as plain containers,
     `run_epoch_s` the Unix time the run first began (generations count from it), `life` how often the run
     was resumed, `incarnation` how often this replica was started before in this life of the run,
@@ -322,6 +324,7 @@ class RankSpec:
     config: dict[str, Any]
     transport: str = "http"
     life: int = 0
+    durable: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -32,13 +32,13 @@ from typing import Any
 from helixrt.errors import Cause, MissingExtra, Retryable
 from helixrt.protocol.step.quorum import Member
 from helixrt.replica.contracts import Formed, Membership
+from helixrt.replica.lighthouse import begin_lighthouse
 from helixrt.replica.lighthouse_beats_private import library
 from helixrt.replica.lost_members import ASK_S, GONE, Lost, LostMembers
 from helixrt.timeouts import Timeouts
 from helixrt.transport.monitor import client as monitor_client
 from helixrt.transport.monitor.client import Monitor, give_back, lease
 
-_TICK_MS = 10
 _BEATS = "helixrt.replica.lighthouse_beats_private"  # in the monitor process
 _DEPENDENT = 1 / 8  # of a membership beat: the period at which other processes of a replica are watched
 _WITHHELD_S = 0.02
@@ -53,20 +53,8 @@ def _coordination() -> Any:
 
 
 def serve_lighthouse(timeouts: Timeouts, host: str = "127.0.0.1") -> tuple[Any, str]:
-    """Start a lighthouse on `host`, for the driver; returns the server (has `shutdown()`) and its address.
-
-    A quorum may be a single replica, so that the last survivor goes on; at the start of a run all
-    that have announced themselves are waited for, see the module's text.
-    """
-    server = _coordination().LighthouseServer(
-        bind=f"{host}:0",
-        min_replicas=1,
-        join_timeout_ms=round(timeouts.join_s * 1000),
-        quorum_tick_ms=_TICK_MS,
-        heartbeat_timeout_ms=round(timeouts.heartbeat_limit_s * 1000),
-    )
-    # It names itself by the machine's name, which need not lead to the interface it is bound to.
-    return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
+    """Start a lighthouse on `host`, for the driver; returns the server (has `shutdown()`) and its address."""
+    return begin_lighthouse(_coordination().LighthouseServer, timeouts, host)
 
 
 def time_stamp(created_s: int, created_ns: int, run_epoch_s: float) -> int:

@@ -25,12 +25,25 @@ T = TypeVar("T")
 
 
 def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[dist.TCPStore, str]:
-    """Serve a store for as long as the first result lives; returns it and its `host:port`.
+    """Serve a store for as long as the first result lives; returns it and its `host:port`. Raises ConfigError as
+    `listener_on`."""
+    listener = listener_on(host, port)
+    address = address_of(listener, host)
+    return serve_store(listener.detach(), address), address
 
-    Left to itself TCPStore listens on every interface, whatever host it is given. Here it is handed
-    a socket bound to `host` alone. Port 0 takes any free one. Raises ConfigError (key `port`) when
-    the port is in use or may not be bound.
+
+def serve_store(listening: int, address: str) -> dist.TCPStore:
+    """Serve a store on a listening socket, given by its descriptor, for as long as the result lives.
+
+    Left to itself TCPStore listens on every interface, whatever host it is given. Here it is handed a socket that is bound to
+    one alone.
     """
+    host, port = split_address(address)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+
+
+def listener_on(host: str, port: int) -> socket.socket:
+    """Port 0 takes any free one. Raises ConfigError (key `port`) when the port is in use or may not be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -42,9 +55,13 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[dist.TCPStore, s
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         rule = "is in use; choose another, or 0 for any free one" if in_use else f"cannot listen on {host}: {error}"
         raise ConfigError("port", port, rule) from error
-    bound = int(listener.getsockname()[1])
-    server = dist.TCPStore(host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return server, f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+    return listener
+
+
+def address_of(listener: socket.socket, host: str) -> str:
+    """`host:port`."""
+    port = int(listener.getsockname()[1])
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -56,7 +73,8 @@ def split_address(address: str) -> tuple[str, int]:
 _NO_VALUE = "\0"
 
 
-def _check_value(key: str, value: str) -> None:
+def check_value(key: str, value: str) -> None:
+    """Raises ValueError for a value that no store has."""
     if value in ("", _NO_VALUE):
         raise ValueError(f"the value of {key!r} is empty; the store cannot tell that from no value")
 
@@ -73,12 +91,12 @@ class TcpRunStore(RunStore):
         self._local = threading.local()
 
     def put_if_absent(self, key: str, value: str) -> str:
-        _check_value(key, value)
+        check_value(key, value)
         # compare_set against "" sets a key that is not there, and gives back what is there now.
         return self._call(lambda client: client.compare_set(key, "", value)).decode()
 
     def set(self, key: str, value: str) -> None:
-        _check_value(key, value)
+        check_value(key, value)
         self._call(lambda client: client.set(key, value))
 
     def get(self, key: str) -> str | None:
@@ -125,14 +143,14 @@ class MemoryRunStore(RunStore):
         self._changed = threading.Condition()
 
     def put_if_absent(self, key: str, value: str) -> str:
-        _check_value(key, value)
+        check_value(key, value)
         with self._changed:
             now = self._values.setdefault(key, value)
             self._changed.notify_all()
             return now
 
     def set(self, key: str, value: str) -> None:
-        _check_value(key, value)
+        check_value(key, value)
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()

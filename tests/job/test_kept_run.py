@@ -21,15 +21,28 @@ from helixrt.job import keeper as keepers
 from helixrt.job.attaching import attached_driver, away_s
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.draining import DRAINED_WHY
-from helixrt.job.keeper import FILE, KeeperOrder
+from helixrt.job.keeper import FILE, SECRET_FILE, Keeper, KeeperOrder
+from helixrt.job.keeper_start import keeper_lives, kept_run, secret_of
 from helixrt.job.kept_run import Absence, absence_of, living, standing_of
-from helixrt.job.launch_orders import ALIVE_KEY, DONE_KEY, UNATTENDED_KEY, KeptLauncher, Unattended, exit_key, exit_text
+from helixrt.job.launch_orders import (
+    ALIVE_KEY,
+    DONE_KEY,
+    UNATTENDED_KEY,
+    Close,
+    KeptLauncher,
+    Unattended,
+    exit_key,
+    exit_text,
+    order_key,
+    order_text,
+)
 from helixrt.job.lineage_files import read_lineage
 from helixrt.job.policies import Phase
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit
-from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
+from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.run_keys import done_key, leave_key, running_key
-from helixrt.replica.store import MemoryRunStore, TcpRunStore
+from helixrt.replica.store import MemoryRunStore
+from helixrt.replica.store_client import DurableRunStore
 
 SCRIPT = Path(__file__).with_name("kept_script.py")
 DEADLINE_S = 200.0
@@ -88,6 +101,26 @@ def step(folder: Path) -> int:
     return max((record.step for record in records(folder)), default=0)
 
 
+def store_process(keeper: int) -> int:
+    """The process that serves the store of this keeper's run."""
+    found: list[int] = []
+
+    def look() -> bool:
+        children = Path(f"/proc/{keeper}/task").glob("*/children")
+        pids = [int(pid) for file in children for pid in file.read_text().split()]
+        found[:] = [pid for pid in pids if b"store_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return bool(found)
+
+    until(look, "the process of the store")
+    return found[0]
+
+
+def keeper_process(folder: Path) -> int:
+    kept = kept_run(folder / "runs" / "latest")
+    assert kept is not None
+    return int(kept.where.split()[1])
+
+
 def processes(folder: Path, replica: int) -> list[int]:
     return [int(file.name.split(".")[1]) for file in folder.glob(f"r{replica}.*")]
 
@@ -130,6 +163,74 @@ def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(tmp_path:
     assert list((tmp_path / "runs").glob("*/*/run.json")) == [(tmp_path / "runs" / "latest").resolve() / "run.json"]
 
 
+def goes_on(console: Console, folder: Path, steps: int, what: str) -> None:
+    """So many steps more."""
+    begin = step(folder)
+    console.until(lambda: step(folder) >= begin + steps, what)
+
+
+def ends_alike(console: Console, folder: Path) -> list[CommitRecord]:
+    """Both replicas end, bitwise equal (the driver checks it), at the head of one lineage in which every batch is once."""
+    (folder / "stop").touch()
+    assert console.process.wait(DEADLINE_S) == 0, console.said()
+    entries = read_lineage(folder / "runs" / "latest" / "lineage")
+    log = Log(entries)
+    found = audit(log.chain())
+    assert found.clean and found.batches == sum(len(record.summed) for record in log.chain())
+    assert f"ended at step {log.head.step} of {log.head.hash}" in console.said() or "attach" in str(console.process.args)
+    return entries
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_ranks_train_on_when_the_store_and_its_driver_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of store and lighthouse twice, alone; then with the driver, and another attaches. No step is lost: no record
+    of the log is superseded, and no rank is started again."""
+    monkeypatch.setenv("AWAY_S", "400")  # a driver takes long to start on a busy machine
+    first = Console(tmp_path, "first.txt", str(SCRIPT), str(tmp_path))
+    first.until(lambda: step(tmp_path) >= 5, "a few steps")
+    keeper = keeper_process(tmp_path)
+    for _ in range(2):
+        os.kill(store_process(keeper), signal.SIGKILL)
+        goes_on(first, tmp_path, 10, "ten steps with another process of the store")
+    os.kill(store_process(keeper), signal.SIGKILL)
+    first.kill()
+    alone = step(tmp_path)
+    until(lambda: step(tmp_path) >= alone + 10, "ten steps without a driver")
+    second = Console(tmp_path, "second.txt", "-m", "helixrt.cli", "attach", str(tmp_path / "runs" / "latest"))
+    second.until(lambda: "attached to run" in second.said(), "the second driver")
+    goes_on(second, tmp_path, 5, "five steps with the second driver")
+    entries = ends_alike(second, tmp_path)
+    assert not Log(entries).superseded()
+    assert len(processes(tmp_path, 0)) == len(processes(tmp_path, 1)) == 1, "no rank was started again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_a_run_goes_on_from_its_checkpoint_when_its_keeper_and_its_driver_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks end with their keeper; the driver, or the next one, starts a keeper with the store as it was, and they go on in
+    the same life of the run."""
+    monkeypatch.setenv("AWAY_S", "400")
+    first = Console(tmp_path, "first.txt", str(SCRIPT), str(tmp_path))
+    first.until(lambda: step(tmp_path) >= 25, "a checkpoint")
+    before = kept_run(tmp_path / "runs" / "latest")
+    os.kill(keeper_process(tmp_path), signal.SIGKILL)
+    first.until(lambda: any((0, 1) in record.contributors for record in records(tmp_path)), "the replicas' return")
+    goes_on(first, tmp_path, 25, "another checkpoint")
+    os.kill(keeper_process(tmp_path), signal.SIGKILL)
+    first.kill()
+    second = Console(tmp_path, "second.txt", "-m", "helixrt.cli", "attach", str(tmp_path / "runs" / "latest"))
+    second.until(lambda: any((0, 2) in record.contributors for record in records(tmp_path)), "their return again")
+    after = kept_run(tmp_path / "runs" / "latest")
+    assert before is not None and after is not None and after.number == 2
+    assert (after.store, after.durable, after.lighthouse) == (before.store, before.durable, before.lighthouse)
+    ends_alike(second, tmp_path)
+
+
 # ---------------------------------------------------------------- the parts, without processes
 
 
@@ -164,18 +265,22 @@ def spec(replica: int, incarnation: int = 0, pp: int = 0) -> RankSpec:
     return RankSpec("run", Coordinate(replica, pp), incarnation, "s", "l", "out", "the secret", 0.0, {})
 
 
-def kept(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, away: float) -> tuple[threading.Thread, TcpRunStore]:
-    """A keeper in a thread of this process."""
-    monkeypatch.setattr(keepers.ServedHere, "launcher", lambda self: ranks)
+def order_of(folder: Path, away: float) -> KeeperOrder:
     config = replace(JobConfig(), mesh=MeshConfig(replicas=1))
-    order = KeeperOrder(config.to_plain(), str(tmp_path), "run", 0, "none", {"cpus": 1.0, "gpus": 0.0}, "the secret", away, 1.0)
+    return KeeperOrder(config.to_plain(), str(folder), "run", 0, "none", {"cpus": 1.0, "gpus": 0.0}, "the secret", away, 1.0)
+
+
+def kept(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, away: float) -> tuple[threading.Thread, RunStore]:
+    """A keeper in a thread of this process."""
+    monkeypatch.setattr(keepers.ServedApart, "launcher", lambda self: ranks)
+    order = order_of(tmp_path, away)
     assert KeeperOrder.from_plain(asdict(order)) == order
     thread = threading.Thread(target=keepers.keep, args=(order,), daemon=True)
     thread.start()
     until(lambda: living(tmp_path), "the keeper")
     found = living(tmp_path)
     assert found is not None
-    return thread, TcpRunStore(found.store)
+    return thread, DurableRunStore(found.durable, "the secret")
 
 
 def test_a_keeper_carries_out_orders_once_and_tells_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +308,70 @@ def test_a_keeper_carries_out_orders_once_and_tells_exits(tmp_path: Path, monkey
     store.put_if_absent(DONE_KEY, "yes")
     thread.join(30)
     assert not thread.is_alive() and living(tmp_path) is None and not (tmp_path / FILE).exists()
+
+
+def exits_of(launcher: KeptLauncher) -> list[RankExit]:
+    """As soon as there are some."""
+    seen: list[RankExit] = []
+    until(lambda: seen.extend(launcher.poll()) or seen, "an exit")
+    return seen
+
+
+def test_a_keeper_starts_a_lost_store_again_with_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders, exits and the secret's file are where they were; an exit that the store missed is told once it is there."""
+    ranks = Ranks()
+    thread, store = kept(tmp_path, ranks, monkeypatch, 60.0)
+    launcher = KeptLauncher(store)
+    launcher.start(spec(0))
+    until(lambda: ranks.started, "the start")
+    assert (tmp_path / SECRET_FILE).stat().st_mode & 0o077 == 0 and secret_of(tmp_path) == "the secret"
+    before = kept_run(tmp_path)
+    for number in range(2):
+        os.kill(store_process(os.getpid()), signal.SIGKILL)
+        ranks.exits.append(RankExit(Coordinate(0), number, -9, "killed"))
+        launcher.start(spec(0, number + 1))
+        assert exits_of(launcher) == [RankExit(Coordinate(0), number, -9, "killed")]
+    until(lambda: len(ranks.started) == 3, "the last start")
+    assert kept_run(tmp_path) == before, "at the same addresses"
+    assert ranks.started == [spec(0), spec(0, 1), spec(0, 2)]
+    launcher.close()
+    store.put_if_absent(DONE_KEY, "yes")
+    thread.join(30)
+    assert not thread.is_alive() and not list(tmp_path.glob("keeper.[js]*")) and not keeper_lives(tmp_path)
+
+
+def test_a_keeper_takes_over_from_one_that_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was ordered and not begun is carried out; of ranks that had begun, or perhaps had, it says that they ended."""
+    ranks = Ranks()
+    monkeypatch.setattr(keepers.ServedApart, "launcher", lambda self: ranks)
+    lost = Keeper(order_of(tmp_path, 60.0))
+    store = DurableRunStore(lost._services.durable, "the secret")
+    launcher = KeptLauncher(store)
+    for replica in range(3):
+        launcher.start(spec(replica))
+    lost._untold.append(RankExit(Coordinate(1), 0, 70, "its disk is full"))
+    assert lost._round(ranks)
+    launcher.start(spec(1, 1))
+    lost.publish()
+    before = kept_run(tmp_path)
+    assert before is not None and len(ranks.started) == 3
+    lost._services.close()
+    lost._lock.close()
+
+    ranks.started.clear()
+    addresses = {"store": before.store, "durable": before.durable, "lighthouse": before.lighthouse}
+    keeper = Keeper(replace(order_of(tmp_path, 60.0), number=1, before=addresses))
+    keeper.publish()
+    after = kept_run(tmp_path)
+    assert after is not None and (after.store, after.durable, after.number) == (before.store, before.durable, 1)
+    told = launcher.poll()
+    assert [(e.coordinate.replica, e.code) for e in told] == [(1, 70), (0, -9), (2, -9)]
+    assert "keeper of the run was lost" in told[1].reason
+    assert keeper._round(ranks) and ranks.started == [spec(1, 1)]
+    store.put_if_absent(order_key(4), order_text(Close()))
+    assert not keeper._round(ranks)
+    keeper._services.close()
+    keeper._lock.close()
 
 
 def test_a_keeper_that_no_driver_comes_back_to_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

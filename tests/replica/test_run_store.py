@@ -1,4 +1,4 @@
-"""One contract, every store: over TCP, in memory, and in Ray's key-value store."""
+"""One contract, every store: over TCP, in memory, with a journal, and in Ray's key-value store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import MemoryRunStore, TcpRunStore, host_store
+from tests.replica.served_store import Served
 
 Clients = Callable[[], RunStore]
 
 
-@pytest.fixture(params=["tcp", "memory", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=["tcp", "memory", "durable", pytest.param("ray", marks=pytest.mark.ray)])
 def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     """A function that gives another client of one and the same store."""
     if request.param == "memory":
@@ -30,6 +31,9 @@ def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
         request.getfixturevalue("ray_head")
         run = f"{request.node.name}-{time.time_ns()}"
         yield lambda: RayRunStore(run)
+    elif request.param == "durable":
+        with Served(request.getfixturevalue("tmp_path")) as served:
+            yield served.client
     else:
         server, address = host_store()
         yield lambda: TcpRunStore(address)
