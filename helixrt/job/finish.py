@@ -18,6 +18,7 @@ from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.replica.commands import Digest, Digested, Evaluate, Exit, RankCommand
 from helixrt.replica.contracts import Formed, Membership, RunStore
+from helixrt.replica.progress import Progress
 from helixrt.replica.run_keys import EXIT_KEY, done_key
 
 
@@ -41,7 +42,8 @@ class ObservedMembership(Membership):
 
 
 class EndOfRun:
-    """Of one replica's leader; called in its coordination thread.
+    """Of one replica's leader; called in its coordination thread. Validation and digest may take `limit_s`, or as long as this
+    rank's program has asked for (`progress`).
 
     `digests` is filled, rank by rank, as the answers to `Digest` come.
     """
@@ -56,11 +58,12 @@ class EndOfRun:
         digests: dict[int, Digested],
         tell: Callable[[RankCommand], None],
         eval_batches: int,
-        step_s: float,
+        limit_s: float,
+        progress: Progress,
     ) -> None:
         self._replica, self._ranks, self._store, self._membership = replica, ranks, store, membership
         self._orders, self._digests, self._tell = orders, digests, tell
-        self._eval_batches, self._step_s = eval_batches, step_s
+        self._eval_batches, self._limit_s, self._progress = eval_batches, limit_s, progress
         self._ended: Finished | None = None  # what we hold, not told yet
 
     def resting(self, machine: StepMachine) -> bool:
@@ -90,11 +93,16 @@ class EndOfRun:
         self._digests.clear()
         self._tell(Evaluate(machine.held_step, self._eval_batches))
         self._tell(Digest())
-        deadline = time.monotonic() + self._step_s
-        while len(self._digests) < self._ranks and time.monotonic() < deadline:
+        deadline = time.monotonic() + self._limit_s
+        while len(self._digests) < self._ranks:
+            now = time.monotonic()
+            deadline = max(deadline, now + self._progress.time_left_s())  # the user's evaluation may have asked for more
+            if now >= deadline:
+                raise Fatal(
+                    f"validation and digest of the last state took longer than {self._limit_s:g} s; within "
+                    "`with session.busy(what, limit_s):` a validation may take longer"
+                )
             time.sleep(0.01)
-        if len(self._digests) < self._ranks:
-            raise Fatal(f"validation and digest of the last state took longer than {self._step_s:g} s")
         digests = [self._digests[r] for r in range(self._ranks)]
         return Finished(
             self._replica,

@@ -131,6 +131,7 @@ class Leading:
             self.tell,
             job.eval_batches,
             context.timeouts.evaluate_s,
+            context.progress,
         )
 
     def _order(self, entries: Sequence[CommitRecord]) -> str | None:
@@ -174,7 +175,7 @@ class Leading:
             log,
             log.genesis if len(log) == 1 and self._parts.genesis.holds() else "",
             self._job.steps,
-            step_rules(context.config, memory, self._job.advance),
+            step_rules(context.config, memory, self._job.advance, self._job.engine.expects_overflow),
             context.spec.life,
             skipped_positions(context.store, context.replica, entries[-1], context.config.deal),
             self._order(entries),
