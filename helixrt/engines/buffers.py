@@ -104,6 +104,11 @@ class Buffers:
         return len(self._running)
 
     @property
+    def constant(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that no forward changes, by name."""
+        return [(buffer.name, buffer.tensor) for buffer in self._constant]
+
+    @property
     def float_room(self) -> int:
         """Elements that floating-point values take in the exchange."""
         return self._floats * (self._replicas if self._mode == "first" else 1)

@@ -15,6 +15,7 @@ collectives and is not atomic: a replica that loses a rank in it leaves whole, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.deepspeed_limits import check_engine
 from helixrt.engines.deepspeed_private import partitions_of
 from helixrt.engines.deepspeed_state import DeepSpeedState
+from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
@@ -174,6 +176,10 @@ class DeepSpeedEngine(Engine):
         """Of the whole gradient before clipping, with the same bits on all ranks."""
         squares = torch.stack([flat.double().square().sum() for flat in self._flats]).sum()
         return self._group.sum(squares.reshape(1)).sqrt()[0]
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation of the user's, between two steps."""
+        return evaluating(self.registered, self._buffers)
 
     # ---------------------------------------------------------------- state
 

@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from helixrt.engines.buffers import Buffers, Mode
+from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook
 from helixrt.engines.flat_gradients import FlatGradients
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
 from helixrt.engines.portions import portions_of
-from helixrt.engines.random_state import set_random_state
+from helixrt.engines.random_state import random_states, set_random_state
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.replicated_state import ReplicatedState
@@ -45,6 +47,7 @@ from helixrt.replica.contracts import Engine, State, Update, WorkResult
 from helixrt.replica.portions import Portion
 
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel has it
+_WATCHED = 3  # updates in which random numbers are looked for: who draws some does so in each
 
 
 class ModuleEngine(Engine):
@@ -101,14 +104,16 @@ class ModuleEngine(Engine):
         self._buckets = [*self._book.tensors, *self._gradients.flat]
         self._state = ReplicatedState(registered, self._buffers)
         self._state.read()  # what cannot be stored is found before the first step
-        self._unchanged = Unchanged(registered)
+        self._unchanged = Unchanged(registered, self._buffers.constant)
         self._guard = StepGuard(registered.optimizers, [parameter for _, parameter in registered.parameters()])
         self._update: UpdateFunction | None = None
         self._update_checked = False
+        self._watched = 0  # updates
         self._autocast: torch.autocast | None = None  # of the batch's forwards
         self._on_bucket: Callable[[int], None] = lambda bucket: None
         self._failed = False  # an update has failed in its middle
         self._checked = False  # registered state was checked at the end of a batch, and nothing has run since
+        self.expects_overflow = registered.scaler is not None and registered.scaler.is_enabled()
         if registered.scaler is not None:  # its scale is made with the first loss, which a replay has not
             registered.scaler.scale(torch.zeros((), device=self._device))
 
@@ -246,12 +251,21 @@ class ModuleEngine(Engine):
     def _run_update(self, record: CommitRecord, totals: Any) -> Update | None:
         factor = self.policy.factor(len(record.summed), self.replicas) if record.applied else 1.0
         rate = self._rate(factor)
+        states = random_states() if self._watched < _WATCHED else None
         with self._guard.update(factor):
             if self._update is None:
-                norm = default_update(self.registered, self._parameters, record, self._group, self._tensor)
+                overflowed = totals is None and bool(record.contributors)  # none where all batches are left out by order
+                norm = default_update(self.registered, self._parameters, record, self._group, self._tensor, overflowed)
             else:
                 norm = gradient_norm(self._parameters, self.registered.scaler, self._group, self._tensor)
                 self._update(record)
+        if states is not None:
+            self._watched += 1
+            if random_states() != states:
+                raise MisuseError(
+                    "the update drew random numbers, which are others on each replica; draw them from a generator that follows "
+                    "from the record, such as torch.Generator().manual_seed(record.step)"
+                )
         if not record.applied:
             return None
         return ModuleUpdate(norm, rate, totals.loss, totals.weight)
@@ -262,6 +276,10 @@ class ModuleEngine(Engine):
             rate = optimizer.param_groups[0].get("lr", 0.0)
             return rate * factor
         return 0.0
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation of the user's, between two steps."""
+        return evaluating(self.registered, self._buffers)
 
     # ---------------------------------------------------------------- state
 

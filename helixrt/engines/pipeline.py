@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from helixrt.engines.buffers import Buffers
+from helixrt.engines.evaluating import evaluating
 from helixrt.engines.pipeline_parts import Batch, PipelineParts, check_shards, runs_by_graphs, ties_of
 from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import set_random_state
@@ -276,9 +278,7 @@ class PipelineEngine(BatchEngine):
             mine = math.fsum(loss.item() for loss in losses) / count if count else math.nan
         return self._ranks.mean_loss(shared(mine))
 
-    def _microbatches(
-        self, batch: Any, count: int
-    ) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]:
+    def _microbatches(self, batch: Any, count: int) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]:
         """What the executor is given of a batch: inputs and targets of each micro-batch."""
         if not (self._embeds or self._predicts):
             return (), ()
@@ -353,6 +353,10 @@ class PipelineEngine(BatchEngine):
         assert found is not None, "an engine without batches of its own is given them"
         losses = [self.measure(*self._batch(found.validation, index)) for index in range(batches)]
         return math.fsum(losses) / batches, batches * found.items
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation of the user's, between two steps."""
+        return evaluating(self.registered, self._constants)
 
     def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """The mean loss of a batch, on every rank of the replica, without gradients; not within a step."""

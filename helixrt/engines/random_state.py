@@ -33,6 +33,17 @@ def set_random_state(seed: int, replica: int, dp_shard: int, position: int) -> N
         numpy.random.seed(number & 0xFFFFFFFF)
 
 
+def random_states() -> tuple[object, ...]:
+    """What the next numbers depend on, to be compared: equal as long as nobody has drawn any."""
+    device, numpy = _accelerator(), sys.modules.get("numpy")
+    states = [torch.default_generator.get_state()] + ([] if device is None else [device.get_rng_state()])
+    found: list[object] = [state.cpu().numpy().tobytes() for state in states] + [random.getstate()]
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found += [kind, keys.tobytes(), *rest]
+    return tuple(found)
+
+
 @cache
 def _accelerator() -> Any:
     """torch's module for the accelerator of this machine; None where there is none."""

@@ -119,7 +119,11 @@ class Registered:
                 )
         for key, scheduler in self.schedulers.items():
             if isinstance(scheduler, ReduceLROnPlateau):
-                raise MisuseError(f"scheduler {key} (ReduceLROnPlateau) needs a metric: register an update function")
+                raise MisuseError(
+                    f"scheduler {key} (ReduceLROnPlateau) needs a metric, and an update has none: a validation runs on one "
+                    "replica alone. Take a scheduler that follows the updates, or step it in an update function with a number "
+                    "that follows from registered state and gradients"
+                )
 
 
 def qualified(model: str, name: str) -> str:

@@ -18,9 +18,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # byte
 
 
 class Samples:
-    """One thread at a time. A sharded parameter (DTensor) is sampled in this rank's shard."""
+    """One thread at a time. A sharded parameter (DTensor) is sampled in this rank's shard. `each`: parameters per step."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], each: int = PARAMETERS) -> None:
+        self._each = each
         self._named = [(name, parameter) for name, parameter in named if not parameter.is_complex()]
         self._bits: list[tuple[int, torch.Tensor] | None] = [None] * len(self._named)  # each one's address and flat live view
         self._turn = 0  # of all rows sampled so far
@@ -30,7 +31,7 @@ class Samples:
     def record(self) -> None:
         """The parameters are as they should be. Samples the next ones."""
         self._kept, self._marks = [], None
-        for _ in range(min(PARAMETERS, len(self._named))):
+        for _ in range(min(self._each, len(self._named))):
             turn, index = divmod(self._turn, len(self._named))
             bits = self._flat(index)
             self._turn += 1

@@ -6,7 +6,7 @@ In: parameters with their owners, optimizers, other objects with state. `record`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,9 @@ class _Place:
 
 
 class Unchanged:
-    def __init__(self, registered: Registered) -> None:
+    """`constant`: buffers by name that no forward changes; a change of one that counts a version is found elsewhere."""
+
+    def __init__(self, registered: Registered, constant: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         self._registered = registered
         self._places = list(_places(registered))
         self._parameters = [place.parameter for place in self._places]
@@ -44,7 +46,9 @@ class Unchanged:
         self._tensors: list[torch.Tensor] = []  # of optimizers and other state
         self._tensor_versions: list[int] = []
         self._scalars: dict[str, Scalar] = {}
+        self._extra_scalars: dict[str, dict[str, Scalar]] = {}  # by object; of those that have some
         self._samples = Samples(list(registered.parameters()))
+        self._buffers = Samples(constant, each=1)
         self.record()
 
     def record(self) -> None:
@@ -56,13 +60,18 @@ class Unchanged:
                 for value in entries.values():
                     if isinstance(value, torch.Tensor):
                         tensors.append(value)
+        self._extra_scalars = {}
         for key, thing in self._registered.extra.items():
             others: dict[str, torch.Tensor] = {}
-            flatten(key, thing.state_dict(), others, {})
+            scalars: dict[str, Scalar] = {}
+            flatten(key, thing.state_dict(), others, scalars)
             tensors += others.values()
+            if scalars:
+                self._extra_scalars[key] = scalars
         self._tensors, self._tensor_versions = tensors, versions(tensors)
         self._scalars = self._read_scalars()
         self._samples.record()
+        self._buffers.record()
 
     def check_versions(self) -> None:
         """As `check`, of what has version counters alone; costs next to nothing."""
@@ -93,15 +102,30 @@ class Unchanged:
             names = [n for n in (*scalars, *self._scalars) if repr(scalars.get(n, _RULE)) != repr(self._scalars.get(n, _RULE))]
             if names:  # none where a number is not equal to itself
                 raise MisuseError(f"{names[0]} was changed (scheduler.step() in the loop, or a rate set by hand); {_RULE}")
+        for key, then_scalars in self._extra_scalars.items():
+            now_scalars: dict[str, Scalar] = {}
+            flatten(key, self._registered.extra[key].state_dict(), {}, now_scalars)
+            for name in (*now_scalars, *then_scalars):
+                if repr(now_scalars.get(name, _RULE)) != repr(then_scalars.get(name, _RULE)):
+                    raise MisuseError(f"{name} was changed; {_RULE}. What the loop changes is registered with per_replica=")
         self._check_sample(self._samples.compare())
+        self._check_buffer(self._buffers.compare())
 
     def check_device(self) -> None:
         """As `check`, of what it compared on a device, which it did not wait for."""
         self._check_sample(self._samples.result())
+        self._check_buffer(self._buffers.result())
 
     def _check_sample(self, changed: str | None) -> None:
         if changed is not None:
             raise MisuseError(f"parameter {changed} was changed in place, through its `data`; {_RULE}")
+
+    def _check_buffer(self, changed: str | None) -> None:
+        if changed is not None:
+            raise MisuseError(
+                f"buffer {changed} was changed, through its `data`. It does not travel between replicas, because it is not "
+                f"persistent or is large: name it in register(running_buffers=[{changed!r}])"
+            )
 
     def _name(self, tensor: torch.Tensor) -> str:
         """Of a tensor of optimizers or other state."""

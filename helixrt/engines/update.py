@@ -163,12 +163,13 @@ def default_update(
     record: CommitRecord,
     group: InnerGroup | None = None,
     tensor: TensorRanks | None = None,
+    overflowed: bool = False,
 ) -> torch.Tensor | float:
     """Clip, step all optimizers, then all schedulers; the norm before clipping. Without an applied record nothing changes, but
-    the scale of a scaler is lowered, as after an overflow."""
+    the scale of a scaler is lowered if gradients have `overflowed`."""
     scaler, optimizers = registered.scaler, list(registered.optimizers.values())
     if not record.applied:
-        if scaler is not None:
+        if scaler is not None and overflowed:
             lower_scale(scaler)
         return 0.0
     if scaler is not None:

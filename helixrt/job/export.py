@@ -2,7 +2,8 @@
 
 In: a run's folder, or that of one of its checkpoints. Out: `model.safetensors`, or several files and
 `model.safetensors.index.json`, which `from_pretrained` and `weights=` of `session.parallelize` read. Offline; one process,
-which holds one file's tensors at a time. Buffers that are not persistent are left out, as `save_pretrained` leaves them.
+which holds one file's tensors at a time. Buffers that are not persistent are left out, as `save_pretrained` leaves them, and so
+are the names of wrappers: `from_pretrained` would not find the parameters below them, and initialize them anew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from helixrt.replica.manifest import ITEM_BYTES
 from helixrt.replica.portions import MODEL, Portion
 
 FILE_BYTES = 5_000_000_000  # of one file, as Hugging Face has it
+WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))  # in names: of torch.compile and of checkpoint_wrapper
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -70,6 +72,9 @@ def export(
     entries = {n.removeprefix(f"{MODEL}/"): e for n, e in placed.items() if n.startswith(f"{MODEL}/")}
     if not entries:
         raise ConfigError("run", source, f"the checkpoint {checkpoint.folder.name} names no parameters of a model")
+    own = {name: own_name(name) for name in entries}
+    if len(set(own.values())) < len(own):
+        raise ConfigError("run", source, f"{checkpoint.folder.name} has parameters that differ in the names of wrappers alone")
     unfinished = to.with_name(f".{to.name}.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -77,10 +82,11 @@ def export(
         groups = list(_files(entries, file_bytes))
         names = [_file_name(number, len(groups)) for number in range(len(groups))]
         for name, group in zip(names, groups, strict=True):
-            save_file(_read(checkpoint, group, dtype), unfinished / name, metadata={"format": "pt"})
+            tensors = {own[stored]: tensor for stored, tensor in _read(checkpoint, group, dtype).items()}
+            save_file(tensors, unfinished / name, metadata={"format": "pt"})
         if len(groups) > 1:
             total = sum(_nbytes(entry) for entry in entries.values())
-            where = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+            where = {own[tensor]: name for name, group in zip(names, groups, strict=True) for tensor in group}
             index = {"metadata": {"total_size": total}, "weight_map": where}
             write_durably(unfinished / "model.safetensors.index.json", json.dumps(index, indent=2))
         if settings is not None:
@@ -93,6 +99,11 @@ def export(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return Exported(checkpoint.record.step, len(entries), tuple(to / name for name in names))
+
+
+def own_name(name: str) -> str:
+    """A parameter's name in the model without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _chosen(source: Place, step: int | None) -> checkpoints.Checkpoint:

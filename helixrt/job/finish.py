@@ -20,6 +20,7 @@ from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.replica.commands import Digest, Digested, Exit, RankCommand
 from helixrt.replica.contracts import Formed, Membership, RunStore
+from helixrt.replica.progress import Progress
 from helixrt.replica.run_keys import EXIT_KEY, done_key
 
 
@@ -43,7 +44,8 @@ class ObservedMembership(Membership):
 
 
 class EndOfRun:
-    """Of one replica's leader; called in its coordination thread.
+    """Of one replica's leader; called in its coordination thread. Validation and digest may take `limit_s`, or as long as this
+    rank's program has asked for (`progress`).
 
     `digests` is filled, rank by rank, as the answers to `Digest` come.
     """
@@ -59,11 +61,13 @@ class EndOfRun:
         tell: Callable[[RankCommand], None],
         evaluations: EvaluationOrders,
         replicas: Iterable[int],
-        step_s: float,
+        limit_s: float,
+        progress: Progress,
     ) -> None:
         self._replica, self._ranks, self._store, self._membership = replica, ranks, store, membership
         self._orders, self._digests, self._tell = orders, digests, tell
-        self._evaluations, self._replicas, self._step_s = evaluations, tuple(replicas), step_s
+        self._evaluations, self._replicas = evaluations, tuple(replicas)
+        self._limit_s, self._progress = limit_s, progress
         self._ended: Finished | None = None  # what we hold, not told yet
 
     def resting(self, machine: StepMachine) -> bool:
@@ -105,11 +109,16 @@ class EndOfRun:
         if (evaluate := self._evaluations.at_the_end(self._held(machine))) is not None:
             self._tell(evaluate)
         self._tell(Digest())
-        deadline = time.monotonic() + self._step_s
-        while len(self._digests) < self._ranks and time.monotonic() < deadline:
+        deadline = time.monotonic() + self._limit_s
+        while len(self._digests) < self._ranks:
+            now = time.monotonic()
+            deadline = max(deadline, now + self._progress.time_left_s())  # the user's evaluation may have asked for more
+            if now >= deadline:
+                raise Fatal(
+                    f"validation and digest of the last state took longer than {self._limit_s:g} s; within "
+                    "`with session.busy(what, limit_s):` a validation may take longer"
+                )
             time.sleep(0.01)
-        if len(self._digests) < self._ranks:
-            raise Fatal(f"validation and digest of the last state took longer than {self._step_s:g} s")
         digests = [self._digests[r] for r in range(self._ranks)]
         return Finished(
             self._replica,

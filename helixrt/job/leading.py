@@ -134,6 +134,7 @@ class Leading:
             self._evaluations,
             range(context.config.mesh.replicas),
             context.timeouts.evaluate_s,
+            context.progress,
         )
 
     def _order(self, entries: Sequence[CommitRecord]) -> str | None:
@@ -177,7 +178,7 @@ class Leading:
             log,
             log.genesis if len(log) == 1 and self._parts.genesis.holds() else "",
             self._job.steps,
-            step_rules(context.config, memory, self._job.advance),
+            step_rules(context.config, memory, self._job.advance, self._job.engine.expects_overflow),
             context.spec.life,
             skipped_positions(context.store, context.replica, entries[-1], context.config.deal),
             self._order(entries),

@@ -108,6 +108,13 @@ def dealt_by(loader: Any) -> tuple[StreamSampler, int] | None:
     return (sampler, int(batches.batch_size)) if known else None
 
 
+def workers_of(loader: Any) -> int | None:
+    """How many copies of an IterableDataset are read in turn, on which the order of batches depends; None where it does not."""
+    if not isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
+    return max(1, int(getattr(loader, "num_workers", 0)))
+
+
 def name_of(loader: Any) -> str:
     """The loader with what chooses its items, for messages."""
     batches = getattr(loader, "batch_sampler", None)

@@ -32,7 +32,8 @@ Place = tuple[int, int]  # (epoch, batches of it that were read)
 
 
 class LoaderStates:
-    """Of one stream, named by `stream` (replica/shard). One thread at a time. `what` has the states, for messages."""
+    """Of one stream, named by `stream` (replica/shard); the newest `keep`. One thread at a time. `what` has the states, for
+    messages."""
 
     def __init__(
         self,
@@ -42,8 +43,10 @@ class LoaderStates:
         folder: Path | None = None,
         what: str = "the data loader",
         effect: str = "a replica that starts again reads its epoch from the beginning",
+        keep: int = KEPT,
     ) -> None:
         self._store, self._key, self._say, self._what, self._effect = store, f"loader/{stream}", say, what, effect
+        self._keep = keep
         self._folder = None if folder is None else folder / "streams" / stream.replace("/", ".")
         self._mine: dict[Place, bytes] = {}  # packed states of this process
         self._said = False
@@ -56,7 +59,7 @@ class LoaderStates:
             self._cannot_publish("holds objects that torch.load(weights_only=True) refuses")
             return
         self._mine = {p: kept for p, kept in self._mine.items() if p < place} | {place: content}
-        self._mine = {p: self._mine[p] for p in _to_keep(self._mine, place[0])}
+        self._mine = {p: self._mine[p] for p in self._to_keep(self._mine, place[0])}
         encoded = base64.b64encode(content).decode()
         if self._folder is not None:
             with suppress(OSError):
@@ -67,7 +70,7 @@ class LoaderStates:
             return
         with suppress(Retryable):
             known = self._places()
-            kept = _to_keep({p for p in known if p < place} | {place}, place[0])
+            kept = self._to_keep({p for p in known if p < place} | {place}, place[0])
             self._store.set(self._key_of(place), encoded)
             self._store.set(self._key, json.dumps(kept))
             for old in set(known) - set(kept):
@@ -97,7 +100,7 @@ class LoaderStates:
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / f"{place[0]}_{place[1]}", encoded)
         files = self._files()
-        kept = _to_keep({p for p in files if p <= place}, place[0])
+        kept = self._to_keep({p for p in files if p <= place}, place[0])
         for old in set(files) - set(kept):
             files[old].unlink(missing_ok=True)
 
@@ -107,17 +110,16 @@ class LoaderStates:
         found = {tuple(path.name.split("_")): path for path in self._folder.iterdir() if not path.name.startswith(".")}
         return {(int(epoch), int(offset)): path for (epoch, offset), path in found.items()}
 
+    def _to_keep(self, places: Iterable[Place], epoch: int) -> list[Place]:
+        known = sorted(places)
+        return [p for p in known if p == (epoch, 0) or p in known[-self._keep :]]
+
     def _key_of(self, place: Place) -> str:
         return f"{self._key}/{place[0]}/{place[1]}"
 
     def _places(self) -> list[Place]:
         text = self._store.get(self._key)
         return [] if text is None else [(int(epoch), int(offset)) for epoch, offset in json.loads(text)]
-
-
-def _to_keep(places: Iterable[Place], epoch: int) -> list[Place]:
-    known = sorted(places)
-    return [p for p in known if p == (epoch, 0) or p in known[-KEPT:]]
 
 
 def packed(state: dict[str, Any]) -> bytes | None:

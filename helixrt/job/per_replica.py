@@ -5,10 +5,10 @@ In: named objects with `state_dict` and `load_state_dict`; before each step, the
 with the state that belongs to that position. It is never fetched from another replica (DESIGN.md, "State has three kinds"):
 
 - a step whose work was dropped begins again with the state that it began with;
-- states are published with the loader's states (`loader_states`), and with each checkpoint;
+- states are published with the loader's states (`loader_states`), and with each checkpoint. Those of checkpoints are kept
+  apart, `SAVED` of them, since many others may follow before the run goes on from a checkpoint;
 - a replica that starts again takes the newest one at or before its position, and says which. Batches between are not repeated
-for
-  it: what must be exact is a function of the data, and belongs into the data set.
+  for it: what must be exact is a function of the data, and belongs into the data set.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from helixrt.engines.registered import Stateful
 from helixrt.errors import MisuseError
 from helixrt.job.loader_states import LoaderStates, packed
 
+SAVED = 16  # states of the newest checkpoints; more than a run keeps complete ones, since an attempt at one may fail
 _KEPT = 4  # states in memory, of the newest steps: a record is superseded by few
 
 
 class PerReplicaState:
     """Used from the loop's thread. `every`: batches between two published states; `due(step)`: whether the state after update
-    `step` is in a checkpoint."""
+    `step` is in a checkpoint; those are in `saved` as well."""
 
     def __init__(
         self,
         things: Mapping[str, Stateful],
         states: LoaderStates,
+        saved: LoaderStates,
         every: int,
         due: Callable[[int], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._things, self._states, self._every, self._due, self._say = dict(things), states, every, due, say
+        self._things, self._states, self._saved = dict(things), states, saved
+        self._every, self._due, self._say = every, due, say
         self._kept: dict[int, dict[str, Any]] = {}  # by position
         self._published = -1  # position of the newest published state
         for name, thing in self._things.items():
@@ -61,17 +64,23 @@ class PerReplicaState:
         self._kept[position] = self._read()
         for old in sorted(self._kept)[:-_KEPT]:
             del self._kept[old]
-        if self._published < 0 or position // self._every != self._published // self._every or self._due(step - 1):
-            self._publish(position)
+        if self._due(step - 1):
+            self._saved.put((0, position), self._kept[position])
+        elif self._published >= 0 and position // self._every == self._published // self._every:
+            return
+        self._publish(position)
 
-    def end(self, position: int) -> None:
-        """The loop has ended before the batch at this position."""
-        if self._things and position not in self._kept:
+    def end(self, position: int | None) -> None:
+        """The loop has ended before the batch at this position, or this replica leaves there (None: not behind a committed
+        step)."""
+        if self._things and position is not None and position not in self._kept:
             self._kept = {position: self._read()}
+            self._saved.put((0, position), self._kept[position])
             self._publish(position)
 
     def _find(self, position: int) -> None:
-        found = self._states.newest((0, position))
+        each = [states.newest((0, position)) for states in (self._states, self._saved)]
+        found = max((one for one in each if one is not None), key=lambda one: one[0], default=None)
         if found is None:
             self._say(f"per-replica state: there is none at or before batch {position}, so it begins anew")
             return

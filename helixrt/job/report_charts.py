@@ -49,14 +49,16 @@ def replica_colour(replica: int) -> str:
 def loss_chart(
     steps: Sequence[StepMetrics], validations: Sequence[ValidationMetrics], order0: float | None, failures: Sequence[Failure]
 ) -> str:
-    """Training loss of every replica, validation loss, the order-0 entropy, and where replicas were lost."""
-    losses = [m.bits_per_byte for m in steps if m.bits_per_byte is not None] + [v.bits_per_byte for v in validations]
+    """Training loss of every replica, validation loss, the order-0 entropy, and where replicas were lost. Losses that are not
+    finite are left out."""
+    validations = [v for v in validations if math.isfinite(v.bits_per_byte)]
+    losses = [m.bits_per_byte for m in steps if _shown(m)] + [v.bits_per_byte for v in validations]
     if not losses:
         return _nothing("no step was recorded")
     height, top, bottom = 360, 28, 320
     last = max([m.step for m in steps] + [v.step for v in validations])
     x = _Axis(0, last, _LEFT, WIDTH - _RIGHT)
-    shown = losses if order0 is None else [*losses, order0]
+    shown = [loss for loss in (*losses, order0) if loss is not None]
     low, high = min(shown), max(shown)
     y = _Axis(max(0.0, low - 0.08 * (high - low)), high + 0.06 * (high - low), bottom, top)
     parts = [_grid_y(y, "bits per byte"), _grid_x(x, bottom, "step")]
@@ -91,17 +93,21 @@ def loss_chart(
 
 
 def _lines(mine: Sequence[StepMetrics], x: _Axis, y: _Axis, replica: int) -> str:
-    """One replica's loss, broken where it was away."""
+    """One replica's loss, broken where it was away, or the loss was not finite."""
     pieces: list[list[str]] = [[]]
     before = None
     for m in mine:
-        if m.bits_per_byte is None or (before is not None and m.step != before + 1):
+        if not _shown(m) or (before is not None and m.step != before + 1):
             pieces.append([])
-        if m.bits_per_byte is not None:
+        if m.bits_per_byte is not None and _shown(m):
             pieces[-1].append(f"{x(m.step):.1f},{y(m.bits_per_byte):.1f}")
         before = m.step
     colour = replica_colour(replica)
     return "".join(f'<polyline class="loss" style="stroke:{colour}" points="{" ".join(p)}"/>' for p in pieces if p)
+
+
+def _shown(m: StepMetrics) -> bool:
+    return m.bits_per_byte is not None and math.isfinite(m.bits_per_byte)
 
 
 def _columns(

@@ -38,7 +38,7 @@ from helixrt.job.checkpoint import is_due
 from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.evaluation import Evaluation, Part, PartSums
 from helixrt.job.loader_states import LoaderStates
-from helixrt.job.per_replica import PerReplicaState
+from helixrt.job.per_replica import SAVED, PerReplicaState
 from helixrt.job.placement import Placement
 from helixrt.job.prepared import prepare
 from helixrt.job.sampler import StreamSampler, stream_sampler
@@ -277,7 +277,8 @@ class Session:
     def evaluate(self, function: Callable[[], Any], *, every: int) -> None:
         """Run `function()` after every `every` updates and after the last one, on all ranks of one replica, between two steps,
         without gradients. What it returns, a number or a mapping of names to numbers, is averaged over these ranks and logged
-        as validation. It must leave registered state as it is. Call this before the loop."""
+        as validation. It must leave registered state as it is; running buffers and the modules' training mode are put back
+        behind it. Call this before the loop."""
         self._set_evaluation(Evaluation(function, every))
 
     def evaluate_shared(self, function: Callable[[Part], PartSums], *, every: int) -> None:
@@ -333,10 +334,10 @@ class Session:
                 yield self._step
                 self._step.check_committed()
                 self._last = self._step.done
-            if self._step is not None and self._step.done is not None and self._step.done.committed:
-                own.end(self._step.position + accumulate)
+            own.end(self._after(accumulate))
             self._ended = True
         except Departed as left:
+            own.end(self._after(accumulate))
             self.departed = left
             raise
         finally:
@@ -400,13 +401,24 @@ class Session:
 
     def _evaluate(self, order: Evaluate) -> None:
         if self._evaluation is not None:
-            self._host.validation(order, self._evaluation.run(order, self._placement.connected))
+            with self._registered().evaluating():
+                measured = self._evaluation.run(order, self._placement.connected)
+            self._host.validation(order, measured)
 
     def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:
         every, checkpoints = self.settings.loader_every, self.settings.checkpoint_every
         name, effect = f"{stream.name}/per_replica", "a replica that starts again begins it anew"
-        states = LoaderStates(self._host.store, name, self._say, self._host.folder, "what is registered per replica", effect)
-        return PerReplicaState(self._per_replica, states, every, lambda step: is_due(step, checkpoints, until), self._say)
+        store, folder, what = self._host.store, self._host.folder, "what is registered per replica"
+        states = LoaderStates(store, name, self._say, folder, what, effect)
+        saved = LoaderStates(store, f"{name}/saved", self._say, folder, what, effect, SAVED)
+        return PerReplicaState(
+            self._per_replica, states, saved, every, lambda step: is_due(step, checkpoints, until), self._say
+        )
+
+    def _after(self, accumulate: int) -> int | None:
+        """The position behind the newest step, if it was committed."""
+        done = None if self._step is None else self._step.done
+        return self._step.position + accumulate if self._step is not None and done is not None and done.committed else None
 
     def _registered(self) -> SessionEngine:
         if self._engine is None:

@@ -50,13 +50,16 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1) -> StepRules:
-    """The rules of a step, the same on every replica. It takes `advance` batches of each stream."""
+def step_rules(config: JobConfig, memory: CatchupMemory, advance: int = 1, expects_overflow: bool = False) -> StepRules:
+    """The rules of a step, the same on every replica. It takes `advance` batches of each stream. `expects_overflow`: see
+    `Engine`; else a replica that overflows at a scale at which others do not would be left out in step after step, and one that
+    does so while the scale falls at the start would be started again."""
     return StepRules(
         replay=memory.replay,
         snapshots=memory.snapshots,
         hold_s=config.catchup.hold_s,
         supersede_after_s=config.supersede_after_s,
+        exclusion=not expects_overflow,
         nonfinite_limit=config.nonfinite_limit,
         advance=advance,
         deal=config.deal,
@@ -90,7 +93,7 @@ def exclusion_text(record: CommitRecord) -> str | None:
         why = "its batch is left out by order" if e.rank < 0 else f"the gradient of its rank {e.rank} is not finite"
         parts.append(f"replica {replica} is excluded: {why}")
     if not record.applied and record.contributors:
-        parts.append("the sum of finite gradients is not finite")
+        parts.append("the sum of the gradients is not finite")
     if not parts:
         return None
     nothing = "" if record.applied else "; nothing is updated"

@@ -20,15 +20,14 @@ state they may differ. Transformations that must be reproducible derive their nu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from helixrt.errors import ConfigError, Fatal, StartAgain
 from helixrt.job.data_random import seed_generators
+from helixrt.job.kept_batch import KeptBatch
 from helixrt.job.loader_checks import (
     check_reproducible,
     content_of,
@@ -38,6 +37,7 @@ from helixrt.job.loader_checks import (
     name_of,
     set_epoch,
     stateful,
+    workers_of,
 )
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.permutation import seed_of
@@ -66,12 +66,6 @@ class StreamSettings:
         return f"{self.replica}/{self.shard}"
 
 
-@dataclass(frozen=True)
-class _Kept:
-    batch: Any
-    versions: tuple[int, ...]  # of its tensors when it was yielded first
-
-
 class _Ended(Exception):
     """The first epoch of a loader without a length has ended: now the length is known."""
 
@@ -97,7 +91,7 @@ class Stream:
         self._loader, self._settings, self._store, self._say = loader, settings, store, say
         self._generators = [(g, g.get_state()) for g in generators(loader)]
         self._stateful = stateful(loader)
-        self._kept: dict[int, _Kept] = {}  # by position, those that may be yielded again
+        self._kept: dict[int, KeptBatch] = {}  # by position, those that may be yielded again
         self._iterator: Iterator[Any] | None = None
         self._begun = False  # the loader was iterated in this process
         self._next = -1  # position of the batch that the iterator gives next
@@ -164,12 +158,12 @@ class Stream:
 
     def _batch(self, position: int) -> Any:
         kept = self._kept.get(position)
-        if kept is not None and kept.versions == _versions(kept.batch):
-            return kept.batch
+        if kept is not None and (again := kept.again()) is not None:
+            return again
         if position != self._next or self._iterator is None:  # a batch that was changed in place is read again, too
             self._seek(position)
         batch = self._read(position)
-        self._kept[position] = _Kept(batch, _versions(batch))
+        self._kept[position] = KeptBatch(batch)
         return batch
 
     def _read(self, position: int) -> Any:
@@ -228,6 +222,10 @@ class Stream:
                 "use sampler=session.sampler(dataset), or drop_last=True"
             )
             raise ConfigError("loader", f"{length} batches per epoch in stream {self._settings.name}", rule)
+        for key in ("items", "shuffle", "batch", "workers"):
+            if first.get(key, mine.get(key)) != mine.get(key, first.get(key)):
+                rule = f"stream {first['stream']} has {key}={first[key]}; all streams, and a run that is resumed, read the same"
+                raise ConfigError("loader", f"{name_of(self._loader)}, {key}={mine[key]}", f"{rule} data in the same order")
         if length < self._settings.accumulate:
             rule = f"an epoch of the loader has {length} batches, fewer than one step takes"
             raise ConfigError("accumulate", self._settings.accumulate, rule)
@@ -240,7 +238,8 @@ class Stream:
         """What a later life must know to deal the rest of the data over another number of streams; else the loader's name."""
         dealt = dealt_by(self._loader)
         if dealt is None:
-            return {"loader": name_of(self._loader)}
+            workers = workers_of(self._loader)
+            return {"loader": name_of(self._loader)} | ({} if workers is None else {"workers": workers})
         sampler, batch = dealt
         return {"items": sampler.items, "shuffle": sampler.shuffle, "batch": batch, "first": self.first}
 
@@ -332,12 +331,3 @@ def _len(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-def _versions(batch: Any) -> tuple[int, ...]:
-    """The version counters of a batch's tensors, in a fixed order: they grow when a tensor is changed in place."""
-    if isinstance(batch, torch.Tensor):
-        return () if batch.is_inference() else (batch._version,)
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    return tuple(v for part in batch for v in _versions(part)) if isinstance(batch, list | tuple) else ()

@@ -62,6 +62,10 @@ class Engine(ABC):
     can_replay: bool = True
     """Whether `apply` may be called with kept sums of a step whose work this rank did not do."""
 
+    expects_overflow: bool = False
+    """Gradients overflow now and then where nothing is wrong: those of a gradient scaler, which lowers its scale then. A sum
+    that is not finite is nobody's fault, and commits a record that is not applied."""
+
     @property
     @abstractmethod
     def buckets(self) -> Sequence[torch.Tensor]:

@@ -86,3 +86,16 @@ def test_a_buffer_that_does_not_travel_may_not_change_and_can_be_named(loops: An
     engine.end()
     engine.apply(loops.record(1), loops.summed([engine]))
     assert torch.equal(getattr(model, name), before + 1)
+
+
+@pytest.mark.parametrize("name", ["large", "scratch"])
+def test_a_buffer_that_does_not_travel_is_found_when_it_changes_through_its_data(loops: Any, name: str) -> None:
+    """As code that keeps a codebook does (`self.embed.data.mul_(decay)`): it counts no version."""
+    model, engine = counting()
+    with pytest.raises(MisuseError, match=f"buffer {name} was changed, through its `data`.*running_buffers=\\['{name}'\\]"):
+        for step in range(1, 3):  # as many as there are buffers that do not travel
+            engine.begin(lambda bucket: None)
+            engine.backward(model(torch.ones(1, 3)).sum(), last=True)
+            getattr(model, name).data.add_(1)
+            engine.end()
+            engine.apply(loops.record(step), loops.summed([engine]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from helixrt.engines.module import ModuleEngine
 from helixrt.engines.registered import Registered
 from helixrt.engines.update import ModuleUpdate, Policy
+from helixrt.protocol.step.lineage import Exclusion
 from helixrt.replica.contracts import State, layout_of
 from helixrt.replica.manifest import Manifest
 
@@ -333,6 +335,21 @@ def test_a_scaler_scales_gradients_and_lowers_its_scale_when_a_step_is_not_appli
     other_model, other_scaler, other = scaled(loops)
     other.load(loops.copy_of(engine.state()))
     assert other_scaler.get_scale() == 2048.0
+
+
+def test_a_scaler_keeps_its_scale_where_nothing_overflowed(loops: Any) -> None:
+    """All batches are left out by order, or the total weight is 0."""
+    model, scaler, engine = scaled(loops)
+    assert engine.expects_overflow
+    record = replace(loops.record(1, (), applied=False), excluded={0: Exclusion(0, -1)})
+    engine.apply(record, None)
+    engine.begin(lambda bucket: None)
+    engine.backward(model(torch.ones(4, 3)).square().sum(), 0, last=True)
+    engine.end()
+    engine.apply(loops.record(1), loops.summed([engine]))
+    assert scaler.get_scale() == 1024.0
+    engine.apply(loops.record(2, applied=False), None)
+    assert scaler.get_scale() == 512.0
 
 
 def test_several_models_and_types_have_buckets_of_their_own(loops: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -135,6 +137,64 @@ def test_a_change_through_data_of_one_parameter_is_found_when_its_turn_comes() -
             for _ in range(3):
                 parameters[index].data.add_(1.0)
                 script.step()
+
+
+class Counter:
+    """Counts in a plain number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_a_number_of_an_extra_object_may_change_in_the_update_alone() -> None:
+    """Counted in the loop it would differ in a replica that repeats updates, which is found at the end of the run."""
+    counter = Counter()
+    script = Script(extra={"counter": counter})
+
+    def update(record: CommitRecord) -> None:
+        counter.count += 1
+        script.optimizer.step()
+        script.scheduler.step()
+
+    script.engine.set_update(update)
+    for _ in range(3):
+        script.step()
+    assert counter.count == 3
+
+    def count() -> None:
+        counter.count += 1
+
+    with pytest.raises(MisuseError, match="counter/count was changed.*per_replica="):
+        script.work(count)
+
+
+DRAWS: dict[str, Callable[[int], Any]] = {
+    "torch": lambda step: torch.randn(2),
+    "python": lambda step: random.random(),
+    "numpy": lambda step: numpy.random.rand(),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_an_update_that_draws_random_numbers_is_found_in_its_first_step(kind: str) -> None:
+    """Each replica draws others, so their states would differ, which is found at the end of the run."""
+    script = Script()
+    script.engine.set_update(lambda record: DRAWS[kind](record.step))
+    with pytest.raises(MisuseError, match="the update drew random numbers"):
+        script.step()
+
+
+def test_an_update_may_draw_from_a_generator_that_follows_from_the_record() -> None:
+    script = Script()
+    script.engine.set_update(lambda record: torch.randn(2, generator=torch.Generator().manual_seed(record.step)))
+    script.step()
+    script.step()
 
 
 def test_values_that_are_no_numbers_are_not_taken_for_a_change() -> None:

@@ -77,6 +77,26 @@ def test_a_checkpoint_in_a_storage_is_exported_by_its_run_and_by_itself(saved: t
         export(StoredPath(f"{PROTOCOL}://{tmp_path}/bucket"), tmp_path / "three")
 
 
+def test_names_of_wrappers_are_left_out(tmp_path: Path) -> None:
+    """Below them `from_pretrained` finds no parameter, warns, and gives a model with random weights."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model[1] = checkpoint_wrapper(model[1])
+    wrapped: Any = torch.compile(model, backend="eager")
+    engine = ModuleEngine(Registered.of(wrapped, [torch.optim.SGD(wrapped.parameters(), lr=0.1)]))
+    write(tmp_path / "run" / "checkpoints", {"pp": 1}, [RankPart.of(engine.state(), engine.portions())])
+    (tmp_path / "run" / "run.json").write_text("{}")
+    engine.close()
+    for file_bytes in (10, 10_000):
+        done = export(tmp_path / "run", tmp_path / str(file_bytes), file_bytes=file_bytes)
+        found = {name: value for file in done.files for name, value in load_file(file).items()}
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    index = json.loads((tmp_path / "10" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+
+
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(saved: tuple[Any, Path], tmp_path: Path) -> None:
     _, run = saved
     (tmp_path / "full").mkdir()

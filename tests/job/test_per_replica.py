@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from helixrt.errors import MisuseError
+from helixrt.errors import Departed, MisuseError
 from helixrt.job.checkpoint import is_due
 from helixrt.job.loader_states import LoaderStates
-from helixrt.job.per_replica import PerReplicaState
+from helixrt.job.per_replica import SAVED, PerReplicaState
 from helixrt.replica.store import MemoryRunStore
 from tests.job.session_world import LocalHost, batches, session_with, summed, tiny
 
@@ -34,7 +34,8 @@ def made(
     count: Count, store: MemoryRunStore, folder: Path | None, said: list[str], every: int = 10, checkpoints: int = 0
 ) -> PerReplicaState:
     states = LoaderStates(store, "0/0/per_replica", said.append, folder)
-    return PerReplicaState({"count": count}, states, every, lambda step: is_due(step, checkpoints, 1000), said.append)
+    saved = LoaderStates(store, "0/0/per_replica/saved", said.append, folder, keep=SAVED)
+    return PerReplicaState({"count": count}, states, saved, every, lambda step: is_due(step, checkpoints, 1000), said.append)
 
 
 @pytest.mark.parametrize("case", range(30))
@@ -85,6 +86,45 @@ def test_the_state_of_a_checkpoint_is_kept_exactly(tmp_path: Path) -> None:
         again = Count()
         made(again, MemoryRunStore(), tmp_path, []).begin(position, position // 2 + 1)
         assert int(again.seen) == position
+
+
+@pytest.mark.parametrize("kept", ["store", "folder"])
+def test_the_state_of_a_checkpoint_outlives_many_published_after_it(kept: str, tmp_path: Path) -> None:
+    """A run that goes on from its newest checkpoint, or an older one, may have published many states since."""
+    count, store, folder = Count(), MemoryRunStore(), tmp_path if kept == "folder" else None
+    own = made(count, store, folder, [], every=2, checkpoints=20)
+    for step in range(1, 100):
+        own.begin(step - 1, step)
+        count.seen += 1
+    for position in (80, 60, 40):
+        again, said = Count(), list[str]()
+        made(again, store if kept == "store" else MemoryRunStore(), folder, said).begin(position, position + 1)
+        assert int(again.seen) == position and said == [
+            f"per-replica state: that of batch {position} is taken, for batch {position}"
+        ]
+
+
+def test_a_replica_that_leaves_publishes_its_newest_state() -> None:
+    host = LocalHost()
+    session = session_with(host)
+    model, count = tiny(), Count()
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], per_replica={"count": count})
+
+    def leave() -> None:
+        raise Departed("SIGTERM")
+
+    with pytest.raises(Departed):
+        for step in session.steps(batches(), until=9, accumulate=2):
+            for x, y in step:
+                count.seen += 1
+                step.backward(summed(model, x, y))
+            step.commit()
+            if step.number == 5:
+                assert host.worker is not None
+                host.worker.next_work = leave  # type: ignore[method-assign, assignment]
+    again = Count()
+    made(again, host.store, None, []).begin(10, 6)
+    assert int(again.seen) == 10
 
 
 def test_a_step_back_gives_up_the_states_after_it(tmp_path: Path) -> None:

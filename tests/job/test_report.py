@@ -18,7 +18,7 @@ from helixrt.job.leader_reports import Finished
 from helixrt.job.metrics import StepMetrics, ValidationMetrics
 from helixrt.job.output import summary_of
 from helixrt.job.report import RunFacts, write_report
-from helixrt.job.report_charts import ticks
+from helixrt.job.report_charts import loss_chart, ticks
 from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
@@ -310,3 +310,16 @@ def test_a_clock_that_steps_back_in_a_run_leaves_a_report(tmp_path: Path) -> Non
     report = write_report(tmp_path, SteppedBack(tmp_path).play())
     assert report["steps"] == STEPS and report["data_audit"]["gaps"] == 0
     assert Page((tmp_path / "report.html").read_text()).open == []
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+def test_losses_that_are_not_finite_are_left_out_of_the_chart(worst: float) -> None:
+    """A step of which nothing is applied has no loss; its figure must not cost the report."""
+    losses = [3.0, worst, 2.0, 1.0]
+    steps = [StepMetrics(0, "r0", n, loss, 8, 1.0, 1, 0.0, 1.0, 1e-3, n) for n, loss in enumerate(losses, start=1)]
+    validations = [ValidationMetrics(0, 2, worst, 8), ValidationMetrics(0, 4, 1.5, 8)]
+    chart = loss_chart(steps, validations, None, [])
+    assert chart.count('class="loss"') == 2 and chart.count("validation-dot") == 1  # the line is broken there
+    drawn = re.findall(r'(?:points|cx|cy|y1|y2|x)="([^"]*)"', chart)
+    assert not any("nan" in text or "inf" in text for text in drawn)
+    assert "no step was recorded" in loss_chart([dataclasses.replace(steps[1])], validations[:1], None, [])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, IterableDataset
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.config import MeshConfig, OutputConfig
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.resume import keep_stream, restore_stream, run_to_resume, saved_run
+from helixrt.job.sampler import stream_sampler
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.stream import Stream, StreamSettings
 from helixrt.job.train_function import TrainFunction
@@ -118,6 +122,47 @@ def test_a_run_is_not_resumed_on_other_data_and_streams_read_the_same(tmp_path: 
     with pytest.raises(ConfigError, match="reads corpus 1; all streams, and a run that is resumed, read the same"):
         Stream(Named(""), StreamSettings(0, 2), again)
     Stream(Named("corpus 1"), StreamSettings(0, 2), again)
+
+
+class Endless(IterableDataset[int]):
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+def dealt(items: int, shuffle: bool = True, batch: int = 4) -> Any:
+    data = list(range(items))
+    return DataLoader(data, batch, sampler=stream_sampler(data, 1, 0, shuffle=shuffle, seed=3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rule"),
+    [
+        (lambda: dealt(14), lambda: dealt(15), "items=15.*has items=14; all streams, and a run that is resumed"),
+        (lambda: dealt(14), lambda: dealt(14, shuffle=False), "shuffle=False.*has shuffle=True"),
+        (lambda: dealt(14, batch=5), lambda: dealt(14, batch=6), "batch=6.*has batch=5"),
+        (lambda: DataLoader(Endless(), 4), lambda: DataLoader(Endless(), 4, num_workers=2), "workers=2.*has workers=1"),
+        (lambda: DataLoader(Endless(), 4), lambda: DataLoader(Endless(), 4, num_workers=1), ""),
+        (lambda: dealt(14), lambda: dealt(14), ""),
+    ],
+    ids=["items", "shuffle", "batch", "workers", "one worker", "the same"],
+)
+def test_a_run_is_not_resumed_in_another_order_of_as_many_batches(
+    before: Callable[[], Any], after: Callable[[], Any], rule: str, tmp_path: Path
+) -> None:
+    """Positions would stand for other items: some would be read twice in the epoch, and others never."""
+    store = MemoryRunStore()
+    Stream(before(), StreamSettings(0), store)
+    assert keep_stream(store, tmp_path)
+    again = MemoryRunStore()
+    assert restore_stream(again, tmp_path)
+    if not rule:
+        Stream(after(), StreamSettings(0), again)
+        return
+    with pytest.raises(ConfigError, match=rule):
+        Stream(after(), StreamSettings(0), again)
 
 
 def test_states_in_the_folder_outlive_the_store(tmp_path: Path) -> None:

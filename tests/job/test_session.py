@@ -131,6 +131,36 @@ def test_evaluation_runs_at_its_steps_without_gradients_and_leaves_random_number
     assert [step for step, _ in host.validated] == [2, 4] and host.validated[0][1]["loss"] > 0
 
 
+def test_an_evaluation_leaves_neither_mode_nor_running_statistics_behind() -> None:
+    """It runs on one replica alone: whatever it leaves, that replica would train, or end, otherwise than the others."""
+
+    def run(evaluation: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
+        session = session_with(LocalHost())
+        torch.manual_seed(3)
+        linear, norm, drop = torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.5)
+        model = torch.nn.Sequential(linear, norm, drop, torch.nn.Linear(6, 1))
+        model[0].eval()  # a part that the user keeps in this mode
+        session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+
+        def measure() -> float:
+            for x, _ in batches():
+                model(10 * x)  # in training mode: statistics change
+            model.eval()
+            return 0.0
+
+        if evaluation:
+            session.evaluate(measure, every=2)
+        for step in session.steps(batches(), until=4):  # the last update is evaluated, too
+            for x, y in step:
+                step.backward(summed(model, x, y))
+            step.commit()
+        return {name: value.clone() for name, value in model.state_dict().items()}, [m.training for m in model.modules()]
+
+    (found, modes), (expected, wanted) = run(True), run(False)
+    assert modes == wanted == [True, False, True, True, True]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_epochs_follow_each_other_and_are_told_to_the_sampler() -> None:
     host = LocalHost()
     session = session_with(host)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -199,6 +202,62 @@ def test_a_batch_that_was_changed_in_place_is_read_again() -> None:
     assert plain(again) == expected
     (third,) = stream.take(3)
     assert third is again  # in memory, not read
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+BATCHES = {
+    "dictionary": lambda x: {"x": x, "others": [x + 1, {"y": x + 2}]},
+    "list": lambda x: [x, (x + 1, [x + 2])],
+    "mapping": lambda x: UserDict(x=x, y=x + 1),
+    "data class": lambda x: Pair(x, x + 1),
+    "array": lambda x: {"x": x.numpy().copy()},
+}
+
+
+def changed(batch: Any) -> None:
+    """What loops do with a batch: new tensors in its containers, entries taken out, arrays changed in place."""
+    if isinstance(batch, Pair):
+        batch.x = batch.x * 10
+    elif isinstance(batch, list):
+        batch[0] = batch[0] * 10
+        batch[1][1].clear()
+    elif isinstance(batch["x"], numpy.ndarray):
+        batch["x"] *= 10
+    else:
+        batch["x"] = batch["x"] * 10
+        if "others" in batch:
+            batch["others"][1].pop("y")
+            batch.pop("others")
+        batch["new"] = 1
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["length", "no length"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_comes_again_as_it_was_read(kind: str, known: bool) -> None:
+    """After a step that was dropped, whatever the loop has put into the batch; it is not read again for that."""
+    read: list[int] = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(6):
+                read.append(number)
+                yield BATCHES[kind](torch.full((2,), float(number + 1)))
+
+    class Known(Loader):
+        def __len__(self) -> int:
+            return 6
+
+    stream = Stream(Known() if known else Loader(), StreamSettings(0, accumulate=2), MemoryRunStore())
+    for _ in range(3):
+        for number, batch in enumerate(stream.take(2), start=2):
+            assert repr(batch) == repr(BATCHES[kind](torch.full((2,), float(number + 1))))
+            changed(batch)
+    assert read == [0, 1, 2, 3]
 
 
 def test_a_restart_skips_from_the_newest_state_before_its_position() -> None:

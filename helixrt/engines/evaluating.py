@@ -1,0 +1,25 @@
+"""What an evaluation of the user's may change in the registered models, put back behind it.
+
+In: registered models and their buffers. Out: a context. An evaluation runs on one replica alone: running statistics that it
+updates, or a model that it leaves in evaluation mode, would make this replica train otherwise than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from helixrt.engines.buffers import Buffers
+from helixrt.engines.registered import Registered
+
+
+@contextmanager
+def evaluating(registered: Registered, buffers: Buffers) -> Iterator[None]:
+    """Behind it the training mode of every module is what it was, and running buffers have their committed values."""
+    modes = [(module, module.training) for model in registered.models.values() for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        buffers.discard()
