@@ -56,7 +56,7 @@ LINGER_S = 60.0  # how long a driver that has ended the ranks may take for its r
 @dataclass(frozen=True)
 class KeeperOrder:
     """`config`: the run's settings as plain data; `module`: what a rank runs; `reserved`: see `ray_run`; `away_s`: how long the
-    ranks train on without a driver."""
+    ranks train on without a driver; `path`: if not "", the folder in which the driver found its launcher's module."""
 
     config: dict[str, Any]
     folder: str
@@ -67,6 +67,7 @@ class KeeperOrder:
     secret: str
     away_s: float
     exit_grace_s: float
+    path: str = ""
 
     @staticmethod
     def from_plain(raw: Mapping[str, Any]) -> KeeperOrder:
@@ -116,6 +117,8 @@ class Keeper:
         self._order, self._clock = order, clock
         self._config = JobConfig.from_plain({k: order.config[k] for k in JobConfig.__dataclass_fields__})
         self._folder = Path(order.folder)
+        if order.path and order.path not in sys.path:
+            sys.path.insert(0, order.path)
         self._services = ServedHere(self._config, self._folder, order.module, Reserved(**order.reserved))
         self._store: RunStore = TcpRunStore(self._services.address)
         self._log = RunLog(self._store)

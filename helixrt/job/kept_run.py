@@ -34,8 +34,10 @@ from helixrt.job.launch_orders import (
     read_exit,
     read_order,
 )
+from helixrt.job.launchers import is_named, module_of
 from helixrt.job.policies import Phase, ReplicaState, RunState
 from helixrt.job.services import Services
+from helixrt.job.train_function import root_of
 from helixrt.job.warm_up import rank_environment
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.rank_log import last_error
@@ -79,6 +81,7 @@ def start_keeper(config: JobConfig, run: Run, program: JobProgram, secret: str, 
         secret,
         away_s,
         program.exit_grace_s,
+        root_of(module_of(config.launcher)) if is_named(config.launcher) else "",
     )
     log = run.folder / "logs" / f"keeper.{run.life}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
