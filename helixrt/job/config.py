@@ -152,7 +152,7 @@ class JobConfig:
     name: str = "run"
     seed: int = 0
     resume: bool = False
-    launcher: str = "auto"  # local | ray | environment (others start the ranks) | auto (ray inside a Ray job)
+    launcher: str = "auto"  # local | ray | environment (others start the ranks) | MODULE:NAME | auto (ray in a Ray job)
     start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
     threads: int = 1  # compute threads per rank
     membership: str = "auto"  # decides which replicas take part: torchft | store | auto (torchft where it is installed)

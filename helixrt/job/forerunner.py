@@ -4,7 +4,8 @@ In: the module that ranks run, and their environment. Out: ranks as children of 
 
 - The forerunner forks twice, and the process between ends at once. The kernel then gives the rank to this process
   (`replica.adoption`), so its parent, its exit status and what becomes of it when the driver dies are those of a rank that was
-  started the plain way, whatever becomes of the forerunner.
+  started the plain way, whatever becomes of the forerunner. The rank runs its program when this process adopts nobody any more:
+  what it leaves behind when it ends is not given to this process.
 - It is a session of its own, ends with the driver (`replica.orphan`), and runs one thread when it forks (`forerunner_process`).
 - A rank has the forerunner's environment as far as the imports read it. One that would inherit anything else from the driver
   than the forerunner has (`inherited`) is refused: it must be started the plain way.
@@ -30,7 +31,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from helixrt.job.inherited import Inherited, difference, inherited
-from helixrt.replica.adoption import AdoptedProcess, CannotAdopt, adopting
+from helixrt.replica.adoption import GO, AdoptedProcess, CannotAdopt, adopting, reaped
 from helixrt.replica.orphan import PARENT_VARIABLE, command
 
 READY_S = 300.0  # a machine that takes longer for the imports starts its ranks the plain way
@@ -118,32 +119,32 @@ class Forerunner:
             raise ForerunnerLost(f"this process cannot adopt what the forerunner forks: {error}") from error
 
     def _fork(self, order: Mapping[str, object], given: bytes, log_fd: int) -> AdoptedProcess:
-        with self._lock, _holding(json.dumps(order).encode()) as ordered, _holding(given) as stdin, adopting():
-            answer, theirs = os.pipe()
-            try:
-                try:
-                    socket.send_fds(self._control, [b"r"], [ordered, stdin, log_fd, theirs])
-                except OSError:
-                    pass  # it has ended: there will be no answer
-                finally:
-                    os.close(theirs)
-                return AdoptedProcess(self._pid_of(self._answer(answer)))
-            finally:
-                os.close(answer)
+        answer, theirs = socket.socketpair()
+        with answer, theirs:
+            with self._lock, _holding(json.dumps(order).encode()) as ordered, _holding(given) as stdin, adopting():
+                with suppress(OSError):  # it has ended: there will be no answer
+                    socket.send_fds(self._control, [b"r"], [ordered, stdin, log_fd, theirs.fileno()])
+                theirs.close()  # what answers has its own
+                rank = AdoptedProcess(self._pid_of(self._answer(answer)))
+            with suppress(OSError):  # it has ended already
+                answer.sendall(GO)
+            return rank
 
-    def _answer(self, pipe: int) -> str:
-        """The line that the rank or the forerunner writes into it; "" if all that could have ended."""
+    def _answer(self, answer: socket.socket) -> str:
+        """The line that the rank or the forerunner says; "" if all that could have ended."""
         said = b""
         for limit_s in (_ANSWER_S, _END_S):
             deadline = time.monotonic() + limit_s
-            while not said.endswith(b"\n") and _readable(pipe, deadline):
-                part = os.read(pipe, 4096)
+            while not said.endswith(b"\n") and _readable(answer.fileno(), deadline):
+                part = b""
+                with suppress(ConnectionError):
+                    part = answer.recv(4096)
                 if not part:
                     return ""
                 said += part
             if said.endswith(b"\n"):
                 return said.decode().strip()
-            self._kill()  # a rank that has not answered by now ends as soon as it sees that nobody listens
+            self._kill()  # a rank that has not answered by now ends when it is told nothing
         return ""
 
     def _pid_of(self, answer: str) -> int:
@@ -204,10 +205,8 @@ class Forerunner:
     def _reap_group(self) -> None:
         """A process between it and a rank becomes this process's child, as an orphan, if the forerunner dies before it."""
         deadline = time.monotonic() + _END_S
-        with suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                if os.waitid(os.P_PGID, self._process.pid, os.WEXITED | os.WNOHANG) is None:
-                    time.sleep(0.005)
+        while not reaped(self._process.pid) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     @property
     def is_over(self) -> bool:

@@ -2,13 +2,16 @@
 
 In: the descriptor of a connection to the driver, and the module that ranks run. It says a line: `made`, variables that the
 imports have set, or `refused`, why it cannot fork. An order is a byte with four files: what to run, the rank's standard input,
-its log, and a pipe for the answer. Out: "pid N" from the rank, when it is the driver's child, or "errno N", or "refused WHY".
+its log, and a socket for the answer. Out: "pid N" from the rank, when it is the driver's child, or "errno N", or "refused WHY".
+The rank runs its program when it is told to go.
 
 A fork has the memory of one thread alone, so there is one:
 
 - The imports start none in Python. OpenBLAS, which NumPy brings, starts its pool when it is loaded, OMP_NUM_THREADS less one
   threads; it ends them before a fork and starts them again with its next product. So this process forks a child for nothing
   first, and computes nothing. OpenMP's pool (torch's) starts with the first parallel region.
+- A thread that was joined stays in the kernel's list for a moment, which is long on a busy machine. So threads of which Python
+  does not know have a moment to end.
 - No driver of a GPU may be in use, since a fork cannot use it any more: there is no open device of one.
 
 What a process of its own would draw for itself, a rank draws anew (`_draw_anew`): the states of torch's, NumPy's and Python's
@@ -31,10 +34,12 @@ import threading
 import time
 from dataclasses import dataclass
 
+from helixrt.replica.adoption import GO
 from helixrt.replica.orphan import PARENT_VARIABLE, command, die_with_parent, run_as_main
 
 _FIRST_OPTIMIZER = "torch._dynamo"  # which torch.optim imports when the first optimizer is made
 _DEVICES = ("/dev/nvidia", "/dev/kfd")  # of CUDA and ROCm
+_THREADS_END_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,9 @@ def main(arguments: list[str]) -> None:
 
 def _obstacle() -> str:
     """Why a fork of this process is of no use, or ""."""
-    tasks = len(os.listdir("/proc/self/task"))
+    deadline = time.monotonic() + _THREADS_END_S
+    while (tasks := len(os.listdir("/proc/self/task"))) != 1 and threading.active_count() == 1 and time.monotonic() < deadline:
+        time.sleep(0.005)
     if tasks != 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         return f"the imports have left {tasks} threads in the forerunner, of Python's: {names}"
@@ -129,7 +136,9 @@ def _fork_again(answer: int) -> None:
 
 
 def _become_rank(order: _Order, stdin: int, log: int, answer: int) -> None:
-    """A session of its own, with its files, whose parent is the driver. Ends the process if the driver has not got it."""
+    """A session of its own, with its files, whose parent is the driver. Ends the process if the driver has not got it.
+
+    Returns when the driver adopts nobody any more: children of this rank that outlive it are not the driver's."""
     os.setsid()
     for ours, standard in ((stdin, 0), (log, 1), (log, 2)):
         os.dup2(ours, standard)
@@ -138,6 +147,12 @@ def _become_rank(order: _Order, stdin: int, log: int, answer: int) -> None:
         time.sleep(0.0005)
     die_with_parent(order.driver)
     _say(answer, f"pid {os.getpid()}")
+    try:
+        told = os.read(answer, len(GO))
+    except ConnectionError:
+        told = b""
+    if not told:  # the driver has given this order up
+        os._exit(1)
     for descriptor in (stdin, log, answer):
         os.close(descriptor)
 
@@ -145,7 +160,7 @@ def _become_rank(order: _Order, stdin: int, log: int, answer: int) -> None:
 def _say(answer: int, text: str) -> None:
     try:
         os.write(answer, text.encode() + b"\n")
-    except BrokenPipeError:  # the driver has given this order up
+    except ConnectionError:  # the driver has given this order up
         os._exit(1)
 
 

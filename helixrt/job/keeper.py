@@ -70,8 +70,9 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class KeeperOrder:
     """`config`: the run's settings as plain data; `module`: what a rank runs; `reserved`: see `ray_run`; `away_s`: how long the
-    ranks train on without a driver; `number`: how many keepers this life of the run had before; `before`: the `Addresses` of a
-    keeper that was lost, which this one takes over from."""
+    ranks train on without a driver; `path`: if not "", the folder in which the driver found its launcher's module; `number`:
+    how many keepers this life of the run had before; `before`: the `Addresses` of a keeper that was lost, which this one
+    takes over from."""
 
     config: dict[str, Any]
     folder: str
@@ -82,6 +83,7 @@ class KeeperOrder:
     secret: str
     away_s: float
     exit_grace_s: float
+    path: str = ""
     number: int = 0
     before: dict[str, str] | None = None
 
@@ -106,6 +108,7 @@ class KeptRun:
     reserved: dict[str, float]
     away_s: float
     exit_grace_s: float
+    path: str
     number: int
 
 
@@ -140,6 +143,8 @@ class Keeper:
         self._order, self._clock = order, clock
         self._config = JobConfig.from_plain({k: order.config[k] for k in JobConfig.__dataclass_fields__})
         self._folder = Path(order.folder)
+        if order.path and order.path not in sys.path:
+            sys.path.insert(0, order.path)
         self._lock = _locked(self._folder, order)
         before = None if order.before is None else Addresses(**order.before)
         if before is None:
@@ -192,7 +197,8 @@ class Keeper:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(order.secret)
         here = (self._services.address, self._services.durable, self._services.lighthouse, where, order.run, order.life)
-        kept = KeptRun(*here, order.config, order.module, order.reserved, order.away_s, order.exit_grace_s, order.number)
+        rest = (order.config, order.module, order.reserved, order.away_s, order.exit_grace_s, order.path, order.number)
+        kept = KeptRun(*here, *rest)
         write_durably(self._folder / FILE, json.dumps(asdict(kept), indent=1))
 
     def run(self) -> None:

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 
 from helixrt.errors import Cause, ConfigError, Fatal, HelixError
 from helixrt.job.keeper import FILE, LOCK_FILE, SECRET_FILE, KeeperOrder, KeptRun
+from helixrt.job.launchers import is_named, module_of
 from helixrt.job.machine import boot_identity
 from helixrt.job.run_lock import is_locked
 from helixrt.job.store_process import FOLDER
+from helixrt.job.train_function import root_of
 from helixrt.job.warm_up import rank_environment
 from helixrt.protocol.store_journal import Identity, Refused, replay
 from helixrt.replica.rank_log import last_error
@@ -50,6 +52,7 @@ def start_keeper(config: JobConfig, run: Run, program: JobProgram, secret: str, 
         secret,
         away_s,
         program.exit_grace_s,
+        root_of(module_of(config.launcher)) if is_named(config.launcher) else "",
     )
     (run.folder / FILE).unlink(missing_ok=True)
     return _start(order)
@@ -67,6 +70,7 @@ def start_again(folder: Path, kept: KeptRun) -> KeptRun:
         secret_of(folder),
         kept.away_s,
         kept.exit_grace_s,
+        kept.path,
         kept.number + 1,
         {"store": kept.store, "durable": kept.durable, "lighthouse": kept.lighthouse},
     )

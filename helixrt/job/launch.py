@@ -144,7 +144,9 @@ def run(
     With "environment" this process is itself one rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and
     calls `train` here: the processes of one torchrun, or of one srun, are a replica. `storage`, `name` and options of the
     runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
-    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local".
+    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local". "MODULE:NAME" names a function of yours that gets a
+    `helixrt.job.launchers.RankProgram` and gives a `helixrt.replica.contracts.Launcher`, for ranks that are started in another
+    way; the driver calls it, or the keeper if the run has one.
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from helixrt.errors import Cause
 from helixrt.job.forerunner import READY_S, Forerunner, ForerunnerLost, shared
-from helixrt.replica.adoption import AdoptedProcess
+from helixrt.replica.adoption import AdoptedProcess, reaped
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.orphan import PARENT_VARIABLE, command
 from helixrt.replica.rank_log import describe_code, last_error, log_name, rank_label
@@ -64,6 +64,7 @@ class LocalLauncher(Launcher):
         self._children: dict[tuple[Coordinate, int], _Child] = {}  # those not reported as ended
         self._started: set[tuple[Coordinate, int]] = set()
         self._waiting: dict[tuple[Coordinate, int], RankSpec] = {}  # the system gave no process yet
+        self._groups: set[int] = set()  # of ranks that have ended, with children of theirs that this process has adopted
         self._closed = False
         log_folder.mkdir(parents=True, exist_ok=True)
         if warm:
@@ -130,8 +131,10 @@ class LocalLauncher(Launcher):
     def poll(self) -> list[RankExit]:
         self._start_waiting()
         ended = [(key, child) for key, child in self._children.items() if _has_ended(child.process)]
-        for key, _ in ended:
+        for key, child in ended:
             del self._children[key]
+            self._groups.add(child.process.pid)
+        self._reap()
         return [_exit_of(child) for _, child in ended]
 
     def pids(self, replica: int) -> list[int]:
@@ -153,7 +156,15 @@ class LocalLauncher(Launcher):
         for child in self._children.values():
             # SIGKILL cannot be refused; only a process stuck inside the kernel takes longer.
             child.process.wait(max(0.0, deadline - time.monotonic()))
+            self._groups.add(child.process.pid)
         self._children.clear()
+        while self._groups and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.005)
+
+    def _reap(self) -> None:
+        """What was killed with a rank is this process's child if the rank ended while another one was being forked."""
+        self._groups = {group for group in self._groups if not reaped(group)}
 
 
 def _kill(process: subprocess.Popen[bytes] | AdoptedProcess) -> None:

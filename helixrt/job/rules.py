@@ -17,7 +17,7 @@ from helixrt.collectives.endpoints import find_rails
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.job.chaos import DRIVER, FAULTS, LEADER_MOMENTS, MOMENTS, fault_moments
 from helixrt.job.config import MEMBERSHIPS, JobConfig, TransportConfig
-from helixrt.job.launchers import chosen_launcher
+from helixrt.job.launchers import chosen_launcher, is_named
 from helixrt.job.link_delays import link_delays
 from helixrt.job.places import group_world_size
 from helixrt.job.policies import ON_POISON
@@ -214,7 +214,9 @@ def check_address(host: str, port: int) -> None:
 
 def _transport(config: JobConfig) -> None:
     """What is meant must be there, where the ranks run on this machine."""
-    if chosen_launcher(config.launcher) == "ray" or config.exchange != "ftar" or config.mesh.replicas == 1:
+    if is_named(config.launcher) or chosen_launcher(config.launcher) == "ray":
+        return
+    if config.exchange != "ftar" or config.mesh.replicas == 1:
         return
     check_transport(config.transport.kind, "transport.kind")
     for replica in range(config.mesh.replicas):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from helixrt.errors import ConfigError
 from helixrt.job.config import MEMBERSHIPS, JobConfig
+from helixrt.job.launchers import RankProgram, is_named, named_launcher
 from helixrt.job.logs import VARIABLE as LOG_VARIABLE
 from helixrt.job.places import group_world_size
 from helixrt.job.ray_run import Reserved
@@ -90,6 +91,9 @@ def rank_launcher(config: JobConfig, folder: Path, module: str, reserved: Reserv
             environment[LOG_VARIABLE] = os.environ[LOG_VARIABLE]
         ranks = group_world_size(config.mesh)
         return RayLauncher(logs, f"{module}:run_rank", environment, reserved.cpus, reserved.gpus, ranks)
+    warm = chosen_start(config.start) == "warm"
+    if is_named(config.launcher):
+        return named_launcher(config.launcher)(RankProgram(module, logs, environment, warm))
     from helixrt.job.local_launcher import LocalLauncher
 
-    return LocalLauncher(command(module), logs, environment, chosen_start(config.start) == "warm")
+    return LocalLauncher(command(module), logs, environment, warm)

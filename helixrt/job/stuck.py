@@ -12,7 +12,9 @@ A rank is stuck when
 The limit is `step_s`, before the rank's first committed step `start_s`, and at least what the thread itself has asked
 for (`limit_s` of its report). Ranks of a replica wait for each other, so several are stuck at once: one that does not
 report comes first, then one that computes, then one that waits for a rank of its replica. One that waits is not stuck
-while the main thread of another rank has asked for more time and has time left.
+while the main thread of another rank has asked for more time and has time left. One that has waited for the limit is itself
+named only if no other rank has completed nothing for half of it: who began to wait before its neighbour stopped reaches the
+limit before that neighbour does.
 """
 
 from __future__ import annotations
@@ -76,6 +78,13 @@ def observe(watch: RankWatch | None, report: ProgressReport | None, elapsed_s: f
 
 def most_likely_stuck(watches: Mapping[str, RankWatch], limits: Limits) -> Stuck | None:
     """Of the ranks of one replica, by name."""
+    likely = _likeliest(watches, limits)
+    if likely is None or likely.suspicion is not Suspicion.WAITING:
+        return likely
+    return complaint(watches, likely.rank, limits) or likely
+
+
+def _likeliest(watches: Mapping[str, RankWatch], limits: Limits) -> Stuck | None:
     found = [s for rank, watch in watches.items() if (s := _stuck(rank, watch, limits)) is not None]
     likely = min(found, key=lambda s: (s.suspicion, s.rank), default=None)
     if likely is not None and likely.suspicion is Suspicion.WAITING:
@@ -85,11 +94,11 @@ def most_likely_stuck(watches: Mapping[str, RankWatch], limits: Limits) -> Stuck
 
 
 def complaint(watches: Mapping[str, RankWatch], ended: str, limits: Limits) -> Stuck | None:
-    """Who, if anybody, the rank `ended` gave up waiting for: another rank of its replica that has completed nothing for
+    """Who, if anybody, the rank `ended` waited for, and gave up: another rank of its replica that has completed nothing for
     half the limit. Its patience may end shortly before the limit does."""
     others = {rank: watch for rank, watch in watches.items() if rank != ended}
     halved = replace(limits, step_s=limits.step_s / 2, start_s=limits.start_s / 2)
-    likely = most_likely_stuck(others, halved)
+    likely = _likeliest(others, halved)
     return None if likely is None or likely.suspicion is Suspicion.WAITING else likely
 
 

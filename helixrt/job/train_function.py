@@ -82,7 +82,7 @@ def name_of(train: Any) -> TrainFunction:
             raise ConfigError("train", qualname, rule)
         else:
             module, script = "", str(Path(file).resolve())
-    path = str(Path(script).parent) if script else _root_of(module)
+    path = str(Path(script).parent) if script else root_of(module)
     if module.partition(".")[0] == "helixrt":  # which a rank has imported; other folders beside it are not for `import`
         path = ""
     return TrainFunction(module, qualname, script, path, tuple(sys.argv[1:]))
@@ -125,7 +125,7 @@ def _import_script(script: str) -> ModuleType:
     return module
 
 
-def _root_of(module: str) -> str:
+def root_of(module: str) -> str:
     """The folder that holds the module's top package."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _LOOK_S = 0.005
+GO = b"go"  # what the adopted process waits for: until then everybody's orphans are adopted
 _lock = threading.Lock()  # the setting is the process's
 
 
@@ -40,6 +41,19 @@ def adopting() -> Iterator[None]:
             yield
         finally:
             call(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(before.value))
+
+
+def reaped(group: int) -> bool:
+    """Wait for the children of this process that have ended in a process group; whether none is left in it. Those of a process
+    that somebody may still want to wait for are not to be among them."""
+    if not hasattr(os, "waitid"):  # nor is anything adopted there
+        return True
+    try:
+        while os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is not None:
+            pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 class AdoptedProcess:

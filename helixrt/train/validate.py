@@ -91,10 +91,11 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     for key, value, known in (
         ("model.family", model.family, FAMILIES),
         ("model.context", model.context, CONTEXTS),
-        ("launcher", config.launcher, LAUNCHERS),
     ):
         if value not in known:
             yield ConfigError(key, value, f"must be one of {', '.join(known)}")
+    if config.launcher not in LAUNCHERS and ":" not in config.launcher:  # MODULE:NAME is looked at when it is imported
+        yield ConfigError("launcher", config.launcher, f"must be one of {', '.join(LAUNCHERS)}, or MODULE:NAME")
     if model.dim % model.heads:
         yield ConfigError("model.heads", model.heads, f"must divide model.dim={model.dim}")
     if model.family == "llama":

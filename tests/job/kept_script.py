@@ -41,5 +41,6 @@ if __name__ == "__main__":
     base = replace(JobConfig(), driver_away_s=float(os.environ.get("AWAY_S", "60")))
     options = helixrt.RunOptions(step_timeout_s=60.0, checkpoint_every=20, base=base)
     resume = sys.argv[2] if len(sys.argv) > 2 else None
-    result = helixrt.run(train, replicas=2, storage=FOLDER / "runs", seed=1, options=options, resume=resume)
+    how = os.environ.get("LAUNCHER", "auto")
+    result = helixrt.run(train, replicas=2, storage=FOLDER / "runs", seed=1, options=options, resume=resume, launcher=how)
     print(f"ended at step {result.step} of {result.lineage}")

@@ -231,6 +231,25 @@ def test_a_run_goes_on_from_its_checkpoint_when_its_keeper_and_its_driver_are_ki
     ends_alike(second, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [True, False], ids=["keeper", "no keeper"])
+def test_a_launcher_of_the_users_is_called_by_who_owns_the_ranks(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is beside the script, where a keeper by itself would not find it."""
+    noted = tmp_path / "noted"
+    for name, value in (("LAUNCHER", "noting_launcher:noting"), ("NOTED", str(noted)), ("AWAY_S", "60" if kept else "0")):
+        monkeypatch.setenv(name, value)
+    driver = Console(tmp_path, "driver.txt", str(SCRIPT), str(tmp_path))
+    driver.until(lambda: step(tmp_path) >= 3, "a few steps")
+    run = (tmp_path / "runs" / "latest").resolve()
+    found = living(run)
+    owner = driver.process.pid if found is None else int(found.where.split()[1])
+    assert (found is not None) is kept and int(noted.read_text()) == owner
+    (tmp_path / "stop").touch()
+    assert driver.process.wait(DEADLINE_S) == 0, driver.said()
+
+
 # ---------------------------------------------------------------- the parts, without processes
 
 

@@ -20,11 +20,13 @@ from helixrt.job import forerunner
 from helixrt.job.forerunner import ForerunnerLost
 from helixrt.job.inherited import Inherited, difference, inherited
 from helixrt.job.local_launcher import LocalLauncher
+from helixrt.replica.adoption import AdoptedProcess
 from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
 from helixrt.replica.orphan import command
 from helixrt.replica.rank_log import describe_code, last_error, log_name
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0  # only what hangs takes so long, also on a machine that has no time for this process
 COLD = "is started as a new process"  # in the log, of a rank that was to be a fork
 
 RANK = """
@@ -61,9 +63,11 @@ def main():
             raise ConnectionError("link to r0 broke")
         except ConnectionError as broke:
             raise RuntimeError("step 3 failed") from broke
-    elif what == "fork":
+    elif what in ("fork", "parent"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
         print(f"child {child.pid}", flush=True)
+        if what == "parent":
+            time.sleep(300)
         os.kill(os.getpid(), 9)
     sys.exit(int(what))
 
@@ -83,7 +87,13 @@ def fork_if_possible():
     return fork()
 os.fork = fork_if_possible
 """,
+    "lingering_rank": "import _thread, time; _thread.start_new_thread(time.sleep, (0.3,))",
 }  # what they do when they are imported
+GATE = """
+import os, time
+while __name__ != "__main__" and not os.path.exists(os.environ["GATE"]):
+    time.sleep(0.01)
+"""  # the forerunner that imports it is ready when there is a file of that name
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a forerunner needs Linux")
 STARTS = ["cold", pytest.param("warm", marks=linux)]
 
@@ -92,7 +102,7 @@ def spec(replica: int, pp: int = 0, incarnation: int = 0, **config: object) -> R
     return RankSpec("run", Coordinate(replica, pp), incarnation, "s", "l", "out", "x", 0.0, dict(config))
 
 
-def until(condition: Callable[[], object], what: str, deadline_s: float = 30) -> object:
+def until(condition: Callable[[], object], what: str, deadline_s: float = PATIENCE_S) -> object:
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         value = condition()
@@ -111,18 +121,25 @@ def exists(pid: int) -> bool:
         return False
 
 
-def zombies() -> list[str]:
-    """Children of this process that have ended and that nobody has waited for."""
-    found = []
+def children() -> dict[int, str]:
+    """The state of each child of this process; "Z": it has ended, and nobody has waited for it."""
+    found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             number, _, rest = stat.read_text().partition(" ")
         except (FileNotFoundError, ProcessLookupError):
             continue
         state, parent = rest.rpartition(") ")[2].split()[:2]
-        if (state, int(parent)) == ("Z", os.getpid()):
-            found.append(number)
+        if int(parent) == os.getpid():
+            found[int(number)] = state
     return found
+
+
+@pytest.fixture
+def zombies() -> Callable[[], list[int]]:
+    """Children of this process that have ended and that nobody has waited for, without those of earlier tests."""
+    before = children()
+    return lambda: [number for number, state in children().items() if state == "Z" and number not in before]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +148,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
     (folder / "tiny_rank.py").write_text(RANK)
     (folder / "drawing_rank.py").write_text(f"import numpy\nimport torch\n{RANK}")
+    (folder / "gated_rank.py").write_text(f"{GATE}\n{RANK}")
     for name, imported in UNFIT.items():
         (folder / f"{name}.py").write_text(f"if __name__ == '__main__':\n    raise SystemExit(5)\n{imported}\n")
     return folder
@@ -271,14 +289,14 @@ def test_a_killed_driver_leaves_no_rank_behind(tmp_path: Path, start: str) -> No
     process, pids = driver(tmp_path, "stay", start)
     until(lambda: all_running(tmp_path), "start of four ranks")
     process.kill()
-    process.wait(30)
+    process.wait(PATIENCE_S)
     until(lambda: not any(map(exists, pids)), "end of all ranks")
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_driver_killed_during_the_start_leaves_no_rank_behind(tmp_path: Path, start: str) -> None:
     process, pids = driver(tmp_path, "die", start)
-    assert process.wait(30) == -signal.SIGKILL
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
     until(lambda: not any(map(exists, pids)), "end of all ranks")
 
 
@@ -288,7 +306,7 @@ def test_ctrl_c_reaches_the_driver_alone_which_ends_the_ranks(tmp_path: Path, st
     until(lambda: all_running(tmp_path), "start of four ranks")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
     assert process.stdout is not None and process.stdout.readline() == "closed\n"
-    assert process.wait(30) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert [p for p in pids if exists(p)] == []
     logs = "".join(f.read_text() for f in (tmp_path / "logs").glob("*.log"))
     assert "KeyboardInterrupt" not in logs
@@ -309,7 +327,7 @@ def test_where_the_kernel_cannot_watch_a_thread_does(tmp_path: Path) -> None:
     until(lambda: exists(pid), "start of the child")
     time.sleep(1.0)
     process.kill()
-    process.wait(30)
+    process.wait(PATIENCE_S)
     until(lambda: not exists(pid), "end of the child")
 
 
@@ -408,11 +426,14 @@ def test_two_runs_of_a_process_have_one_forerunner(launchers: Launchers, caplog:
 
 @linux
 def test_ranks_outlive_the_forerunner_and_later_ones_start_without_it(
-    launchers: Launchers, caplog: pytest.LogCaptureFixture
+    launchers: Launchers, caplog: pytest.LogCaptureFixture, tmp_path: Path, zombies: Callable[[], list[int]]
 ) -> None:
-    launcher = launchers("warm")
+    gate = tmp_path / "gate"
+    gate.touch()
+    launcher = launchers("warm", "gated_rank", GATE=str(gate))
     launcher.start(spec(0))
     (pid,), ahead = launcher.pids(0), launcher._forerunner().pid
+    gate.unlink()
     os.kill(ahead, signal.SIGKILL)
     until(lambda: not exists(ahead), "end of the forerunner")
     assert exists(pid) and launcher.poll() == [] and COLD not in caplog.text
@@ -422,7 +443,8 @@ def test_ranks_outlive_the_forerunner_and_later_ones_start_without_it(
     assert f"r1.pp0 (incarnation 0) {COLD}" in caplog.text
     assert "the forerunner is not ready yet; the one before: the forerunner has ended, killed by SIGKILL" in caplog.text
     caplog.clear()
-    assert launcher._forerunner().pid != ahead and launcher._forerunner().is_ready(60)
+    gate.touch()
+    assert launcher._forerunner().pid != ahead and launcher._forerunner().is_ready(PATIENCE_S)
     launcher.start(spec(2, do="7"))
     assert polled(launcher, 1)[0].code == 7 and COLD not in caplog.text
 
@@ -432,9 +454,69 @@ def test_ranks_outlive_the_forerunner_and_later_ones_start_without_it(
     assert zombies() == []
 
 
+def slowly(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> None:
+    """Let the driver do something else between hearing of a rank that it has adopted, and adopting nobody any more."""
+
+    class Slowly(AdoptedProcess):
+        def __init__(self, pid: int) -> None:
+            super().__init__(pid)
+            do()
+
+    monkeypatch.setattr(forerunner, "AdoptedProcess", Slowly)
+
+
+def child_of_rank(log: Path) -> int:
+    return int(str(until(lambda: "child " in log.read_text() and log.read_text(), "a child")).split("child ")[1])
+
+
+@linux
+def test_a_driver_that_is_slow_adopts_nothing_that_a_rank_has_left(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zombies: Callable[[], list[int]]
+) -> None:
+    launcher = launchers("warm")
+    slowly(monkeypatch, lambda: time.sleep(1.0))  # if it had the time, the rank would end in it
+    launcher.start(spec(0, do="fork"))
+    child = child_of_rank(tmp_path / "logs" / "r0.pp0.inc0.log")
+    polled(launcher, 1)
+    until(lambda: not exists(child), "end of the rank's child")
+    assert child not in children() and zombies() == []
+
+
+@linux
+def test_what_a_rank_leaves_while_another_one_is_forked_is_waited_for(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, zombies: Callable[[], list[int]]
+) -> None:
+    launcher = launchers("warm")
+    launcher.start(spec(0, do="parent"))
+    (pid,), child = launcher.pids(0), child_of_rank(tmp_path / "logs" / "r0.pp0.inc0.log")
+
+    def lose_the_first() -> None:
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: child in children(), "adoption of the child")
+
+    slowly(monkeypatch, lose_the_first)
+    launcher.start(spec(1, do="6"))
+    assert sorted(ended.code for ended in polled(launcher, 2)) == [-signal.SIGKILL, 6]
+    until(lambda: launcher.poll() == [] and child not in children(), "end of the rank's child")
+    assert zombies() == []
+
+
+@linux
+def test_threads_that_end_by_themselves_do_not_keep_it_from_forking(
+    launchers: Launchers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those of OpenBLAS, which are joined before a fork and then still listed for a moment."""
+    launcher = launchers("warm", "lingering_rank")
+    launcher.start(spec(0))
+    assert polled(launcher, 1)[0].code == 5 and COLD not in caplog.text
+
+
 @linux
 def test_a_forerunner_that_does_not_answer_is_ended(
-    launchers: Launchers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    launchers: Launchers,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    zombies: Callable[[], list[int]],
 ) -> None:
     monkeypatch.setattr(forerunner, "_ANSWER_S", 0.2)
     launcher = launchers("warm")
@@ -469,7 +551,7 @@ def test_a_forerunner_that_cannot_fork_is_not_tried_again(
 
 @linux
 def test_a_rank_that_the_system_has_no_process_for_is_forked_later(
-    launchers: Launchers, caplog: pytest.LogCaptureFixture
+    launchers: Launchers, caplog: pytest.LogCaptureFixture, zombies: Callable[[], list[int]]
 ) -> None:
     launcher = launchers("warm", "crowded_rank")
     launcher.start(spec(0))

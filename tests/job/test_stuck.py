@@ -183,6 +183,20 @@ def test_a_rank_that_waits_for_a_busy_one_is_not_stuck() -> None:
         assert found is None or found.rank == "b"
 
 
+@pytest.mark.parametrize("earlier", [0, 1, 5])
+def test_a_rank_that_waited_before_its_neighbour_stopped_is_not_named_for_it(earlier: int) -> None:
+    """A stage waits for the next one, which computes for a while and is stopped then."""
+    waiting, stopped, named = Rank(), Rank(), []
+    for second in range(12):
+        waiting.looks(1, thread(waits=True))
+        stopped.looks(1, thread(second), reports=second <= earlier)
+        assert waiting.watch is not None and stopped.watch is not None
+        found = most_likely_stuck({"a": waiting.watch, "b": stopped.watch}, LIMITS)
+        named += [] if found is None else [(second, found.rank, found.suspicion)]
+    assert named[0][0] == 10, "the replica is started again at the limit"
+    assert {(rank, suspicion) for _, rank, suspicion in named} == {("b", Suspicion.SILENT)}
+
+
 def test_a_rank_that_gave_up_waiting_says_for_whom() -> None:
     """The patience of a stage with its neighbour ends at about the same time as the limit."""
     waiting, hangs = Rank(), Rank()

@@ -1,10 +1,12 @@
 """Three replicas on hosts of their own, whose network fails in part: real ranks, real links, the real membership.
 
-The driver, with the run's store and the lighthouse, is on a fourth host that everybody reaches.
+The driver, with the run's store and the lighthouse, is on a fourth host that everybody reaches; so is the keeper of a run that
+has one, and then the store and the lighthouse are its.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,17 +15,21 @@ from typing import Any
 
 import pytest
 
+from helixrt.job.keeper import FILE
 from helixrt.lab.net import Network
 from helixrt.protocol.step.blame import BlameRules, pause_generations
 from helixrt.record import Event, Kind
-from tests.train.jobs import DEADLINE_S, Ended, Job, assert_consistent, until
-from tests.train.lab_job import ENOUGH, HOSTS
+from tests.train.jobs import DEADLINE_S, MARK, Ended, Job, assert_consistent, until
+from tests.train.lab_hosts import HOSTS, LAUNCHER
+from tests.train.lab_job import ENOUGH
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(480)]
 
 REPLICAS, DRIVER = 3, 3  # the replicas' hosts are 0 to 2
 CONTROL_RAIL, DATA_RAIL = 0, 1
 STEPS = 150
+KEEPER = "driver_away_s=60"  # as on a Ray cluster by default
+ROOT = Path(__file__).parents[2]
 LAB_JOB = (str(Path(__file__).with_name("lab_job.py")),)
 
 
@@ -31,14 +37,15 @@ class LabJob(Job):
     """A job on the hosts of a network, its driver started at once."""
 
     def __init__(self, network: Network, folder: Path, *overrides: str) -> None:
-        shape = ("mesh.replicas=3", "mesh.pp=1", "driver_away_s=0")  # no keeper: this driver starts the ranks itself
+        shape = ("mesh.replicas=3", "mesh.pp=1", f"launcher={LAUNCHER}")
         settings = (*shape, "transport.kind=tcp", "step_timeout_s=12", "checkpoint.every=0")
         super().__init__(folder, f"host={network.address(DRIVER)}", f"steps={STEPS}", *settings, *overrides)
         hosts = ",".join(network.namespace(host) for host in range(REPLICAS))
         argv = [sys.executable, *LAB_JOB, *self.overrides]
         self.console = folder / "console"
         with open(self.console, "w") as said:
-            variables = {HOSTS: hosts, "PYTHONUNBUFFERED": "1"}
+            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+            variables = {HOSTS: hosts, MARK: self.mark, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
             self.driver = network.run(DRIVER, argv, variables, stdout=said, stderr=subprocess.STDOUT)
 
     def so_far(self) -> Ended:
@@ -88,30 +95,30 @@ def job(network: Network, tmp_path: Path) -> Iterator[Callable[..., LabJob]]:
 
     yield make
     for one in made:
-        if one.driver.poll() is None:
-            one.driver.kill()
-            one.driver.wait(30)
+        one.end()
+        one.driver.wait(30)
 
 
 def both_ways(*pairs: tuple[int, int]) -> list[tuple[int, int]]:
     return [*pairs, *((b, a) for a, b in pairs)]
 
 
-PARTITIONS: dict[str, Sequence[tuple[int, int]]] = {
-    "replicas 1 and 2 do not reach each other": both_ways((1, 2)),
-    "what replica 1 sends to replica 2 is lost": [(1, 2)],
-    "what replica 2 sends to replica 1 is lost": [(2, 1)],
-    "replica 2 reaches no other replica": both_ways((0, 2), (1, 2)),
+PARTITIONS: dict[str, tuple[Sequence[tuple[int, int]], tuple[str, ...]]] = {
+    "replicas 1 and 2 do not reach each other": (both_ways((1, 2)), (KEEPER,)),
+    "what replica 1 sends to replica 2 is lost": ([(1, 2)], ()),
+    "what replica 2 sends to replica 1 is lost": ([(2, 1)], (KEEPER,)),
+    "replica 2 reaches no other replica": (both_ways((0, 2), (1, 2)), ()),
 }
 PAUSES = 2
 
 
-@pytest.mark.parametrize("blocked", PARTITIONS.values(), ids=PARTITIONS.keys())
+@pytest.mark.parametrize(("blocked", "settings"), PARTITIONS.values(), ids=PARTITIONS.keys())
 def test_in_a_partial_partition_one_replica_sits_out_until_it_heals(
-    network: Network, job: Callable[..., LabJob], blocked: Sequence[tuple[int, int]]
+    network: Network, job: Callable[..., LabJob], blocked: Sequence[tuple[int, int]], settings: Sequence[str]
 ) -> None:
-    run = job()
+    run = job(*settings)
     run.until(lambda: run.committed_by(0, 1, 2) > 5, "they do not begin")
+    assert (run.folder / FILE).exists() is (KEEPER in settings)
     before = len(run.entries())
     for source, target in blocked:
         network.block(source, target)

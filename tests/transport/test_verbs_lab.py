@@ -358,3 +358,22 @@ def test_with_every_nic_silent_and_no_tcp_the_link_ends_with_a_cause_at_both_end
             assert ended.cause.what
     finally:
         world.close()
+
+
+def test_a_rank_whose_own_ports_are_all_down_says_so_and_its_peer_does_not(nic_pairs: list[NicPair]) -> None:
+    """One of two is no failure. The peer's ports have no carrier then, which no restart of the peer would help."""
+    world = open_world(tcp_fallback=False, period_s=2.0)
+    try:
+        stream = Stream(world, random.Random(1), 60)
+        stream.until(lambda: stream.came >= 20)
+        nic_pairs[PAIR].down("b")
+        stream.until(lambda: stream.came >= 40)
+        assert not world.ended(0) and not world.ended(1)
+        nic_pairs[BACKUP].down("b")
+        world.run(lambda: stream.go_on() or bool(world.ended(0)) and bool(world.ended(1)), LIMIT_S)
+        (peer,), (own,) = world.ended(0), world.ended(1)
+        down = [f"RDMA port rxe_b{number}/1: network interface b{number} is down" for number in (1, 2)]
+        assert own.cause.own_device and own.cause.what.endswith(f"; here, {', '.join(down)}"), own
+        assert not peer.cause.own_device and "here," not in peer.cause.what, peer
+    finally:
+        world.close()

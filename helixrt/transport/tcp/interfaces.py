@@ -14,6 +14,7 @@ import errno
 import fcntl
 import socket
 import struct
+from collections.abc import Sequence
 
 from helixrt.transport.tcp.rails import TcpRail
 
@@ -40,8 +41,21 @@ def trouble(rail: TcpRail) -> str:
 
 def trouble_of_all(rails: tuple[TcpRail, ...]) -> str:
     """What keeps every one of the rails from working; empty if one works, or if there are none."""
-    found = [trouble(rail) for rail in rails]
-    return ", ".join(dict.fromkeys(found)) if all(found) else ""
+    return of_all([trouble(rail) for rail in rails])
+
+
+def of_all(troubles: Sequence[str]) -> str:
+    """What is wrong with every one, each said once; empty if nothing is wrong with one, or if there are none."""
+    return ", ".join(dict.fromkeys(troubles)) if all(troubles) else ""
+
+
+def interface_trouble(name: str) -> str:
+    """What of this host keeps the interface of that name from working; empty: nothing, or it is not known."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            return _trouble_of(name, probe)
+    except OSError:
+        return ""
 
 
 def _trouble_of(name: str, probe: socket.socket) -> str:

@@ -29,6 +29,7 @@ from helixrt.transport import authentication
 from helixrt.transport.tcp import rails as tcp_rails
 from helixrt.transport.tcp.admission import Dial
 from helixrt.transport.tcp.handshake import Hello, Purpose, Verdict
+from helixrt.transport.tcp.interfaces import trouble_of_all
 from helixrt.transport.tcp.peer import CONTROL, Peer, with_own_trouble
 from helixrt.transport.tcp.rails import SocketTuning
 from helixrt.transport.tcp.watch import Timer, Watch
@@ -124,7 +125,8 @@ class Meeting:
                 problems.append(f"rank {', '.join(map(str, sorted(late)))} had not come")
             what = f"generation {self.generation} is not complete: {'; '.join(problems)}"
             cause = Cause(what, f"rank {self.me}", peers=tuple(sorted({*late, *self.hopeless})))
-            own = next((peer.own_trouble() for peer in self.peers.values()), "")  # the same towards all peers
+            missed = [self.peers[rank] for rank in cause.peers]  # they meet by TCP, whatever their rails are
+            own = next(filter(None, (trouble_of_all(peer.ways) or peer.own_trouble() for peer in missed)), "")
             raise Retryable(with_own_trouble(cause, own) if own else cause)
         for peer in self.peers.values():
             for rail in range(len(peer.rails)):

@@ -355,8 +355,8 @@ class Peer:
         return trouble_of_all(self.ways)
 
     def _end(self, outcome: Lost | PeerAborted) -> None:
-        if isinstance(outcome, Lost) and (own := self.own_trouble()):
-            outcome = Lost(outcome.peer, with_own_trouble(outcome.cause, own))
+        if own := self.own_trouble():  # the peer may have noticed it first
+            outcome = dataclasses.replace(outcome, cause=with_own_trouble(outcome.cause, own))
         self.cause = outcome.cause
         if isinstance(outcome, Lost) and not self.left:
             self.say_why(Cause(f"it lost the link: {outcome.cause.what}", outcome.cause.rank, outcome.cause.log))

@@ -99,6 +99,15 @@ def _is_active(folder: str) -> bool:
     return _read(f"{folder}/state").startswith("4")
 
 
+def port_exists(device: str, number: int, root: Path = SYSFS) -> bool:
+    return number in _numbers(f"{root}/{device}/ports")
+
+
+def is_switched_off(device: str, number: int, root: Path = SYSFS) -> bool:
+    """Whether its physical state is "Disabled"; one that looks for the other end of its cable is not."""
+    return _read(f"{root}/{device}/ports/{number}/phys_state").startswith("3")
+
+
 def _gid(folder: str, index: int) -> Gid | None:
     text = _read(f"{folder}/gids/{index}")
     if text in ("", _NO_GID):
@@ -153,7 +162,7 @@ def rails_here(root: Path = SYSFS) -> list[VerbsRail]:
 
 def find_port(rail: VerbsRail, root: Path = SYSFS) -> tuple[Port, Gid]:
     """The port of a rail and the GID it is known by. Raises ConfigError."""
-    if rail.port not in _numbers(f"{root}/{rail.device}/ports"):
+    if not port_exists(rail.device, rail.port, root):
         here = ", ".join(f"{device}/{n}" for device in _list(root) for n in _numbers(f"{root}/{device}/ports")) or "none"
         raise ConfigError("rail", f"{rail.device}/{rail.port}", f"must be an RDMA port of this host, which has {here}")
     port = _port(root, rail.device, rail.port)

@@ -44,6 +44,7 @@ from helixrt.transport.verbs.failure import nobody_answered
 from helixrt.transport.verbs.library import library
 from helixrt.transport.verbs.memory import Registered, Registrations
 from helixrt.transport.verbs.one_sided import Action, OneSided, Window, parse_window
+from helixrt.transport.verbs.own_devices import OwnPort
 from helixrt.transport.verbs.peer import VerbsPeer
 from helixrt.transport.verbs.port_watch import Place, PortWatch
 from helixrt.transport.verbs.queue_pair import Patience, QueuePair, Sizes
@@ -108,6 +109,7 @@ class VerbsEndpoint(TcpEndpoint):
         self._library = library()
         self._verbs_rails = tuple(rails)
         ports = [find_port(rail) for rail in rails]
+        self._own_ports = tuple(OwnPort.of(port, gid) for port, gid in ports)
         tcp = TcpOptions(
             period_s=o.period_s,
             link=o.link,
@@ -142,7 +144,7 @@ class VerbsEndpoint(TcpEndpoint):
             raise ValueError("its RDMA ports are of another kind than this rank's")
         link = Link(generation, rank, rails, self._link_options, self._draw, self._begun)
         gids = tuple(gid for _, gid in theirs.rails)
-        return VerbsPeer(self, rank, link, [theirs.meeting] * rails, self._rails * rails, count, gids)
+        return VerbsPeer(self, rank, link, [theirs.meeting] * rails, self._rails * rails, self._own_ports[:count], gids)
 
     def joined(self, peer: Peer, sock: socket, rail: int, incarnation: int, dialled: bool) -> None:
         assert isinstance(peer, VerbsPeer)

@@ -101,7 +101,7 @@ class Interfaces:
     def follow(self, name: str, address: ipaddress.IPv6Address) -> None:
         """Raises OSError when no interface of that name and address is in this process's network namespace."""
         index = socket.if_nametoindex(name)
-        _check_ours(address, index)
+        check_ours(address, index)
         if (index, name) not in self._followed:
             self._listen_to({index, *(other for other, known in self._followed if known != name)})
             self._followed.add(name, index, _looks(name))
@@ -149,7 +149,7 @@ def _looks(name: str) -> bool:
     return _works(flags)
 
 
-def _check_ours(address: ipaddress.IPv6Address, index: int) -> None:
+def check_ours(address: ipaddress.IPv6Address, index: int) -> None:
     """RDMA devices may be seen from namespaces that their interfaces are not in, where another may have the same name."""
     old = address.ipv4_mapped
     with socket.socket(socket.AF_INET6 if old is None else socket.AF_INET, socket.SOCK_DGRAM) as probe:

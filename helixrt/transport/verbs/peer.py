@@ -13,11 +13,13 @@ from helixrt.protocol.link import messages as m
 from helixrt.protocol.link.machine import Link
 from helixrt.protocol.link.messages import Failure
 from helixrt.transport.rail_connection import RailConnection
+from helixrt.transport.tcp.interfaces import of_all, trouble
 from helixrt.transport.tcp.peer import CONTROL, Peer
 from helixrt.transport.tcp.peer_host import Host
 from helixrt.transport.tcp.rails import TcpRail
 from helixrt.transport.verbs.connection import VerbsConnection
 from helixrt.transport.verbs.one_sided import OneSided, after_failure
+from helixrt.transport.verbs.own_devices import OwnPort
 from helixrt.transport.verbs.setup import Exchange
 
 
@@ -31,12 +33,12 @@ class VerbsPeer(Peer):
         link: Link,
         addresses: list[tuple[str, int]],
         ways: tuple[TcpRail, ...],
-        verbs_rails: int,
+        ports: tuple[OwnPort, ...],
         gids: tuple[str, ...],
     ) -> None:
-        """`gids`: of the peer's ports, a rail each."""
+        """A queue pair's rail each: `ports`, of this host, and `gids`, of the peer's ports."""
         super().__init__(host, rank, link, addresses, ways)
-        self.verbs_rails, self.gids = verbs_rails, gids
+        self.verbs_rails, self.gids, self._ports = len(ports), gids, ports
         self._exchanges: dict[int, Exchange] = {}
         self._unasked: list[OneSided] = []  # wait for a queue pair
 
@@ -110,8 +112,9 @@ class VerbsPeer(Peer):
     # ---------------------------------------------------------------- ends
 
     def own_trouble(self) -> str:
-        """Not known: the ways of this host are those of the management network, and the NICs report their own failures."""
-        return ""
+        """Of the ports, and of the way to the management network where TCP is the last rail."""
+        last = self.ways[self.verbs_rails :]
+        return of_all([*(port.trouble() for port in self._ports), *map(trouble, last)])
 
     def broke(self, connection: RailConnection, failure: Failure, reason: str) -> None:
         super().broke(connection, failure, reason)
