@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError, Departed, MisuseError, Retryable, StartAgain
 from helixrt.job.claims import LOOK_S, Claim, check_open, claim
 from helixrt.job.config import JobConfig
-from helixrt.job.group_watch import AWAY_S, GroupWatch
+from helixrt.job.group_watch import AWAY_S, LEAVE_S, GroupWatch
 from helixrt.job.hosts import is_loopback
 from helixrt.job.mesh import Mesh
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
@@ -133,11 +133,27 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
             with suppress(Retryable):  # the server is gone, too
                 told = json.dumps({"code": code, "why": why})
                 store.put_if_absent(exit_key(place.replica, claimed.incarnation, place.rank), told)
+                if session is not None and session.departed is not None:
+                    _leave_together(store, place, claimed.incarnation, LEAVE_S)
 
 
 def _watch(store: RunStore, life: tuple[int, int], place: Place, runtime: RankRuntime) -> GroupWatch:
     away_s = max(AWAY_S, 2.0 * runtime.context.timeouts.step_s)
     return GroupWatch(store, life, place.rank, place.ranks, runtime.fail, away_s=away_s)
+
+
+def _leave_together(
+    store: RunStore, place: Place, incarnation: int, limit_s: float, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Wait until all ranks of a replica that leaves have said that they are done, but no longer than `limit_s`: torchrun and
+    `srun --kill-on-bad-exit` end the others with the first, and they may still save their parts of the state. Raises Retryable
+    without the store."""
+    others = {rank for rank in range(place.ranks) if rank != place.rank}
+    deadline = time.monotonic() + limit_s
+    while others and time.monotonic() < deadline:
+        others = {rank for rank in others if store.get(exit_key(place.replica, incarnation, rank)) is None}
+        if others:
+            sleep(LOOK_S)
 
 
 def _root_of(error: BaseException, place: Place) -> BaseException:

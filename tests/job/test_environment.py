@@ -327,6 +327,21 @@ def test_an_end_is_told_as_a_rank_of_the_job_tells_it(error: Exception, code: in
     assert environment._code_of(error) == code
 
 
+def test_a_rank_that_leaves_waits_for_the_others_of_its_replica() -> None:
+    """torchrun, and srun with --kill-on-bad-exit, would kill them with the first: they may still write their parts."""
+    store, place, waited = MemoryRunStore(), Place("host:1", 1, SECRET, 1, 3), []
+
+    def others_end(seconds: float) -> None:
+        waited.append(seconds)
+        store.put_if_absent(exit_key(1, 4, 0 if len(waited) == 2 else 2), "told")
+
+    environment._leave_together(store, place, 4, 60.0, others_end)
+    assert len(waited) == 2 and all(store.get(exit_key(1, 4, rank)) for rank in (0, 2))
+    environment._leave_together(store, place, 5, 0.01)  # they were killed, and say nothing any more
+    environment._leave_together(store, Place("host:1", 1, SECRET), 4, 60.0, others_end)
+    assert len(waited) == 2, "a replica of one rank waits for nobody"
+
+
 # ---------------------------------------------------------------- places and devices
 
 
