@@ -160,7 +160,6 @@ class Cluster:
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core",
             "SlurmdParameters": "config_overrides",  # CPUS is more than this machine may have
-            "SchedulerParameters": "requeue_delay=1",
             "KillWait": 120,  # from SIGTERM to SIGKILL
             "MpiDefault": "none",
             "ReturnToService": 2,

@@ -169,6 +169,8 @@ def test_a_job_that_is_requeued_or_cancelled_leaves_at_a_step_boundary(cluster: 
         jobs = [submitted(replica) for replica in range(REPLICAS)]
         until((0, 0), (1, 0))
         cluster.call("scontrol", "requeue", jobs[1])
+        cluster.until(lambda: cluster.state(jobs[1])["JobState"] == "PENDING", "it is not requeued", LIMIT_S)
+        cluster.call("scontrol", "update", f"JobId={jobs[1]}", "StartTime=now")  # else Slurm waits for two minutes
         until((0, 0), (1, 1))
         assert cluster.state(jobs[1])["Restarts"] == "1"
         cluster.call("scancel", jobs[1])
