@@ -21,6 +21,7 @@ from getpass import getuser
 from pathlib import Path
 from types import TracebackType
 
+from helixrt.lab import namespaces
 from helixrt.lab.net import Network
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
@@ -33,10 +34,12 @@ _NEVER_TOLD = ("HELIXRT_", "SLURM_", "SBATCH_", "MASTER_", "GLOO_", "NCCL_")  # 
 
 
 def lacking() -> str:
-    """Why this machine has no Slurm; empty if it has."""
+    """Why Slurm cannot run on this machine; empty if it can."""
     absent = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
-    how = "apt-get install slurmctld slurmd slurm-client munge"
-    return f"Slurm is not installed, no {', '.join(absent)}: {how}" if absent else ""
+    if absent:
+        how = "apt-get install slurmctld slurmd slurm-client munge"
+        return f"Slurm is not installed, no {', '.join(absent)}: {how}"
+    return "" if os.path.ismount("/sys/fs/cgroup") else "slurmd needs control groups mounted at /sys/fs/cgroup"
 
 
 class Cluster:
@@ -184,8 +187,9 @@ class Cluster:
         if self._network is None:
             return argv
         named = f'mount --bind {self.folder / "hosts"} /etc/hosts && hostname n{node} && exec "$@"'
-        apart = ["unshare", "--mount", "--uts", "sh", "-c", named, "sh", *argv]
-        return ["ip", "netns", "exec", self._network.namespace(node), *apart]
+        # Not `ip netns exec`: that mounts a /sys without the control groups that slurmd looks for.
+        inside = ["nsenter", f"--net={namespaces.FOLDER / self._network.namespace(node)}", "unshare", "--mount", "--uts"]
+        return [*inside, "sh", "-c", named, "sh", *argv]
 
     def _daemon(self, node: int, name: str, argv: list[str]) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
