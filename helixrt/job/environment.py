@@ -197,11 +197,8 @@ def _wait_for(address: str, limit_s: float) -> None:
         time.sleep(_AGAIN_S)
 
 
-def _check_run(store: RunStore, place: Place, choices: SessionChoices) -> None:
-    served = store.get(SERVED_KEY)
-    if served is None:
-        raise ConfigError(STORE, place.store, "is not the store of a run that `helixrt serve` serves")
-    known = json.loads(served)
+def _check_run(store: RunStore, place: Place, choices: SessionChoices, limit_s: float = STORE_S) -> None:
+    known = json.loads(_served(store, place, limit_s))
     if fingerprint(known["run"], place.secret) != known["secret"]:
         raise ConfigError(SECRET, "...", f"is not the secret of the run at {place.store}")
     if place.replica >= known["replicas"]:
@@ -213,6 +210,20 @@ def _check_run(store: RunStore, place: Place, choices: SessionChoices) -> None:
         sizes = " ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in asdict(choices.mesh).items() if size > 1)
         how = f"start it with {sizes}" if sizes else "start it without --pp and --dp-shard"
         raise ConfigError("mesh", choices.mesh, f"`helixrt serve` serves replicas of {served_mesh}; {how}")
+
+
+def _served(store: RunStore, place: Place, limit_s: float, sleep: Callable[[float], None] = time.sleep) -> str:
+    """What the server says of its run. A server that was started together with this process answers connections a while before.
+    Raises ConfigError if nothing is said within `limit_s`, Retryable without the store."""
+    deadline, said = time.monotonic() + limit_s, False
+    while (served := store.get(SERVED_KEY)) is None:
+        if time.monotonic() >= deadline:
+            raise ConfigError(STORE, place.store, "is not the store of a run that `helixrt serve` serves")
+        if not said:
+            said = True
+            log.warning("the store at %s serves no run yet; trying for %g s", place.store, limit_s)
+        sleep(_AGAIN_S)
+    return served
 
 
 def _admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:

@@ -247,7 +247,20 @@ def test_a_place_that_does_not_fit_the_run_is_refused(place: Place, choices: Ses
     with pytest.raises(ConfigError, match=rule):
         environment._check_run(served_store(), place, choices)
     with pytest.raises(ConfigError, match="HELIXRT_STORE=host:1: is not the store of a run"):
-        environment._check_run(MemoryRunStore(), place, choices)
+        environment._check_run(MemoryRunStore(), place, choices, limit_s=0.0)
+
+
+def test_a_server_that_has_just_opened_its_store_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """As in one Slurm job, which starts the server and the replicas together."""
+    store, waited = MemoryRunStore(), []
+
+    def serve_later(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            store.put_if_absent(SERVED_KEY, "the run")
+
+    assert environment._served(store, Place("host:1", 0, SECRET), 60.0, serve_later) == "the run" and len(waited) == 3
+    assert [m for m in caplog.messages if "serves no run yet" in m] == caplog.messages and len(caplog.messages) == 1
 
 
 def test_a_mesh_that_is_not_the_servers_is_refused() -> None:
