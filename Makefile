@@ -21,6 +21,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SYSTEM := $(VENV)/.system-packages
+SLURM := $(VENV)/.slurm-packages
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 DURATIONS := --durations=30 --durations-min=1
 # Worker processes of the tests; 0 runs them in one process.
 WORKERS ?= 2
@@ -51,6 +53,15 @@ $(SYSTEM): | $(BIN)/python
 	else echo "no iproute2, and no root or apt to install it: tests with network namespaces will be skipped"; fi
 	@touch $@
 
+# Only the slow tests need these.
+$(SLURM): | $(BIN)/python
+	@if command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(SLURM_PACKAGES) \
+			|| echo "$(SLURM_PACKAGES) could not be installed: tests under Slurm will be skipped"; \
+	else echo "no Slurm, and no root or apt to install it: tests under Slurm will be skipped"; fi
+	@touch $@
+
 # ---- what the set-up is for
 
 train: $(INSTALLED)
@@ -60,7 +71,7 @@ train: $(INSTALLED)
 test: $(INSTALLED) $(SYSTEM)
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
-test-slow: $(INSTALLED) $(SYSTEM)
+test-slow: $(INSTALLED) $(SYSTEM) $(SLURM)
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
 
 lint: $(INSTALLED)

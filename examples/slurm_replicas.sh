@@ -1,12 +1,13 @@
 #!/bin/bash
-# One replica per element of a job array; each replica is --ntasks processes (ranks of its mesh) on its own nodes.
+# One replica per element of a job array; each replica is --ntasks processes (ranks of its mesh). Submit it in this repository:
 #
-#   helixrt serve --replicas 4 --dp-shard 2 --host ADDRESS --storage /shared/runs > /shared/runs/variables     # on one machine
-#   sbatch --array=0-3 examples/slurm_replicas.sh
+#   helixrt serve --replicas 2 --dp-shard 2 --host ADDRESS --storage /shared/runs > /shared/runs/variables     # on one machine
+#   sbatch examples/slurm_replicas.sh
 #
-# A lost process ends its replica; the loop starts it again. --requeue does so when its machine was lost.
+# VARIABLES names another file than /shared/runs/variables. A lost process ends its replica; the loop starts it again. --requeue
+# does so when its machine was lost. For more replicas change --array, and `replicas` in the program.
 #SBATCH --job-name=helixrt
-#SBATCH --array=0-3
+#SBATCH --array=0-1
 #SBATCH --ntasks=2
 #SBATCH --cpus-per-task=4
 #SBATCH --requeue
@@ -18,7 +19,8 @@ export HELIXRT_REPLICA=$SLURM_ARRAY_TASK_ID
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
 for attempt in 1 2 3 4; do
-    if srun --ntasks="$SLURM_NTASKS" --kill-on-bad-exit=1 python examples/hsdp.py "$@"; then
+    # srun does not take --cpus-per-task from the job (since Slurm 22.05).
+    if srun --ntasks="$SLURM_NTASKS" --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 python examples/hsdp.py "$@"; then
         exit 0
     fi
     echo "replica $HELIXRT_REPLICA: attempt $attempt has ended with an error" >&2

@@ -102,6 +102,12 @@ def test_the_slurm_script_is_shell_and_starts_the_example() -> None:
     assert done.returncode == 0, done.stderr
     directives = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.MULTILINE)
     assert {"array", "ntasks", "requeue"} <= set(directives)
+    program = (ROOT / "examples" / "hsdp.py").read_text()
+    served = re.search(r"helixrt serve --replicas (\d+) --dp-shard (\d+)", script.read_text())
+    trained = re.search(r"replicas=(\d+), mesh=helixrt\.Mesh\(dp_shard=(\d+)\)", program)
+    assert served is not None and trained is not None and served.groups() == trained.groups()
+    replicas, ranks = map(int, served.groups())
+    assert f"#SBATCH --array=0-{replicas - 1}\n#SBATCH --ntasks={ranks}\n" in script.read_text()
 
 
 def test_the_readme_is_short() -> None:

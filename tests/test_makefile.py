@@ -32,7 +32,7 @@ def plan(project: Path, *arguments: str) -> str:
 def set_up(project: Path) -> None:
     """As the set-up leaves it, younger than what it depends on."""
     (project / ".venv" / "bin").mkdir(parents=True)
-    for name in (".venv/bin/python", ".venv/.installed", ".venv/.system-packages"):
+    for name in (".venv/bin/python", ".venv/.installed", ".venv/.system-packages", ".venv/.slurm-packages"):
         (project / name).touch()
     for name in ("pyproject.toml", "constraints.txt"):
         os.utime(project / name, (1, 1))
@@ -44,6 +44,7 @@ def test_a_fresh_clone_is_set_up_with_pinned_versions(project: Path, target: str
     assert "-m venv .venv" in commands
     assert '-c constraints.txt -e ".[dev]"' in commands
     assert ("iproute2" in commands) == target.startswith("test"), "only full tests need system packages"
+    assert ("slurmctld" in commands) == (target == "test-slow"), "only slow tests need Slurm"
 
 
 @pytest.mark.parametrize("target", ["train", "test", "test-slow", "lint"])

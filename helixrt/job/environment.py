@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError, Departed, MisuseError, Retryable, StartAgain
 from helixrt.job.claims import LOOK_S, Claim, check_open, claim
 from helixrt.job.config import JobConfig
-from helixrt.job.group_watch import AWAY_S, GroupWatch
+from helixrt.job.group_watch import AWAY_S, LEAVE_S, GroupWatch
 from helixrt.job.hosts import is_loopback
 from helixrt.job.mesh import Mesh
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
@@ -132,11 +132,27 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
             with suppress(Retryable):  # the server is gone, too
                 told = json.dumps({"code": code, "why": why})
                 store.put_if_absent(exit_key(place.replica, claimed.incarnation, place.rank), told)
+                if session is not None and session.departed is not None:
+                    _leave_together(store, place, claimed.incarnation, LEAVE_S)
 
 
 def _watch(store: RunStore, life: tuple[int, int], place: Place, runtime: RankRuntime) -> GroupWatch:
     away_s = max(AWAY_S, 2.0 * runtime.context.timeouts.step_s)
     return GroupWatch(store, life, place.rank, place.ranks, runtime.fail, away_s=away_s)
+
+
+def _leave_together(
+    store: RunStore, place: Place, incarnation: int, limit_s: float, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Wait until all ranks of a replica that leaves have said that they are done, but no longer than `limit_s`: torchrun and
+    `srun --kill-on-bad-exit` end the others with the first, and they may still save their parts of the state. Raises Retryable
+    without the store."""
+    others = {rank for rank in range(place.ranks) if rank != place.rank}
+    deadline = time.monotonic() + limit_s
+    while others and time.monotonic() < deadline:
+        others = {rank for rank in others if store.get(exit_key(place.replica, incarnation, rank)) is None}
+        if others:
+            sleep(LOOK_S)
 
 
 def _root_of(error: BaseException, place: Place) -> BaseException:
@@ -180,11 +196,8 @@ def _wait_for(address: str, limit_s: float) -> None:
         time.sleep(_AGAIN_S)
 
 
-def _check_run(store: RunStore, place: Place, choices: SessionChoices) -> None:
-    served = store.get(SERVED_KEY)
-    if served is None:
-        raise ConfigError(STORE, place.store, "is not the store of a run that `helixrt serve` serves")
-    known = json.loads(served)
+def _check_run(store: RunStore, place: Place, choices: SessionChoices, limit_s: float = STORE_S) -> None:
+    known = json.loads(_served(store, place, limit_s))
     if fingerprint(known["run"], place.secret) != known["secret"]:
         raise ConfigError(SECRET, "...", f"is not the secret of the run at {place.store}")
     if place.replica >= known["replicas"]:
@@ -196,6 +209,20 @@ def _check_run(store: RunStore, place: Place, choices: SessionChoices) -> None:
         sizes = " ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in asdict(choices.mesh).items() if size > 1)
         how = f"start it with {sizes}" if sizes else "start it without --pp and --dp-shard"
         raise ConfigError("mesh", choices.mesh, f"`helixrt serve` serves replicas of {served_mesh}; {how}")
+
+
+def _served(store: RunStore, place: Place, limit_s: float, sleep: Callable[[float], None] = time.sleep) -> str:
+    """What the server says of its run. A server that was started together with this process answers connections a while before.
+    Raises ConfigError if nothing is said within `limit_s`, Retryable without the store."""
+    deadline, said = time.monotonic() + limit_s, False
+    while (served := store.get(SERVED_KEY)) is None:
+        if time.monotonic() >= deadline:
+            raise ConfigError(STORE, place.store, "is not the store of a run that `helixrt serve` serves")
+        if not said:
+            said = True
+            log.warning("the store at %s serves no run yet; trying for %g s", place.store, limit_s)
+        sleep(_AGAIN_S)
+    return served
 
 
 def admitted(store: RunStore, place: Place, incarnation: int) -> RankSpec:

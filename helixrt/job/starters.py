@@ -25,6 +25,7 @@ from helixrt.job.mesh import Mesh
 STORE, REPLICA, SECRET, SECRET_FILE = "HELIXRT_STORE", "HELIXRT_REPLICA", "HELIXRT_SECRET", "HELIXRT_SECRET_FILE"
 # A Ray cluster may run inside a Slurm allocation, and torchrun inside a Ray job: the innermost first.
 _STARTERS = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_CONFIG_JSON_ENV_VAR": "Ray", "SLURM_STEP_ID": "Slurm"}
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM_MAX_NORMAL_STEP_ID; from here on: the shell that salloc opens, a batch script
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 # What all processes of one start have in common, and no other start has, as far as the starter tells it.
 _ATTEMPTS = {
@@ -53,8 +54,16 @@ class Place:
 
 
 def starter(environ: Mapping[str, str] = os.environ) -> str:
-    """Who started this process: torchrun, Slurm or Ray; "" for nobody known."""
-    return next((who for variable, who in _STARTERS.items() if variable in environ), "")
+    """Who started this process: torchrun, Slurm or Ray; "" for nobody known. What a user starts in the shell of a Slurm job, by
+    hand or by the job's script, is no task of Slurm."""
+    found = (who for variable, who in _STARTERS.items() if variable in environ)
+    return next((who for who in found if who != "Slurm" or _is_srun(environ)), "")
+
+
+def _is_srun(environ: Mapping[str, str]) -> bool:
+    """Whether the job step was made by srun for a command; `salloc` makes one for its shell, too."""
+    step = environ["SLURM_STEP_ID"]
+    return not (step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP)
 
 
 def place_of(environ: Mapping[str, str] = os.environ, mesh: Mesh = Mesh()) -> Place:  # noqa: B008 frozen

@@ -37,6 +37,22 @@ def variables(server: subprocess.Popen[str]) -> dict[str, str]:
     raise AssertionError("helixrt serve has ended")
 
 
+def check_rejoined(root: Path, said: str, logs: str) -> None:
+    """Of the example's run with `torchrun_killed.py`: no gap, no repeat; both replicas to the end, and bitwise equal. `said`:
+    by the server; `logs`: of the replicas."""
+    folder = (root / "latest").resolve()
+    records = chain(folder)
+    found = audit(records, advance=ACCUMULATE)
+    assert (found.gaps, found.repeats, found.excluded) == (0, 0, 0)
+    assert [record.step for record in records] == list(range(STEPS + 1))
+    contributions = Counter(contributor for record in records for contributor in record.contributors)
+    assert contributions[(0, 0)] == STEPS and contributions[(1, 0)] >= 3 and contributions[(1, 1)] >= 5, contributions
+    assert len(reported(folder)) == 2 and len(set(reported(folder))) == 1
+    assert "in its place" in said and logs.count("has trained to the end") == 2, said + logs
+    worked = [e.detail["position"] for e in read_events(folder / "flight" / "r0.pp0.inc0.jsonl") if e.kind is Kind.WORK_BEGIN]
+    assert worked == [ACCUMULATE * step for step in range(STEPS)]  # the survivor runs no forward twice
+
+
 def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
 
@@ -64,16 +80,5 @@ def test_a_replica_that_torchrun_starts_again_rejoins(tmp_path: Path) -> None:
             process.wait(30)
     logs = "".join((tmp_path / f"torchrun{replica}.log").read_text() for replica in range(2))
     assert (server.returncode, codes) == (0, [0, 0]), said + logs
-
-    folder = (tmp_path / "latest").resolve()
-    records = chain(folder)
-    found = audit(records, advance=ACCUMULATE)
-    assert (found.gaps, found.repeats, found.excluded) == (0, 0, 0)
-    assert [record.step for record in records] == list(range(STEPS + 1))
-    contributions = Counter(contributor for record in records for contributor in record.contributors)
-    assert contributions[(0, 0)] == STEPS and contributions[(1, 0)] >= 3 and contributions[(1, 1)] >= 5, contributions
-    assert len(reported(folder)) == 2 and len(set(reported(folder))) == 1
-    assert "in its place" in said and logs.count("has trained to the end") == 2, said + logs
-    worked = [e.detail["position"] for e in read_events(folder / "flight" / "r0.pp0.inc0.jsonl") if e.kind is Kind.WORK_BEGIN]
-    assert worked == [ACCUMULATE * step for step in range(STEPS)]  # the survivor runs no forward twice
-    assert (folder / "secret").stat().st_mode & 0o077 == 0
+    check_rejoined(tmp_path, said, logs)
+    assert (tmp_path / "latest" / "secret").stat().st_mode & 0o077 == 0

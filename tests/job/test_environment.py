@@ -247,7 +247,20 @@ def test_a_place_that_does_not_fit_the_run_is_refused(place: Place, choices: Ses
     with pytest.raises(ConfigError, match=rule):
         environment._check_run(served_store(), place, choices)
     with pytest.raises(ConfigError, match="HELIXRT_STORE=host:1: is not the store of a run"):
-        environment._check_run(MemoryRunStore(), place, choices)
+        environment._check_run(MemoryRunStore(), place, choices, limit_s=0.0)
+
+
+def test_a_server_that_has_just_opened_its_store_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """As in one Slurm job, which starts the server and the replicas together."""
+    store, waited = MemoryRunStore(), []
+
+    def serve_later(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            store.put_if_absent(SERVED_KEY, "the run")
+
+    assert environment._served(store, Place("host:1", 0, SECRET), 60.0, serve_later) == "the run" and len(waited) == 3
+    assert [m for m in caplog.messages if "serves no run yet" in m] == caplog.messages and len(caplog.messages) == 1
 
 
 def test_a_mesh_that_is_not_the_servers_is_refused() -> None:
@@ -325,6 +338,21 @@ def test_settings_of_the_session_are_equal_on_all_replicas() -> None:
 )
 def test_an_end_is_told_as_a_rank_of_the_job_tells_it(error: Exception, code: int) -> None:
     assert environment._code_of(error) == code
+
+
+def test_a_rank_that_leaves_waits_for_the_others_of_its_replica() -> None:
+    """torchrun, and srun with --kill-on-bad-exit, would kill them with the first: they may still write their parts."""
+    store, place, waited = MemoryRunStore(), Place("host:1", 1, SECRET, 1, 3), []
+
+    def others_end(seconds: float) -> None:
+        waited.append(seconds)
+        store.put_if_absent(exit_key(1, 4, 0 if len(waited) == 2 else 2), "told")
+
+    environment._leave_together(store, place, 4, 60.0, others_end)
+    assert len(waited) == 2 and all(store.get(exit_key(1, 4, rank)) for rank in (0, 2))
+    environment._leave_together(store, place, 5, 0.01)  # they were killed, and say nothing any more
+    environment._leave_together(store, Place("host:1", 1, SECRET), 4, 60.0, others_end)
+    assert len(waited) == 2, "a replica of one rank waits for nobody"
 
 
 # ---------------------------------------------------------------- places and devices

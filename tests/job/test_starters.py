@@ -8,7 +8,7 @@ import pytest
 
 from helixrt.errors import ConfigError
 from helixrt.job.mesh import Mesh
-from helixrt.job.starters import Place, place_of
+from helixrt.job.starters import Place, place_of, starter
 
 SECRET = "a secret of the run"
 SOUND = {"HELIXRT_STORE": "host:1", "HELIXRT_REPLICA": "2", "HELIXRT_SECRET": SECRET}
@@ -62,6 +62,13 @@ def test_one_srun_may_have_the_tasks_of_all_replicas(mesh: Mesh) -> None:
         replica = {"HELIXRT_REPLICA": str(task // mesh.ranks)}  # HELIXRT_REPLICA=$((SLURM_PROCID / ranks))
         found.append(place_of({**SLURM, **replica, "SLURM_NTASKS": str(tasks), "SLURM_PROCID": str(task)}, mesh))
     assert [(place.replica, place.rank) for place in found] == [(r, k) for r in range(3) for k in range(mesh.ranks)]
+
+
+def test_the_shell_that_salloc_opens_is_no_task() -> None:
+    """With LaunchParameters=use_interactive_step it runs in a step of its own; 22.05 gives it this number."""
+    shell = {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    assert starter(shell) == "" and starter({**shell, "SLURM_STEP_ID": "0"}) == "Slurm"
+    assert starter({**shell, "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}) == "Ray"
 
 
 def test_processes_that_nobody_known_started_say_their_rank() -> None:
