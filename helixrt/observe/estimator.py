@@ -158,8 +158,8 @@ class Estimator:
             tracker = self._offsets[flow.lane, (min(way), max(way))]
             add = tracker.to_b if way[0] < way[1] else tracker.to_a
             bounds.append((_lower_clock_s(way, sample), sample.least_ms * 1e-3, add))
-        for at_s, difference_s, add in sorted(bounds, key=lambda bound: bound[0]):
-            add(at_s, difference_s)
+        for at_s, difference_s, bound in sorted(bounds, key=lambda each: each[0]):
+            bound(at_s, difference_s)
 
     def _same_clock(self, lane: str, way: Way) -> bool:
         clocks = [self._clocks.get((lane, stage), "") for stage in way]
