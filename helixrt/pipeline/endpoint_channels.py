@@ -48,10 +48,6 @@ _ACKNOWLEDGES = 1 << _INDEX_BITS  # in a name: tells the sender of the message o
 Delay = Callable[[int, int], float]  # seconds, by sending stage and its step
 
 
-def _no_delay(source: int, step: int) -> float:
-    return 0.0
-
-
 def _name(tag: Tag) -> Name:
     return tag.step, wire_tag(tag) % (1 << _INDEX_BITS)
 
@@ -82,7 +78,8 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """`due_s`: when it may be seen (monotonic), `arrived_s` the same as Unix time; NaN until it is here."""
+    """`due_s`: when it may be seen (monotonic), `arrived_s` the same as Unix time; NaN until it is here. `needed_s`: since when
+    the stage waits for it, NaN until it does."""
 
     peer: int
     tag: Tag
@@ -92,6 +89,7 @@ class _Incoming:
     queued_s: float = math.nan
     arrived_s: float = math.nan
     due_s: float = math.nan
+    needed_s: float = math.nan
     communication: Communication = field(default_factory=Communication)
 
     @property
@@ -116,7 +114,7 @@ class StageChannels:
         *,
         timeout_s: float = TIMEOUT_S,
         host_bytes: int = HOST_BYTES,
-        delay: Delay = _no_delay,
+        delay: Delay = lambda source, step: 0.0,
         comm: Comm = DELEGATED,
     ) -> None:
         self.record, self.host = record, HostTier(host_bytes)
@@ -196,7 +194,9 @@ class StageChannels:
 
     def wait_first(self, groups: Sequence[Sequence[_Incoming]]) -> int:
         """Until all messages of one group have arrived; its number. Raises as `_wait`, of the peers of the first group."""
-        until_s = time.monotonic() + self._timeout_s
+        until_s, needed_s = time.monotonic() + self._timeout_s, self.record.clock()
+        for message in (message for group in groups for message in group):
+            message.needed_s = needed_s
         with self._changed:
             while True:
                 due_s = [_due_s(group) for group in groups]
@@ -384,7 +384,7 @@ class _EndpointRecv(RecvHandle):
 
     def wait(self) -> torch.Tensor:
         message, record = self.message, self.channels.record
-        needed_s = record.clock()
+        needed_s = record.clock() if math.isnan(message.needed_s) else message.needed_s
         self.channels.wait_here(message)
         tensor = _tensor_in(message.buffer, self.like)
         record.write(

@@ -49,13 +49,14 @@ class HostClock:
 def some_clock(
     draw: random.Random, seconds: float, offsets_s: float = 5.0, drift: float = 100e-6, corrected: bool = True
 ) -> HostClock:
-    """Of a host that NTP corrects, if at all, up to three times in so many seconds: by slews, and by steps of up to seconds."""
-    corrections = []
-    for _ in range(draw.choice((0, 1, 1, 3)) if corrected else 0):
+    """Of every second host, which NTP corrects once in so many seconds, by a slew or a step of up to seconds; of others, which
+    it does not."""
+    corrections: list[Correction] = []
+    if corrected and draw.random() < 0.5:
         at_s = START_S + draw.uniform(0.0, seconds)
         if draw.random() < 0.5:
             corrections.append(Correction(at_s, draw.choice((-1, 1)) * draw.choice((0.002, 0.02, 0.2, 3.0))))
         else:
-            over_s = draw.uniform(2.0, 0.5 * seconds)
+            over_s = draw.uniform(0.1, 0.5) * seconds
             corrections.append(Correction(at_s, draw.uniform(-MOST_SLEW, MOST_SLEW) * over_s, over_s))
     return HostClock(draw.uniform(-offsets_s, offsets_s), draw.uniform(-drift, drift), draw.uniform(-1, 1), tuple(corrections))

@@ -50,7 +50,9 @@ def losses(stages: int, passes: int) -> Callable[[int, ChannelsOf], list[float]]
     def body(stage: int, channels_of: ChannelsOf) -> list[float]:
         channels, home = channels_of(FlightRecord(f"pp{stage}")), stages - 1
         shared = [share_loss(channels, stage, home, 0, number) for number in range(passes)]
-        return [told(number + 0.1 if stage == home else None) for number, told in enumerate(shared)]
+        found = [told(number + 0.1 if stage == home else None) for number, told in enumerate(shared)]
+        gather(channels, stage, stages, 0, passes, 0.0)  # nobody leaves before all have come
+        return found
 
     return body
 
