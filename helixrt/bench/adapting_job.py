@@ -5,7 +5,8 @@ is the order of the schedule, the channels, the loop, and the life of a step. It
 it the same job keeps zb, with direct and with delegated communication. Scenarios: `slow-link`, in which a replica is killed
 while the link is slow, and comes back; `flapping`, in which the link is slow in every other five steps, and the loop must do no
 harm. A step's work is from when the first rank of a replica begins it to when the last one ends it; the exact simulation of the
-order that the step's commit record names is beside it. Each run's folder, with its report, is kept with `--folder`.
+order that the step's commit record names is beside it, and where the rest of the time went, along the step's critical path
+(`_lateness`). Each run's folder, with its report, is kept with `--folder`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from helixrt.bench._figures import write
+from helixrt.bench._lateness import Lateness, lateness
 from helixrt.bench.adaptation import Size
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.lineage_files import read_lineage
 from helixrt.job.link_delays import link_delays
+from helixrt.observe.estimator import place_of
 from helixrt.observe.failures import replica_of
 from helixrt.protocol.step.lineage import Log
-from helixrt.record import Kind, read_events
+from helixrt.record import Event, Kind, read_events
 from helixrt.schedule.adaptation.stragglers import COMMS
 from helixrt.schedule.costs import uniform, with_delays
 from helixrt.schedule.exchange.as_json import read
 from helixrt.schedule.generators import policies
-from helixrt.schedule.ir import Schedule
+from helixrt.schedule.ir import Op, Schedule
 from helixrt.schedule.simulate import makespan_ms
 
 FIRST = "zb"  # the order that every run begins with
@@ -51,13 +55,15 @@ Links = Sequence[Mapping[str, Any]]  # as `chaos.link` has them
 
 @dataclass(frozen=True)
 class Step:
-    """Of one replica: work as measured, the simulation of it, and the whole step from update to update; `order` by its hash."""
+    """Of one replica: work as measured, the simulation of it, and the whole step from update to update; `order` by its hash;
+    `late`: where the work's time went, None where the flight record lacks a part."""
 
     step: int
     work_ms: float
     simulated_ms: float
     whole_ms: float
     order: str
+    late: Lateness | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,10 @@ class Run:
     def work_ms(self, first: int, end: int) -> float:
         """The median of steps `first` to `end` - 1."""
         return median(each.work_ms for each in self.steps if first <= each.step < end)
+
+    def late(self, first: int, end: int) -> dict[str, float]:
+        """The medians of these steps."""
+        return Lateness.medians([each.late for each in self.steps if first <= each.step < end and each.late is not None])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,6 +178,7 @@ def _read(root: Path, name: str, size: Size, links: Links, comm: str) -> Run:
         orders[path.stem] = read(path.read_text(encoding="utf-8"), path.name)
     delays = link_delays(links, size.stages)
     work, updates = _times(folder / "flight")
+    told = _told(folder / "flight")
     steps = []
     for record in chain:
         key = record.orders.get(0, "")
@@ -176,7 +187,8 @@ def _read(root: Path, name: str, size: Size, links: Links, comm: str) -> Run:
         if record.step in work and {record.step, record.step - 1} <= updates.keys():
             begin_s, end_s = work[record.step]
             whole_ms = (updates[record.step] - updates[record.step - 1]) * 1e3
-            steps.append(Step(record.step, (end_s - begin_s) * 1e3, simulated_ms, whole_ms, key))
+            late = lateness(told[record.step], lambda rank: place_of(rank)[1], partial(_takes_ms, size), slowed)
+            steps.append(Step(record.step, (end_s - begin_s) * 1e3, simulated_ms, whole_ms, key, late))
     back = []
     for replica, incarnation in sorted({c for record in chain for c in record.contributors if c[1]}):
         record = next(r for r in chain if (replica, incarnation) in r.contributors)
@@ -204,6 +216,20 @@ def _times(flight: Path) -> tuple[dict[int, tuple[float, float]], dict[int, floa
     return {step: (min(begins[step]), max(ends[step])) for step in begins if ends[step]}, updates
 
 
+def _told(flight: Path) -> dict[int, list[Event]]:
+    """What the ranks of replica 0 wrote, by step."""
+    found: dict[int, list[Event]] = defaultdict(list)
+    for path in flight.glob("r0.*.jsonl"):
+        for event in read_events(path):
+            found[event.step].append(event)
+    return found
+
+
+def _takes_ms(size: Size, op: Op) -> float:
+    """A backward in one piece is a B and a W."""
+    return size.operation_ms * (2 if op is Op.BW else 1)
+
+
 def _slow_link(runs: Sequence[Run], steps: int) -> dict[str, Any]:
     """Medians are over the steps from `STEADY` steps after the change on, of replica 0."""
     loop, *fixed = runs
@@ -220,6 +246,8 @@ def _slow_link(runs: Sequence[Run], steps: int) -> dict[str, Any]:
         "slow step / that of others": {each.name: round(loop.work_ms(*slow) / each.work_ms(*slow), 3) for each in fixed},
         "undisturbed step's work, ms": {each.name: round(each.work_ms(WARM, SLOW_FROM), 1) for each in runs},
         "undisturbed step / simulated": round(loop.work_ms(WARM, SLOW_FROM) / _simulated_ms(loop, WARM, SLOW_FROM), 3),
+        "slow step's path, ms": {each.name: each.late(*slow) for each in runs},
+        "undisturbed step's path, ms": {each.name: each.late(WARM, SLOW_FROM) for each in runs},
         "replicas that came back": loop.back,
     }
     if SLOW_TO + STEADY < steps:

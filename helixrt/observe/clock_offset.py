@@ -6,8 +6,8 @@ one from b to a that it is at least the negative of its. Each bound holds at its
 that is constant but for `WANDER`, and at most `MOST_DRIFT`. The offset now is somewhere in what all bounds of the past and one
 rate allow (a linear program of two unknowns; of the bounds only those on a convex hull count: Moon, Skelly and Towsley, 1999).
 Steps with a quiet link make it narrow, and stay known when the link is slow later. If nothing fits all bounds, a clock was set:
-only the newest bounds are kept. Where a link was slow from the beginning and one way only, no method can tell half of that
-delay from an offset: the uncertainty says so.
+only the newest bounds are kept. If clock a was set back, all are forgotten: they are of times that come again. Where a link was
+slow from the beginning and one way only, no method can tell half of that delay from an offset: the uncertainty says so.
 """
 
 from __future__ import annotations
@@ -74,11 +74,14 @@ class _Hull:
         self._sign = sign
         self.bounds: list[tuple[float, float]] = []  # (time, bound), by time
 
+    @property
+    def newest_s(self) -> float:
+        """The time of the newest bound."""
+        return self.bounds[-1][0] if self.bounds else -math.inf
+
     def add(self, at_s: float, bound_s: float) -> None:
-        """Of a later time than all before; one of an earlier time is left out."""
+        """Of a later time than all before."""
         bounds = self.bounds
-        if bounds and at_s <= bounds[-1][0]:
-            return
         while len(bounds) > 1 and self._above(bounds[-2], bounds[-1], (at_s, bound_s)) >= 0:
             bounds.pop()
         bounds.append((at_s, bound_s))
@@ -103,7 +106,8 @@ class _Hull:
 
 
 class OffsetTracker:
-    """Of the hosts a and b. Times are of clock a, in s."""
+    """Of the hosts a and b. Times are of clock a, in s; those of messages one way grow from call to call, unless it is set
+    back."""
 
     def __init__(self) -> None:
         self._upper = _Hull(1.0)
@@ -115,6 +119,8 @@ class OffsetTracker:
 
     def to_b(self, at_s: float, difference_s: float) -> None:
         """A message from a to b, sent at `at_s`: arrival by clock b less sending by clock a."""
+        if not self._is_later(at_s, self._upper):
+            return
         self._upper.add(at_s, difference_s)
         self._since_s = min(self._since_s, at_s)
         known = self._known
@@ -123,11 +129,20 @@ class OffsetTracker:
 
     def to_a(self, at_s: float, difference_s: float) -> None:
         """A message from b to a that arrived at `at_s`: arrival by clock a less sending by clock b."""
+        if not self._is_later(at_s, self._lower):
+            return
         self._lower.add(at_s, -difference_s)
         self._since_s = min(self._since_s, at_s)
         known = self._known
         if known is not None and -difference_s > known.at_least(at_s) + known.little_s:
             self._shown(-difference_s - _GRAIN_S > known.at_most(at_s))
+
+    def _is_later(self, at_s: float, hull: _Hull) -> bool:
+        """Whether it is, than the messages before; if it is earlier the clock was set back, and those are forgotten."""
+        if at_s < hull.newest_s:
+            self._upper, self._lower = _Hull(1.0), _Hull(-1.0)
+            self._known, self._tighter, self._since_s = None, False, math.inf
+        return at_s != hull.newest_s
 
     def _shown(self, otherwise: bool) -> None:
         self._tighter = True

@@ -8,7 +8,7 @@ links the slowest. Pure: all times come in with the summaries.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -108,8 +108,7 @@ class Estimator:
         counts = self._begun[times.rank] > self._warm_up
         flows = {_Flow(lane, name): sample for name, sample in times.flows.items()}
         flows |= self._unmatched.matched(lane, times)
-        for flow, sample in flows.items():
-            self._bound(flow, sample)
+        self._bound(flows)
         if not counts:
             return
         for name, durations in times.operations.items():
@@ -149,14 +148,18 @@ class Estimator:
         target = self._homes.get(chunk)
         return None if source is None or target is None else (source, target)
 
-    def _bound(self, flow: _Flow, sample: FlowSample) -> None:
-        """What a message shows of the two clocks."""
-        way = self._way(flow)
-        if way is None or self._same_clock(flow.lane, way):
-            return
-        tracker = self._offsets[flow.lane, (min(way), max(way))]
-        add = tracker.to_b if way[0] < way[1] else tracker.to_a
-        add(_lower_clock_s(way, sample), sample.least_ms * 1e-3)
+    def _bound(self, flows: Mapping[_Flow, FlowSample]) -> None:
+        """What messages show of the clocks at both ends, by time: else a clock would seem to be set back."""
+        bounds: list[tuple[float, float, Callable[[float, float], None]]] = []
+        for flow, sample in flows.items():
+            way = self._way(flow)
+            if way is None or self._same_clock(flow.lane, way):
+                continue
+            tracker = self._offsets[flow.lane, (min(way), max(way))]
+            add = tracker.to_b if way[0] < way[1] else tracker.to_a
+            bounds.append((_lower_clock_s(way, sample), sample.least_ms * 1e-3, add))
+        for at_s, difference_s, bound in sorted(bounds, key=lambda each: each[0]):
+            bound(at_s, difference_s)
 
     def _same_clock(self, lane: str, way: Way) -> bool:
         clocks = [self._clocks.get((lane, stage), "") for stage in way]

@@ -1,7 +1,8 @@
 """The newest steps' measurements of one thing, cut where it changed.
 
 In: one `Sample` per step. Out: an `Estimate` over the steps since the last change, and the changes. A step that differs by
-itself (a garbage collection, a checkpoint, a warm-up) is no change; two in a row that differ alike are.
+itself (a garbage collection, a checkpoint, a warm-up) is no change; two in a row that differ alike are. Steps whose error is
+far larger than that of the newest one, such as those around a clock that was set, count no more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ CONFIRMED = 2  # steps in a row that differ, for a change
 _BEFORE = 2  # steps that a change is measured against, at least
 _DEVIATIONS = 5.0  # standard deviations of a step's median
 _SHARE = 0.15  # of the value; less is no change
+_FAR_LARGER = 2.0  # times the error
 _RENEWED = 4  # steps for which a spread is taken to be what it was
 
 
@@ -75,11 +77,17 @@ class Window:
         """None before the first step."""
         if not self._steps:
             return None
+        most_ms = max(self._floor_ms, _FAR_LARGER * self._steps[-1][2])
+        steps, medians = self._steps, self._medians
+        if any([error > most_ms for _, _, error in steps]):
+            steps = [each for each in steps if each[2] <= most_ms]
+            medians = [each.median for _, each, _ in steps]
+            self._spreads_left = 0
         if self._spreads_left <= 0:
-            between = summary(self._medians).spread
-            self._spreads = (median([each.spread for _, each, _ in self._steps]), between)
-            self._spreads_left = _RENEWED if len(self._steps) > _RENEWED else 1
+            between = summary(medians).spread
+            self._spreads = (median([each.spread for _, each, _ in steps]), between)
+            self._spreads_left = _RENEWED if len(steps) > _RENEWED else 1
         within, between = self._spreads
-        self._usual_ms = value_ms = median(self._medians)
-        count = len(self._steps) * self._steps[-1][1].size
-        return Estimate(value_ms, math.hypot(within, between), count, interval_of_median(between, len(self._steps)))
+        self._usual_ms = value_ms = median(medians)
+        count = len(steps) * steps[-1][1].size
+        return Estimate(value_ms, math.hypot(within, between), count, interval_of_median(between, len(steps)))

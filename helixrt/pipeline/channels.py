@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -93,6 +94,16 @@ class Channel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Settle, unless the peer is lost, and give up what is held; idempotent."""
+
+
+class SelectableChannel(Channel):
+    """One of a stage's channels that can wait for messages together."""
+
+    @abstractmethod
+    def first(self, groups: Sequence[Sequence[RecvHandle]]) -> int:
+        """Wait until all messages of one group are there, from whatever peers of these channels; its number. Their handles then
+        return at once, and nobody has to wait for those of the others. The first group has what peers tell of themselves:
+        raises Retryable when one of them is lost before that came."""
 
 
 _LANES = tuple(Lane)

@@ -7,7 +7,7 @@ In: connected endpoints, one per queue; which stage this is. Out: a `Channel` to
   for what it receives, and for nothing else.
 - **Direct** (Sections 3.2 and 5.1): all sends and receives of the stage form one queue in the order of its program
   (`in_order`); compute waits where `helixrt.schedule.simulate.Direct` says so. A send is over when its receiver has said that
-  it arrived.
+  it arrived. What stages tell each other by several ways (`SelectableChannel.first`) is in no order.
 
 A message is a header (when it was queued and begun, by the sender's clock; the sender's step) and the tensor's bytes. It
 arrives when the endpoint has all of it, whether or not anybody waits; `delay` later where links are slowed down on purpose.
@@ -28,7 +28,7 @@ from functools import partial
 import torch
 
 from helixrt.errors import Cause, MisuseError, Retryable
-from helixrt.pipeline.channels import Channel, RecvHandle, SendHandle, Tag, wire_tag
+from helixrt.pipeline.channels import Lane, RecvHandle, SelectableChannel, SendHandle, Tag, wire_tag
 from helixrt.pipeline.host_tier import HostTier
 from helixrt.pipeline.in_order import Communication, InOrder
 from helixrt.pipeline.stage_queue import LINGER_S, Name, StageQueue
@@ -42,13 +42,10 @@ TIMEOUT_S = 60.0
 _HEADER = struct.Struct("<ddq?")  # queued and begun (Unix times), the sender's step, whether it wants to know of the arrival
 _HEADER_BYTES = 64  # tensors behind it are aligned
 _INDEX_BITS = 20  # of `wire_tag`, without its step
+_UNORDERED = (Lane.LOSS, Lane.NORM, Lane.BATCH)
 _ACKNOWLEDGES = 1 << _INDEX_BITS  # in a name: tells the sender of the message of the same name that it arrived
 
 Delay = Callable[[int, int], float]  # seconds, by sending stage and its step
-
-
-def _no_delay(source: int, step: int) -> float:
-    return 0.0
 
 
 def _name(tag: Tag) -> Name:
@@ -81,7 +78,8 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """`due_s`: when it may be seen (monotonic), `arrived_s` the same as Unix time; NaN until it is here."""
+    """`due_s`: when it may be seen (monotonic), `arrived_s` the same as Unix time; NaN until it is here. `needed_s`: since when
+    the stage waits for it, NaN until it does."""
 
     peer: int
     tag: Tag
@@ -91,6 +89,7 @@ class _Incoming:
     queued_s: float = math.nan
     arrived_s: float = math.nan
     due_s: float = math.nan
+    needed_s: float = math.nan
     communication: Communication = field(default_factory=Communication)
 
     @property
@@ -115,7 +114,7 @@ class StageChannels:
         *,
         timeout_s: float = TIMEOUT_S,
         host_bytes: int = HOST_BYTES,
-        delay: Delay = _no_delay,
+        delay: Delay = lambda source, step: 0.0,
         comm: Comm = DELEGATED,
     ) -> None:
         self.record, self.host = record, HostTier(host_bytes)
@@ -130,7 +129,7 @@ class StageChannels:
         self._closed = False
         self._queues = [StageQueue(e, f"helixrt-stage{stage}-queue{i}", self._peer_lost) for i, e in enumerate(endpoints)]
         self._peers = [peer for peer in range(stages) if peer != stage]
-        self.channels: dict[int, Channel] = {peer: _EndpointChannel(self, peer) for peer in self._peers}
+        self.channels: dict[int, SelectableChannel] = {peer: _EndpointChannel(self, peer) for peer in self._peers}
 
     def use(self, comm: Comm) -> None:
         """Communicate so from now on: between two steps, when every message that was sent is taken in or will be. Each stage
@@ -157,7 +156,7 @@ class StageChannels:
 
     def send(self, peer: int, tag: Tag, tensor: torch.Tensor) -> _Outgoing:
         self._check(tensor)
-        record, in_order = self.record, self._in_order
+        record, in_order = self.record, None if tag.lane in _UNORDERED else self._in_order
         size = tensor.nbytes
         message = _Outgoing(peer, tag, record.step, record.clock(), tensor.detach(), size, in_order is not None)
         with self._changed:
@@ -182,7 +181,7 @@ class StageChannels:
 
     def wait_here(self, message: _Incoming) -> None:
         """Until it has arrived, and where communication is direct until its turn has come."""
-        if (in_order := self._in_order) is not None:
+        if (in_order := self._in_order) is not None and message.tag.lane not in _UNORDERED:
             self._put(in_order, message.communication, message.peer)
             self._wait(lambda: message.communication.finished, [message.peer])
             self.released_s = max(self.released_s, message.communication.finished_s)
@@ -192,6 +191,24 @@ class StageChannels:
         if (rest_s := message.due_s - time.monotonic()) > 0.0:
             time.sleep(rest_s)
         self.released_s = max(self.released_s, message.arrived_s)
+
+    def wait_first(self, groups: Sequence[Sequence[_Incoming]]) -> int:
+        """Until all messages of one group have arrived; its number. Raises as `_wait`, of the peers of the first group."""
+        until_s, needed_s = time.monotonic() + self._timeout_s, self.record.clock()
+        for message in (message for group in groups for message in group):
+            message.needed_s = needed_s
+        with self._changed:
+            while True:
+                due_s = [_due_s(group) for group in groups]
+                now_s, first_s = time.monotonic(), min(due_s)
+                if first_s <= now_s:
+                    return due_s.index(first_s)
+                absent = [message.peer for message in groups[0] if not message.here]
+                if self._lost.keys() & set(absent):
+                    raise self._unreachable(absent)
+                if first_s == math.inf and now_s >= until_s:
+                    raise self._silent(absent)
+                self._changed.wait((until_s if first_s == math.inf else first_s) - now_s)
 
     def settle(self, peers: Sequence[int]) -> None:
         self._wait(lambda: not any(message.peer in peers for message in self._uncopied), peers)
@@ -214,13 +231,19 @@ class StageChannels:
         until_s = time.monotonic() + self._timeout_s
         with self._changed:
             while not there():
-                for peer in peers:
-                    if (cause := self._lost.get(peer)) is not None:
-                        raise Retryable(Cause(f"stage {peer} of this replica cannot be reached: {cause}", self.record.rank))
+                if self._lost.keys() & set(peers):
+                    raise self._unreachable(peers)
                 if (rest_s := until_s - time.monotonic()) <= 0.0:
-                    what = f"stage {' or '.join(map(str, peers))} of this replica sent or took nothing in {self._timeout_s:g} s"
-                    raise Retryable(Cause(what, self.record.rank))
+                    raise self._silent(peers)
                 self._changed.wait(rest_s)
+
+    def _unreachable(self, peers: Sequence[int]) -> Retryable:
+        peer = next(peer for peer in peers if peer in self._lost)
+        return Retryable(Cause(f"stage {peer} of this replica cannot be reached: {self._lost[peer]}", self.record.rank))
+
+    def _silent(self, peers: Sequence[int]) -> Retryable:
+        what = f"stage {' or '.join(map(str, peers))} of this replica sent or took nothing in {self._timeout_s:g} s"
+        return Retryable(Cause(what, self.record.rank))
 
     # ---- what threads of queues call as well
 
@@ -315,7 +338,12 @@ class StageChannels:
             self._changed.notify_all()
 
 
-class _EndpointChannel(Channel):
+def _due_s(group: Sequence[_Incoming]) -> float:
+    """When all of them may be seen; infinite before all are here."""
+    return max(message.due_s if message.here else math.inf for message in group)
+
+
+class _EndpointChannel(SelectableChannel):
     def __init__(self, channels: StageChannels, peer: int) -> None:
         self.channels, self.peer = channels, peer
 
@@ -328,6 +356,9 @@ class _EndpointChannel(Channel):
 
     def recv(self, tag: Tag, like: torch.Tensor) -> RecvHandle:
         return _EndpointRecv(self.channels, self.channels.recv(self.peer, tag, like), like)
+
+    def first(self, groups: Sequence[Sequence[RecvHandle]]) -> int:
+        return self.channels.wait_first([[h.message for h in group if isinstance(h, _EndpointRecv)] for group in groups])
 
     def settle(self) -> None:
         self.channels.settle([self.peer])
@@ -353,7 +384,7 @@ class _EndpointRecv(RecvHandle):
 
     def wait(self) -> torch.Tensor:
         message, record = self.message, self.channels.record
-        needed_s = record.clock()
+        needed_s = record.clock() if math.isnan(message.needed_s) else message.needed_s
         self.channels.wait_here(message)
         tensor = _tensor_in(message.buffer, self.like)
         record.write(

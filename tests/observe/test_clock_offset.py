@@ -93,3 +93,15 @@ def test_nothing_is_said_before_there_was_a_message_each_way() -> None:
         and found.offset_s == pytest.approx(2.95, abs=1e-3)
         and found.uncertainty_s == pytest.approx(0.05, rel=0.02)
     )
+
+
+@pytest.mark.parametrize("back_s", [1.0, 3600.0])
+def test_a_clock_whose_times_repeat_since_it_was_set_back_is_followed_at_once(back_s: float) -> None:
+    """Clock a is, so that later messages have earlier times."""
+    tracker, offset_s = OffsetTracker(), 5.0
+    for clock_s in (*range(100, 120), *(119.5 - back_s + 0.5 * step for step in range(4))):
+        now_offset_s = offset_s if clock_s >= 100 and isinstance(clock_s, int) else offset_s + back_s
+        tracker.to_b(clock_s, now_offset_s + 1e-3)
+        tracker.to_a(clock_s + 0.01, 1e-3 - now_offset_s)
+    found = tracker.at(clock_s)
+    assert found is not None and abs(found.offset_s - (offset_s + back_s)) <= found.uncertainty_s <= 2e-3

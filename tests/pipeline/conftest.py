@@ -79,6 +79,9 @@ def _gloo(stages: int, stage: int, group: Any, record: FlightRecord) -> Mapping[
 
 def _over(endpoints: Sequence[Endpoint], stages: int, stage: int, body: Body, options: Mapping[str, Any]) -> Any:
     made: list[StageChannels] = []
+    options = dict(options)
+    if (delay_of := options.pop("delay_of", None)) is not None:
+        options["delay"] = delay_of(stage)
 
     def channels_of(record: FlightRecord) -> Mapping[int, Channel]:
         made.append(StageChannels(endpoints, stage, stages, record, **options))

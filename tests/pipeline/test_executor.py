@@ -313,9 +313,7 @@ def sent_to(schedule: Schedule, stage: int, done: int) -> set[Transfer]:
         moved = False
         for other, entries in enumerate(schedule.entries):
             limit = done if other == stage else len(entries)
-            while at[other] < limit and all(
-                n in made for o in operations_of(entries[at[other]]) for n in needs(schedule, o)
-            ):
+            while at[other] < limit and all(n in made for o in operations_of(entries[at[other]]) for n in needs(schedule, o)):
                 made |= {r for o in operations_of(entries[at[other]]) for r in provides(o)}
                 at[other] += 1
                 moved = True

@@ -73,7 +73,10 @@ class OrderWorld:
             found.orders.append(in_use)
             found.total_ms += self.time_ms(orders[in_use], delays)
             found.fixed_ms += self.time_ms(self.first, delays)
-            decision = policy.observed(step, self.measured(delays))
+            now = self.measured(step, orders[in_use], delays)
+            if now is None:
+                continue
+            decision = policy.observed(step, now)
             if isinstance(decision, Ask):
                 found.asked += 1
                 pending = (step + self.lag, self.answer(decision.question, delays))
@@ -101,8 +104,8 @@ class OrderWorld:
             self.timed[key] = makespan_ms(order, with_delays(self.true, delays))
         return self.timed[key]
 
-    def measured(self, delays: Delays) -> CostEstimate:
-        """What the estimates say of this step: each value with noise, some far off."""
+    def measured(self, step: int, order: Schedule, delays: Delays) -> CostEstimate | None:
+        """What the estimates say after this step: each value with noise, some far off. None: nothing yet."""
 
         def noisy(value: float) -> float:
             off = 1.5 if self.random.random() < self.outliers else 1.0

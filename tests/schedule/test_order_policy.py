@@ -154,10 +154,30 @@ def test_a_replica_that_starts_again_goes_on_with_its_order_and_can_return_to_th
     assert isinstance(decision, Switch) and decision.predicted_ms == makespan_ms(ZB, COSTS)
 
 
+@pytest.mark.parametrize("resumed", [True, False])
+def test_the_first_order_comes_back_although_nobody_knows_any_more_what_it_was_chosen_for(resumed: bool) -> None:
+    """Of a replica that starts again while a link is slow, and of a run whose link was slow from the beginning: the two orders
+    take the same time when the link has recovered."""
+    other = judge(Question(exact(SLOW), ZB)).timed[-1].order
+    assert makespan_ms(other, COSTS) == makespan_ms(ZB, COSTS)
+    policy = OrderPolicy(ZB, Adaptation(switch_ms=1.0), 0, in_use=other if resumed else None)
+    if resumed:
+        steady(policy, 40, 49, SLOW)
+    else:
+        away = next(d for step in range(40, 45) if isinstance(d := ask(policy, step, SLOW), Switch))
+        policy.switched(45, away.key, 1.0)
+        steady(policy, 46, 49, SLOW)
+    back = ask(policy, 50, COSTS)
+    assert isinstance(back, Switch) and back.key == order_key(ZB) and back.gain_ms == 0.0
+    policy.switched(51, back.key, 0.0)
+    steady(policy, 52, 70, COSTS)
+
+
 @pytest.mark.parametrize("dwell", [3, 1000])
 def test_more_loss_than_allowed_ends_with_the_first_order_also_where_the_order_was_just_changed(dwell: int) -> None:
     rules = Adaptation(least_gain=0.5, dwell=dwell)  # so nothing but the account leads to a switch
     policy = OrderPolicy(ZB, rules, 1000, in_use=build("1f1b", 4, 12))
+    policy.known[policy.first] = replace(policy.known[policy.first], chosen_for=exact(SLOW))
     policy.switched(0, policy.in_use, 0.0)
     allowed = rules.loss_share * 1000 * makespan_ms(ZB, COSTS)
     lost_ms = makespan_ms(build("1f1b", 4, 12), COSTS) - makespan_ms(ZB, COSTS)

@@ -12,7 +12,9 @@ leaves open:
 - What a switch costs is known before the first one: the ranks make the order in use ready once more, and one and a half times
   that time is counted until a switch was made.
 - After a switch the order stays for `dwell` steps, twice as many after each switch that follows another one closely.
-- An order that was used under costs like the present ones is taken up again as soon as it loses nothing.
+- An order that was used under costs like the present ones is taken up again as soon as it loses nothing. So is the first order
+  where nobody knows what it was chosen for: a replica that starts again has not seen those costs, nor has a run that was slow
+  from its beginning.
 - The loss is bounded. The policy keeps an account of the time lost against the order that the run began with: switches, and
   steps by another order where that one would have been faster. Beyond `loss_share` of the run's time it goes back to the
   first order, and leaves that only for what the account can bear.
@@ -278,7 +280,8 @@ class OrderPolicy:
         return self.lost_ms + costs_ms + exposed_ms <= allowed_ms
 
     def _familiar(self, answer: Answer, present: Timed) -> Timed | None:
-        """An order that was chosen for costs like the present ones and loses nothing, unless the one in use was chosen so."""
+        """An order that was chosen for costs like the present ones and loses nothing, unless the one in use was chosen so. The
+        first one counts as chosen for any, until it is known for which."""
 
         def alike(key: str) -> bool:
             then = self.known[key].chosen_for
@@ -288,7 +291,8 @@ class OrderPolicy:
             return None
         for key in reversed(self.known):
             timed = answer.of(key)
-            if key == self.in_use or key in self.refused or timed is None or not alike(key):
+            unknown = key == self.first and self.known[key].chosen_for is None
+            if key == self.in_use or key in self.refused or timed is None or not (unknown or alike(key)):
                 continue
             # The first order is what losses are counted against, so for it rounding and noise count less.
             loss_ms = (self.rules.least_gain / 4 if key == self.first else _SLIVER) * present.middle_ms
