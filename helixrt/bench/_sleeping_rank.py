@@ -1,7 +1,7 @@
 """One rank of `helixrt bench adaptation`: a stage whose operations sleep, behind the executor and channels of a job.
 
 In: which stage of how many it is; then `Round`s over a pipe, the same for all ranks. Out: for each how long its steps took, and
-how exactly this machine let it sleep. Nothing is computed: what is measured is the order, the channels, and who waits for whom.
+how exact the sleeps were. Nothing is computed: what is measured is the order, the channels, and who waits for whom.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step times of every policy under slow links, on real ranks whose operations sleep, beside the exact simulation.
+"""Step times of every policy under slow links, on real ranks whose operations sleep, compared with the exact simulation.
 
 Every rank is a process that runs its part of a schedule by the executor of a job over the channels of a job; its F, B and W
 sleep until a deadline, and tensors are tiny. Links are slowed down as `chaos.link` does it, by multiples of an operation, one
@@ -97,13 +97,20 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", nargs="+", default=["4x12@10", "8x32@20"], help="STAGESxMICROBATCHES@MS of an operation")
-    parser.add_argument("--factors", nargs="+", type=float, default=list(FACTORS), help="delays as multiples of an operation")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=["4x12@10", "8x32@20"],
+        help="pipelines, as STAGESxMICROBATCHES@MS; MS: time of an operation",
+    )
+    parser.add_argument(
+        "--factors", nargs="+", type=float, default=list(FACTORS), help="link delays as multiples of the time of an operation"
+    )
     parser.add_argument("--places", nargs="+", default=["first", "middle", "last", "three"], help="which links are slow")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--comms", nargs="+", default=list(COMMS), choices=list(COMMS))
-    parser.add_argument("--steps", type=int, default=3, help="of each case; the median counts")
-    parser.add_argument("--elements", type=int, default=4, help="float32 in a message between stages")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each case; the median is reported")
+    parser.add_argument("--elements", type=int, default=4, help="float32 values in a message between stages")
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shared_memory"])
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
 

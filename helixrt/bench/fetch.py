@@ -89,8 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=384, help="a step multiplies square matrices of this size")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of three windows")
     parser.add_argument("--window", type=float, default=2.0, help="seconds per window")
-    parser.add_argument("--serve-cpu", type=float, default=0.0, help="cores a donor may spend on serving; 0: what is spare")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of windows")
+    parser.add_argument(
+        "--serve-cpu", type=float, default=0.0, help="cores that a donor may use for serving; 0: idle processor time"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of windows")
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
 
 

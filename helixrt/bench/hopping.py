@@ -1,4 +1,4 @@
-"""Path hopping beside FlowBender and ECMP on real unequal paths: four senders, four fast links and two slow ones, 10:1.
+"""Path hopping compared with FlowBender and ECMP on real paths: four senders, four fast links, two that are ten times slower.
 
 The testbed of Hopper (section 4.2) in network namespaces: every sender has a way over each of six links to the leaf of the
 receivers; a way is a rail, a link is rated where the ways join, so the senders share it. In rounds with a barrier all
@@ -258,11 +258,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slow-mbit", type=float, default=20.0, help="rate of the two slow links")
     parser.add_argument("--rounds", type=int, default=51, help="rounds of four flows (the paper: 204 flows)")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=12.5, help="MB of a collective of GPT-3 that become one chunk")
-    parser.add_argument("--sides", nargs="+", default=list(COMPARED), choices=SIDES, help="what is measured")
+    parser.add_argument("--scale", type=float, default=12.5, help="MB of a GPT-3 collective that one chunk stands for")
+    parser.add_argument("--sides", nargs="+", default=list(COMPARED), choices=SIDES, help="policies that are measured")
     parser.add_argument("--alpha", type=float, default=defaults.alpha)
-    parser.add_argument("--probe-above", type=float, default=defaults.probe_above, help="base RTTs")
-    parser.add_argument("--switch-above", type=float, default=defaults.switch_above, help="base RTTs")
+    parser.add_argument("--probe-above", type=float, default=defaults.probe_above, help="threshold in base RTTs")
+    parser.add_argument("--switch-above", type=float, default=defaults.switch_above, help="threshold in base RTTs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
 

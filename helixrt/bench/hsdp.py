@@ -1,4 +1,4 @@
-"""Steps per second of a session with 2 replicas x dp_shard 2 beside torch's own HSDP (FSDP2 on a 2-D mesh, over Gloo).
+"""Steps per second of a session with 2 replicas x dp_shard 2, compared with torch's HSDP (FSDP2 on a 2-D mesh, over Gloo).
 
 Ours is the session as it is: quorum, exchange between replicas, vote, commit record, durable lineage and flight record at every
 step. The other side is a plain loop around `fully_shard` on a mesh replicate x shard, whose gradients torch reduce-scatters and
@@ -149,7 +149,7 @@ def measure(work: Work, threads: int) -> list[Outcome]:
         seed=SEED,
     )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wait in the store that ends without an answer is no news
-    os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
+    os.environ.setdefault("RUST_LOG", "error")  # torchft's server prints every quorum otherwise
     context = multiprocessing.get_context("spawn")
     gate, results = Gate(context, work.rounds, WORLD), context.Queue()
     server, address = host_store()

@@ -1,4 +1,4 @@
-"""Training steps per second at pp=2, beside torch.distributed.pipelining's 1F1B.
+"""Training steps per second at pp=2, compared with torch.distributed.pipelining's 1F1B.
 
 Both sides train the same model from the same weights on the same batches, in the same two processes, over
 Gloo, with fused AdamW and clipping over both stages. Blocks of steps alternate, so that both meet the same

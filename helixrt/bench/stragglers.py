@@ -1,4 +1,4 @@
-"""How schedules stand slow links, by exact simulation: the straggler table, and ADAPTRA's Table 3 trace replayed.
+"""Step times of schedules under slow links, by exact simulation: the straggler table, and ADAPTRA's Table 3 trace.
 
 The setting is that of ADAPTRA's Figures 14 to 17 and 21 made plain: 8 stages, 32 micro-batches, every F, B and W 10 ms. Each
 policy runs with direct and with delegated communication, under delays on the first, the middle and the last link, and

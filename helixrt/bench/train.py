@@ -1,4 +1,4 @@
-"""Steps per second of the main job (2 replicas, pp=1) beside torch's DistributedDataParallel over Gloo.
+"""Steps per second of the built-in job (2 replicas, pp=1), compared with torch's DistributedDataParallel over Gloo.
 
 Ours is the job as it is: quorum, exchange, vote, commit record, durable lineage, flight record and
 metrics at every step. The other side is a plain loop around DDP with fused AdamW and clipping. Same

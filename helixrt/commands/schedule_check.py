@@ -97,7 +97,7 @@ class Findings:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what is found. Returns 0, or 1 for an order that blocks, is incomplete or does not fit. Raises ConfigError."""
+    """Print the findings. Returns 0, or 1 for an order that blocks, is incomplete or does not fit. Raises ConfigError."""
     if args.file is None:
         raise ConfigError("helixrt schedule check", "''", "needs the order's file, before options")
     for option in ("policy", "order", "chunks", "time_limit"):

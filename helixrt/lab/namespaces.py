@@ -123,7 +123,7 @@ def owner_of(name: str) -> Owner | None:
 
 
 def existing() -> list[str]:
-    """Names of all namespaces of ours on this machine, whoever owns them."""
+    """Names of all helixrt namespaces on this machine, of any owner."""
     return sorted(one.name for one in FOLDER.iterdir() if owner_of(one.name)) if FOLDER.is_dir() else []
 
 

@@ -59,7 +59,7 @@ class Machine:
 
 
 class GuestSession:
-    """One pytest in the guest. What it says while nobody asks waits at the VM's keeper."""
+    """One pytest in the guest. Its unread output is kept by the VM's keeper process."""
 
     def __init__(self, machine: Machine, folder: str, options: Sequence[str]) -> None:
         self._machine, self._folder, self._options = machine, folder, options
@@ -114,7 +114,7 @@ class GuestSession:
             *lines, self._line = (self._line + frame.payload).split(b"\n")
             for phase in map(Phase.decode, filter(None, (line.decode() for line in lines))):
                 self._phases[phase.node].append(phase)
-                if phase.when == "collect":  # a module that cannot be imported: none of its tests is heard of
+                if phase.when == "collect":  # a module that cannot be imported: none of its tests is reported
                     self._end = phase.text
 
 
