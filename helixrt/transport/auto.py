@@ -1,14 +1,14 @@
 """One endpoint over several transports: for every peer the best one that reaches it.
 
 In: the run's secret, and the addresses of this host that TCP may use. Out: an `Endpoint`. Each peer's address
-lists the transports it offers; both ends of a pair see both lists, test the same thing, and so choose alike.
+lists the transports it offers; both ends of a pair see both lists, test the same thing, and so choose the same.
 
 - shared memory, if the peer's socket answers on this host (`shared_memory.address.listens`: a proof, no guess by names);
 - else verbs, if both have RDMA ports of one kind (where those do not reach each other after all, their link runs over its
   last rail, TCP);
 - else tcp.
 
-Peers that are not on this host are watched by this rank's monitor process as well (`monitor`): it tells when one is stopped.
+Peers that are not on this host are watched by this rank's monitor process as well (`monitor`): it reports when one is stopped.
 
 What was chosen and why is in `choices`, in the log "helixrt.transport" and in the flight record. A user can insist on one.
 """
@@ -71,7 +71,7 @@ def choose(
 ) -> Choice | None:
     """The transport for a pair with these addresses by transport; None if they have none in common.
 
-    `answers` tells whether a socket of that name is on this host. Raises ValueError if an address is none.
+    `answers` returns whether a socket of that name is on this host. Raises ValueError if an address is none.
     """
     why = ""
     if SHARED_MEMORY in mine and SHARED_MEMORY in theirs:
@@ -100,7 +100,8 @@ def choose(
 
 
 def same_host(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> bool:
-    """Whether both say so; who then does not answer has ended (or runs on a clone of this host). Raises ValueError."""
+    """Whether both offer it; a process that then does not answer has ended (or runs on a clone of this host). Raises
+    ValueError."""
     (here, _), (there, _) = (shared_memory.parse_address(a[SHARED_MEMORY]) for a in (mine, theirs))
     return here == there
 
@@ -165,7 +166,7 @@ class AutoEndpoint(Endpoint):
         self._ways: dict[int, TcpEndpoint | SharedMemoryEndpoint] = {}
         self._choices: dict[int, Choice] = {}
         self._here: frozenset[str] = frozenset()  # sockets of this host, by the links that were made over them
-        self._used: set[str] = set()  # transports that have peers; the others only turn strangers away
+        self._used: set[str] = set()  # transports that have peers; the others only refuse connections
         self._told: set[str] = set()  # how peers are reached
         self._look_s = 0.0  # when to look at those again
         self._early: list[Outcome] = []  # what came while the last transport still connected
