@@ -42,14 +42,14 @@ class Reach:
         if self.paths < 1:
             raise ConfigError("paths", self.paths, "must be at least 1")
         if self.paths > 1 and self.hopping is None:
-            raise ConfigError("paths", self.paths, "needs hopping: somebody has to choose among them")
+            raise ConfigError("paths", self.paths, "needs hopping, which chooses among the paths")
 
 
 DEFAULT = Reach()
 
 
 def open_endpoint(secret: bytes, host: str, reach: Reach = DEFAULT, record: FlightRecord | None = None) -> Endpoint:
-    """An endpoint that meets its peers at `host`, unless TCP rails are named; they must know `secret`.
+    """An endpoint that listens at `host`, unless TCP rails are named; peers must know `secret`.
 
     `record` gets the history of rails and paths. Raises ConfigError for a transport or a rail that cannot be.
     """

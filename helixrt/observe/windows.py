@@ -1,7 +1,7 @@
 """The newest steps' measurements of one thing, cut where it changed.
 
 In: one `Sample` per step. Out: an `Estimate` over the steps since the last change, and the changes. A step that differs by
-itself (a garbage collection, a checkpoint, a warm-up) is no change; two in a row that differ alike are.
+itself (a garbage collection, a checkpoint, a warm-up) is no change; two in a row that differ in the same way are.
 """
 
 from __future__ import annotations
