@@ -89,7 +89,8 @@ def check_version(version: str, address: str) -> None:
     if has_token(version) or ipaddress.ip_address(address).is_loopback:
         return
     since = ".".join(map(str, TOKEN_SINCE))
-    rule = f"its servers at {address} run programs of any client; Ray {since} can ask for a token (RAY_AUTH_MODE=token)"
+    token = f"Ray {since} and later can ask for a token (RAY_AUTH_MODE=token)"
+    rule = f"its servers at {address} run programs of any client; {token}"
     raise ConfigError("ray", version, f"{rule}: install that, or bind the cluster to a loopback address")
 
 

@@ -104,7 +104,7 @@ def _process(rank: int, processes: int, device: str, sizes: Sizes, folder: str) 
 
 
 def _measured(rank: int, local: int, processes: int, device: str, sizes: Sizes, folder: str | None) -> dict[str, Any] | None:
-    """The table on the first rank, None on the others. Without `folder`, ranks meet where MASTER_ADDR says."""
+    """The table on the first rank, None on the others. Without `folder`, ranks connect through MASTER_ADDR."""
     place = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(place)

@@ -48,7 +48,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Row:
-    """One policy of a comparison; `note` says why there are no figures, or that the schedule does not fit its cap.
+    """One policy of a comparison; `note`: why there are no figures, or that the schedule does not fit its cap.
 
     `lower_bound_ms` holds under the caps, so what does not fit may be below it and has no gap.
     """

@@ -79,7 +79,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of an order that cannot run, `blocked` says why, and nothing else is known."""
+    """For an order that cannot run, `blocked` is the reason, and the other fields are empty."""
 
     name: str
     stages: int
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings(schedule: Schedule, costs: Costs, comm: Comm, *, prices: bool = False) -> Findings:
-    """Everything that is found out about an order under costs of its own placement."""
+    """All findings about an order under costs of its own placement."""
     found = Findings(schedule.name, schedule.stages, schedule.microbatches, schedule.chunks, None)
     try:
         check(schedule)

@@ -36,8 +36,8 @@ Times = Callable[[Part], Mapping[str, ChunkTimes]]  # of the units of a joint gr
 class WholeModel:
     """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
     run in the types of parameters and arguments). `times` gives those by which chunks are balanced, in place of estimates.
-    `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it alike: it is given the first
-    units of later chunks."""
+    `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it in the same way: it is given
+    the first units of later chunks."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 In: the running interpreter and machine. Out: a list of `Finding`s, as aligned text or JSON, and an
 exit code: 0 when the main job can run (`python -m helixrt.train`), 1 when it cannot. Ray is needed
-only to run it as a Ray job, and the last lines say so. Versions come from package metadata; only
+only to run it as a Ray job, as the last lines of the output explain. Versions come from package metadata; only
 torch and torchft are imported, because a build that cannot be imported must be reported.
 """
 
@@ -252,7 +252,7 @@ def look_at_lab() -> Finding:
 
 def examine() -> list[Finding]:
     """Every finding, in the order they are printed."""
-    copies, bare = look_at_import_paths()  # first: torch may bring modules of its own
+    copies, bare = look_at_import_paths()  # first, because torch may import copies of its own
     packages = [look_at_package(package) for package in PACKAGES]
     accelerator = look_at_accelerator()
     triton = triton_finding(_version("triton"), declared_triton(), accelerator.state is State.ON)

@@ -26,7 +26,7 @@ OPTIONS = (  # the caller lets pytest load no plugins by itself: some take secon
 
 @dataclass(frozen=True)
 class Phase:
-    """Of one test: its set-up, its call or its teardown. `text` says why it failed or was skipped."""
+    """Of one test: its set-up, its call or its teardown. `text`: why it failed or was skipped."""
 
     node: str
     when: str

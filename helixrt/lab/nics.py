@@ -151,7 +151,7 @@ class NicPair:
 
 
 def make(count: int) -> list[NicPair]:
-    """Remove all pairs and make `count` anew, whole and active. NicError when the kernel does not do it."""
+    """Remove all pairs and make `count` new ones, complete and active. Raises NicError if the kernel fails."""
     if GUEST not in os.environ:
         raise NicError("NIC pairs are made in the lab's VM only: helixrt lab run --nics N -- COMMAND")
     remove()

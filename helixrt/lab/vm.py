@@ -181,7 +181,7 @@ def open_kept(name: str, shape: Shape, say: Callable[[str], None], idle_s: float
         size = f"{status.memory_mb} MB and {status.cpus} cores"
         if status.commands:
             raise LabError(f"the running VM has {size} and is busy with {status.commands[0]!r}: wait, or use --fresh")
-        say(f"the running VM has {size}: starting it anew")
+        say(f"the running VM has {size}: starting a new one")
         stop(name)
     return _boot(folder, shape, idle_s)
 

@@ -1,4 +1,4 @@
-"""Tests that run in the lab's VM, told outside as any other: one boot and one pytest in the guest for all of a session's.
+"""Tests that run in the lab's VM, reported outside as any other: one boot and one pytest in the guest for all of a session's.
 
 In: what pytest collected. Out: an item in place of each one marked `rdma`; when it runs, it takes the result that the
 guest's pytest (`guest_tests`) reports. These items come behind all others, and the guest's pytest starts before the first
@@ -71,7 +71,7 @@ class GuestSession:
         self._end = ""
 
     def phases(self, node: str) -> list[Phase]:
-        """What the guest says of a test, to its teardown. FailedInGuest when it says nothing."""
+        """The guest's reports on a test, to its teardown. Raises FailedInGuest if there are none."""
         while not any(phase.when in ("teardown", "collect") for phase in self._phases[node]):
             if self._end:
                 raise FailedInGuest(self._end)
