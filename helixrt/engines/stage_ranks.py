@@ -72,7 +72,7 @@ def check_layouts(sizes: Mapping[str, int], layouts: LayoutsOf | None) -> None:
     """Raises ConfigError (mesh.AXIS) if a model in stages does not say how its parameters lie on the ranks of `sizes`."""
     for axis in ("cp", "tp"):  # over dp_shard FSDP2 cuts them, as DTensors
         if sizes[axis] > 1 and layouts is None:
-            rule = f"needs Stages(layouts=...), for the placement of parameters on the ranks of {axis}; see docs/concepts/mesh.md"
+            rule = f"needs Stages(layouts=...) for the placement of parameters on the ranks of {axis}: docs/concepts/mesh.md"
             raise ConfigError(f"mesh.{axis}", sizes[axis], rule)
 
 
