@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._sleeping_rank import Measured, Round, main
 from helixrt.errors import ConfigError, Fatal
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of each case; the median is reported")
     parser.add_argument("--elements", type=int, default=4, help="float32 values in a message between stages")
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shared_memory"])
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

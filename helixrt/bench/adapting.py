@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import write
 from helixrt.bench._sleeping_rank import Round
 from helixrt.bench.adaptation import Size, _ask, _ranks
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--every", type=int, default=10, help="run one of so many iterations of table3")
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shared_memory"])
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,12 +14,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
 import torch
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.bench.adaptation import Size
 from helixrt.errors import ConfigError
@@ -170,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=600, help="steps over which processor time is measured")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of blocks of steps, with and without the loop; 0: none")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

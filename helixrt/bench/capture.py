@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._unmodified import FAMILIES, Shape
 from helixrt.errors import ConfigError
@@ -118,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--most-s", type=float, default=MOST_S, help="largest median of processor seconds for which the exit code is 0"
     )
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Retryable
 from helixrt.replica.contracts import Shard, layout_of
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--serve-cpu", type=float, default=0.0, help="cores that a donor may use for serving; 0: idle processor time"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of windows")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._bare_ring import BareRing
 from helixrt.bench._conditions import Condition, preparation
 from helixrt.bench._figures import Spread, write
@@ -287,7 +287,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generations", type=int, default=20, help="how often the ranks change from N to N-1; 0: never")
     parser.add_argument("--kills", type=int, default=5, help="how many processes are killed; 0: none")
     parser.add_argument("--tune", action="store_true", help="only find the fastest chunk size")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

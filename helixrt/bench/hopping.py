@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Fatal
 from helixrt.lab.net import Network
@@ -264,7 +264,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe-above", type=float, default=defaults.probe_above, help="threshold in base RTTs")
     parser.add_argument("--switch-above", type=float, default=defaults.switch_above, help="threshold in base RTTs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

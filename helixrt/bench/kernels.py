@@ -12,10 +12,10 @@ import argparse
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError
 from helixrt.triton_kernels.reduction import PROGRAMS, copy, reduce_copy
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each variant")
     parser.add_argument("--launches", type=int, default=3, help="launches per measurement")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of variants")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

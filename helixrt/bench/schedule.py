@@ -17,9 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import write
 from helixrt.errors import ConfigError
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
@@ -292,7 +292,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from-scratch", type=int, default=20, help="instances that CP-SAT also solves without a start solution"
     )
     parser.add_argument("--sizes", default="32x128,64x512", help="stages x micro-batches of large instances; empty: none")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import write
 from helixrt.schedule.adaptation.replay import STRATEGIES, Replayed, replay
 from helixrt.schedule.adaptation.stragglers import Cell, straggler_table
@@ -24,7 +24,7 @@ STAGES, MICROBATCHES, OPERATION_MS = 8, 32, 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Fatal
 from helixrt.lab import machine
@@ -277,7 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, default=None, help="write one step of the variant helix to this file, as a Chrome trace"
     )
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 QUICK = {"layers": 1, "dim": 512, "seq_len": 128, "microbatches": 3, "rounds": 2, "shares": (1.0,)}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.bench import _verbs_failures, _verbs_picture
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread
 from helixrt.bench._verbs_pair import Pair
 from helixrt.lab import nics
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", type=Path, default=None, help="draw the throughput during a failure, in the lab, to this PNG file"
     )
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
