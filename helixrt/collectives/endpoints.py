@@ -82,7 +82,7 @@ def open_endpoint(secret: bytes, host: str, reach: Reach = DEFAULT, record: Flig
 
 def find_rails(reach: Reach) -> NamedRails:
     """The NICs that were named. Raises ConfigError (rail) for one that this host has not, or that the transport cannot use."""
-    from helixrt.transport.auto import TCP, VERBS
+    from helixrt.transport.choice import TCP, VERBS
     from helixrt.transport.named_rails import named_rails
 
     named = named_rails(reach.rails)

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from helixrt.bench.fault_matrix.cells import Fault, Phase
 from helixrt.errors import Cause, Retryable
-from helixrt.transport.auto import TCP, unpack_addresses
+from helixrt.transport.choice import TCP, unpack_addresses
 from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Refused, Sink
 from helixrt.transport.tcp import rails as tcp_rails
 
