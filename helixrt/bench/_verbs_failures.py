@@ -9,7 +9,7 @@ In: the NIC pair to break. Out: per kind of failure, in milliseconds,
     moving      from noticing to the first chunk of data that lands over the backup
     back        from just before the NIC is repaired, with its routes, to the default rail in service again at both ends
 
-Either end is a process of its own, and what breaks the NIC is a third. A NIC is down when the kernel closes its device, and a
+Either end is a process of its own, and a third process breaks the NIC. A NIC is down when the kernel closes its device, and a
 blackhole is there when the first packet is lost (`helixrt.lab.kernel_calls`). To take a NIC down keeps a processor busy in
 the kernel for a while, which a NIC that fails does not: so it is done where the ends leave one free.
 """

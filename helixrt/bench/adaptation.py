@@ -32,7 +32,7 @@ from helixrt.schedule.ir import Schedule
 from helixrt.schedule.planner.bounds import lower_bound
 from helixrt.schedule.simulate import makespan_ms
 
-ANSWER_S = 600.0  # a rank that says nothing for so long has failed
+ANSWER_S = 600.0  # a rank that does not answer for so long has failed
 PRELOAD = ["torch", "helixrt.bench._sleeping_rank", "helixrt.transport.auto"]
 FACTORS = (0.0, 1.0, 2.0, 4.0, 6.0)
 NOISE = 0.02  # of two measured steps that are equal by the simulation
@@ -195,7 +195,7 @@ def _ask(ranks: Sequence[Connection], asked: Round) -> list[Measured]:
 
 
 def _answers(ranks: Sequence[Connection]) -> list[Any]:
-    """What each says next. Raises Fatal for one that ended or says nothing."""
+    """The next answer of each. Raises Fatal for one that ended or does not answer."""
     found = []
     for number, rank in enumerate(ranks):
         try:

@@ -215,7 +215,7 @@ def _layout(settings: Settings) -> tuple[Shard, ...]:
 
 
 def _donate(pipe: Connection, settings: Settings) -> None:
-    """A donor's process: offers its state at both paces and does steps until told to stop."""
+    """A donor's process: offers its state at both paces and does steps until the request to stop."""
     torch.set_num_threads(1)
     state = _state(settings)
     paced, unpaced = HttpTransport(_SECRET, serve_cpu=settings.serve_cpu), HttpTransport(_SECRET, serve_cpu=math.inf)

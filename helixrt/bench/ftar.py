@@ -8,7 +8,7 @@ ranks until their next sum, the time until they notice a killed process, and wit
 Every result is checked.
 
 The cost of fault tolerance is far below what other work does to one call. So many calls of either kind follow each other in
-turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence."""
+turn, each pair gives a ratio, and the output is their median with its 95 % confidence interval."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _tune(settings: Settings, store: dist.Store, rank: int) -> Figures:
 
 
 def _end(groups: dict[str, _Group]) -> None:
-    dist.barrier()  # nobody says farewell to one that still waits
+    dist.barrier()  # no rank closes while another one still waits
     for group in groups.values():
         group.shutdown()
     dist.barrier()

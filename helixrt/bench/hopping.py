@@ -7,7 +7,7 @@ begins on a path drawn at random. Measured: how much longer a flow takes than al
 share of bytes on slow links (the kernel's counters), and the time of all rounds.
 
 Flows have the sizes of GPT-3's collectives, as the paper's: activations of a tensor-parallel layer (50 MB), a layer's
-gradient (453 MB) and the embedding's (154 MB), 40 : 10 : 1, divided so that they last as many chunks as `--scale` says.
+gradient (453 MB) and the embedding's (154 MB), 40 : 10 : 1, divided into the number of chunks that `--scale` gives.
 The base RTT is what an unloaded fast link takes, measured at the beginning.
 """
 
@@ -58,7 +58,7 @@ class Settings:
     repetitions: int
     scale: float
     sides: tuple[str, ...]
-    options: dict[str, float]  # of the policies, all alike
+    options: dict[str, float]  # of the policies, the same for all
     seed: int
 
 
@@ -124,7 +124,7 @@ class Testbed:
         self._addresses[side] = self.ask(everyone, [{"do": "open", "side": side, "rails": rails, "hopping": hopping}] * 5)
 
     def round(self, side: str, chunks: dict[int, int]) -> dict[int, dict[str, Any]]:
-        """Every sender one flow of so many chunks, begun together on new connections; what each said of its own."""
+        """One flow of so many chunks from every sender, begun together on new connections. Returns each sender's report."""
         self._generation += 1
         hosts = [*chunks, RECEIVER]
         addresses = {host: self._addresses[side][host] for host in hosts}

@@ -1,7 +1,7 @@
 """Training steps per second at pp=2, compared with torch.distributed.pipelining's 1F1B.
 
 Both sides train the same model from the same weights on the same batches, in the same two processes, over
-Gloo, with fused AdamW and clipping over both stages. Blocks of steps alternate, so that both meet the same
+Gloo, with fused AdamW and clipping over both stages. Blocks of steps alternate, so that both have the same
 noise; a ratio is taken per pair of blocks. The losses of both sides must agree, else there is no figure.
 """
 

@@ -3,7 +3,7 @@
 Two hosts (network namespaces) send a stream of messages over TCP. Failover: two rails, the second one stands by at half
 the speed; the first is cut and restored in the middle, as in Figure 7 of the SHIFT paper. Hop: four equal paths and
 Hopper's policy; the path in use becomes ten times slower, and then the one that was taken instead. Everything the
-sender's link hears is recorded (`protocol/link/recording.py`) with the moments at which the network was changed, and is told
+sender's link gets is recorded (`protocol/link/recording.py`) with the moments at which the network was changed, and is replayed
 to a new machine at once: a recording that a machine answers otherwise than the link did is an error. `--record` keeps them.
 
 Measured: how long nothing was acknowledged when the rail was cut, how long from its return until it carried traffic, and

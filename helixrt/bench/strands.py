@@ -2,7 +2,7 @@
 
 The benchmark builds the hosts and the link itself, as namespaces (root on Linux), with one rank on each and one core
 for each rank. At link rates that make communication a given share of compute, all ways to run a step take turns, so
-that all meet the same noise: plain eager PyTorch, a single strand, overlap inside one micro-batch, round-robin
+that all have the same noise: plain eager PyTorch, a single strand, overlap inside one micro-batch, round-robin
 interleaving (Wavelet), DHelix's published search (eq2) and helix. All must give the same losses and gradients, else there
 is no figure. In the same rounds compute is measured alone, with every collective's result there already, and
 communication alone.
@@ -87,7 +87,7 @@ class Ranks:
                 process.stdin.write(json.dumps({"do": what, "with": given}) + "\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                pass  # its answer says why
+                pass  # its answer has the reason
         answers = []
         for host, process in enumerate(self.processes):
             assert process.stdout is not None
@@ -147,7 +147,7 @@ def segment_bytes(rate_mbit: float) -> int:
 
 
 def measure(settings: Settings, trace: Path | None = None) -> tuple[Unlimited, list[Measured]]:
-    """All link rates; `trace` is written at the last. Raises Fatal when a rank fails or ways do not train alike."""
+    """All link rates; `trace` is written at the last. Raises Fatal if a rank fails or variants do not train the same."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
