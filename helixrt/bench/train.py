@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         **{f"{side}_steps_per_s": Spread.of([1 / s for s in seconds[side]]) for side in SIDES},
         "ratio": Spread.of([theirs / own for own, theirs in zip(seconds["helixrt"], seconds["ddp"], strict=True)]),
     }
-    print(f"the main job, {WORLD} replicas, pp=1, {args.family}, batch {args.batch} x {args.seq_len}: steps/s")
+    print(f"the built-in job, {WORLD} replicas, pp=1, {args.family}, batch {args.batch} x {args.seq_len}: steps/s")
     print_spreads(spreads)
     if args.json is not None:
         write(args.json, "train", asdict(config), spreads)
