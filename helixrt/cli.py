@@ -1,7 +1,7 @@
-"""The `helixrt` command: `train` runs the built-in job, `doctor` says what works here, `bench NAME` measures, and so on.
+"""The `helixrt` command: `train` runs the built-in job, `doctor` shows what works here, `bench NAME` measures, and so on.
 
-In: command-line arguments. Out: an exit code; 2 and one line on stderr for a wrong setting.
-It starts fast: what a command needs is imported only when that command is given, and the list of
+In: command-line arguments. Out: an exit code; for an invalid setting 2, and one line on stderr.
+It starts fast: the modules of a command are imported only when that command is given, and the list of
 benchmarks is read from the package's files without importing them.
 """
 
@@ -25,15 +25,15 @@ USAGE_ERROR = 2
 COMMANDS = {  # each a module of helixrt.commands
     "schedule": "make, check, time, draw and compare pipeline schedules",
     "replay": "replay a trace of slow links under several policies",
-    "observe": "what the operations and links of a run cost, and which are stragglers",
-    "strands": "two interwoven strands of a model: operators, pairs, times, pictures, graphs",
-    "profile": "which operators hide behind which on this machine",
-    "serve": "serve a run whose replicas are started by torchrun, Slurm or by hand",
-    "accept-loss": "end the wait of a run for newer state that is lost",
+    "observe": "show the times of operations and links of a run, and the stragglers",
+    "strands": "show two interwoven strands of a model: operators, pairs, times, pictures, graphs",
+    "profile": "measure how well operators overlap on this machine",
+    "serve": "host a run whose replicas are started by torchrun, by Slurm or by hand",
+    "accept-loss": "let a run continue that waits for newer state which is lost",
     "export": "write a checkpoint's model as Hugging Face safetensors",
-    "attach": "drive a run whose driver has gone, or follow a submitted job again",
-    "drain": "have a replica leave a run at a step boundary, or start it again",
-    "lab": "networks on this machine: namespaces with rated links, a VM with RDMA NICs",
+    "attach": "start a new driver for a run that lost its driver, or follow a submitted job again",
+    "drain": "make a replica leave a run at a step boundary, or start it again",
+    "lab": "make networks on this machine: namespaces with rated links, a VM with RDMA NICs",
 }
 
 
@@ -52,7 +52,7 @@ def benchmarks() -> dict[str, str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong usage in one line, with the command that prints the right one."""
+    """Reports wrong usage in one line, with the command that prints the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"helixrt: {message}; usage: {self.prog} --help\n")
@@ -73,7 +73,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     commands.add_parser("train", help=TRAIN)
-    doctor = commands.add_parser("doctor", help="what is on and off on this machine, why, and how to fix it")
+    doctor = commands.add_parser("doctor", help="show what works on this machine, what does not, and how to fix it")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
 
     bench = commands.add_parser("bench", help="compare helixrt with its alternatives on this machine")
@@ -93,9 +93,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """`--option -1,2` as `--option=-1,2`: argparse takes such a value for an unknown option, whatever it is meant to be.
+    """`--option -1,2` as `--option=-1,2`: argparse would treat such a value as an unknown option.
 
-    What follows `--` is another program's and stays as it is.
+    Words after `--` belong to another program and are not changed.
     """
     merged: list[str] = []
     for word in argv:
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"helixrt: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except BrokenPipeError:  # `helixrt ... | head`: the reader has seen enough
+    except BrokenPipeError:  # `helixrt ... | head`: the reader has closed the pipe
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:

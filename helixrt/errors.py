@@ -15,8 +15,8 @@ class Cause:
     """Where a failure began: which rank saw it, what it was, and where that rank's log is.
 
     `peers` are the peers that were silent to the rank that raises this, if that is the cause: their ranks in the
-    group, or their replicas where a replica's exchange says it. `own_device`: the rank's own network device failed, and
-    no other way was left; neither is told to peers.
+    group, or their replicas in the error of a replica's exchange. `own_device`: the rank's own network device failed, and
+    no other way was left; neither is sent to peers.
     """
 
     what: str
@@ -76,12 +76,12 @@ class StartAgain(Fatal):
 
 
 class MisuseError(Fatal):
-    """The training program breaks a rule of the public API. The message says what was done, with the name of the parameter,
+    """The training program breaks a rule of the public API. The message names the action, with the parameter,
     buffer or object where there is one, and what to do instead."""
 
 
 class MissingExtra(ConfigError):
-    """An optional package is needed and not installed; says which extra brings it."""
+    """An optional package is needed and not installed; the message names its extra."""
 
     def __init__(self, package: str, extra: str, needed_for: str) -> None:
         super().__init__(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
-    """Event types. The comment says which `detail` keys each carries."""
+    """Event types. The comment lists the `detail` keys of each."""
 
     STEP_BEGIN = "step_begin"  # position
     STEP_END = "step_end"  # loss, tokens, stall_s
@@ -73,7 +73,7 @@ class Kind(StrEnum):
 
 
 DETAIL = frozenset({Kind.OPERATION, Kind.SEND, Kind.RECV, Kind.EXCHANGE_BUCKET, Kind.PATH_PROBED})
-"""What every step writes by the dozen: the bars of a timeline, which nobody asks for long afterwards."""
+"""Events that every step writes in large numbers: the bars of a timeline, which are not needed long afterwards."""
 
 ROUTINE = frozenset(
     {Kind.STEP_BEGIN, Kind.STEP_END, Kind.QUORUM_JOIN, Kind.QUORUM, Kind.WORK_BEGIN, Kind.WORK_END, Kind.EXCHANGE_BEGIN}

@@ -16,7 +16,7 @@ from helixrt.errors import ConfigError
 class Timeouts:
     """All in seconds. heartbeat_period < heartbeat < heartbeat_limit < exchange <= step < join < start."""
 
-    heartbeat_period_s: float  # between two messages that say that a replica lives
+    heartbeat_period_s: float  # between two heartbeats of a replica
     heartbeat_s: float  # the membership beat: who does not run is left out of the quorum within 1.5 of it
     exchange_s: float  # one generation's exchange, connection included
     stall_s: float  # a fetch of state from peers, of which no byte comes

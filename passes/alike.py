@@ -1,4 +1,4 @@
-"""Alike: whether two graphs compute the same, whatever their nodes, parameters and layers are called.
+"""Whether two graphs compute the same, independent of the names of nodes, parameters and layers.
 
 In: a part. Out: a digest of its ports' roles and of its operators in order, each with its arguments (earlier nodes by their
 numbers) and the shape and dtype of what it gives. Parts of one digest take the same time: so layers that repeat are measured

@@ -367,7 +367,7 @@ def location_of(module: nn.Module) -> str:
 
 
 def from_dynamo(error: Any, fallback: str) -> CaptureError:
-    """What Dynamo says, in one sentence, with the innermost frame that is not torch's."""
+    """Dynamo's message, in one sentence, with the innermost frame that is not torch's."""
     text = str(getattr(error, "msg", None) or error)
     stack = getattr(error, "real_stack", None) or traceback.StackSummary()
     frames = [frame for frame in stack if not frame.filename.startswith(TORCH_FOLDER)]

@@ -99,7 +99,7 @@ class _Grid:
         return self.strands[strand][self.problem.strands[strand].line.order[at]]
 
     def _likeness(self, strand: int, piece: range) -> object:
-        """Equal for segments that take equal times in any company (of the same strand)."""
+        """Equal for segments that take equal times beside any other segment (of the same strand)."""
         operators = [self._operator(strand, at) for at in piece]
         return strand, tuple((o.kind, o.signature, o.time_us, o.host_us) for o in operators)
 

@@ -58,7 +58,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 ASSIGNED = "buffers['"  # at the start of the name of what `Traced` gives besides outputs
 HIDDEN = ".__dict__"  # what it puts before that if the buffer was None
-BUFFERS = "._buffers"  # at the end of what Dynamo says of a module that assigns a buffer
+BUFFERS = "._buffers"  # at the end of Dynamo's name for a module that assigns a buffer
 
 
 def capture(
@@ -69,7 +69,7 @@ def capture(
     loss: Loss | None = None,
     target: Any = None,
 ) -> Part:
-    """The joint forward and backward graph of `module(*args, **kwargs)`; ports as the module's docstring says.
+    """The joint forward and backward graph of `module(*args, **kwargs)`; ports as in the module's docstring.
 
     Arguments are examples of a micro-batch; their shapes and dtypes are the graph's. Inputs of a chunk in the middle
     that need a gradient must require grad. Raises CaptureError with the user's line, the reason and a remedy.
@@ -126,7 +126,7 @@ def distinct(call: Any, module: nn.Module) -> Any:
 
 
 def check_constants(joint: Joint, traced: Traced) -> None:
-    """Raise CaptureError where a tensor that is no parameter wants a gradient: the graph would not give it any."""
+    """Raise CaptureError if a tensor that is no parameter requires a gradient: the graph would not compute it."""
     for node in joint.graph.find_nodes(op="get_attr"):
         value = getattr(joint.root, str(node.target), None)
         if isinstance(value, torch.Tensor) and value.requires_grad:

@@ -1,13 +1,13 @@
 """Communication: which operators of a graph send something to other ranks, and what passes must know of each.
 
-In: operators, by their schemas. Out: how each communicates, or that it does not; an error for one that nobody has described.
+In: operators, by their schemas. Out: how each communicates, or that it does not; an error for one without a description.
 
 An operator counts as communicating if it takes a process group: an argument of the type ProcessGroup, a process group as a
 value, or a string called like a group (`group_name`). Such an operator must be known: if ranks took it for compute they
 would run different numbers of it while they profile, and wait for each other. The functional collectives of torch and
 those of symmetric memory are known, and `helixrt_ring_shift`, by which ring attention sends and receives: every rank calls
-it alike, so it is ordered, measured and hidden as a collective is. `register` describes others, at import, on all ranks
-alike. An operator that takes no group and communicates nonetheless cannot be told from its schema: register it, too.
+it alike, so it is ordered, measured and hidden as a collective is. `register` describes others, at import, on all
+ranks. An operator that takes no group and communicates nonetheless cannot be recognized by its schema: register it, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pattern(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How an operator communicates. `group` is the argument that says in which group.
+    """How an operator communicates. `group` is the argument that names the group.
 
     `runnable`: it can be run on arguments made up from shapes, by all ranks of the group at once, to be measured. Not so
     operators whose arguments must lie in registered memory, or of which ranks have different ones (send and receive).
@@ -82,7 +82,7 @@ KNOWN: dict[str, Communication] = {
     "symm_mem::fused_all_gather_scaled_matmul": Communication(How.BLOCKS, pattern=Pattern.ALL_GATHER),
     "symm_mem::fused_matmul_reduce_scatter": Communication(How.BLOCKS, pattern=Pattern.REDUCE_SCATTER),
     "symm_mem::fused_scaled_matmul_reduce_scatter": Communication(How.BLOCKS, pattern=Pattern.REDUCE_SCATTER),
-    # of DeepSpeed's DeepCompile, which knows parameters by number; the result of a reduction is used by nobody
+    # of DeepSpeed's DeepCompile, which identifies parameters by number; the result of a reduction is not used
     "dc::allgather_param": Communication(How.LAUNCHES, "", Pattern.ALL_GATHER, runnable=False),
     "dc::reduce_grad": Communication(How.BLOCKS, "", Pattern.REDUCE_SCATTER, runnable=False),
 }
@@ -100,7 +100,7 @@ def register(
     pattern: Pattern | str = Pattern.ALL_TO_ALL,
     runnable: bool = True,
 ) -> None:
-    """Describe a communicating operator, `namespace::name`, before graphs that have it are captured; on all ranks alike.
+    """Describe a communicating operator, `namespace::name`, before graphs that have it are captured; the same on all ranks.
 
     See `How`, `Pattern` and `Communication`. Raises ConfigError for other words, and for an operator that is known
     otherwise already.

@@ -1,7 +1,7 @@
 """Early: gradients are finished where they are made, not where the graph ends.
 
 In: a backward, or W. Out: the same part, with the views between a gradient's last operator and its output moved up to
-that operator (its matrix product, most often), so that whoever runs the part can add the gradient to what is there and
+that operator (its matrix product, most often), so that the code that runs the part can add the gradient to what is there and
 free it. Otherwise every gradient of the stage would be alive twice at the end.
 """
 

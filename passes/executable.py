@@ -33,7 +33,7 @@ class Gradients(Protocol):
 class Executable:
     """Runs a part. `module` is what runs, `module.code` how it reads.
 
-    `took_s` are the seconds of the latest runs, by this processor's clock; a GPU has only been told by then.
+    `took_s` are the seconds of the latest runs, by this processor's clock; a GPU has only got the launches by then.
     """
 
     def __init__(self, part: Part) -> None:

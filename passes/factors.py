@@ -7,7 +7,7 @@ On a CPU, communication needs the processor itself. That part of a collective's 
 time of all threads of the process while it runs alone, or what compute loses beside it where that is less (other cores
 may do the work). It cannot be hidden, so factors for the search count only the rest of the collective's time as to be
 hidden; the factor of DHelix (section 3.2, equation 1), which counts all of it, is `Together.effectiveness`. On a GPU
-`host_us` is 0 and the two are the same. A pair that was not measured gets the median of its like: compute limited by the
+`host_us` is 0 and the two are the same. A pair that was not measured gets the median of similar pairs: compute limited by the
 same roof beside the same collective, else any compute beside it, else the pair's kinds.
 """
 

@@ -44,7 +44,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where a saved value lies: values may share memory, or be a part of one that is larger."""
+    """Where a saved value is stored: values may share memory, or be a part of one that is larger."""
 
     owner: str
     size_bytes: int

@@ -31,7 +31,7 @@ from helixrt.passes.parts import Part
 from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import verify
 
-MOST = 60  # nodes in one function: compile time grows faster than they do, and all it takes in lives until its end
+MOST = 60  # nodes in one function: compile time grows faster than they do, and all its inputs are kept until its end
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -137,7 +137,7 @@ class _Fusing:
         code = alone.code
         spelled = "; ".join(f"{value.dtype}{list(value.shape)}{list(value.stride())}{value.device}" for value in values)
         digest = hashlib.sha256(f"{code}\n{spelled}".encode()).hexdigest()[:10]
-        if digest not in self.functions:  # layers alike share one
+        if digest not in self.functions:  # equal layers share one
             self.functions[digest] = self.compiler(alone, values)
         target = Fused(self.functions[digest], digest, tuple(node.name for node in group), alone)
         graph = self.rewriter.graph
@@ -154,7 +154,7 @@ class _Fusing:
 
     @staticmethod
     def alone(group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node]) -> fx.GraphModule:
-        """The group as a graph of its own; names are numbers, so that layers alike get functions alike."""
+        """The group as a graph of its own; names are numbers, so that equal layers get equal functions."""
         rewriter = GraphRewriter()
         for number, node in enumerate(taken):
             rewriter.placeholder(node, f"in_{number}").meta = {"val": node.meta["val"]}

@@ -4,7 +4,7 @@ In: parts; every rank of their groups calls `locate` at the same time. Out: for 
 ranks on how many hosts, which backend. A group on one host communicates inside the node, every other one between nodes
 (DHelix, section 3.1, separates the two because they use different wires).
 
-A host is what `HELIXRT_HOST` says, else this machine's name, boot and network: processes in two network namespaces of
+A host is identified by `HELIXRT_HOST`, else by this machine's name, boot and network: processes in two network namespaces of
 one machine reach each other over a link and count as two hosts.
 """
 

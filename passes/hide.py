@@ -37,7 +37,7 @@ def hide(module: fx.GraphModule) -> fx.GraphModule:
     listed = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     for node in listed:
         for hidden in nodes.inner_nodes(node):
-            nodes.communicates(hidden)  # raises for an operator that nobody has described
+            nodes.communicates(hidden)  # raises for an operator without a description
     order = captured(operators(listed), reorder=False).order
     rewriter = GraphRewriter()
     middle = [listed[index] for index in order]
@@ -92,7 +92,7 @@ def grows_by(node: fx.Node) -> int:
     """By how many bytes a collective's result is larger than what it sends; 0 for what is no collective."""
     if not nodes.is_collective(node):
         return 0
-    if (allocated := node.meta.get("allgather_allocation_bytes")) is not None:  # DeepCompile says it, and no shapes of shards
+    if (allocated := node.meta.get("allgather_allocation_bytes")) is not None:  # DeepCompile gives it, and no shapes of shards
         return int(allocated)
     return bytes_of(node) - sum(map(bytes_of, node.all_input_nodes))
 
@@ -129,7 +129,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def keeps_its_place(node: fx.Node) -> bool:
-    """Whether nothing may pass the node: it writes, or may, since nothing says what it does."""
+    """Whether nothing may pass the node: it writes, or may write, since its effects are unknown."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return False
     numbers_alone = not any(isinstance(before.meta.get("val"), torch.Tensor) for before in node.all_input_nodes)

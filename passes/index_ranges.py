@@ -45,7 +45,7 @@ def along(index: str = "index", of: str = "self", dim: str | int = "dim") -> Rul
 
 
 def counted_by(index: str, number: str) -> Rule:
-    """`index` chooses among as many as another argument says."""
+    """`index` chooses among a number of entries that another argument gives."""
     return lambda given: {given[index]: Range(max(1, int(given[number])))}
 
 

@@ -24,7 +24,7 @@ def compiled(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., A
     from torch._inductor import compile as compile_graph
 
     # Of a mode of their own: that of the capture knows numbers inside tensors without dimensions, which inductor would ask
-    # Dynamo to capture anew.
+    # Dynamo to capture again.
     with FakeTensorMode():
         fresh: list[Any] = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
     try:

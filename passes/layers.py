@@ -13,7 +13,7 @@ Path = tuple[str, ...]
 
 
 def layers(modules: Sequence[str], targets: Sequence[str]) -> list[int | None]:
-    """The layer of each operator, from its module's qualified name and what it calls (so that alike is known)."""
+    """The layer of each operator, from its module's qualified name and what it calls (to find equal ones)."""
     paths = [tuple(name.split(".")) if name else () for name in modules]
     containers: dict[Path, dict[int, set[str]]] = {}
     for path, target in zip(paths, targets, strict=True):

@@ -1,4 +1,4 @@
-"""What a node of a captured graph does, told from its operator's schema alone: views, casts, collectives, random.
+"""What a node of a captured graph does, from its operator's schema alone: views, casts, collectives, random.
 
 In: nodes of functional ATen graphs. Out: yes or no, or the node a value is derived from.
 """
@@ -92,7 +92,7 @@ def is_collective(node: fx.Node) -> bool:
 def communicates(node: fx.Node) -> bool:
     """Sends something to other ranks: a collective, or an operator that is done with it when it returns.
 
-    Raises VerifyError for an operator that takes a process group and that nobody has described.
+    Raises VerifyError for an operator that takes a process group and has no description.
     """
     return communication(node) is not None
 
@@ -187,7 +187,7 @@ def launched_by(result: fx.Node) -> fx.Node | None:
 
 
 def storage_owner(node: fx.Node) -> fx.Node:
-    """The node whose result's memory `node`'s result lies in."""
+    """The node whose result contains the memory of `node`'s result."""
     while is_view(node):
         node = tensor_arguments(node)[0]
     return node

@@ -49,7 +49,7 @@ class Operator:
 class Overlap:
     """How well operators hide behind each other: the overlap effectiveness factor of DHelix, equation (1).
 
-    factor = (T_i + T_j - P_ij) / min(T_i, T_j): 1 hides the shorter one wholly, 0 not at all, below 0 hurts.
+    factor = (T_i + T_j - P_ij) / min(T_i, T_j): 1 hides the shorter one wholly, 0 not at all, below 0 both take longer.
     Measured pairs by signatures, else the default of the two kinds.
     """
 

@@ -2,7 +2,7 @@
 
 In: the ranks of a process group that is ready, and sizes. Out: for a matrix product, attention forward and backward, and
 three collectives, the time of each alone and the overlap effectiveness factor of any two. Collectives run inside hosts
-or between them as the ranks lie; every pair of two collectives has two groups of its own, which do not wait for each
+or between them, as the ranks are placed; every pair of two collectives has two groups of its own, which do not wait for each
 other. Two compute operators run in two threads of a CPU, or on two streams of a GPU. Of each pair the shorter is repeated
 until both take about as long; a collective's repetitions are launched at once.
 """

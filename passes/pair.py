@@ -54,7 +54,7 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A collective and what it hides behind: operators of either strand that kept the processor busy meanwhile, and
-    the collectives of the other lane. `exposed_us` is how long the processor stood still for it."""
+    the collectives of the other lane. `exposed_us` is how long the processor waited for it."""
 
     collective: Place
     behind: tuple[Place, ...]
@@ -192,7 +192,7 @@ def _one_lane(operator: Operator) -> Operator:
 
 
 def _grain_us(strands: Sequence[Sequence[Operator]]) -> float:
-    """Compute that need not be cut further: a sixth of a collective, or of what lies between two; never so fine that a
+    """Compute that need not be cut further: a sixth of a collective, or of the time between two; never so fine that a
     long stage has too many steps."""
     times = [operator.time_us for strand in strands for operator in strand if operator.kind in COMMUNICATION]
     compute = sum(operator.time_us for strand in strands for operator in strand if operator.kind is Kind.COMPUTE)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """What an input or output of a part is. `name` in `Port` says which one."""
+    """What an input or output of a part is. `name` in `Port` identifies it."""
 
     PARAMETER = "parameter"  # in: a parameter by its qualified name
     CAST = "cast"  # in: a parameter in another type, as `NAME as TYPE`; made by the caller, see `lift`
@@ -53,7 +53,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a DTensor lies over its mesh; a part's ports carry the local tensors alone."""
+    """The placement of a DTensor on its mesh; a part's ports carry only the local tensors."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]

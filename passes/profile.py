@@ -1,6 +1,6 @@
 """Profile: how long each operator of a part takes, and how well operators hide behind each other.
 
-In: the parts that are to be woven, and the group of ranks that must plan alike; all of them call `profile` at once.
+In: the parts that are to be woven, and the group of ranks that must make the same plan; all of them call `profile` at once.
 Out: a `Profile`, the same on every rank: times by signature, the overlap factors of DHelix (section 3.2, equation 1),
 and from both the strands of the pairing search. Only distinct operators are run, on arguments made for them, and only
 those pairs of compute and communication that matter; what was measured before comes from the disk, unless a
@@ -107,9 +107,9 @@ def profile(
 
     Without `group`, that is the one group the parts communicate in, or all ranks of the job where there are several (a
     pipeline's stages have other graphs: there it must be given). `cache` is a folder (None: the user's); what was measured
-    while the machine was too busy to tell does not go there. `link` tells wires apart that look alike. `budget_s` bounds
+    while the machine was too busy is not stored there. `link` distinguishes links with equal descriptions. `budget_s` bounds
     the time for pairs; those that matter most come first. `host` overrides this rank's host, see `groups`. With `supposed`,
-    the groups by name as somebody says they are, this process plans alone and nothing communicates: communication and
+    the groups as the caller describes them by name, this process plans alone and nothing communicates: communication and
     pairs are estimated.
     Random number generators are left as they were. Raises ConfigError, DisagreementError when ranks profile different
     graphs, VerifyError for unknown groups.
@@ -131,7 +131,8 @@ def profile(
 
 
 def planning_group(groups: Mapping[str, Group]) -> Any:
-    """The ranks that must plan alike, as far as the groups they communicate in tell. Raises ConfigError when they do not."""
+    """The ranks that must make the same plan, as far as their communication groups determine them. Raises ConfigError when they
+    do not."""
     if len(groups) == 1:
         return group_named(next(iter(groups)))
     if groups and not dist.is_initialized():
@@ -214,7 +215,7 @@ class Run:
                 before = known.times[probe.name].time_us
                 now = self.watch.collective(Operation.of(probe.node))
                 other = abs(now.time_us - before) > SLACK_US and not 1 / STALE < now.time_us / before < STALE
-                if other and (now.steady or now.time_us < before):  # slower on a busy machine says nothing of the link
+                if other and (now.steady or now.time_us < before):  # a slower time on a busy machine does not count
                     known = known.without(group)
         return known
 

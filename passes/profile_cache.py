@@ -159,7 +159,7 @@ def default_folder() -> Path:
 
 
 def load(setting: Setting, folder: Path) -> Known:
-    """What the setting's file says; nothing where there is none that can be read."""
+    """The content of the setting's file; nothing if there is none that can be read."""
     try:
         return Known.from_json(json.loads(setting.file(folder).read_text(encoding="utf-8"))["known"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

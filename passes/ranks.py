@@ -42,7 +42,7 @@ class Ranks:
             exchange(b"\0", self.group, None, self._device)
 
     def everyone(self, mine: bytes) -> list[bytes]:
-        """What each rank says, by rank."""
+        """The value of each rank, by rank."""
         if self.count == 1:
             return [mine]
         sizes = [int.from_bytes(size, "little") for size in self._exchange(len(mine).to_bytes(8, "little"))]
@@ -50,7 +50,7 @@ class Ranks:
         return [text[:size] for text, size in zip(padded, sizes, strict=True)]
 
     def first_says(self, mine: Any) -> Any:
-        """What the first rank says, on every rank; anything that JSON holds. Only the first rank sends."""
+        """The value of the first rank, on every rank; any JSON value. Only the first rank sends."""
         said = json.dumps(mine).encode() if self.first else b""
         return json.loads(said if self.count == 1 else broadcast(said, self.group, self.deadline_s, self._device))
 

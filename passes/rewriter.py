@@ -2,7 +2,7 @@
 
 In: nodes, in the order in which they shall run, each with what it takes instead of its old arguments. Out: a graph. Every pass
 that orders, copies, leaves out or replaces operators makes its graph with this one, so that arguments, names and metadata are
-treated alike, and an operator that would run before what it needs is found.
+treated in the same way, and an operator that would run before its inputs is detected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from helixrt.passes.errors import VerifyError
 
 
 class GraphRewriter:
-    """The graph being made; `made` tells what old nodes have become in it.
+    """The graph being made; `made` maps old nodes to those in it.
 
     Several may write into one `graph`, each for its own old nodes. `whose` begins the messages.
     """
@@ -50,8 +50,8 @@ class GraphRewriter:
     ) -> fx.Node:
         """`node` at the present end of the graph, under its own name if that is free or under `name`, with its metadata.
 
-        `target` replaces its operator, and the arguments `ahead` come before its own. `taken` says what stands for a node that
-        it takes (by default `of`, after `check_ready`). The copy stands for the node from now on.
+        `target` replaces its operator, and the arguments `ahead` come before its own. `taken` gives the replacement of a node
+        that it takes (by default `of`, after `check_ready`). The copy stands for the node from now on.
         """
         if taken is None:
             self.check_ready(node)

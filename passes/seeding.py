@@ -33,7 +33,7 @@ ORDER = "random_order"  # the name of the argument that has an operator's number
 
 
 def seed_of(*numbers: int) -> torch.Tensor:
-    """A seed for `SEED` from whatever tells draws apart, such as (seed, replica, step, micro-batch)."""
+    """A seed for `SEED` from values that distinguish draws, such as (seed, replica, step, micro-batch)."""
     digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
     return torch.tensor(int.from_bytes(digest[:8], "big") >> 1, dtype=torch.int64)
 

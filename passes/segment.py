@@ -1,7 +1,7 @@
 """Where a strand's line can be cut.
 
 Two cuts of the same line. `segments` are DHelix's (section 4.2): between two barriers the strand is at rest, so a
-collective is not torn from its wait, and a collective that runs behind compute of its own strand counts as one with
+collective is not separated from its wait, and a collective that runs behind compute of its own strand counts as one with
 it. `steps` are finer: the places where it may pay to go over to the other strand, which are every launch, every wait
 and, in between, stretches of compute of at least `grain_us`. The pairing search works on steps, the published one on
 segments.
@@ -26,7 +26,7 @@ class Step:
 
     `after` is how many steps of the strand's other part (fixed for a deferred step, deferred for a fixed one) must have
     been issued before, `needs` which steps of its own part. `rank` is the latest layer it works on, counted in the
-    order the strand meets them.
+    order of the strand.
     """
 
     operators: tuple[int, ...]

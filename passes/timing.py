@@ -5,7 +5,7 @@ the processor for its `host_us`, and then proceeds on its lane (one inside the n
 collectives run one at a time in the order of their launches. A WAIT holds the processor until its collective is done.
 Whatever runs at the same moment slows each other by the overlap effectiveness factor of DHelix (section 3.2,
 equation 1): while two operators run together each needs 2 - factor microseconds for one of its own, which gives
-exactly equation 1 for two operators started together, and extends it to those that meet halfway.
+exactly equation 1 for two operators started together, and extends it to those that overlap in part.
 
 In: strands (operators and what they need) and an order of (strand, operator). Out: when everything ran, and bounds.
 Pure functions; no torch.
@@ -64,7 +64,7 @@ class Timing:
 
 
 class Slowdowns:
-    """Overlap factors of all operators of the strands, as a table of classes: operators alike share one."""
+    """Overlap factors of all operators of the strands, as a table of classes: equal operators share one."""
 
     def __init__(self, strands: Strands, overlap: Overlap) -> None:
         examples: list[Operator] = []
@@ -72,7 +72,7 @@ class Slowdowns:
         self.class_of: tuple[tuple[int, ...], ...] = tuple(
             tuple(self._class(operator, classes, examples) for operator in strand) for strand in strands
         )
-        # Microseconds that one microsecond together costs each of the two. Two collectives of one lane never meet.
+        # Microseconds that one microsecond together costs each of the two. Two collectives of one lane never overlap.
         self.extra: tuple[tuple[float, ...], ...] = tuple(
             tuple(max(0.0, 1.0 - overlap.factor(one, other)) if self._meet(one, other) else 0.0 for other in examples)
             for one in examples
@@ -140,7 +140,7 @@ def advance(
 
 
 def _delayed(lane: Lane, now: float, by: float, *, finished: bool) -> Lane:
-    """The lane with all ends put off; a head that finishes ends exactly now, whatever rounding says."""
+    """The lane with all ends put off; a head that finishes ends exactly now, independent of rounding."""
     if by == 0.0 and not finished:
         return lane
     shifted = [(place, end + by, kind) for place, end, kind in lane]
@@ -278,7 +278,7 @@ def bound_us(strands: Strands, overlap: Overlap) -> float:
 
 def _busy_us(strands: Strands, slowdowns: Slowdowns) -> float:
     """The processor's work with what overlapping costs it. While a collective proceeds by a microsecond, the processor
-    does a microsecond of compute (and both take longer), or launches something, or stands still."""
+    does a microsecond of compute (and both take longer), or launches something, or waits."""
     compute: dict[int, float] = {}
     talk: dict[Kind, float] = dict.fromkeys(LANES, 0.0)
     classes: dict[Kind, set[int]] = {kind: set() for kind in LANES}

@@ -1,6 +1,6 @@
 """The one file that looks users' Triton kernels up by the numbers a captured graph has for them; torch has no public way.
 
-In: the arguments of a `triton_kernel_wrapper_*` operator. Out: text that says which kernel it is, the same in every process.
+In: the arguments of a `triton_kernel_wrapper_*` operator. Out: text that identifies the kernel, the same in every process.
 """
 
 from __future__ import annotations

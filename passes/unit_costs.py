@@ -3,7 +3,7 @@
 In: the joint graph and its units. Out: a `UnitCost` for each: the time of its operators by the roofline (`estimate`) with
 given rates of the device, with adding its gradients to those of other micro-batches, or as measured; the bytes of its
 parameters with their gradients and the optimizer's state, and of what a micro-batch saves for its backward. Rates are not
-measured here: all ranks must come to the same cut. `balanced` says where that is, for a schedule.
+measured here: all ranks must compute the same cut. `balanced` computes it for a schedule.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _device(joint: Part) -> torch.device:
 
 
 def _alike(node: fx.Node) -> Any:
-    """What operators of one time have alike."""
+    """What operators with one common time have in common."""
 
     def shape(before: fx.Node) -> Any:
         value = before.meta.get("val")

@@ -3,7 +3,7 @@
 In: a joint `Part`. Out: `Units`: what comes before the layers (embeddings), each layer, what comes after them (norm, head,
 loss). Layers are the children of the numbered container (ModuleList, Sequential) with most parameters.
 
-Operators come in three kinds. *Derived* ones (views, casts) belong to whoever uses them. *Free* ones stand on no parameter
+Operators come in three kinds. *Derived* ones (views, casts) belong to their users. *Free* ones stand on no parameter
 and no tangent (masks, rotary tables, losses' targets): every chunk computes its own. All others have one unit:
 
 - forward: the layer whose module ran it; outside of layers the first unit if no layer comes before it and one after; the

@@ -183,7 +183,7 @@ def verify_split(split: Split, joint: Part) -> None:
 
 
 def collective_order(part: Part, group_name: str | None = None) -> tuple[str, ...]:
-    """What ranks must launch alike, in order: operator, dtype and shape of what is sent, constants and group.
+    """What all ranks must launch in the same order: operator, dtype and shape of what is sent, constants and group.
 
     Groups have other names on other ranks, so all but `group_name` are numbered as they appear.
     """

@@ -4,7 +4,7 @@ In: the two parts of one split (the backward may be B alone, or B and W in one),
 are issued, as the pairing search gives it. Out: a `Part` whose ports say their strand: 0 the forward's, 1 the
 backward's. Parameters, and buffers that stay as they are, are shared: one port, of strand 0.
 
-A collective is launched where the order says, and waited for where the order says; operators between the two are what
+The order decides where a collective is launched and where it is waited for; operators between the two are what
 hides it. Nothing else is changed: of each strand the operators and their arguments are those of its part, so that the
 results are bitwise those of the parts run one after the other. DHelix, section 4.3, with events in place of its
 barriers: a wait holds up what needs it and no more.
@@ -74,7 +74,7 @@ class Loom:
         if port not in self.inputs:
             name = node.name if shared else f"{LETTERS[which]}_{node.name}"
             copy = self.rewriters[which].placeholder(node, name)
-            copy.target = copy.name  # parameters of two chunks may be called alike
+            copy.target = copy.name  # parameters of two chunks may have equal names
             self.inputs[port] = copy
         self.rewriters[which].made[node] = self.inputs[port]
 

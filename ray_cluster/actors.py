@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 RUN_GROUP, CONTROL_GROUP = "run", "control"
-CONCURRENCY_GROUPS = {RUN_GROUP: 2, CONTROL_GROUP: 4}  # run: the one that trains, and whoever asks for its result
+CONCURRENCY_GROUPS = {RUN_GROUP: 2, CONTROL_GROUP: 4}  # run: the call that trains, and the request for its result
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where an actor lives: its node's id, and its process id there."""
+    """The place of an actor: its node's id, and its process id there."""
 
     node: str
     pid: int

@@ -1,4 +1,4 @@
-"""The Ray cluster that this process belongs to: connects to it, tells this node's address, refuses what is not safe.
+"""The Ray cluster that this process belongs to: connects to it, finds this node's address, refuses unsafe clusters.
 
 In: RAY_ADDRESS, and what travels to the nodes (`runtime_env`). Out: a connected process.
 """
@@ -84,11 +84,13 @@ def has_token(version: str) -> bool:
 
 
 def check_version(version: str, address: str) -> None:
-    """Raises ConfigError (ray) for a version whose servers answer anybody, on an address that other machines reach."""
+    """Raises ConfigError (ray) for a version whose servers accept requests from any client, on an address that other machines
+    reach."""
     if has_token(version) or ipaddress.ip_address(address).is_loopback:
         return
     since = ".".join(map(str, TOKEN_SINCE))
-    rule = f"its servers at {address} let anybody run programs; Ray {since} and later can ask for a token (RAY_AUTH_MODE=token)"
+    token = f"Ray {since} and later can ask for a token (RAY_AUTH_MODE=token)"
+    rule = f"its servers at {address} run programs of any client; {token}"
     raise ConfigError("ray", version, f"{rule}: install that, or bind the cluster to a loopback address")
 
 

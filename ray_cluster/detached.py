@@ -41,7 +41,7 @@ def start_detached(name: str, entry: str, argument: dict[str, Any], log: Path, e
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         "name": name,
-        "namespace": "helixrt",  # Ray wants a named one for what outlives a job
+        "namespace": "helixrt",  # Ray requires a named namespace for actors that outlive a job
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": 0,

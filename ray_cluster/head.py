@@ -178,9 +178,9 @@ def sweep(mark: str, folder: Path) -> None:
 def _token_auth() -> dict[str, str]:
     """Ray's token authentication, by the user's token file, which is made if there is none.
 
-    The servers of a head listen on all interfaces; without the token they answer nobody. This process, too, is told, unless
-    it has read its settings already: then Ray's own rule applies, which is to use a token that is there. Raises ConfigError
-    (ray) for a version that knows no token, MissingExtra without ray.
+    The servers of a head listen on all interfaces; they refuse requests without the token. It is also set in this process,
+    unless it has read its settings already: then Ray's own rule applies, which is to use a token that is there. Raises
+    ConfigError (ray) for a version that knows no token, MissingExtra without ray.
     """
     try:
         check_version(metadata.version("ray"), "0.0.0.0")
@@ -229,7 +229,7 @@ def _answers(dashboard: str) -> bool:
         with urllib.request.urlopen(f"{dashboard}/api/version", timeout=5):
             return True
     except urllib.error.HTTPError:
-        return True  # it wants a token, so it is there
+        return True  # it asks for a token, so it is running
     except OSError:
         return False
 

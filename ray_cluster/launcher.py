@@ -24,7 +24,7 @@ from helixrt.ray_cluster.placement import Life, Placements
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec
 from helixrt.replica.rank_log import describe_code, last_error, log_name
 
-KILL_AFTER_S = 0.5  # Ray ends a healthy process at once; one that is stopped does not hear of it
+KILL_AFTER_S = 0.5  # Ray ends a healthy process at once; a stopped one does not receive the request
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Actor:
     pid: int = -1
     pidfd: int = -1
     ended: bool = False  # reported by `poll`
-    kill_at_s: float | None = None  # Ray was told to end it; SIGKILL if it still runs then
+    kill_at_s: float | None = None  # the request to end it was sent to Ray; SIGKILL if it still runs then
 
     @property
     def name(self) -> str:
@@ -198,7 +198,7 @@ class RayLauncher(Launcher):
                 actor.pid = process.pid
                 actor.pidfd = os.pidfd_open(process.pid)
         except (self._ray.exceptions.RayError, OSError, AttributeError):
-            pass  # it has ended already, or this system has no such descriptors: Ray tells its end
+            pass  # it has ended already, or this system has no such descriptors: Ray reports its end
 
     def _exit_of(self, actor: _Actor) -> RankExit | None:
         if self._ray.wait([actor.outcome_ref], timeout=0)[0]:

@@ -30,7 +30,7 @@ def _checksum(data: bytes | memoryview) -> str:
 class RayTransport(OfferingTransport):
     """Serves from the actor this process is, which delegates `call_transport` to it; `address` is its name.
 
-    `name` says otherwise where there is no actor (such a process can fetch and is asked by nobody).
+    `name` replaces it if there is no actor (such a process can fetch, and serves no requests).
     """
 
     def __init__(

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import _functional_collectives as funcol
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -19,32 +18,9 @@ import helixrt
 from helixrt.errors import ConfigError
 from helixrt.passes.errors import CaptureError, DisagreementError
 from helixrt.passes.parts import local
+from tests.passes.megatron_sums import SumBackward, SumForward
 
 RANKS, MICROBATCHES = 2, 3
-
-
-class SumForward(torch.autograd.Function):
-    """Megatron's g: sum in forward, nothing in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-class SumBackward(torch.autograd.Function):
-    """Megatron's f: nothing in forward, sum in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(gradient.contiguous(), "sum", dist.group.WORLD))
 
 
 class Block(nn.Module):

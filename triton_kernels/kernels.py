@@ -6,7 +6,7 @@ A set number of programs, each resident on a multiprocessor of its own, walks ov
 beside it keeps the other multiprocessors: FT-HSDP section 4.2 uses two thread blocks of 512 threads. With so few, what
 counts is the bytes in flight per thread: every thread has `Launch.vectors` vectors of 16 bytes of each input to load at
 once, and each destination is stored from the same registers (the fused last reduce-scatter step). Full tiles are
-unmasked, for masks prevent vectors. What lies before the first 16-byte boundary and behind the last full tile is done
+unmasked, for masks prevent vectors. What is before the first 16-byte boundary and behind the last full tile is done
 by single elements, in pieces of few so that they need no more registers. Tensors whose offsets from such a boundary
 differ are done by single elements throughout.
 

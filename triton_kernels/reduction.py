@@ -2,7 +2,7 @@
 
 In: contiguous tensors of one length, type and device. Out: the result in one or two destinations; two are the fused last
 step of FTAR's reduce-scatter, which fills the user's buffer and the send buffer at once (FT-HSDP section 4.2).
-`oracle.reduced` says which bits come out, on every device.
+`oracle.reduced` defines the bits of the result, on every device.
 
 On the CPU the work is done by the caller's thread and its intra-op threads, without the interpreter lock while torch
 works; a second destination is a copy of the first. On CUDA the kernel reads once and stores twice; it is queued on the

@@ -1,7 +1,7 @@
 """Compiling a reduction's kernel before it is needed: Triton compiles at the first launch, which takes up to seconds.
 
 In: what a launch will be like (`Variant`), worked out from addresses alone. Out: the same kernel, compiled, by a launch on a
-few elements of memory of its own. Triton compiles anew for each type, operation, number of destinations, whether there is a
+few elements of memory of its own. Triton compiles again for each type, operation, number of destinations, whether there is a
 division, and for which pointers are multiples of 16 bytes.
 """
 

@@ -1,7 +1,7 @@
 """What the machine itself allows: a ring all-reduce over bare sockets, without anything that a library adds.
 
 In: a store for the ports, rank, number of ranks. Out: `all_reduce`. One connection to each neighbour, no frames, no flow
-control but TCP's, no failure noticed; sums are made a piece at a time as bytes come. What is left is the kernel's copies,
+control but TCP's, no failure detection; sums are made a piece at a time as bytes come. What is left is the kernel's copies,
 the sums and the system calls.
 """
 
@@ -70,7 +70,7 @@ class BareRing:
                 [self._of] if at < end else [], [self._to] if out < len(sent) else [], [], self._timeout_s
             )
             if not readable and not writable:
-                raise TimeoutError(f"the ring over bare sockets stands still: rank {self._rank}")
+                raise TimeoutError(f"the ring over bare sockets makes no progress: rank {self._rank}")
             if writable:
                 out += self._to.send(sent[out : out + _CALL_BYTES])
             if readable:

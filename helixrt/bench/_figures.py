@@ -1,4 +1,4 @@
-"""What every benchmark does with its measurements: percentiles, the machine, one JSON file."""
+"""The figures of a benchmark: percentiles, the machine that they belong to, one JSON file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ def machine() -> dict[str, Any]:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {"device": device, "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+
+
+def print_spreads(spreads: Mapping[str, Spread]) -> None:
+    for name, spread in spreads.items():
+        print(f"  {name:30} {spread}")
 
 
 def write(path: Path, name: str, settings: dict[str, Any], spreads: dict[str, Spread], **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""How soon the survivors of an all-reduce notice that a process was killed.
+"""Time until the survivors of an all-reduce detect that a process was killed.
 
 In: the number of ranks. Out: seconds per survivor. The ranks are processes of this host that call all-reduces in a loop.
 """

@@ -2,7 +2,7 @@
 
 In: lines of JSON on standard input, each a request that names a method of `Host` and its arguments. Out: for each a line
 of JSON on standard output. Its rails it knows from the environment that `lab.net.Network` gives. Between requests the
-endpoints are driven on, so that no peer takes it for dead.
+endpoints continue to be driven, so that no peer reports it as lost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Host:
         return self.endpoints[side].address().decode()
 
     def connect(self, side: str, generation: int, me: int, peers: dict[str, str]) -> None:
-        """A generation of the endpoint `side`: new connections, and links that know of no path."""
+        """A generation of the endpoint `side`: new connections, and links without information on paths."""
         self.side = side
         self.endpoint.connect(generation, me, {int(rank): raw.encode() for rank, raw in peers.items()}, DEADLINE_S)
 
@@ -164,7 +164,7 @@ class Host:
 
 
 def run(host: Host) -> None:
-    """Do what is asked until nobody asks any more."""
+    """Carry out requests until standard input ends."""
     try:
         host.serve()
     finally:

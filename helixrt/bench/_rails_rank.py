@@ -1,7 +1,7 @@
-"""One host of `helixrt bench rails`: as a host of `helixrt bench hopping`, and it records what its link hears. No torch.
+"""One host of `helixrt bench rails`: as a host of `helixrt bench hopping`, and it records the events of its link. No torch.
 
 In: as `_hopping_rank`, and `open_recorded` instead of `open`. Out: as there, and with `recording` all events of its one link
-and what the link said for the record, to be told to the pure machine again.
+and the link's actions, to be replayed by the pure machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from helixrt.transport.tcp.rails import rail_on
 
 
 class RecordedEndpoint(TcpEndpoint):
-    """Keeps what the link to its last peer hears."""
+    """Records the events of the link to its last peer."""
 
     def __init__(self, *args: Any, seed: int) -> None:
         super().__init__(*args)

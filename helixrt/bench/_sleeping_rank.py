@@ -1,7 +1,7 @@
 """One rank of `helixrt bench adaptation`: a stage whose operations sleep, behind the executor and channels of a job.
 
 In: which stage of how many it is; then `Round`s over a pipe, the same for all ranks. Out: for each how long its steps took, and
-how exactly this machine let it sleep. Nothing is computed: what is measured is the order, the channels, and who waits for whom.
+how exact the sleeps were. Nothing is computed: what is measured is the order, the channels, and who waits for whom.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Round:
 @dataclass(frozen=True)
 class Measured:
     """Of one rank and round: when its last operation ended after the beginning of each step; by how much its sleeps ended too
-    late; processor time and time by the clock of all steps together; what its flight record says of each step."""
+    late; processor time and wall-clock time of all steps together; what its flight record has of each step."""
 
     ends_ms: list[float]
     late_ms: list[float]
@@ -129,7 +129,7 @@ def _processor_s() -> float:
 
 
 def main(stage: int, stages: int, transport: str, pipe: Connection, barrier: Any, beginning: Any) -> None:
-    """A process of the benchmark: connect to the others through the parent, then answer until it says None. `barrier` and
+    """A process of the benchmark: connect to the others through the parent, then answer until it sends None. `barrier` and
     `beginning` (a shared number) belong to all ranks."""
     torch.set_num_threads(1)
     delays: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""One rank of `helixrt bench strands`: a program that does what the benchmark says, line by line.
+"""One rank of `helixrt bench strands`: a program that carries out the benchmark's requests, line by line.
 
 In: a `Shape` as JSON in the first argument; then lines of JSON on standard input, the same on every rank, which name a
 method of `Rank` and its arguments. Out: for each a line of JSON on standard output. Where and who it is it knows from
@@ -114,10 +114,10 @@ class Rank:
         for other, (theirs, gradients) in self.results.items():
             exact = "eager" not in (name, other)
             if not alike(losses, theirs, exact) or mine[1].keys() != gradients.keys():
-                raise Fatal(f"{name} and {other} must train alike, but their losses are {losses} and {theirs}")
+                raise Fatal(f"{name} and {other} must train the same, but their losses are {losses} and {theirs}")
             for key, gradient in gradients.items():
                 if not alike(mine[1][key], gradient, exact):
-                    raise Fatal(f"{name} and {other} must train alike, but their gradients of {key} differ")
+                    raise Fatal(f"{name} and {other} must train the same, but their gradients of {key} differ")
         if name in ("eager", "single"):
             self.results[name] = mine
 

@@ -33,7 +33,7 @@ REPORT_S = 0.1  # so often an end looks whether its default rail is in service
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What goes from the first end to the second until it is told to stop."""
+    """The stream of messages from the first end to the second, until the request to stop."""
 
     message_bytes: int = 1 << 20
     under_way: int = 6
@@ -50,7 +50,7 @@ class Seen:
 
 @contextmanager
 def watching(seen: Seen) -> Iterator[None]:
-    """Within the block `seen` hears of everything."""
+    """Within the block `seen` gets all events."""
     poll, event, stopped = QueuePair.poll, Nic.event, Interfaces.failed
 
     def polled(pair: QueuePair) -> list[Any]:

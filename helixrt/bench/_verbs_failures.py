@@ -1,15 +1,15 @@
-"""Time until a verbs link notices a failed NIC, continues over the backup, and returns, in the lab.
+"""Time until a verbs link detects a failed NIC, continues over the backup, and returns, in the lab.
 
 In: the NIC pair to break. Out: per kind of failure, in milliseconds,
 
     noticed     from the moment at which the failure is there to the first completion with an error, or event of the port or
                 of its network interface, that either end takes
-    told        of that, what goes by until the kernel tells anybody: the first of those events, or the queue pair's error
+    told        of that, the time until the kernel reports it: the first of those events, or the queue pair's error
     switched    from noticing to the first completion on the backup: SHIFT's downtime (section 5.2.1)
     moving      from noticing to the first chunk of data that lands over the backup
-    back        from just before the NIC is mended, with its routes, to the default rail in service again at both ends
+    back        from just before the NIC is repaired, with its routes, to the default rail in service again at both ends
 
-Either end is a process of its own, and what breaks the NIC is a third. A NIC is down when the kernel closes its device, and a
+Either end is a process of its own, and a third process breaks the NIC. A NIC is down when the kernel closes its device, and a
 blackhole is there when the first packet is lost (`helixrt.lab.kernel_calls`). To take a NIC down keeps a processor busy in
 the kernel for a while, which a NIC that fails does not: so it is done where the ends leave one free.
 """
@@ -30,7 +30,7 @@ from helixrt.transport.verbs.queue_pair import Patience, Sizes
 
 PATIENCE = Patience(timeout=12, retries=2)
 CALLS = {"down": ("veth_close",), "blackhole": ("noop_enqueue", "netem_enqueue")}  # the failure, whichever is first
-# Who tells: the calls of each way, one after the other. Messages about links, then the port's event; the queue pair's error.
+# The kernel's calls that report a failure: messages about links, then the port's event; or the queue pair's error.
 TELLS = {
     "down": (("rtmsg_ifinfo", "nlmsg_notify"), ("ib_uverbs_event_handler",)),
     "blackhole": (("rxe_qp_error",),),
@@ -85,7 +85,7 @@ def _once(
     with _giving_way() if kind == "down" else contextlib.nullcontext():
         asked = break_it(pair)
     returned = time.monotonic()
-    time.sleep(STEADY_S)  # nobody is asked anything while the link switches
+    time.sleep(STEADY_S)  # no requests while the link switches
     switched = ends.wait_until(lambda: _moves_on(ends.reports(), devices), SWITCH_S)
     at = _first(calls, [(function,) for function in CALLS[kind]], asked)
     mended = pair.heal()
@@ -123,7 +123,7 @@ def _first(calls: KernelCalls, ways: Sequence[Sequence[str]], since: float) -> f
 
 @contextlib.contextmanager
 def _giving_way() -> Iterator[None]:
-    """Whoever else wants this processor has it."""
+    """Give the processor to any other process that can run."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Step times of every policy under slow links, on real ranks whose operations sleep, beside the exact simulation.
+"""Step times of every policy under slow links, on real ranks whose operations sleep, compared with the exact simulation.
 
 Every rank is a process that runs its part of a schedule by the executor of a job over the channels of a job; its F, B and W
 sleep until a deadline, and tensors are tiny. Links are slowed down as `chaos.link` does it, by multiples of an operation, one
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._sleeping_rank import Measured, Round, main
 from helixrt.errors import ConfigError, Fatal
@@ -32,7 +32,7 @@ from helixrt.schedule.ir import Schedule
 from helixrt.schedule.planner.bounds import lower_bound
 from helixrt.schedule.simulate import makespan_ms
 
-ANSWER_S = 600.0  # a rank that says nothing for so long has failed
+ANSWER_S = 600.0  # a rank that does not answer for so long has failed
 PRELOAD = ["torch", "helixrt.bench._sleeping_rank", "helixrt.transport.auto"]
 FACTORS = (0.0, 1.0, 2.0, 4.0, 6.0)
 NOISE = 0.02  # of two measured steps that are equal by the simulation
@@ -97,15 +97,22 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", nargs="+", default=["4x12@10", "8x32@20"], help="STAGESxMICROBATCHES@MS of an operation")
-    parser.add_argument("--factors", nargs="+", type=float, default=list(FACTORS), help="delays as multiples of an operation")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=["4x12@10", "8x32@20"],
+        help="pipelines, as STAGESxMICROBATCHES@MS; MS: time of an operation",
+    )
+    parser.add_argument(
+        "--factors", nargs="+", type=float, default=list(FACTORS), help="link delays as multiples of the time of an operation"
+    )
     parser.add_argument("--places", nargs="+", default=["first", "middle", "last", "three"], help="which links are slow")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--comms", nargs="+", default=list(COMMS), choices=list(COMMS))
-    parser.add_argument("--steps", type=int, default=3, help="of each case; the median counts")
-    parser.add_argument("--elements", type=int, default=4, help="float32 in a message between stages")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each case; the median is reported")
+    parser.add_argument("--elements", type=int, default=4, help="float32 values in a message between stages")
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shared_memory"])
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -188,7 +195,7 @@ def _ask(ranks: Sequence[Connection], asked: Round) -> list[Measured]:
 
 
 def _answers(ranks: Sequence[Connection]) -> list[Any]:
-    """What each says next. Raises Fatal for one that ended or says nothing."""
+    """The next answer of each. Raises Fatal for one that ended or does not answer."""
     found = []
     for number, rank in enumerate(ranks):
         try:

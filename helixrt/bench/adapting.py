@@ -1,4 +1,4 @@
-"""The adaptation loop on real ranks that sleep: links become slow and recover, and the order follows, or stays.
+"""The adaptation loop on real ranks whose operations sleep: links become slow and recover; when does the order change?
 
 The ranks are those of `helixrt bench adaptation`. The loop is that of a job: stamps of the ranks, estimates, the policy, the
 planner in a process of its own, and a new order, taken up one step after it was decided, as if it had to be made ready. Beside
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import write
 from helixrt.bench._sleeping_rank import Round
 from helixrt.bench.adaptation import Size, _ask, _ranks
@@ -67,12 +67,14 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="4x12@10", help="STAGESxMICROBATCHES@MS of an operation; table3 needs 8 stages")
+    parser.add_argument("--size", default="4x12@10", help="the pipeline, as STAGESxMICROBATCHES@MS; table3 needs 8 stages")
     parser.add_argument("--scenario", default="slow-link", choices=["slow-link", "table3", "flapping"])
-    parser.add_argument("--factor", type=float, default=6.0, help="the delay of slow-link and flapping, in operations")
-    parser.add_argument("--every", type=int, default=10, help="of table3's iterations, which are run")
+    parser.add_argument(
+        "--factor", type=float, default=6.0, help="delay of slow-link and flapping, as a multiple of an operation"
+    )
+    parser.add_argument("--every", type=int, default=10, help="run one of so many iterations of table3")
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shared_memory"])
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

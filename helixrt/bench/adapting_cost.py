@@ -1,4 +1,4 @@
-"""What the adaptation loop costs a step: stamps, summaries, estimates and the decision, in the leading rank and in the others.
+"""Cost of the adaptation loop per step: time stamps, summaries, estimates, the decision; in the leading rank and in the others.
 
 The rank's events are those of exact simulations of a step, with noise, its stages on hosts whose clocks are apart, or on one.
 Processor time of the thread that does the work, by part: writing the stamps, reducing them, the text that a follower sends;
@@ -14,12 +14,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
 import torch
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.bench.adaptation import Size
 from helixrt.errors import ConfigError
@@ -165,10 +165,12 @@ class _Timed:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", default="4x8@3.7", help="STAGESxMICROBATCHES@MS of an operation: a step of about 100 ms")
-    parser.add_argument("--steps", type=int, default=600, help="of which processor time is taken")
-    parser.add_argument("--pairs", type=int, default=15, help="of blocks of steps, with the loop and without; 0: none")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument(
+        "--size", default="4x8@3.7", help="the pipeline, as STAGESxMICROBATCHES@MS (default: steps of about 100 ms)"
+    )
+    parser.add_argument("--steps", type=int, default=600, help="steps over which processor time is measured")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of blocks of steps, with and without the loop; 0: none")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

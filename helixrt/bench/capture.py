@@ -1,4 +1,4 @@
-"""How long a rank takes to capture a whole model that it cannot hold, and to cut it into stages, and in how much memory.
+"""Time and memory with which a rank captures a model larger than its memory, and divides it into stages.
 
 Every rank of a pipeline does this at its start (`session.parallelize`): the transformers model is built on the meta device,
 captured whole on fake tensors as one graph of forward and backward, balanced for 1f1b by estimated costs, and cut. Each run is
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.bench._unmodified import FAMILIES, Shape
 from helixrt.errors import ConfigError
@@ -115,8 +116,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences per micro-batch")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3, help="processes for each family")
-    parser.add_argument("--most-s", type=float, default=MOST_S, help="the longest median of processor seconds for exit code 0")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument(
+        "--most-s", type=float, default=MOST_S, help="largest median of processor seconds for which the exit code is 0"
+    )
+    add_json(parser)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -1,9 +1,9 @@
 """FTAR's fault matrix on real processes: thirteen faults in six phases, and how long survivors are blocked.
 
-Every cell starts three ranks, brings them into the phase, lets the fault strike one of them at a fixed place, and
-checks that nobody hangs or crashes, that no sum is wrong, and that the next generation works: `fault_matrix/cells.py`
-says what each cell must show. Printed: the table with the longest time that a survivor was blocked, and percentiles.
-With `--minutes` also: whether a living peer is declared dead, with `--loaded` while every core is taken.
+Every cell starts three ranks, brings them into the phase, injects the fault into one of them at a fixed point, and
+checks that no rank hangs or crashes, that no sum is wrong, and that the next generation works. `fault_matrix/cells.py`
+has the requirements. Printed: the table with the longest time that a survivor was blocked, and percentiles.
+With `--minutes` also: whether a running peer is reported as lost, with `--loaded` while every core is busy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.bench._figures import Spread, write
+from helixrt.bench.fault_matrix.cell_run import run_cell
 from helixrt.bench.fault_matrix.cells import (
     DEATH_S,
     SHARED_MEMORY_CELLS,
@@ -28,9 +29,8 @@ from helixrt.bench.fault_matrix.cells import (
     Finding,
     Phase,
 )
-from helixrt.bench.fault_matrix.conductor import run_cell
 from helixrt.bench.fault_matrix.endurance import Endurance, endure
-from helixrt.bench.fault_matrix.troupe import HEARTBEAT_S, Troupe
+from helixrt.bench.fault_matrix.processes import HEARTBEAT_S, RankProcesses
 from helixrt.errors import ConfigError
 
 FAULTS = {fault.name.lower().replace("_", "-"): fault for fault in Fault}
@@ -41,17 +41,17 @@ Findings = dict[Cell, list[Finding]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=1, help="how often each cell is run; 0: the matrix is not")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each cell is run; 0: no cell is run")
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=list(FAULTS), help="only these")
     parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=list(PHASES), help="only these")
     parser.add_argument("--transports", nargs="+", default=["tcp", "shared_memory"], choices=["tcp", "shared_memory"])
-    parser.add_argument("--minutes", type=float, default=0.0, help="so long no living peer may be declared dead")
-    parser.add_argument("--loaded", action="store_true", help="--minutes beside two busy processes per core")
+    parser.add_argument("--minutes", type=float, default=0.0, help="check for so long that no running peer is reported as lost")
+    parser.add_argument("--loaded", action="store_true", help="with --minutes: while two busy processes per core run")
     parser.add_argument("--json", type=Path, default=None, help="write the findings to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run, print, write. Returns 0 when every cell shows what it must, within the bounds; else 1."""
+    """Run, print, write. Returns 0 if every cell meets its requirements, within the time bounds; else 1."""
     if args.rounds < 0:
         raise ConfigError("--rounds", args.rounds, "must not be negative")
     if not 0 <= args.minutes < math.inf:
@@ -59,16 +59,16 @@ def run(args: argparse.Namespace) -> int:
     cells, left_out = _chosen(args)
     findings: Findings = {cell: [] for cell in cells}
     endured: dict[str, Endurance] = {}
-    with Troupe() as troupe:
+    with RankProcesses() as owner:
         for turn in range(args.rounds):
             for cell in cells:
-                finding = run_cell(troupe, cell)
+                finding = run_cell(owner, cell)
                 findings[cell].append(finding)
                 for problem in finding.problems:
                     print(f"  {cell}, round {turn}: {problem}", flush=True)
         if args.minutes:
             burners = _BURNERS_PER_CORE * (os.cpu_count() or 1) if args.loaded else 0
-            endured = endure(troupe, args.transports, 60 * args.minutes, burners)
+            endured = endure(owner, args.transports, 60 * args.minutes, burners)
     spreads: dict[str, Spread] = {}
     tails: dict[str, Tail] = {}
     good = True
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         spreads, tails = _report(findings)
         good = all(not f.problems and not f.late(HEARTBEAT_S) for of_cell in findings.values() for f in of_cell)
     for transport, seen in endured.items():
-        verdict = "; ".join(seen.problems) or "no living peer was declared dead"
+        verdict = "; ".join(seen.problems) or "no running peer was reported as lost"
         print(
             f"{seen.seconds / 60:g} minutes over {transport} beside {seen.burners} busy processes: {verdict}; "
             f"{seen.sums} sums, the longest took {seen.longest_s:.3f} s"
@@ -139,7 +139,7 @@ def _print_table(findings: Mapping[Cell, Sequence[Finding]]) -> None:
 
 @dataclass(frozen=True)
 class Tail:
-    """The slow end of a sample, in milliseconds, and the bound it is held to."""
+    """The slow end of a sample, in milliseconds, and the bound that it must not exceed."""
 
     times: int
     p99: float
@@ -151,8 +151,8 @@ def _report(findings: Findings) -> tuple[dict[str, Spread], dict[str, Tail]]:
     spreads: dict[str, Spread] = {}
     tails: dict[str, Tail] = {}
     for consequence, title, bound_s in (
-        (Consequence.GONE, "a death or garbage", DEATH_S),
-        (Consequence.SILENT, "silence", SILENCE_PERIODS * HEARTBEAT_S),
+        (Consequence.GONE, "the end of a process or garbage", DEATH_S),
+        (Consequence.SILENT, "a process stopped or a link was cut", SILENCE_PERIODS * HEARTBEAT_S),
     ):
         blocked = [
             1000 * s for cell, of in findings.items() if cell.consequence is consequence for f in of for s in f.unblocked_s

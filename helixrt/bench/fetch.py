@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Retryable
 from helixrt.replica.contracts import Shard, layout_of
@@ -89,9 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=384, help="a step multiplies square matrices of this size")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of three windows")
     parser.add_argument("--window", type=float, default=2.0, help="seconds per window")
-    parser.add_argument("--serve-cpu", type=float, default=0.0, help="cores a donor may spend on serving; 0: what is spare")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of windows")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument(
+        "--serve-cpu", type=float, default=0.0, help="cores that a donor may use for serving; 0: idle processor time"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of windows")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -213,7 +215,7 @@ def _layout(settings: Settings) -> tuple[Shard, ...]:
 
 
 def _donate(pipe: Connection, settings: Settings) -> None:
-    """A donor's process: offers its state at both paces and does steps until told to stop."""
+    """A donor's process: offers its state at both paces and does steps until the request to stop."""
     torch.set_num_threads(1)
     state = _state(settings)
     paced, unpaced = HttpTransport(_SECRET, serve_cpu=settings.serve_cpu), HttpTransport(_SECRET, serve_cpu=math.inf)

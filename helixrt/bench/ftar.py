@@ -1,4 +1,4 @@
-"""FTAR's all-reduce beside Gloo's: the same processes, interleaved, 4 KiB to 256 MiB, over TCP and shared memory.
+"""FTAR's all-reduce compared with Gloo's, in the same processes, by turns: 4 KiB to 256 MiB, over TCP and shared memory.
 
 Every round measures each side on each size in turn, in each condition (`_conditions`: back to back, after compute, from
 idle); a call's time is that of the slowest rank, and a ratio is taken per round. Gloo has a tensor of its own: the library
@@ -8,7 +8,7 @@ ranks until their next sum, the time until they notice a killed process, and wit
 Every result is checked.
 
 The cost of fault tolerance is far below what other work does to one call. So many calls of either kind follow each other in
-turn, each pair gives a ratio, and what is told is their median and where it lies with 95 % confidence."""
+turn, each pair gives a ratio, and the output is their median with its 95 % confidence interval."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._bare_ring import BareRing
 from helixrt.bench._conditions import Condition, preparation
 from helixrt.bench._figures import Spread, write
@@ -207,7 +207,7 @@ def _tune(settings: Settings, store: dist.Store, rank: int) -> Figures:
 
 
 def _end(groups: dict[str, _Group]) -> None:
-    dist.barrier()  # nobody says farewell to one that still waits
+    dist.barrier()  # no rank closes while another one still waits
     for group in groups.values():
         group.shutdown()
     dist.barrier()
@@ -273,7 +273,9 @@ def measure(what: str, settings: Settings) -> Figures:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--kib", type=int, nargs="+", default=list(SIZES_KIB), help="sizes of the all-reduces in KiB")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=[*GROUPS, "sockets"], help="measured beside gloo")
+    parser.add_argument(
+        "--sides", nargs="+", default=list(SIDES), choices=[*GROUPS, "sockets"], help="what is compared with gloo"
+    )
     conditions = [condition.value for condition in Condition]
     parser.add_argument("--conditions", nargs="+", default=conditions, choices=conditions, help="what precedes each call")
     parser.add_argument("--rounds", type=int, default=10)
@@ -282,10 +284,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cost-kib", type=int, nargs="*", default=list(_COST_KIB), help="sizes with and without fault tolerance; none for none"
     )
-    parser.add_argument("--generations", type=int, default=20, help="changes from N to N-1 ranks; 0 for none")
-    parser.add_argument("--kills", type=int, default=5, help="processes killed; 0 for none")
-    parser.add_argument("--tune", action="store_true", help="find the fastest chunks instead")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument("--generations", type=int, default=20, help="how often the ranks change from N to N-1; 0: never")
+    parser.add_argument("--kills", type=int, default=5, help="how many processes are killed; 0: none")
+    parser.add_argument("--tune", action="store_true", help="only find the fastest chunk size")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

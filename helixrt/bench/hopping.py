@@ -1,4 +1,4 @@
-"""Path hopping beside FlowBender and ECMP on real unequal paths: four senders, four fast links and two slow ones, 10:1.
+"""Path hopping compared with FlowBender and ECMP on real paths: four senders, four fast links, two that are ten times slower.
 
 The testbed of Hopper (section 4.2) in network namespaces: every sender has a way over each of six links to the leaf of the
 receivers; a way is a rail, a link is rated where the ways join, so the senders share it. In rounds with a barrier all
@@ -7,7 +7,7 @@ begins on a path drawn at random. Measured: how much longer a flow takes than al
 share of bytes on slow links (the kernel's counters), and the time of all rounds.
 
 Flows have the sizes of GPT-3's collectives, as the paper's: activations of a tensor-parallel layer (50 MB), a layer's
-gradient (453 MB) and the embedding's (154 MB), 40 : 10 : 1, divided so that they last as many chunks as `--scale` says.
+gradient (453 MB) and the embedding's (154 MB), 40 : 10 : 1, divided into the number of chunks that `--scale` gives.
 The base RTT is what an unloaded fast link takes, measured at the beginning.
 """
 
@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Fatal
 from helixrt.lab.net import Network
@@ -58,7 +58,7 @@ class Settings:
     repetitions: int
     scale: float
     sides: tuple[str, ...]
-    options: dict[str, float]  # of the policies, all alike
+    options: dict[str, float]  # of the policies, the same for all
     seed: int
 
 
@@ -124,7 +124,7 @@ class Testbed:
         self._addresses[side] = self.ask(everyone, [{"do": "open", "side": side, "rails": rails, "hopping": hopping}] * 5)
 
     def round(self, side: str, chunks: dict[int, int]) -> dict[int, dict[str, Any]]:
-        """Every sender one flow of so many chunks, begun together on new connections; what each said of its own."""
+        """One flow of so many chunks from every sender, begun together on new connections. Returns each sender's report."""
         self._generation += 1
         hosts = [*chunks, RECEIVER]
         addresses = {host: self._addresses[side][host] for host in hosts}
@@ -258,13 +258,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slow-mbit", type=float, default=20.0, help="rate of the two slow links")
     parser.add_argument("--rounds", type=int, default=51, help="rounds of four flows (the paper: 204 flows)")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=12.5, help="MB of a collective of GPT-3 that become one chunk")
-    parser.add_argument("--sides", nargs="+", default=list(COMPARED), choices=SIDES, help="what is measured")
+    parser.add_argument("--scale", type=float, default=12.5, help="MB of a GPT-3 collective that one chunk stands for")
+    parser.add_argument("--sides", nargs="+", default=list(COMPARED), choices=SIDES, help="policies that are measured")
     parser.add_argument("--alpha", type=float, default=defaults.alpha)
-    parser.add_argument("--probe-above", type=float, default=defaults.probe_above, help="base RTTs")
-    parser.add_argument("--switch-above", type=float, default=defaults.switch_above, help="base RTTs")
+    parser.add_argument("--probe-above", type=float, default=defaults.probe_above, help="threshold in base RTTs")
+    parser.add_argument("--switch-above", type=float, default=defaults.switch_above, help="threshold in base RTTs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Steps per second of a session with 2 replicas x dp_shard 2 beside torch's own HSDP (FSDP2 on a 2-D mesh, over Gloo).
+"""Steps per second of a session with 2 replicas x dp_shard 2, compared with torch's HSDP (FSDP2 on a 2-D mesh, over Gloo).
 
 Ours is the session as it is: quorum, exchange between replicas, vote, commit record, durable lineage and flight record at every
 step. The other side is a plain loop around `fully_shard` on a mesh replicate x shard, whose gradients torch reduce-scatters and
@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from helixrt.bench._figures import Spread, write
-from helixrt.bench.train import Gate, Outcome, Stopwatch
+from helixrt.bench._arguments import add_blocks, add_json, add_model
+from helixrt.bench._figures import Spread, print_spreads, write
+from helixrt.bench._two_sides import Gate, Outcome, Stopwatch, run_two_sides
 from helixrt.engines.sharded import blocks
 from helixrt.errors import Fatal
 from helixrt.job.config import CheckpointConfig, MeshConfig
@@ -35,12 +32,7 @@ from helixrt.job.rank import RankRuntime
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_rank import RankHost
-from helixrt.protocol.step.lineage import genesis
 from helixrt.replica.contracts import RankSpec
-from helixrt.replica.membership import serve_lighthouse
-from helixrt.replica.run_keys import EXIT_KEY, done_key
-from helixrt.replica.runlog import RunLog
-from helixrt.replica.store import TcpRunStore, host_store
 from helixrt.timeouts import derive
 from helixrt.train.config import DataConfig, ModelConfig
 from helixrt.train.data import ReplicaStream, load_corpus
@@ -58,7 +50,7 @@ class Work:
     """What both sides train: `steps` updates of one model, and a rank's batches behind the gate."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.rounds, self.block = args.rounds, args.block
+        self.rounds, self.block, self.threads = args.rounds, args.block, args.threads
         self.steps = (args.rounds + 1) * args.block
         self.model_config = ModelConfig("gpt", args.layers, args.dim, ffn=4 * args.dim)
         self.data = DataConfig(batch=args.batch, seq_len=args.seq_len)
@@ -85,7 +77,7 @@ class Loader:
         return (self._batch_at(position) for position in range(self._length))
 
 
-def run_ours(spec: RankSpec, work: Work, gate: Gate, results: Any) -> None:
+def run_ours(spec: RankSpec, gate: Gate, results: Any, work: Work) -> None:
     config = SessionConfig.from_plain(spec.config)
     with RankRuntime(spec, config) as runtime, RankHost(runtime) as host:
         session = Session(config.session(spec.coordinate.replica, spec.coordinate.dp_shard), host)
@@ -104,11 +96,11 @@ def run_ours(spec: RankSpec, work: Work, gate: Gate, results: Any) -> None:
     results.put(Outcome("helixrt", session.stream, watch.seconds, losses[0]))
 
 
-def run_torch(rank: int, store: str, threads: int, work: Work, gate: Gate, results: Any) -> None:
+def run_torch(rank: int, store: str, gate: Gate, results: Any, work: Work) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(work.threads)
     keep_freed_memory()
     host, port = store.rsplit(":", 1)
     client = dist.PrefixStore("hsdp", dist.TCPStore(host, int(port), is_master=False))
@@ -136,77 +128,48 @@ def run_torch(rank: int, store: str, threads: int, work: Work, gate: Gate, resul
     dist.destroy_process_group()
 
 
-def measure(work: Work, threads: int) -> list[Outcome]:
-    """What all eight processes measured. Raises Fatal when the sides did not train alike."""
+def measure(work: Work) -> list[Outcome]:
+    """The outcomes of all eight processes. Raises Fatal if the sides did not train the same."""
     mesh = MeshConfig(REPLICAS, 1, SHARDS)
     config = SessionConfig(
         name="bench",
         mesh=mesh,
-        threads=threads,
+        threads=work.threads,
         step_timeout_s=600.0,  # one side waits while the other runs its block
         checkpoint=CheckpointConfig(every=0),
         device="cpu",
         seed=SEED,
     )
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wait in the store that ends without an answer is no news
-    os.environ.setdefault("RUST_LOG", "error")  # torchft's server tells every quorum otherwise
-    context = multiprocessing.get_context("spawn")
-    gate, results = Gate(context, work.rounds, WORLD), context.Queue()
-    server, address = host_store()
-    store, timeouts = TcpRunStore(address), derive(config.step_timeout_s, config.heartbeat_s)
-    RunLog(store).append(0, genesis("bench", REPLICAS))
-    lighthouse, lighthouse_address = serve_lighthouse(timeouts)
-    with tempfile.TemporaryDirectory() as folder:
-        epoch_s, plain = time.time(), config.to_plain()
-        places = [place for replica in range(REPLICAS) for place in coordinates(mesh, replica)]
-        specs = [RankSpec("bench", at, 0, address, lighthouse_address, folder, "bench", epoch_s, plain) for at in places]
-        assert [at.replica * SHARDS + group_rank(mesh, at) for at in places] == list(range(WORLD))
-        processes = [context.Process(target=run_ours, args=(spec, work, gate, results)) for spec in specs]
-        processes += [context.Process(target=run_torch, args=(r, address, threads, work, gate, results)) for r in range(WORLD)]
-        for process in processes:
-            process.start()
-        try:
-            for replica in range(REPLICAS):
-                store.wait(done_key(replica), 3600)
-            store.put_if_absent(EXIT_KEY, "ok")
-            outcomes = [results.get(timeout=120) for _ in processes]
-            for process in processes:
-                process.join(60)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-            lighthouse.shutdown()
-            del server
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning for each wait in the store that times out
+    os.environ.setdefault("RUST_LOG", "error")  # torchft's server prints every quorum otherwise
+    places = [place for replica in range(REPLICAS) for place in coordinates(mesh, replica)]
+    assert [at.replica * SHARDS + group_rank(mesh, at) for at in places] == list(range(WORLD))
+    timeouts = derive(config.step_timeout_s, config.heartbeat_s)
+    outcomes = run_two_sides(places, config.to_plain(), timeouts, work.rounds, run_ours, run_torch, (work,))
     losses = [outcome.loss for outcome in outcomes]
     if not max(losses) - min(losses) <= LOSS_TOLERANCE or not math.isfinite(sum(losses)):
-        raise Fatal(f"both sides must train alike, but their last losses are {losses}")
+        raise Fatal(f"both sides must train the same, but their last losses are {losses}")
     return outcomes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
-    parser.add_argument("--seq-len", type=int, default=128)
+    add_model(parser, batch=8, of="rank and step")
     parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
-    parser.add_argument("--rounds", type=int, default=20, help="pairs of blocks that are measured")
-    parser.add_argument("--block", type=int, default=6, help="steps in a block; the first is not counted")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_blocks(parser, block=6)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0."""
     work = Work(args)
-    outcomes = measure(work, args.threads)
+    outcomes = measure(work)
     seconds = {side: next(o.seconds[1:] for o in outcomes if o.side == side and o.rank == 0) for side in SIDES}
     spreads = {
         **{f"{side}_steps_per_s": Spread.of([1 / s for s in seconds[side]]) for side in SIDES},
         "ratio": Spread.of([theirs / own for own, theirs in zip(seconds["helixrt"], seconds["torch"], strict=True)]),
     }
     print(f"{REPLICAS} replicas x dp_shard {SHARDS}, gpt, batch {args.batch} x {args.seq_len} per rank: steps/s")
-    for name, spread in spreads.items():
-        print(f"  {name:30} {spread}")
+    print_spreads(spreads)
     if args.json is not None:
         settings = {
             "model": asdict(work.model_config),

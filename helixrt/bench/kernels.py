@@ -1,7 +1,7 @@
-"""The reduce-copy and copy kernels: GB/s against the number of thread blocks, beside torch and the card's copy bandwidth.
+"""The reduce-copy and copy kernels: GB/s by the number of thread blocks, compared with torch and the GPU's copy bandwidth.
 
-Needs a CUDA card. Every turn runs each variant once, in a random order, so that all meet the same clocks; a variant's time
-is that of several launches between two events of one stream, over buffers that the card's cache cannot hold. `payload`
+Needs a CUDA GPU. Every turn runs each variant once, in a random order, so that all run at the same clock rate; a variant's time
+is that of several launches between two events of one stream, over buffers that do not fit into the GPU's cache. `payload`
 counts the bytes of one result, which is what a network card would carry (FT-HSDP section 4.2 asks that two thread blocks
 keep up with it); `traffic` counts all bytes read and written, for comparison with the card's copy bandwidth.
 """
@@ -12,10 +12,10 @@ import argparse
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError
 from helixrt.triton_kernels.reduction import PROGRAMS, copy, reduce_copy
@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="numbers of thread blocks")
     parser.add_argument("--rounds", type=int, default=20, help="measurements of each variant")
     parser.add_argument("--launches", type=int, default=3, help="launches per measurement")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of variants")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of variants")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

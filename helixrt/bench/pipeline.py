@@ -1,7 +1,7 @@
-"""Training steps per second at pp=2, beside torch.distributed.pipelining's 1F1B.
+"""Training steps per second at pp=2, compared with torch.distributed.pipelining's 1F1B.
 
 Both sides train the same model from the same weights on the same batches, in the same two processes, over
-Gloo, with fused AdamW and clipping over both stages. Blocks of steps alternate, so that both meet the same
+Gloo, with fused AdamW and clipping over both stages. Blocks of steps alternate, so that both have the same
 noise; a ratio is taken per pair of blocks. The losses of both sides must agree, else there is no figure.
 """
 
@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from helixrt.bench._figures import Spread, write
+from helixrt.bench._arguments import add_blocks, add_json, add_model
+from helixrt.bench._figures import Spread, print_spreads, write
 from helixrt.bench._job_engine import pipeline_engine
 from helixrt.errors import ConfigError, Fatal
 from helixrt.job.heap import keep_freed_memory
@@ -156,20 +157,16 @@ def measure(settings: Settings) -> tuple[dict[str, list[float]], dict[str, float
         mp.spawn(_rank, (str(Path(folder, "rendezvous")), settings, results), nprocs=STAGES)
         seconds, losses = results.get()
     if not math.isclose(losses["helixrt"], losses["torch"], rel_tol=0, abs_tol=LOSS_TOLERANCE):
-        raise Fatal(f"both sides must train alike, but their losses are {losses}")
+        raise Fatal(f"both sides must train the same, but their losses are {losses}")
     return seconds, losses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", default="gpt", choices=("gpt", "llama"))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
-    parser.add_argument("--seq-len", type=int, default=128)
+    add_model(parser, batch=16, of="step")
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20, help="pairs of blocks that are measured")
-    parser.add_argument("--block", type=int, default=5, help="steps in a block")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_blocks(parser, block=5, note="")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -192,8 +189,7 @@ def run(args: argparse.Namespace) -> int:
         "ratio": Spread.of(ratios),
     }
     print(f"pipeline, pp={STAGES}, 1F1B, {settings.microbatches} micro-batches, {settings.family}: steps/s")
-    for name, spread in spreads.items():
-        print(f"  {name:30} {spread}")
+    print_spreads(spreads)
     print(f"  last loss: {losses['helixrt']:.5f} and {losses['torch']:.5f} nats")
     if args.json is not None:
         write(args.json, "pipeline", asdict(settings), spreads, losses=losses)

@@ -1,9 +1,9 @@
-"""A rail is lost and returns, paths become slow: what a link does about it, recorded so that it can be told again.
+"""A rail is lost and returns, paths become slow: the reaction of a link, recorded so that it can be replayed.
 
 Two hosts (network namespaces) send a stream of messages over TCP. Failover: two rails, the second one stands by at half
 the speed; the first is cut and restored in the middle, as in Figure 7 of the SHIFT paper. Hop: four equal paths and
 Hopper's policy; the path in use becomes ten times slower, and then the one that was taken instead. Everything the
-sender's link hears is recorded (`protocol/link/recording.py`) with the moments at which the network was changed, and is told
+sender's link gets is recorded (`protocol/link/recording.py`) with the moments at which the network was changed, and is replayed
 to a new machine at once: a recording that a machine answers otherwise than the link did is an error. `--record` keeps them.
 
 Measured: how long nothing was acknowledged when the rail was cut, how long from its return until it carried traffic, and
@@ -56,13 +56,17 @@ class Settings:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rate-mbit", type=float, default=100.0, help="of a rail; the one that stands by has half of it")
-    parser.add_argument("--before", type=float, default=1.5, metavar="S", help="seconds until something happens")
-    parser.add_argument("--trouble", type=float, default=2.0, metavar="S", help="seconds a rail is cut, or a path is slow")
-    parser.add_argument("--after", type=float, default=2.0, metavar="S", help="seconds of messages that follow, at least")
+    parser.add_argument("--rate-mbit", type=float, default=100.0, help="rate of a rail; the backup rail has half of it")
+    parser.add_argument(
+        "--before", type=float, default=1.5, metavar="S", help="seconds before the rail is cut or the path becomes slow"
+    )
+    parser.add_argument(
+        "--trouble", type=float, default=2.0, metavar="S", help="seconds for which a rail is cut or a path is slow"
+    )
+    parser.add_argument("--after", type=float, default=2.0, metavar="S", help="least seconds of messages afterwards")
     parser.add_argument("--cut", choices=[cut.value for cut in Cut], default=Cut.PATH.value,
-                        help="at the receiver's device, or beyond it, which only silence tells")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the paths that are drawn")
+                        help="cut the receiver's device, or the path beyond it, which causes no error")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="seed of the paths that become slow")
     parser.add_argument("--record", type=Path, default=None, metavar="FOLDER",
                         help="write rails-failover.jsonl and rails-hop.jsonl there")  # fmt: skip
 
@@ -169,7 +173,7 @@ class _Stream:
         return [int(line) for line in told.split()]
 
     def finish(self, settings: Settings, rates: tuple[float, ...]) -> Recording:
-        """When all has arrived, what the sender heard."""
+        """Returns the sender's recorded events when all messages have arrived."""
         self.answer(SENDER), self.answer(RECEIVER)
         self.both(lambda host: {"do": "drive", "seconds": 0.2})  # the last acknowledgements
         self.begin(SENDER, do="recording")
@@ -210,13 +214,13 @@ def _stream(
 
 
 def check(recording: Recording) -> None:
-    """Raises Fatal unless a new machine that hears the same says the same."""
+    """Raises Fatal unless a new state machine takes the same actions for the same events."""
     link, again = recording.opening.link(), []
     for now, _, actions in recording.replay(link):
         again += [[now, *one] for one in said(actions)]
     counters = {"failovers": link.failovers, "failbacks": link.failbacks, "resent": link.resent}
     if again != recording.about["said"] or counters != recording.about["counters"]:
-        raise Fatal("the recording does not tell the whole: a machine that hears it says something else")
+        raise Fatal("the recording is incomplete: a state machine that replays it takes other actions")
 
 
 def acknowledged(recording: Recording) -> list[tuple[float, int, int]]:

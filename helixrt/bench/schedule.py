@@ -1,4 +1,4 @@
-"""How near to optimal the helix planner's schedules are, and how fast, beside ADAPTRA's algorithm and CP-SAT.
+"""Distance of the helix planner's schedules from the optimum, and its time, compared with ADAPTRA's algorithm and CP-SAT.
 
 Random instances (`helixrt.schedule.planner.instances`), one chunk per stage: helix's makespan above the best bound known,
 its own or, where that does not prove it optimal, the one that CP-SAT proves when it starts from helix's schedule (what
@@ -17,9 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import write
 from helixrt.errors import ConfigError
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
@@ -287,10 +287,12 @@ def _print(settings: Settings, figures: dict[str, Any], known: Sequence[Known], 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=100, help="random instances")
     parser.add_argument("--first-seed", type=int, default=0, help="the first instance's seed")
-    parser.add_argument("--exact-limit", type=float, default=30.0, help="seconds for CP-SAT per instance; 0 leaves it out")
-    parser.add_argument("--from-scratch", type=int, default=20, help="instances that CP-SAT also solves without a start")
-    parser.add_argument("--sizes", default="32x128,64x512", help="stages x micro-batches of large instances; empty for none")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument("--exact-limit", type=float, default=30.0, help="seconds for CP-SAT per instance; 0: do not run it")
+    parser.add_argument(
+        "--from-scratch", type=int, default=20, help="instances that CP-SAT also solves without a start solution"
+    )
+    parser.add_argument("--sizes", default="32x128,64x512", help="stages x micro-batches of large instances; empty: none")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

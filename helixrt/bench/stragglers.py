@@ -1,4 +1,4 @@
-"""How schedules stand slow links, by exact simulation: the straggler table, and ADAPTRA's Table 3 trace replayed.
+"""Step times of schedules under slow links, by exact simulation: the straggler table, and ADAPTRA's Table 3 trace.
 
 The setting is that of ADAPTRA's Figures 14 to 17 and 21 made plain: 8 stages, 32 micro-batches, every F, B and W 10 ms. Each
 policy runs with direct and with delegated communication, under delays on the first, the middle and the last link, and
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import write
 from helixrt.schedule.adaptation.replay import STRATEGIES, Replayed, replay
 from helixrt.schedule.adaptation.stragglers import Cell, straggler_table
@@ -24,7 +24,7 @@ STAGES, MICROBATCHES, OPERATION_MS = 8, 32, 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
-"""Step time of a model that two hosts share over a slow link: two interwoven strands beside what others do.
+"""Step time of a model that two hosts share over a slow link: two interwoven strands compared with other methods.
 
 The benchmark builds the hosts and the link itself, as namespaces (root on Linux), with one rank on each and one core
 for each rank. At link rates that make communication a given share of compute, all ways to run a step take turns, so
-that all meet the same noise: plain eager PyTorch, a single strand, overlap inside one micro-batch, round-robin
+that all have the same noise: plain eager PyTorch, a single strand, overlap inside one micro-batch, round-robin
 interleaving (Wavelet), DHelix's published search (eq2) and helix. All must give the same losses and gradients, else there
 is no figure. In the same rounds compute is measured alone, with every collective's result there already, and
 communication alone.
@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread, write
 from helixrt.errors import ConfigError, Fatal
 from helixrt.lab import machine
@@ -79,14 +80,14 @@ class Ranks:
         ]
 
     def ask(self, what: str, **given: Any) -> list[Any]:
-        """Each rank's answer. Raises Fatal with a rank's last words when it ends or stays silent."""
+        """Each rank's answer. Raises Fatal with the end of a rank's output if the rank ends or does not answer."""
         for process in self.processes:
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps({"do": what, "with": given}) + "\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                pass  # its answer says why
+                pass  # its answer has the reason
         answers = []
         for host, process in enumerate(self.processes):
             assert process.stdout is not None
@@ -146,7 +147,7 @@ def segment_bytes(rate_mbit: float) -> int:
 
 
 def measure(settings: Settings, trace: Path | None = None) -> tuple[Unlimited, list[Measured]]:
-    """All link rates; `trace` is written at the last. Raises Fatal when a rank fails or ways do not train alike."""
+    """All link rates; `trace` is written at the last. Raises Fatal if a rank fails or variants do not train the same."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs = [stack.enter_context(open(folder / f"rank{host}", "w+")) for host in range(HOSTS)]
@@ -262,18 +263,22 @@ def measure_memory(settings: Settings, layers: Sequence[int]) -> dict[str, dict[
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt-tp", choices=MODELS)
-    parser.add_argument("--layers", type=int, nargs="+", default=[2], help="with --memory: all of these")
+    parser.add_argument("--layers", type=int, nargs="+", default=[2], help="number of layers; with --memory: several numbers")
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--seq-len", type=int, default=64, help="tokens of a sequence on each rank")
     parser.add_argument("--batch", type=int, default=1, help="sequences per micro-batch")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=6, help="how often every way is measured")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="communication of compute")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one share and two rounds: does it work here?")
+    parser.add_argument("--rounds", type=int, default=6, help="how often each variant is measured")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="communication time as a share of compute time"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one share and two rounds, as a check that it works")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: both ranks on one card (gpt-tp alone)")
-    parser.add_argument("--trace", type=Path, default=None, help="write a step of helix as a Chrome trace to this file")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: both ranks on one GPU (gpt-tp only)")
+    parser.add_argument(
+        "--trace", type=Path, default=None, help="write one step of the variant helix to this file, as a Chrome trace"
+    )
+    add_json(parser)
 
 
 QUICK = {"layers": 1, "dim": 512, "seq_len": 128, "microbatches": 3, "rounds": 2, "shares": (1.0,)}

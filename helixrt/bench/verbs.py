@@ -1,10 +1,10 @@
-"""RDMA verbs: a fault-tolerant link against a bare ring of queue pairs, and how fast it fails over and back.
+"""RDMA verbs: a fault-tolerant link compared with a bare ring of queue pairs, and the time of failover and fail-back.
 
 Runs where there are two RDMA ports that reach each other, and two more as their backups; `helixrt lab run --nics 2` makes
 them anywhere. For the rates both ends are in this process. The bare ring is what a user would write with pyverbs: chunks of
 the same size by WRITE_WITH_IMM into slots, credits by completion, each chunk copied to where it belongs; no frames, no
 acknowledgements, nothing survives a failure. Rounds of both are interleaved. Failures (`--failures`) and the throughput over
-time (`--picture`) need the lab's NIC pairs: they are cut and mended.
+time (`--picture`) need the lab's NIC pairs, which are disabled and enabled.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.bench import _verbs_failures, _verbs_picture
+from helixrt.bench._arguments import add_json
 from helixrt.bench._figures import Spread
 from helixrt.bench._verbs_pair import Pair
 from helixrt.lab import nics
@@ -36,17 +37,21 @@ _PATIENCE = Patience(timeout=18, retries=6)  # of the rates: emulated, a busy ma
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--here", nargs="+", default=["rxe_a1", "rxe_a2"], metavar="DEVICE", help="one end's, default first")
-    parser.add_argument("--there", nargs="+", default=["rxe_b1", "rxe_b2"], metavar="DEVICE", help="the other end's")
+    parser.add_argument(
+        "--here", nargs="+", default=["rxe_a1", "rxe_a2"], metavar="DEVICE", help="devices of one end, the default rail first"
+    )
+    parser.add_argument("--there", nargs="+", default=["rxe_b1", "rxe_b2"], metavar="DEVICE", help="devices of the other end")
     chunk_kib, slots = _DEFAULT.chunk_bytes >> 10, _DEFAULT.slots
-    parser.add_argument("--chunk-kib", type=int, default=chunk_kib, help=f"of a ring's slot (default {chunk_kib})")
-    parser.add_argument("--slots", type=int, default=slots, help=f"of a ring (default {slots})")
-    parser.add_argument("--message-mib", type=float, default=4.0, help="of a link's message (default 4)")
-    parser.add_argument("--total-mib", type=float, default=64.0, help="moved in one round (default 64)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each (default 5)")
-    parser.add_argument("--failures", type=int, default=0, help="of each kind, in the lab (default 0)")
-    parser.add_argument("--picture", type=Path, default=None, help="draw the throughput over time, in the lab, to this PNG")
-    parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
+    parser.add_argument("--chunk-kib", type=int, default=chunk_kib, help=f"size of a slot of the ring (default {chunk_kib})")
+    parser.add_argument("--slots", type=int, default=slots, help=f"slots of the ring (default {slots})")
+    parser.add_argument("--message-mib", type=float, default=4.0, help="size of a message of the link (default 4)")
+    parser.add_argument("--total-mib", type=float, default=64.0, help="bytes that one round sends (default 64)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of ring and link (default 5)")
+    parser.add_argument("--failures", type=int, default=0, help="failures of each kind, in the lab (default 0)")
+    parser.add_argument(
+        "--picture", type=Path, default=None, help="draw the throughput during a failure, in the lab, to this PNG file"
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,7 +168,7 @@ class Ring:
         while True:
             ready, _, _ = select.select([pair.events for pair in self._pairs], [], [], 10.0)
             if not ready:
-                raise TimeoutError("the ring stands still")
+                raise TimeoutError("the ring makes no progress")
             found = []
             for pair in self._pairs:
                 if pair.events in ready:

@@ -96,7 +96,7 @@ class Communicator:
 
     def begin(self) -> None:
         """End what is left of the last generation, before a rendezvous for the next: from now on `abort` is for that."""
-        self._end(Cause("the group is being configured anew"))
+        self._end(Cause("the group is being configured again"))
         with self._lock:
             self._execution, self._failure = None, None
             self._poller.watch({})  # until it has connected: what comes meanwhile is not for the thread
@@ -146,7 +146,7 @@ class Communicator:
         self._settle(execution)
 
     def close(self) -> None:
-        """Say farewell to the peers, end the thread; idempotent."""
+        """Inform the peers, end the thread; idempotent."""
         cause = Cause("the communicator was closed")
         with self._lock:
             if self._handoff.closing:
@@ -154,7 +154,7 @@ class Communicator:
             self._handoff.close()
             execution = self._execution
             idle = execution is not None and not execution.running and execution.failure is None
-            if execution is not None and not idle:  # a farewell is for peers that were left with nothing undone
+            if execution is not None and not idle:  # an orderly end needs that no operation is unfinished
                 execution.abort(cause)
             self._failure, self._execution = self.failure or CollectiveError(cause, End.ABORTED), None
             self._carry_out(self._handoff.nudge(), 0.0)
@@ -196,7 +196,7 @@ class Communicator:
     ) -> Handle:
         """Begin an operation on flat tensors (the same one twice for a call in place).
 
-        `timeout_s` is its software deadline. `finish` runs when all went well, before anyone is told. `staged`: where the
+        `timeout_s` is its software deadline. `finish` runs after success, before the result is reported. `staged`: where the
         tensors stand for some on a card. `call`: a collective's fingerprint (`protocol.calls`), the same on all ranks.
         With `waits` the caller promises to call `wait` at once, and drives by that.
         """
@@ -248,7 +248,7 @@ class Communicator:
                 elif step is Step.SETTLE:
                     self._settle(execution)
                 elif step is Step.REST:
-                    if not handle.done:  # else whoever completed it may have looked before this caller rested
+                    if not handle.done:  # else it may have been completed before this caller began to sleep
                         self._poller.wait(rest_s)
                 elif step is Step.LEAVE:
                     return
@@ -289,7 +289,7 @@ class Communicator:
         self._handoff.takes_nudge()
 
     def _arm(self) -> float:
-        """Watch what the endpoint waits for, and have the peers wake whoever sleeps; until when. The lock is held."""
+        """Watch what the endpoint waits for, and let peers wake the sleeping thread. Returns until when. The lock is held."""
         execution = self._execution
         if execution is None or not execution.connected:
             self._poller.watch({})  # a peer that calls for the next generation would wake it for nothing, again and again
@@ -330,7 +330,7 @@ class Communicator:
         with self._lock:
             if handoff.woke():
                 self._poller.take_wake()
-            if handoff.thread_must_end():  # it may just have taken the wake that told it
+            if handoff.thread_must_end():  # it may just have consumed the wake-up for it
                 return None
             now, execution = self._now(), self._execution
             if execution is None:
@@ -340,7 +340,7 @@ class Communicator:
                 return rest
             moved = execution.turn(now) or bool(execution.ended)
             rest = handoff.goes_on(now, moved, math.inf if moved else self._arm())
-        if moved:  # else it counts as asleep: a wake that comes in a callback that waits would not be taken back
+        if moved:  # else it counts as sleeping: a wake-up during a callback that waits would not be cleared
             self._settle(execution)
         return rest
 

@@ -42,14 +42,14 @@ class Reach:
         if self.paths < 1:
             raise ConfigError("paths", self.paths, "must be at least 1")
         if self.paths > 1 and self.hopping is None:
-            raise ConfigError("paths", self.paths, "needs hopping: somebody has to choose among them")
+            raise ConfigError("paths", self.paths, "needs hopping, which chooses among the paths")
 
 
 DEFAULT = Reach()
 
 
 def open_endpoint(secret: bytes, host: str, reach: Reach = DEFAULT, record: FlightRecord | None = None) -> Endpoint:
-    """An endpoint that meets its peers at `host`, unless TCP rails are named; they must know `secret`.
+    """An endpoint that listens at `host`, unless TCP rails are named; peers must know `secret`.
 
     `record` gets the history of rails and paths. Raises ConfigError for a transport or a rail that cannot be.
     """
@@ -82,7 +82,7 @@ def open_endpoint(secret: bytes, host: str, reach: Reach = DEFAULT, record: Flig
 
 def find_rails(reach: Reach) -> NamedRails:
     """The NICs that were named. Raises ConfigError (rail) for one that this host has not, or that the transport cannot use."""
-    from helixrt.transport.auto import TCP, VERBS
+    from helixrt.transport.choice import TCP, VERBS
     from helixrt.transport.named_rails import named_rails
 
     named = named_rails(reach.rails)

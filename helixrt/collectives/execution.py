@@ -98,7 +98,7 @@ class Execution:
 
     @property
     def connected(self) -> bool:
-        """The endpoint wants to be driven."""
+        """The endpoint needs to be driven."""
         return self._size > 1 and self.failure is None
 
     def begin(
@@ -114,7 +114,7 @@ class Execution:
         call: int = 0,
     ) -> None:
         """Begin an operation that fails at monotonic time `deadline`. What is raised here ends the generation: the peers wait
-        for this rank's part, and later operations of this rank would meet other ones of theirs."""
+        for this rank's part, and later operations of this rank would be matched with other ones of theirs."""
         try:
             scratch = None
             if staged is None and self._size > 1:
@@ -146,7 +146,7 @@ class Execution:
             self._feed(Aborted(cause))
 
     def take_ended(self) -> Iterator[tuple[Handle, CollectiveError | None]]:
-        """Whose operations ended, and how; any thread may ask, each is told once."""
+        """Operations that ended, and how; any thread may call this, each operation is returned once."""
         while self.ended:
             try:
                 running, failure = self.ended.popleft()
@@ -163,12 +163,12 @@ class Execution:
         return due if wanted is None else min(due, wanted)
 
     def turn(self, now: float) -> bool:
-        """Bring on what can be brought on without blocking; whether anything happened."""
+        """Make all progress that is possible without blocking. Returns whether there was any."""
         if self._size == 1 or self.failure is not None:
             return False
         try:
             return self._advance(now)
-        except Exception as error:  # of the program: nobody may wait for an operation that nothing brings on
+        except Exception as error:  # a program error: no caller may wait for an operation without progress
             self.abort(Cause(f"the communicator failed: {error!r}", f"rank {self._rank}"))
             raise
 

@@ -5,7 +5,7 @@ exchange the addresses of their endpoints. Out: the sum in another tensor, the s
 Out of place: the source is never written, so a broken exchange is tried again with the survivors.
 
 One lost member, or one that calls `abort`, ends the generation for all within milliseconds: each
-survivor tells its peers why, and the first cause stays readable.
+survivor sends the cause to its peers, and the first cause stays readable.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class GlooExchange(Exchange):
             self._connections.shut_down()
 
     def _drop(self) -> None:
-        """Forget the last generation. Nothing runs on its group, so releasing it does not block."""
+        """Release the last generation. Nothing runs on its group, so this does not block."""
         with self._lock:
             if self._group is not None:
                 self._end_connections()
@@ -175,7 +175,7 @@ class GlooExchange(Exchange):
         if failed:
             if isinstance(failed[0], RuntimeError):
                 self._stores.forget()
-            raise failed.pop()  # no name for it here: a frame that holds its own exception lives until a collection
+            raise failed.pop()  # no variable holds it: that would be a reference cycle with its frame
         if self._aborted.is_set():  # its connections may have come after those that abort ended
             with self._lock:
                 self._end_connections()

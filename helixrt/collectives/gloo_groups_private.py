@@ -4,10 +4,10 @@ In: an address of this machine, or nothing. Out: every Gloo group that torch.dis
 
 One worker: torch gives a Gloo group two worker threads. After each collective a worker writes the collective's name into a
 `std::string` of the group (`pgStatus_->lastCompletedWorkName`, in `ProcessGroupGloo::runLoop`) without holding the group's
-lock. A name longer than 15 characters lies on the heap (`ALLGATHER_COALESCED`: every functional all-gather, so every tensor
-parallel model with a sharded sequence). Two workers that end at the same moment then free one block twice, and later
+lock. A name longer than 15 characters is stored on the heap (`ALLGATHER_COALESCED`: every functional all-gather, so every
+tensor parallel model with a sharded sequence). Two workers that end at the same moment then free one block twice, and later
 allocations of up to 24 bytes share memory: a rank dies of a corrupt heap in a later collective, or a small buffer is
-overwritten. One worker has nobody to race with. It runs a group's collectives in the order of their calls; point-to-point
+overwritten. With one worker there is no race. It runs a group's collectives in the order of their calls; point-to-point
 messages do not pass through workers.
 
 The address: torch knows an interface's name alone (GLOO_SOCKET_IFNAME), or goes by the machine's name. An interface may have

@@ -1,7 +1,7 @@
 """The private parts of torch and torchft that the Gloo exchange needs, all in this file.
 
 - a Gloo device bound to a known address, so that its listening port, and by it every connection of
-  a group, can be told apart from the process's other sockets, by both addresses;
+  a group, can be distinguished from the process's other sockets, by both addresses;
 - which connections are a group's, and shutting them down: `abort` and `shutdown` of torch's Gloo group (2.13) do not end an
   all-reduce that is running, a closed connection does, within a millisecond and at both ends.
 """
@@ -30,7 +30,7 @@ _creating = threading.Lock()  # so that a new listening port is the new device's
 
 
 class GlooDevice:
-    """A listening Gloo device on `host`; lives across groups.
+    """A listening Gloo device on `host`; used by several groups in turn.
 
     All connections of a group are made when it is. `address` is where it listens; its port is 0 where that cannot be found
     out (no descriptor folder), and an abort then takes effect only at the operation's timeout.
@@ -49,7 +49,7 @@ class GlooDevice:
 
     @property
     def known(self) -> bool:
-        """Its connections can be told from others."""
+        """Its connections can be distinguished from others."""
         return self.address[1] != 0
 
 
@@ -126,7 +126,7 @@ class GlooConnections:
         return inode not in self._others and remote in self._peers
 
     def _dialled(self) -> Iterator[tuple[int, socket.socket]]:
-        """The sockets that are connected to a peer's device, whoever dialled."""
+        """The sockets that are connected to a peer's device, dialled by either end."""
         for inode, duplicate in _sockets():
             try:
                 if _address(duplicate.getpeername()) in self._peers:

@@ -280,7 +280,7 @@ class GroupCollectives:
     def _how(self, opts: Any, back: Back | None, timeout: timedelta | None = None, waits: bool = True) -> How:
         given = timeout or getattr(opts, "timeout", None)
         timeout_s = given.total_seconds() if given is not None else -1.0
-        # c10d says by `asyncOp` whether it waits at once; who does not say so may not.
+        # c10d sets `asyncOp` if it does not wait at once; callers that do not set it may not wait.
         waits = waits and not getattr(opts, "asyncOp", True)
         return How(timeout_s if timeout_s > 0 else self._timeout_s, back, waits)
 

@@ -1,4 +1,4 @@
-"""How a process group lives: configured for one generation after another, aborted, shut down.
+"""Life cycle of a process group: configured for one generation after another, aborted, shut down.
 
 In: a c10d store that all ranks of the generation share. Out: connected `Collectives`. Used by the c10d backend, which
 configures once, and by the torchft group, which does again and again; every generation has an
@@ -43,12 +43,12 @@ class GroupLifecycle(GroupCollectives):
         self._monitor: Monitor | None = None  # kept from one generation's endpoint to the next
 
     def _join(self, store: dist.Store, rank: int, size: int, name: str, deadline: Deadline | None = None) -> None:
-        """Leave the last generation; come into the one that meets at `store`. Raises GroupError.
+        """Leave the last generation; join the one that connects through `store`. Raises GroupError.
 
         `deadline`: of this and what went before; by default it begins now, with the group's timeout.
         """
         deadline = deadline or Deadline(self._timeout_s)
-        self._leave(Cause("the group is being configured anew"))
+        self._leave(Cause("the group is being configured again"))
         try:
             communicator = Communicator(self._endpoint(store, deadline), self._tuning, name)
             if os.environ.get(HUGE_PAGES_VARIABLE) == "1":
@@ -92,7 +92,7 @@ class GroupLifecycle(GroupCollectives):
             self._collectives.communicator.abort(Cause("the process group was aborted"))
 
     def shutdown(self) -> None:
-        """Say farewell and give up connections and threads; peers that wait for nothing notice nothing."""
+        """Inform the peers and release connections and threads; it is no failure for peers that wait for nothing."""
         self._leave(Cause("the process group was shut down"))
         kept, self._monitor = self._monitor, None
         if kept is not None:

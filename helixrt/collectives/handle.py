@@ -59,7 +59,7 @@ class Latch:
 
 
 class Driver(Protocol):
-    """Whoever can bring an operation on while its caller waits for it."""
+    """An object that can make progress on an operation while its caller waits for it."""
 
     def drive(self, handle: Handle, timeout_s: float | None) -> None:
         """Return when `handle.done`, or after `timeout_s` seconds."""
@@ -103,7 +103,7 @@ class Handle:
     def sleep(self, latch: Latch, timeout_s: float) -> None:
         """Wait without bringing anything on: until the end, until another thread opens `latch`, or for `timeout_s`."""
         self._sleepers.append(latch)
-        if not self.done:  # else whoever completed it may have opened the latches before this one was there
+        if not self.done:  # else the latches may have been opened before this one was added
             latch.wait(timeout_s)
 
     def then(self, callback: Callable[[], None]) -> None:
@@ -113,7 +113,7 @@ class Handle:
             waiting.append(callback)
             if self._callbacks is not None:
                 return
-            try:  # it was finished in between: whoever takes the callback out calls it
+            try:  # it was finished in between: the thread that removes the callback calls it
                 waiting.remove(callback)
             except ValueError:
                 return

@@ -2,7 +2,7 @@
 
 In: the memory of each operation's tensors. Out: nothing; the bytes stay what and where they are. The kernel takes part of the
 memory at a time (`madvise`, MADV_COLLAPSE of Linux 6.1; it copies 16 MiB in about 35 ms), so a long tensor takes many
-operations, and none of them keeps a heartbeat waiting. Where the system wants no huge pages, or cannot, nothing happens.
+operations, and none of them keeps a heartbeat waiting. Where huge pages are disabled or unsupported, nothing happens.
 
 Whose memory: the library's own always; a caller's only with consent (`consent`). Users of a process group consent with
 HELIXRT_HUGE_PAGES=1.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 LEAST_BYTES = 4 << 20  # of a tensor worth it
-USES = 3  # of the same memory until it is believed to stay
+USES = 3  # of the same memory, after which it is assumed to be used again
 SLICE_BYTES = 16 << 20  # taken with one operation
 PAGE_BYTES = 2 << 20
 _MOST = 256  # tensors that are remembered
@@ -68,4 +68,4 @@ class HugePages:
         end = min((address + size) // PAGE_BYTES * PAGE_BYTES, begin + SLICE_BYTES)
         if begin < end:
             self._done[memory] = end
-            self._advise(begin, end - begin, _COLLAPSE)  # what it says changes nothing: it was worth a try
+            self._advise(begin, end - begin, _COLLAPSE)  # the result is ignored: this is an optimization only

@@ -33,7 +33,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class How:
-    """How a call runs: its software deadline, what follows it before anyone is told, and whether the caller waits
+    """How a call runs: its software deadline, what runs before its result is reported, and whether the caller waits
     for it at once (and so drives it)."""
 
     timeout_s: float
@@ -232,7 +232,7 @@ class Collectives:
         return plan
 
     def _call(self, collective: str, tensor: torch.Tensor, agreed: Hashable = (), reduction: Reduction | None = None) -> int:
-        """The fingerprint of a call. `agreed`: what all ranks must give alike, beside the elements and the reduction."""
+        """The fingerprint of a call. `agreed`: what must be equal on all ranks, besides the elements and the reduction."""
         op, divisor = (None, 1) if reduction is None else (reduction.op, reduction.divisor)
         key = (collective, tensor.dtype, op, divisor, agreed)
         found = self._calls.get(key)

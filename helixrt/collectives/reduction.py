@@ -71,7 +71,7 @@ class Reduction:
         self._operate: Any = OPERATORS[op]
 
     def carry_out(self, work: Reduce | Copy, memory: OperationMemory) -> None:
-        """Do what the node says."""
+        """Carry out the node."""
         if isinstance(work, Copy):
             memory.tensor(work.into).copy_(memory.tensor(work.source))
             return

@@ -28,7 +28,7 @@ _POLL_S = 0.001
 _SLOWEST_POLL_S = 0.02
 _POLL_PART = 0.1  # of the time waited so far: how much longer it may take to notice the end
 _LEAST_S = 0.01  # of a store's own limits
-_GRACE_S = 0.25  # for a wait in the store that ends by itself at the deadline, and says more than that it is over
+_GRACE_S = 0.25  # for a wait in the store that ends by itself at the deadline, with a better message than a time-out
 _MOST_LOOKS_PER_S = 5000.0  # of all ranks that wait, at the store
 _GENERATION, _LENGTH = struct.Struct("<q"), struct.Struct("<I")
 
@@ -143,12 +143,12 @@ def in_time(ask: Callable[[], _Answer], deadline: Deadline, aborted: Callable[[]
             raise StoreSilent(f"the store did not answer within {deadline.limit_s:g} s")
     thread.join()
     if failed:
-        raise failed.pop()  # no name for it here: a frame that holds its own exception lives until a collection
+        raise failed.pop()  # no variable holds it: that would be a reference cycle with its frame
     return came[0]
 
 
 def _await(store: dist.Store, keys: list[str], ranks: list[str], deadline: Deadline, aborted: Callable[[], bool]) -> None:
-    """Until all of `keys` are set. `ranks`: the key that each rank sets, which tells who is missing."""
+    """Until all of `keys` are set. `ranks`: the key that each rank sets, for the message about missing ranks."""
     begin = time.monotonic()
     slowest_s = max(_SLOWEST_POLL_S, len(ranks) / _MOST_LOOKS_PER_S)
     while not store.check(keys):
@@ -183,7 +183,7 @@ class StoreClients:
         self._last: tuple[str, dist.TCPStore] | None = None
 
     def at(self, rendezvous: str, timeout_s: float, aborted: Callable[[], bool] = lambda: False) -> dist.Store:
-        """The store at `rendezvous`, below its prefix. Raises RuntimeError or Retryable when nobody answers."""
+        """The store at `rendezvous`, below its prefix. Raises RuntimeError or Retryable without an answer."""
         address, _, prefix = rendezvous.partition("/")
         if self._last is None or self._last[0] != address:
             host, _, port = address.rpartition(":")

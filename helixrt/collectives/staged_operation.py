@@ -1,7 +1,7 @@
 """A staged call as an operation of a communicator: what it sends waits until it has come, what it sums is summed on the card.
 
 In: a plan, and the caller's tensors on a card. Out: host tensors to run the plan on; for every action of the machine
-whether it may be carried out yet; and the way back to the card. A plan says by itself what it reads and writes, so only
+whether it may be carried out yet; and the copy back to the GPU. A plan says by itself what it reads and writes, so only
 that is copied: of a ring's source what is sent in its first step, of a broadcast's root nothing comes back.
 """
 
@@ -132,7 +132,7 @@ class StagedOperation:
         """Queue a reduction on the card; `done` is to be called when the mark has passed. A copy is done at once (None).
 
         The source's operand is read where the caller has it, the other one in the pinned memory in which it came. The
-        sum goes to pinned memory, from where it is sent; with the last one of these bytes also where the caller wants it.
+        sum goes to pinned memory, from where it is sent; with the last one of these bytes also to the caller's memory.
         """
         work = action.work
         if isinstance(work, Copy):

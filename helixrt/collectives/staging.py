@@ -4,7 +4,7 @@ In: the tensors of one call on a card, and which bytes of them the call reads an
 run the call on and what moves bytes between them and the card: copies in chunks, on side streams, with an event behind
 each chunk, so that a chunk can be sent when it has come while later ones are on their way, and a part of the result goes
 back while others are still summed (FT-HSDP section 4.2: the GPU stream copies to the send buffer and notifies the CPU).
-Nothing synchronises with the whole device. Sums are made on the card, of its own memory and what came into pinned memory
+Nothing synchronises with the whole device. Sums are made on the GPU, of its own memory and the data received in pinned memory
 (`staged_operation`), on a third stream.
 
 The order of calls, from the thread that has the caller's current stream unless said otherwise:
@@ -52,7 +52,7 @@ class Lane(ABC):
 
     @abstractmethod
     def follow_caller(self, tensor: torch.Tensor) -> None:
-        """Later work comes after what the caller has queued, and `tensor` (on the card) lives until it is done."""
+        """Later work comes after what the caller has queued, and `tensor` (on the GPU) is kept until it is done."""
 
     @abstractmethod
     def follow(self, mark: Mark) -> None:
@@ -122,7 +122,7 @@ class Staging:
                 self._compiled.add((variant, device))
 
     def keep(self, mark: Mark, *what: object) -> None:
-        """The call failed, and the card uses this host memory until `mark`: torch's cache of it knows of copies only."""
+        """The call failed, and the GPU uses this host memory until `mark`: torch's cache of it tracks copies only."""
         with self._lock:
             self._kept.append((mark, what))
 

@@ -58,7 +58,7 @@ def apart(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def in_place_or_apart(source: torch.Tensor, out: torch.Tensor, offset: int) -> torch.Tensor:
-    """`source`; a copy where it shares memory with `out`, unless the shorter lies at `offset` bytes of the longer: what
+    """`source`; a copy where it shares memory with `out`, unless the shorter begins at `offset` bytes of the longer: what
     FSDP does, which gathers from a part of the output."""
     part, whole = (source, out) if source.numel() <= out.numel() else (out, source)
     return source if lies_at(part, whole, offset) else apart(source, out)

@@ -41,7 +41,8 @@ class ProcessGroupHelix(GroupLifecycle, ProcessGroup):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Meet the other ranks at `store_addr` (host:port/prefix, a new prefix each time). Raises GroupError."""
+        """Connect with the other ranks through the store at `store_addr` (host:port/prefix, a new prefix each time). Raises
+        GroupError."""
         deadline = Deadline(self._timeout_s)
         try:
             store = self._stores.at(store_addr, deadline.left_s)

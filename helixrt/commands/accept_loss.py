@@ -11,7 +11,9 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="as the waiting line of the run names it")
+    parser.add_argument(
+        "run_folder", type=Path, metavar="RUN_FOLDER", help="folder of the run, as its console prints it while it waits"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

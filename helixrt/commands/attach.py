@@ -1,4 +1,4 @@
-"""`helixrt attach RUN_FOLDER`: drive a run whose driver has gone, and whose ranks train on; or follow a submitted job again.
+"""`helixrt attach RUN_FOLDER`: start a new driver for a run whose ranks continue without one, or follow a submitted job again.
 
 In: the run's folder, or the id of a Ray job. Out: the run's console from now on, and its exit code. Ctrl-C ends the run that is
 driven from here; a job that is followed goes on.

@@ -1,4 +1,4 @@
-"""`helixrt drain REPLICA`: a replica leaves a run at a step boundary and stays away; `--back` starts it again.
+"""`helixrt drain REPLICA`: a replica leaves a run at a step boundary; `--back` starts it again.
 
 In: the replica's number and the run's folder. Out: a request to the run's driver, which reports the result on its console.
 The other replicas continue; no exchange breaks, and nothing is computed twice.
@@ -14,10 +14,14 @@ _TAKEN_WITHIN_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("replica", type=int, metavar="REPLICA", help="its number, from 0")
-    parser.add_argument("--back", action="store_true", help="start it again")
+    parser.add_argument("replica", type=int, metavar="REPLICA", help="number of the replica, from 0")
+    parser.add_argument("--back", action="store_true", help="start the replica again")
     parser.add_argument(
-        "--run", type=Path, default=Path("outputs/latest"), metavar="RUN_FOLDER", help="of a running run (default: %(default)s)"
+        "--run",
+        type=Path,
+        default=Path("outputs/latest"),
+        metavar="RUN_FOLDER",
+        help="folder of the run (default: %(default)s)",
     )
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the folder of a run, or of one of its checkpoints (s3:// and others, too)")
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new or empty")
-    parser.add_argument("--step", type=int, default=None, help="of the checkpoint (default: the newest)")
+    parser.add_argument("run", metavar="RUN", help="folder of a run or of a checkpoint; also an address such as s3://...")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument("--step", type=int, default=None, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--dtype", default="", help="float64, float32, bfloat16 or float16 (default: as it was trained)")
-    parser.add_argument("--config", type=Path, default=None, metavar="PATH", help="the model's config.json, to be copied")
+    parser.add_argument("--config", type=Path, default=None, metavar="PATH", help="the model's config.json, which is copied")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`helixrt lab net`: networks of namespaces from a shell.
 
 In: the command's arguments. Out: an exit code. `up` keeps a network until Ctrl-C, `run` runs a command once on every
-host, `measure` compares the rate asked for with what a connection gets, `clean` removes what crashed owners left.
+host, `measure` compares the configured rate with that of a connection, `clean` removes networks of programs that have ended.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = argparse.ArgumentParser(add_help=False)
     shape.add_argument("--hosts", type=int, default=2, help="how many hosts (default 2)")
     shape.add_argument("--rails", type=int, default=1, help="devices of each host, each in its own subnet (default 1)")
-    shape.add_argument("--rate", default="none", help="of each rail each way: 500mbit, 1.5gbit, 64kbit; none (default)")
-    shape.add_argument("--delay-ms", type=float, default=0.0, help="one way; needs a kernel with netem (default 0)")
+    shape.add_argument("--rate", default="none", help="rate of each rail, each way: 500mbit, 1.5gbit, 64kbit; none (default)")
+    shape.add_argument(
+        "--delay-ms", type=float, default=0.0, help="delay of each rail, one way; needs a kernel with netem (default 0)"
+    )
 
     commands.add_parser("up", parents=[shape], help="make a network and keep it until Ctrl-C")
     run = commands.add_parser(
@@ -42,10 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and GLOO_SOCKET_IFNAME set, so that torch.distributed connects the hosts "
         "without further settings. The exit code is that of the first host to fail.",
     )
-    run.add_argument("--pin", action="store_true", help="one core per host, in turn")
+    run.add_argument("--pin", action="store_true", help="give each host a core of its own, in turn")
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments")
-    measure = commands.add_parser("measure", parents=[shape], help="what a connection carries between hosts 0 and 1, each way")
-    measure.add_argument("--seconds", type=float, default=2.0, help="per connection (default 2)")
+    measure = commands.add_parser(
+        "measure", parents=[shape], help="measure the rate of a connection between hosts 0 and 1, each way"
+    )
+    measure.add_argument("--seconds", type=float, default=2.0, help="duration of each connection (default 2)")
     commands.add_parser("clean", help="remove networks whose owner has ended, and end their processes")
 
 

@@ -20,10 +20,15 @@ from helixrt.lab.shaping import parse_rate
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--nodes", type=int, default=3, help="of the cluster; the first is its head (default 3)")
-    add("--cpus", type=int, default=1, help="that Ray counts on each node (default 1)")
-    add("--rate", default="none", help="of each node's link, each way: 500mbit, 1.5gbit; none (default)")
-    add("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="runs outside of the cluster; default: up until Ctrl-C")
+    add("--nodes", type=int, default=3, help="nodes of the cluster; the first is its head (default 3)")
+    add("--cpus", type=int, default=1, help="CPUs that Ray counts on each node (default 1)")
+    add("--rate", default="none", help="rate of each node's link, each way: 500mbit, 1.5gbit; none (default)")
+    add(
+        "argv",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="run this outside of the cluster; default: keep the cluster until Ctrl-C",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

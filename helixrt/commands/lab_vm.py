@@ -1,6 +1,6 @@
-"""`helixrt lab setup | run | shell | stop`: commands in a small VM whose NICs speak RDMA, with this machine's files.
+"""`helixrt lab setup | run | shell | stop`: commands in a small VM with RDMA NICs and this machine's files.
 
-In: the command's arguments. Out: its output and its exit code. The VM stays for the next command, until nobody used it for
+In: the command's arguments. Out: its output and its exit code. The VM is kept for the next command, until it is unused for
 half an hour; `--fresh` boots one for this command alone. What the command writes stays in the VM, but for `--share`d folders.
 """
 
@@ -33,16 +33,20 @@ READ_BYTES = 1 << 16
 
 
 def add_commands(kinds: Any) -> None:
-    kinds.add_parser("setup", help="fetch what the VM needs: programs with apt (root), a kernel into the cache folder")
+    kinds.add_parser("setup", help="install what the VM needs: programs with apt (root), a kernel in the cache folder")
 
     named = argparse.ArgumentParser(add_help=False)
     default = os.environ.get(vm.NAMED) or "default"
-    named.add_argument("--name", default=default, help=f"of the VM that is kept (default ${vm.NAMED}, else default)")
+    named.add_argument("--name", default=default, help=f'name of the VM (default: ${vm.NAMED}, else "default")')
     size = argparse.ArgumentParser(add_help=False, parents=[named])
-    size.add_argument("--memory", type=float, default=2.0, metavar="GB", help="of the VM (default 2)")
-    size.add_argument("--cpus", type=int, default=min(2, os.cpu_count() or 1), help="of the VM (default 2)")
-    size.add_argument("--accel", choices=("tcg", "kvm"), default="tcg", help="tcg (default) works anywhere; kvm is faster")
-    size.add_argument("--share", action="append", default=[], metavar="DIR", help="a folder that the command may change")
+    size.add_argument("--memory", type=float, default=2.0, metavar="GB", help="memory of the VM (default 2)")
+    size.add_argument("--cpus", type=int, default=min(2, os.cpu_count() or 1), help="processors of the VM (default 2)")
+    size.add_argument(
+        "--accel", choices=("tcg", "kvm"), default="tcg", help="tcg (default) works on any machine; kvm is faster"
+    )
+    size.add_argument(
+        "--share", action="append", default=[], metavar="DIR", help="folder of this machine in which the command may write"
+    )
 
     run_ = kinds.add_parser(
         "run",
@@ -52,14 +56,14 @@ def add_commands(kinds: Any) -> None:
         "output and exit code. The NIC pairs are rxe_a1-rxe_b1, rxe_a2-rxe_b2, ... (helixrt.lab.nics cuts and mends them). "
         "What it writes stays in the VM, except below --share.",
     )
-    run_.add_argument("--nics", type=int, default=1, help="pairs of NICs, made anew for this command (default 1)")
-    run_.add_argument("--fresh", action="store_true", help="boot a VM for this command, and end it after")
+    run_.add_argument("--nics", type=int, default=1, help="NIC pairs, made new for this command (default 1)")
+    run_.add_argument("--fresh", action="store_true", help="boot a VM for this command only, and end it afterwards")
     run_.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments")
 
-    shell = kinds.add_parser("shell", parents=[size], help="a shell in the VM")
-    shell.add_argument("--nics", type=int, help="make this many NIC pairs anew; without it they stay as they are")
+    shell = kinds.add_parser("shell", parents=[size], help="open a shell in the VM")
+    shell.add_argument("--nics", type=int, help="make this many new NIC pairs (default: keep the present ones)")
 
-    kinds.add_parser("stop", parents=[named], help="end the VM that is kept")
+    kinds.add_parser("stop", parents=[named], help="end the VM")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,7 +172,7 @@ def _feed(connection: Connection) -> None:
 
 @contextmanager
 def _raw_terminal(resized: Callable[[bytes], None]) -> Iterator[None]:
-    """Keys go to the guest as they are; a change of the window is told."""
+    """Key presses are sent to the guest unchanged, and so are changes of the window size."""
 
     def changed(number: int, frame: FrameType | None) -> None:
         rows, columns, _, _ = struct.unpack("HHHH", fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8)))

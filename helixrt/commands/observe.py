@@ -25,10 +25,14 @@ _OPERATIONS = (Op.F, Op.B, Op.W, Op.BW)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("run", nargs="?", default="outputs/latest", metavar="RUN_FOLDER", help="default: %(default)s")
-    parser.add_argument("--replica", metavar="R", help="this one alone")
-    parser.add_argument("--until", metavar="STEP", help="as it was known after this step (default: the last one)")
-    parser.add_argument("--profile", metavar="FILE.json", help="write the costs of a replica (the first) for helixrt schedule")
+    parser.add_argument(
+        "run", nargs="?", default="outputs/latest", metavar="RUN_FOLDER", help="folder of the run (default: %(default)s)"
+    )
+    parser.add_argument("--replica", metavar="R", help="show only this replica")
+    parser.add_argument("--until", metavar="STEP", help="use only measurements up to this step (default: the last one)")
+    parser.add_argument(
+        "--profile", metavar="FILE.json", help="write the costs of the first replica, or of --replica, for helixrt schedule"
+    )
     output.add_arguments(parser, FORMATS)
 
 

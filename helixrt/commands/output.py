@@ -1,4 +1,4 @@
-"""Where commands write, and the shapes they share: formats by name, tables, the terminal's width and colours."""
+"""Output of commands: the choice of the format, files, tables, the terminal's width and colours."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from helixrt.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
-    """Add the options that say in which form and where to."""
-    parser.add_argument("--format", metavar="FORMAT", help=f"{', '.join(formats)} (default: by the output's name, else text)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of to the terminal")
+    """Add the options for the format and the output file."""
+    parser.add_argument(
+        "--format", metavar="FORMAT", help=f"{', '.join(formats)} (default: from the output file's name, else text)"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to this file instead of the terminal")
 
 
 def chosen_format(args: argparse.Namespace, allowed: Sequence[str]) -> str:

@@ -32,19 +32,25 @@ class Problem:
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is planned for."""
+    """Add the options that describe the planning problem."""
     parser.add_argument("--stages", metavar="S", help="pipeline stages")
     parser.add_argument("--microbatches", metavar="N", help="micro-batches of a step")
-    parser.add_argument("--cost", metavar="F,B,W", help="ms of a stage's forward, backward for inputs, for weights")
+    parser.add_argument(
+        "--cost", metavar="F,B,W", help="ms of F, B and W of each stage: forward, backward for inputs, backward for weights"
+    )
     parser.add_argument("--profile", metavar="FILE.json", help='costs per stage: {"f": [..], "b": [..], "w": [..], ...}')
-    parser.add_argument("--delay", action="append", default=[], metavar="I:MS", help="latency of a link, planned for")
-    parser.add_argument("--memory", metavar="M", help="cap of every stage, in activations (1 per micro-batch, from F to W)")
+    parser.add_argument("--delay", action="append", default=[], metavar="I:MS", help="latency of a link that the plan assumes")
+    parser.add_argument(
+        "--memory", metavar="M", help="memory cap of every stage, in activations (a micro-batch holds 1 from F to W)"
+    )
     parser.set_defaults(run_delay=[])
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a schedule is run."""
-    parser.add_argument("--run-delay", action="append", default=[], metavar="I:MS", help="latency replayed under instead")
+    parser.add_argument(
+        "--run-delay", action="append", default=[], metavar="I:MS", help="latency in the simulation, if it differs from --delay"
+    )
     parser.add_argument("--comm", default="delegated", metavar="MODE", help="delegated (default), direct or direct:DEPTH")
 
 

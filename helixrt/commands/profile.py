@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="profile", metavar="KIND", required=True)
     summary = "overlap effectiveness factors of matrix products, attention and collectives"
     overlap = kinds.add_parser("overlap", help=summary, description=summary, epilog=EPILOG)
-    overlap.add_argument("--device", metavar="cpu|cuda", help="default: cuda where every process has a GPU of its own")
-    overlap.add_argument("--processes", metavar="N", help="on this machine, unless others started them (default 2)")
-    overlap.add_argument("--tokens", metavar="N", help="of a micro-batch (default: 512, on a GPU 8192)")
+    overlap.add_argument("--device", metavar="cpu|cuda", help="default: cuda if every process has a GPU of its own")
+    overlap.add_argument("--processes", metavar="N", help="processes to start on this machine (default 2); not under torchrun")
+    overlap.add_argument("--tokens", metavar="N", help="tokens of a micro-batch (default: 512, on a GPU 8192)")
     overlap.add_argument("--hidden", metavar="N", help="hidden size (default: 512, on a GPU 8192)")
     overlap.add_argument("--heads", metavar="N", help="attention heads (default: 8, on a GPU 64)")
     overlap.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} (default: float32, on a GPU bfloat16)")
@@ -104,7 +104,7 @@ def _process(rank: int, processes: int, device: str, sizes: Sizes, folder: str) 
 
 
 def _measured(rank: int, local: int, processes: int, device: str, sizes: Sizes, folder: str | None) -> dict[str, Any] | None:
-    """The table on the first rank, None on the others. Without `folder`, ranks meet where MASTER_ADDR says."""
+    """The table on the first rank, None on the others. Without `folder`, ranks connect through MASTER_ADDR."""
     place = torch.device("cuda", local) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(place)

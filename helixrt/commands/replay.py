@@ -49,9 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="the trace's JSON file (default: ADAPTRA's Table 3)")
     problems.add_costs(parser)
     parser.add_argument("--policy", metavar="P,P", help=f"policies (default {','.join(s.name for s in STRATEGIES)})")
-    parser.add_argument("--detection-lag", metavar="N", help="iterations until a change of links is acted on (2)")
-    parser.add_argument("--switch-cost", metavar="MS", help="what taking up a new schedule costs, in ms (100)")
-    parser.add_argument("--restart", metavar="S", help="what a NIC failure costs those without failover, in s (60)")
+    parser.add_argument(
+        "--detection-lag", metavar="N", help="iterations between a change of links and the reaction (default 2)"
+    )
+    parser.add_argument("--switch-cost", metavar="MS", help="time of a switch to another schedule, in ms (default 100)")
+    parser.add_argument(
+        "--restart", metavar="S", help="time that policies without failover lose at a NIC failure, in s (default 60)"
+    )
     output.add_arguments(parser, FORMATS)
 
 

@@ -48,7 +48,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Row:
-    """One policy of a comparison; `note` says why there are no figures, or that the schedule does not fit its cap.
+    """One policy of a comparison; `note`: why there are no figures, or that the schedule does not fit its cap.
 
     `lower_bound_ms` holds under the caps, so what does not fit may be below it and has no gap.
     """
@@ -67,16 +67,22 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = EPILOG
-    parser.add_argument("action", nargs="?", metavar="compare|check", help="all policies side by side; prove an order")
-    parser.add_argument("file", nargs="?", metavar="FILE", help="of check: torch's CSV, or the JSON printed here")
+    parser.add_argument(
+        "action", nargs="?", metavar="compare|check", help="compare: all policies in a table; check: verify an order in a file"
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE", help="for check: torch's CSV, or the JSON that --format json prints")
     problems.add_costs(parser)
     problems.add_replay(parser)
     parser.add_argument("--policy", metavar="P", help=f"{', '.join(policies.POLICIES)} (default helix)")
-    parser.add_argument("--order", metavar="FILE", help="check and time this order: torch's CSV, or the JSON printed here")
+    parser.add_argument(
+        "--order", metavar="FILE", help="check and time this order: torch's CSV, or the JSON that --format json prints"
+    )
     parser.add_argument("--chunks", metavar="1|2", help="chunks per stage that helix plans with (default 1)")
-    parser.add_argument("--exact", action="store_true", help="search on for the proven optimum (extra 'exact')")
+    parser.add_argument("--exact", action="store_true", help="continue the search until the optimum is proven (extra 'exact')")
     parser.add_argument("--time-limit", metavar="S", help="seconds that --exact may take (default 30)")
-    parser.add_argument("--prices", action="store_true", help="with check: what a step saves per ms less of a link or a stage")
+    parser.add_argument(
+        "--prices", action="store_true", help="with check: time that a step saves per ms less on a link or a stage"
+    )
     output.add_arguments(parser, FORMATS)
 
 

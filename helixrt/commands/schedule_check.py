@@ -79,7 +79,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of an order that cannot run, `blocked` says why, and nothing else is known."""
+    """For an order that cannot run, `blocked` is the reason, and the other fields are empty."""
 
     name: str
     stages: int
@@ -97,7 +97,7 @@ class Findings:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what is found. Returns 0, or 1 for an order that blocks, is incomplete or does not fit. Raises ConfigError."""
+    """Print the findings. Returns 0, or 1 for an order that blocks, is incomplete or does not fit. Raises ConfigError."""
     if args.file is None:
         raise ConfigError("helixrt schedule check", "''", "needs the order's file, before options")
     for option in ("policy", "order", "chunks", "time_limit"):
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings(schedule: Schedule, costs: Costs, comm: Comm, *, prices: bool = False) -> Findings:
-    """Everything that is found out about an order under costs of its own placement."""
+    """All findings about an order under costs of its own placement."""
     found = Findings(schedule.name, schedule.stages, schedule.microbatches, schedule.chunks, None)
     try:
         check(schedule)

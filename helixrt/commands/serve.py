@@ -27,13 +27,18 @@ AUTO = "auto"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--replicas", type=int, required=True, metavar="N", help="how many replicas the run has")
+    add("--replicas", type=int, required=True, metavar="N", help="number of replicas of the run")
     add("--pp", type=int, default=1, help="pipeline stages of a replica, as in the programs' Mesh")
     add("--dp-shard", type=int, default=1, help="ranks over which a replica shards its parameters, as in the programs' Mesh")
-    add("--cp", type=int, default=1, help="ranks over which a replica cuts sequences, as in the programs' Mesh")
-    add("--tp", type=int, default=1, help="ranks over which a replica cuts matrices, as in the programs' Mesh")
-    add("--storage", type=Path, default=Path("outputs"), help="the run's folder is made here; all machines must share it")
-    add("--name", default="run", help="of the run")
+    add("--cp", type=int, default=1, help="ranks over which a replica divides sequences, as in the programs' Mesh")
+    add("--tp", type=int, default=1, help="ranks over which a replica divides matrices, as in the programs' Mesh")
+    add(
+        "--storage",
+        type=Path,
+        default=Path("outputs"),
+        help="the run's folder is made here; all machines must share this folder",
+    )
+    add("--name", default="run", help="name of the run")
     add("--resume", default="", metavar="RUN_FOLDER|latest", help="go on with a served run, from its newest checkpoint")
     add(
         "--host",
@@ -41,15 +46,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the address of this machine that the servers bind to, and replicas connect to; auto: in a Slurm job of several "
         "machines that on the way to the others, else loopback",
     )
-    add("--port", type=int, default=0, help="of the run's store; 0: any free one")
+    add("--port", type=int, default=0, help="port of the run's store; 0: any free port")
     add("--membership", default="auto", help="decides which replicas take part: auto, torchft or store (without torchft)")
-    add("--step-timeout-s", type=float, default=60.0, help="no step of a healthy replica takes longer")
-    add("--heartbeat-s", type=float, default=0.0, help="of the membership; 0: derived from the step timeout")
+    add(
+        "--step-timeout-s",
+        type=float,
+        default=60.0,
+        help="upper limit for a step of a healthy replica; other timeouts are derived from it",
+    )
+    add("--heartbeat-s", type=float, default=0.0, help="heartbeat of the membership; 0: derived from the step timeout")
     add("--checkpoint-every", type=int, default=50, help="steps between two checkpoints; 0: none")
-    add("--checkpoint-path", default="", metavar="ADDRESS", help="s3://BUCKET/FOLDER or the like; default: the run's folder")
-    add("--restarts", type=int, default=100, help="how often a replica may come again within an hour")
-    add("--wait-s", type=float, default=1800.0, help="how long to wait for a replica that is not started (again)")
-    add("--secret-file", type=Path, help="holds the run's secret; default: HELIXRT_SECRET, else a new one in the run's folder")
+    add(
+        "--checkpoint-path",
+        default="",
+        metavar="ADDRESS",
+        help="s3://BUCKET/FOLDER or another fsspec address; default: the run's folder",
+    )
+    add("--restarts", type=int, default=100, help="how often a replica may be started again within an hour")
+    add("--wait-s", type=float, default=1800.0, help="how long to wait for a replica that is not started, or not started again")
+    add(
+        "--secret-file",
+        type=Path,
+        help="file with the run's secret; default: HELIXRT_SECRET, else a new file in the run's folder",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

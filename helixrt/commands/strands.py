@@ -1,4 +1,4 @@
-"""`helixrt strands show MODEL`: what two interwoven strands of a model are made of, and what hides behind what.
+"""`helixrt strands show MODEL`: operators, pairs and times of two interwoven strands of a model.
 
 In: the command's arguments; where RANK and WORLD_SIZE are set (torchrun, `helixrt lab net run`) the ranks there are.
 Out: an exit code; a report, JSON, a picture, or a graph as Python, from the first rank.
@@ -54,19 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--sequence", action="store_true", help="sequence parallelism between the matrices, over tp")
     show.add_argument("--cp", metavar="N", help="ranks of context parallelism (default 1)")
     show.add_argument("--ep", metavar="N", help="ranks of expert parallelism (default 1)")
-    show.add_argument("--layers", metavar="N", help="other than the model's")
+    show.add_argument("--layers", metavar="N", help="number of layers (default: the model's)")
     show.add_argument("--seq-len", metavar="N", help="tokens of a whole sequence (default 128)")
     show.add_argument("--batch", metavar="N", help="sequences of a micro-batch (default 4)")
-    show.add_argument("--ranks", metavar="N", help="that share the model of module:function (default 1)")
-    show.add_argument("--microbatches", metavar="N", help="of a step (default 2)")
+    show.add_argument("--ranks", metavar="N", help="ranks that share the model of module:function (default 1)")
+    show.add_argument("--microbatches", metavar="N", help="micro-batches of a step (default 2)")
     show.add_argument("--link", metavar="MBIT", help="rate between hosts, each way (default 1000)")
-    show.add_argument("--latency", metavar="US", help="of a collective between hosts (default 100)")
+    show.add_argument("--latency", metavar="US", help="latency of a collective between hosts (default 100)")
     show.add_argument("--inside", metavar="MBIT", help="rate inside a host (default 10000)")
-    show.add_argument("--inside-latency", metavar="US", help="of a collective inside a host (default 20)")
+    show.add_argument("--inside-latency", metavar="US", help="latency of a collective inside a host (default 20)")
     show.add_argument("--per-host", metavar="N", help="ranks on each host (default 1)")
-    show.add_argument("--processor", metavar="SHARE", help="of communication that is processor work, 0 to 1 (default 0)")
+    show.add_argument("--processor", metavar="SHARE", help="share of communication that uses the processor, 0 to 1 (default 0)")
     show.add_argument("--codegen", metavar="KIND", default="eager", help=f"{' or '.join(CODEGENS)} (default eager)")
-    show.add_argument("--device", metavar="cpu|cuda", default="cpu", help="where to compute (default cpu)")
+    show.add_argument("--device", metavar="cpu|cuda", default="cpu", help="device that computes (default cpu)")
     show.add_argument("--graph", metavar="GRAPH", help=f"print {', '.join(GRAPHS)} as Python instead")
     output.add_arguments(show, FORMATS)
 
@@ -144,7 +144,7 @@ def _form(args: argparse.Namespace) -> str:
 
 
 def _world() -> tuple[int | None, int]:
-    """How many ranks were started, None where nobody started any; and which one this is."""
+    """Number of ranks that were started (None if this process was started alone), and the number of this rank."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None, 0
     return whole("WORLD_SIZE", os.environ["WORLD_SIZE"]), int(os.environ["RANK"])

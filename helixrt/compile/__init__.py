@@ -65,7 +65,7 @@ def attach(model_or_class: Any, options: Options) -> Any:
 
 
 class TrainStepOfEach:
-    """What a decorated class holds: the first look at `instance.train_step` makes the instance one of its own."""
+    """The `train_step` of a decorated class: the first access to `instance.train_step` makes one for the instance."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -1,4 +1,4 @@
-"""What `explain()` says: whether a model is captured and woven, its operators, and what hides behind what.
+"""The report of `explain()`: whether a model is captured and woven, its operators, and which compute hides which messages.
 
 In: the graphs of a stage and how they were planned. Out: an `Explanation`; printed, it is a report (`explanation_text`);
 `to_dict` is the same as plain data (`explanation_json`), `picture` draws both strands (`picture`), and `save` writes any
@@ -34,13 +34,13 @@ FORMS = ("txt", "json", "svg", "png")
 
 @dataclass(frozen=True)
 class Explanation:
-    """`state` is "woven", "single strand", "fallback" (see `reason`), or says that there is nothing yet.
+    """`state` is "woven", "single strand", "fallback" (see `reason`), or a text if nothing was captured yet.
 
     `counts` has the operators of each graph by kind. `plan` has the operators with their times, the order, the pairs and
     the predicted times; its pairing is None for a model that does not communicate. `measured_ms` are medians of each
     graph's latest runs (on processors; a GPU's graphs are not timed). Memory is what the model's tensors
     need besides parameters, gradients and inputs, at most, of one strand and of two. `code` is each graph as Python;
-    `modules` tells, of each graph's operators, the module they come from. `supposed` are groups that were planned for
+    `modules` has, for each graph's operators, the module that they come from. `supposed` are groups that were planned for
     without being there, by name (`plan_ahead`); times of communication in them are estimates.
     """
 

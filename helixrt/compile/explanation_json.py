@@ -11,7 +11,7 @@
 - `plan`, or null: `policy`, `predicted_us`, `sequential_us`, `bound_us`, `compute_us`, `communication_us`, `hidden_us`,
   `hidden_share` (of what a perfect plan saves); `order`: [strand, index] in issue order; `pairs`: `collective`, `behind`,
   `beside`, `hidden_us`, `exposed_us`; `timeline` and `sequential_timeline`: for `processor` and `network` a list of
-  [strand, index, class, start_us, end_us]; on the processor a wait is the time it stands still. `unsteady`: signatures
+  [strand, index, class, start_us, end_us]; on the processor a wait is the time in which it is idle. `unsteady`: signatures
   (pairs as "A with B") whose times cannot be trusted.
 
 Strands are "forward" and "backward"; places are [strand, index].

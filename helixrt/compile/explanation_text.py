@@ -1,6 +1,6 @@
 """An explanation as text: what was captured, what each strand is made of, what hides behind what.
 
-In: an `Explanation`. Out: lines. Operators that are alike are one line; JSON has each.
+In: an `Explanation`. Out: lines. Equal operators are one line; JSON has each.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def lines(explanation: Explanation) -> list[str]:
 
 
 def strand_lines(name: str, operators: Sequence[Operator]) -> list[str]:
-    """A strand's operators, those that take longest first; operators alike are one line."""
+    """A strand's operators, those that take longest first; equal operators are one line."""
     compute = sum(map(work_us, operators)) / 1e3
     talk = sum(operator.time_us for operator in operators if operator.kind in COMMUNICATION) / 1e3
     found = [f"{name} strand: {compute:.2f} ms of work for the processor, {talk:.2f} ms of communication"]

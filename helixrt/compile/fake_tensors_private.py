@@ -34,5 +34,5 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def is_traced(value: object) -> bool:
-    """Stands for another tensor while AOTAutograd traces; has no memory of its own."""
+    """Replaces another tensor while AOTAutograd traces; has no memory of its own."""
     return isinstance(value, FunctionalTensor)

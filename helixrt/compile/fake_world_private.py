@@ -1,7 +1,7 @@
 """The one file that makes process groups without other ranks; torch has them for its own tests.
 
 In: how many ranks there are to be. Out: a default process group of that size in this process, as its first rank, whose
-collectives communicate with nobody: graphs can be captured in it, and groups and device meshes made, but results of
+collectives do not communicate: graphs can be captured in it, and groups and device meshes made, but results of
 collectives mean nothing. The same in torch 2.11 to 2.13.
 """
 

@@ -1,7 +1,7 @@
 """A batch becomes micro-batches.
 
 In: the arguments of a train step. Out: a `Batch`: each micro-batch's arguments, and its tensors by the ports a captured
-graph has for them. Tensors are split evenly along dim 0, or as `chunk_dims` says; all else goes to every micro-batch.
+graph has for them. Tensors are split evenly along dim 0, or along `chunk_dims`; all else goes to every micro-batch.
 """
 
 from __future__ import annotations

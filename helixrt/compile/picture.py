@@ -3,7 +3,7 @@
 In: an `Explanation` whose operators have times. Out: a `Picture`. Above, the backward of one micro-batch and then the
 forward of the next; below, both woven, on the same scale. Both strands run on the one processor, each has a row of its
 own there; communication inside the node and between nodes has a lane each. What stands above a message at the same
-time hides it; where the processor stands still for one, it is hatched.
+time hides it; where the processor waits for one, it is hatched.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Drawing:
         return self.explanation.modules.get(STRANDS[place[0]], {}).get(self.operator(place).node, "")
 
     def said(self, span: Span) -> str:
-        """What a box tells when pointed at."""
+        """The text that a box shows under the mouse pointer."""
         operator = self.operator(span.place)
         where = f" of {self.module(span.place)}" if self.module(span.place) else ""
         took = f"{span.start_us / 1e3:.3f} to {span.end_us / 1e3:.3f} ms"

@@ -1,10 +1,10 @@
 """Ranks that communicate run graphs that were captured together.
 
 In: for each step the number of the graphs that this rank would run, 0 where it has none. Out: whether all ranks of all groups
-that the model communicates in would run the same; otherwise all of them capture anew, at the same time. A rank that captured
+that the model communicates in would run the same; otherwise all of them capture again, at the same time. A rank that captured
 alone (after `forget`, another shape, a changed attribute) would exchange plans while the others train.
 
-Before the first capture nobody knows the groups; it happens in the first step of every rank. A rank waits for the others as
+Before the first capture the groups are unknown; it happens in the first step of every rank. A rank waits for the others as
 long as it would in the step's first collective: the group's own timeout.
 """
 
@@ -19,7 +19,7 @@ from helixrt.passes.groups import transport
 
 
 class Together:
-    """Numbers captures alike on all ranks. It outlives the graphs: what the others wait for does not end with `forget`."""
+    """Numbers captures, the same on all ranks. It outlives the graphs, because the others still wait after `forget`."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Together:
         Raises DisagreementError when one does not come within its group's timeout.
         """
         differs = number == 0
-        for name in self.names * min(len(self.names), 2):  # twice: what one group says another one must hear
+        for name in self.names * min(len(self.names), 2):  # twice, so that a result of one group reaches the others
             group = group_named(name)
             mine = struct.pack("<qq", 0 if differs else number, self.count)
             rows = [struct.unpack("<qq", row) for row in exchange(mine, group, None, transport(group)[1])]

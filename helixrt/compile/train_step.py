@@ -69,7 +69,7 @@ class TrainStep:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all graphs; the next call captures anew."""
+        """Drop all graphs; the next call captures again."""
         self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
         self.latest: Captured | None = None
         self.warned: set[str] = set()

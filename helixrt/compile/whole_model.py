@@ -36,9 +36,8 @@ Times = Callable[[Part, Schedule], Mapping[str, ChunkTimes] | None]  # of the un
 class WholeModel:
     """`device` is the one that the graphs run on, `autocast` the type that forward and loss run under autocast to (None: they
     run in the types of parameters and arguments). `times` gives those by which chunks are balanced for a schedule, in place of
-    estimates, where there are any.
-    `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it alike: it is given the first
-    units of later chunks."""
+    estimates, where there are any. `agreed` makes ranks that hold other parts of the model, and so estimate other times, cut it
+    in the same way: it is given the first units of later chunks."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 In: the running interpreter and machine. Out: a list of `Finding`s, as aligned text or JSON, and an
 exit code: 0 when the main job can run (`python -m helixrt.train`), 1 when it cannot. Ray is needed
-only to run it as a Ray job, and the last lines say so. Versions come from package metadata; only
-torch and torchft are imported, since a build that does not load is what one wants to find.
+only to run it as a Ray job, as the last lines of the output explain. Versions come from package metadata; only
+torch and torchft are imported, because a build that cannot be imported must be reported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard and jobs"}
 class Package:
     """An installed package that a part of helixrt needs: from which version, and which extra brings it.
 
-    `modules` must be findable too: they tell a full install from a partial one. `load` is imported.
+    `modules` must be findable too: they distinguish a complete installation from a partial one. `load` is imported.
     """
 
     distribution: str
@@ -252,7 +252,7 @@ def look_at_lab() -> Finding:
 
 def examine() -> list[Finding]:
     """Every finding, in the order they are printed."""
-    copies, bare = look_at_import_paths()  # first: torch may bring modules of its own
+    copies, bare = look_at_import_paths()  # first, because torch may import copies of its own
     packages = [look_at_package(package) for package in PACKAGES]
     accelerator = look_at_accelerator()
     triton = triton_finding(_version("triton"), declared_triton(), accelerator.state is State.ON)

@@ -215,7 +215,7 @@ class Driver(Receiver):
         if not node.alive or self.paused(node, self.looked, node, generation, peer, rail):
             return
         if node.generation == generation:
-            self.drive(node, node.peers[peer].nobody, rail, l.Failure.PEER_GONE, "nobody listens there")
+            self.drive(node, node.peers[peer].nobody, rail, l.Failure.PEER_GONE, "no process listens there")
 
     def refused(self, node: Node, generation: int, peer: int, rail: int, failure: l.Failure) -> None:
         if not node.alive or self.paused(node, self.refused, node, generation, peer, rail, failure):

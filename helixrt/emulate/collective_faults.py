@@ -140,7 +140,7 @@ class Faults(Generations):
         self.fabric.inject(node.rails[peer, rail], self.end(node, peer), wire)
 
     def close(self, node: Node) -> None:
-        """The process leaves its generation on purpose, whatever it was doing."""
+        """The process leaves its generation in order, at any point of its work."""
         if node.generation and node.paused_until <= self.clock.now:
             self.count["closes"] += 1
             node.closing = True
@@ -151,7 +151,7 @@ class Faults(Generations):
     def peer_ended(self, node: Node, peer: int, how: l.Lost | l.PeerAborted) -> None:
         told = (node.generation, node.ranks[peer], node.rank) in self.farewells
         if told and isinstance(how, l.Lost) and set(self.faults) == {"close"}:
-            raise self.fail(f"rank {node.rank} lost rank {node.ranks[peer]}, which said farewell: {how.cause}")
+            raise self.fail(f"rank {node.rank} lost rank {node.ranks[peer]}, which had left in order: {how.cause}")
 
     def crash(self, node: Node) -> None:
         node.alive = False

@@ -97,7 +97,7 @@ class Generations(Driver):
         if self.cut_off.get(node.rank, 0.0) > self.clock.now:
             self.clock.at(self.cut_off[node.rank], self.ask_to_reconfigure, node, generation)
         elif generation and node.generation == generation:
-            self.tell(node, c.Aborted(Cause("another rank wants to join", f"rank {node.rank}")))
+            self.tell(node, c.Aborted(Cause("another rank joins", f"rank {node.rank}")))
 
     def configure(self, node: Node, generation: int, members: tuple[int, ...]) -> None:
         if not node.alive or self.paused(node, self.configure, node, generation, members):

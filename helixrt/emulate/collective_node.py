@@ -43,12 +43,12 @@ class Node(SimulatedHost):
         self.ranks: tuple[int, ...] = ()
         self.me = 0
         self.machine = CollectiveMachine(0, 1, 0)
-        self.events: deque[Event] = deque()  # that the machine has yet to hear
+        self.events: deque[Event] = deque()  # that the machine has not got yet
         self.peers: dict[int, Peer] = {}
         self.ticks: dict[int, float] = {}  # when the link's next Tick is due
         self.rails: dict[tuple[int, int], Connection] = {}  # (peer, rail)
         self.reached: set[int] = set()
-        self.closing = False  # it is about to close on purpose
+        self.closing = False  # it is about to close in order
         self.points_first = False  # its program waits for single messages before it begins with collectives
         self.submitted = 0
         self.finished: set[int] = set()

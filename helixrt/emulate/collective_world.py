@@ -1,7 +1,7 @@
 """A simulated world for FTAR: collectives over links over rails, and everything may fail.
 
 In: a seed, the number of ranks, rails and collectives, and which kinds of fault may happen. Out: a
-`Verdict`, or a `Violation` that says what was broken and the one line that replays it.
+`Verdict`, or a `Violation` with the broken rule and the one line that replays it.
 
 The machines are the ones that run in production (`CollectiveMachine`, `Link` with its liveness, and the plans of
 `protocol/algorithms`); simulated are the clock, the network (`fabric`), memory, and the service that forms generations.

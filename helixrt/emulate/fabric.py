@@ -139,7 +139,7 @@ class Fabric:
 
     def _close(self, connection: Connection, end: int) -> None:
         """This end gave the connection up: what it has under way may be lost from some point on, unless it flushes; the peer
-        learns of it when nothing comes in between."""
+        detects it if nothing else comes before."""
         if not connection.flush[end] and self.random.random() < 0.6:
             self._cut(connection, end)
         self.clock.at(self._arrival(connection, end), self._told, connection, 1 - end, 0)

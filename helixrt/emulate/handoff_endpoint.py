@@ -121,7 +121,7 @@ class SimulatedEndpoint(Endpoint):
                 self._at_once(self.coming.pop(), False)
 
     def _at_once(self, message: Message, sent: bool) -> None:
-        """It happened within the call: over shared memory `next_deadline` tells, and no descriptor."""
+        """It happened within the call: over shared memory `next_deadline` reports it, and no descriptor."""
         self.inbox.append(Sent(*message) if sent else Received(*message))
         if not self.rings_when_asked:
             self.readable = True

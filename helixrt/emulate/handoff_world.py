@@ -4,7 +4,7 @@ In: a seed. Out: a `Verdict`, or a `Violation` with the line that replays it (`p
 N`).
 What runs is production's `Communicator` with `HandOff`, `Execution` and `Handle`; threads, clock, lock and sleeping are
 `threads`', the links are `handoff_endpoint`'s. Several callers submit, wait, wait with a limit, compute, and submit from
-callbacks; messages arrive at any moment; meanwhile the generation is aborted, broken by a peer, configured anew, closed.
+callbacks; messages arrive at any moment; meanwhile the generation is aborted, broken by a peer, configured again, closed.
 
 When every thread sleeps, nothing that has arrived is left undone, no deadline has passed and no operation that ended is
 unsettled. Turns are taken by the driver, or by another thread while no caller drives. Every operation ends once, in its
@@ -111,7 +111,11 @@ class HandOffWorld(Surroundings):
         self.calls: list[Call] = []
         self.waits: dict[Task, list[Call]] = {}  # what each thread waits for, the innermost last
         self.causes: dict[int, str] = {}  # generation -> the first cause
-        self.given = {"the group is being configured anew", "the communicator was closed", "the communicator is not configured"}
+        self.given = {
+            "the group is being configured again",
+            "the communicator was closed",
+            "the communicator is not configured",
+        }
         self.generation = 0
         self.tags = 0
         self.callers_left = rng.randint(1, 4)
@@ -235,7 +239,7 @@ class HandOffWorld(Surroundings):
         try:
             check(call.ends == 1, "an operation ended twice")
             awake = self.threads.me() is not self.communicator._thread or self.handoff.sleep is Sleep.AWAKE
-            check(awake, "the thread runs a callback and counts as asleep")
+            check(awake, "the thread runs a callback and counts as sleeping")
         except AssertionError as error:  # a handle logs what its callbacks raise, and goes on
             self.threads.fail(error)
         if nests:

@@ -103,7 +103,7 @@ class End(SimulatedHost):
         self.next_tick = 0.0
         self.ticked_s = -1.0
         self.newest = 0  # sequence number that came
-        self.stopped_until = 0.0  # its process stands still, and what is for it waits
+        self.stopped_until = 0.0  # its process is stopped, and its events wait
 
     # ---- what its peer asks for
 
@@ -132,7 +132,7 @@ class End(SimulatedHost):
     # ---- turns
 
     def turn(self, what: Callable[..., None], *args: Any) -> None:
-        """Something happens to this end; then it writes what it can, and its caller learns what came of it."""
+        """Pass an event to this end; then it writes what it can, and its caller gets the outcomes."""
         if self.dead:
             return
         what(*args)
@@ -235,7 +235,7 @@ class End(SimulatedHost):
         check(mine.repeatable or world.sends[self.me, name] == 1, f"{name} must not be sent twice")
 
     def _is_over(self, name: Name) -> bool:
-        """The other end has all of a message of this one, or wants it no more."""
+        """The other end has received a message of this one completely, or does not need it any more."""
         peer = self.world.ends[1 - self.me]
         return name in self.world.arrived[peer.me] or name[0] in peer.forgotten or (name, False) in peer.failures
 

@@ -2,8 +2,8 @@
 
 In: frames as bytes, whole, as the ends' sockets give them up; and which ends want a rail restored. Out: bytes and errors at
 the sockets of both ends, each at its own time. A rail has one connection after the other, counted by incarnation; each end
-may close it or lose it in its own time. A control connection carries the reason of an end and loses nothing. What is for a
-process that stands still waits until it goes on, and fills its connections meanwhile.
+may close it or lose it in its own time. A control connection carries the reason of an end and loses nothing. Data for a
+stopped process waits until the process continues, and fills its connections meanwhile.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Network(Surroundings):
     def _looked(self, me: int, rail: int) -> None:
         if not self.stopped(me, self._looked, me, rail) and self.ends[1 - me].dead:
             end = self.ends[me]
-            end.turn(end.peer.nobody, rail, m.Failure.PEER_GONE, "nobody listens there")
+            end.turn(end.peer.nobody, rail, m.Failure.PEER_GONE, "no process listens there")
 
     def _closed(self, me: int, made: Incarnation) -> None:
         """`me` closed its end; the other one sees the end of the stream after what is under way, unless the rail is mute."""
@@ -208,7 +208,7 @@ class Network(Surroundings):
         self._ready(me, made)
 
     def _acknowledged(self, me: int, made: Incarnation, now: float) -> Acknowledgements | None:
-        """What the kernel of `me` knows of the other end's."""
+        """What the kernel of `me` reports about the other end's."""
         if not self.kernels or self.ends[1 - me].dead or made.dead or made.sockets[1 - me].closed:
             return None
         if made.rail != CONTROL and any(self.mute[made.rail]):
@@ -318,7 +318,7 @@ class Network(Surroundings):
         self.mute[rail][me] = mute
 
     def stop(self, me: int, seconds: float) -> None:
-        self.note(me, f"stands still for {seconds} s")
+        self.note(me, f"is stopped for {seconds} s")
         self.ends[me].stopped_until = self.now + seconds
 
     def kill(self, me: int) -> None:

@@ -1,7 +1,7 @@
 """Two links joined by rails that one holds, cuts and mutes by hand: a scripted world, for scenarios that are read.
 
 In: what the callers of both ends do, what becomes of each rail, how much time passes. Out: every action of both
-ends, in order. Nothing here is random (`link_world` is): a script says what happens, and a reader can follow it.
+ends, in order. Nothing here is random (`link_world` is): a script decides what happens, so that a reader can follow it.
 """
 
 from __future__ import annotations

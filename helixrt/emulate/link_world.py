@@ -1,6 +1,6 @@
-"""A simulated world for the link: two ends, rails that misbehave, and callers that send, wait, give up and forget.
+"""A simulated world for the link: two ends, rails that fail, and callers that send, wait, stop waiting and release messages.
 
-In: a seed, which decides everything. Out: a `Verdict`, or a `Violation` that says what was broken and the one line
+In: a seed, which decides everything. Out: a `Verdict`, or a `Violation` with the broken rule and the one line
 that replays it (`python -m helixrt.emulate.link_world --seed N --text` writes the run out, message by message).
 
 Every message arrives exactly once, whole, in memory that its owner still lends; or the link ends with `Lost`, and it may
@@ -76,7 +76,7 @@ class LinkWorld(Network):
         self.capacity_bytes = rng.choice(self.capacities_bytes)
         self.draw_weather(rng)
         plain = not (self.options.striped or self.reorders or self.doubles or self.loses)
-        self.ordered = plain  # as long as no rail falls silent
+        self.ordered = plain  # as long as no rail stops delivering
         self.excused = not self.safe  # Lost may be said
         self.killed = False
 

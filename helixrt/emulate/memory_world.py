@@ -273,7 +273,7 @@ class MemoryWorld:
         for end in self.ends:
             other = self.ends[1 - end.me]
             if end.ended is not None:
-                check(other.closed, f"{end.me} says {end.ended}: the other end is there")
+                check(other.closed, f"{end.me} reports {end.ended}: the other end exists")
                 continue
             if end.closed or other.closed:
                 check(end.closed or not end.waits(), f"{end.me} waits for {list(end.lent)} of an end that is gone")
@@ -295,7 +295,7 @@ class MemoryWorld:
         first._over()
         self._acts = -1
         self.go_on()
-        check(isinstance(second.ended, Lost) == (waited or unfinished), f"{second.me} says {second.ended}; it waited: {waited}")
+        check(isinstance(second.ended, Lost) == (waited or unfinished), f"{second.me}: {second.ended}; it waited: {waited}")
         if second.ended is None:
             second.link.close()
         check(not any(sum(map(bool, segment.offers)) for segment in self.segments), "an offer stands after the end")

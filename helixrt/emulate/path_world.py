@@ -1,6 +1,6 @@
 """A simulated world of NICs with several paths each: rails are paths, and the link's policy chooses where messages go.
 
-In: a seed. Out: as in `link_world`, whose promises hold here too. A path has a rate, a latency and a queue of its own;
+In: a seed. Out: as in `link_world`, whose rules hold here, too. A path has a rate, a latency and a queue of its own;
 some are slower than others, some become so for a while (other traffic), every delay is noisy. Faults strike one path,
 or a NIC with all its paths.
 

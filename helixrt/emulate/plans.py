@@ -22,7 +22,7 @@ ELEMENT = 8  # bytes
 class Memory:
     """One rank's memory for one collective, of elements of array type `code` ("q", "d" or "f").
 
-    With `shift`, OUT lies `shift` bytes behind the beginning of SOURCE in the same memory.
+    With `shift`, OUT begins `shift` bytes after the beginning of SOURCE in the same memory.
     """
 
     def __init__(self, source: Sequence[float], out_bytes: int, scratch_bytes: int, shift: int | None, code: str = "q") -> None:

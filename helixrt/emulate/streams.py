@@ -2,7 +2,7 @@
 
 In: what a peer writes, and the bytes and errors that a simulated network delivers. Out: whole frames for the network to
 carry, as bytes. A socket takes a part of what it is offered, or nothing for a while; it gives a part of what has come; it is
-full as long as the other end does not read; it fails between any two calls. So a peer meets here what it meets in
+full as long as the other end does not read; it fails between any two calls. So a peer meets the same cases as in
 production: partial writes, back-pressure, and failures while it carries out actions.
 """
 

@@ -221,7 +221,7 @@ class Threads:
             self.chance.choice(events)()
             return
         asleep = ", ".join(f"{t.name} ({'lasts' if t.until == math.inf else t.until})" for t in self.tasks if not t.ended)
-        check(until < math.inf, f"these sleep for ever: {asleep}")
+        check(until < math.inf, f"these threads sleep without end: {asleep}")
         self.now = max(self.now, until)
 
     def tick(self) -> float:
@@ -266,7 +266,7 @@ class SimulatedLatch:
 
 
 class SimulatedPoller:
-    """Stands in for `helixrt.transport.poller.Poller`; `readable` tells whether a watched descriptor is ready."""
+    """Stands in for `helixrt.transport.poller.Poller`; `readable` returns whether a watched descriptor is ready."""
 
     def __init__(self, threads: Threads, readable: Callable[[], bool]) -> None:
         self._threads, self._readable = threads, readable
@@ -333,7 +333,7 @@ def sleeps(threads: Threads, ready: Callable[[], bool], until: float) -> None:
     """A thread sleeps, if need be until `until`: not beyond its caller's deadline. A signal may end it."""
     task = threads.me()
     deadline = task.deadlines[-1] if task.deadlines else math.inf
-    check(until <= deadline + 1e-9, f"{task.name} sleeps until {until:.6f}, and its caller wants it back at {deadline:.6f}")
+    check(until <= deadline + 1e-9, f"{task.name} sleeps until {until:.6f}, and its caller needs it back at {deadline:.6f}")
     interrupted = False
 
     def goes_on() -> bool:

@@ -6,7 +6,7 @@ sizes of both ends, how fast each process and each NIC is, where the counters st
 messages are forgotten or a NIC fails.
 
 Every message arrives once, whole and in its order; memory is given back only when no NIC reads it any more; no queue
-overflows; everything comes to an end, and then all memory is given back.
+overflows; every operation ends, and then all memory is returned.
 """
 
 from __future__ import annotations

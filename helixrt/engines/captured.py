@@ -212,7 +212,7 @@ class CapturedModel(PipelinedModel):
         """Raises MisuseError for a batch unlike the example in more than its shapes, and under another autocast."""
         if (active := _active_autocast()) not in (None, self._autocast):
             rule = f"runs {'without autocast' if self._autocast is None else f'under autocast to {self._autocast}'}"
-            remedy = "helixrt.compile(..., autocast=torch.bfloat16) or the session's dtype says so before it is captured"
+            remedy = "helixrt.compile(..., autocast=torch.bfloat16) or the session's dtype, must be set before it is captured"
             raise MisuseError(f"autocast to {active} is active around a model that {rule}; {remedy}")
         try:
             batch = Batch(inputs, named, target, self._options.microbatches, self._options.chunk_dims)

@@ -5,7 +5,7 @@ without values that the plan has cut, for the capture, and which part of each te
 `gradient_forms`: which gradients the tp ranks sum, and which come whole where the rank has a part.
 
 Parameters of a stage are plain tensors, this rank's parts. So buckets, sums and updates are those of any stage, whose
-`ParameterLayout`s say what lies how.
+`ParameterLayout`s declare the placements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What several ranks of a replica hold alike, compared bit for bit.
+"""Compares, bit for bit, what must be equal on several ranks of a replica.
 
 In: entries of a rank's state by name, which axes of the mesh cut each of them, the ranks to compare. Out: nothing, or an error
 that names the first entry that differs, and two ranks.
@@ -21,7 +21,7 @@ from helixrt.replica.contracts import Scalar
 
 _OTHERS = ("extra/", "dtensor/")  # what a user's own object holds may be parts
 _REMEDY = (
-    "build the model alike on all ranks, and let the update depend on registered state, gradients and record alone; else "
+    "build the same model on all ranks, and let the update depend on registered state, gradients and record alone; else "
     "suspect the memory of one of the two"
 )
 

@@ -17,7 +17,7 @@ from helixrt.errors import ConfigError, MisuseError
 
 _OFFLOAD = "keeps state outside the accelerator, which is not exchanged; leave it out, and use ZeRO 3 over more ranks"
 _MESH = "divides the model along another axis than ZeRO; leave it out"
-_LOSSY = "changes values that replicas must have alike; leave it out"
+_LOSSY = "changes values that must be equal on all replicas; leave it out"
 
 
 @dataclass(frozen=True)

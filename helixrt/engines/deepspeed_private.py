@@ -159,7 +159,7 @@ class ZeroThree(Partitions):
         return parameter.ds_tensor.data  # type: ignore[attr-defined]
 
     def loaded(self) -> None:
-        """Parameters that stay gathered between steps are gathered anew: their values in use are copies."""
+        """Parameters that stay gathered between steps are gathered again: their values in use are copies."""
         zero = self._zero
         zero._partition_all_parameters()
         if persistent := zero.persistent_parameters:
@@ -203,7 +203,7 @@ def settings_of(engine: Any) -> Any:
 
 def keep_host_collectives_unbuilt() -> None:
     """Have DeepSpeed take Gloo for ranks on one host. Its own collectives in shared memory are compiled at the first start; a
-    process that is killed meanwhile leaves a lock at which every later start waits for ever."""
+    process that is killed meanwhile leaves a lock at which every later start waits without end."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

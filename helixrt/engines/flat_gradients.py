@@ -75,7 +75,7 @@ class FlatGradients:
         return sum(flat.numel() * flat.element_size() for flat in self.flat)
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
-        """A batch begins: forget the gradients of the one before."""
+        """A batch begins: discard the gradients of the one before."""
         with self._lock:
             for parameter in self.parameters:
                 parameter.grad = None

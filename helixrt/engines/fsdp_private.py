@@ -1,4 +1,4 @@
-"""What FSDP2 (torch 2.13) knows of a backward and has no public call for; the one file that uses its private parts.
+"""State of a backward in FSDP2 (torch 2.13) that has no public call; the one file that uses its private parts.
 
 - `_get_fsdp_state()._fsdp_param_groups`: the groups of parameters that are gathered and reduced together;
 - a group's `post_backward()`, called once its gradients are computed, before they are reduced: replaced on the instance;

@@ -83,7 +83,7 @@ class InnerGroup:
 
 
 def lost_rank(error: BaseException) -> str:
-    """Why a collective of torch.distributed failed, if it is that which `error` tells; else "".
+    """The reason of a failed collective of torch.distributed, if `error` is one; else "".
 
     Collectives of FSDP2 and of parallel layers run inside forward and backward, and raise a plain RuntimeError when a rank has
     gone; functional ones are operators, and so raise it where any operator does. DeepSpeed waits for its own in its modules.

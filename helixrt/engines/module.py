@@ -9,8 +9,8 @@ In: what the user registered; from the loop, a loss per micro-batch. Out: the `E
 
     begin(on_bucket)                       parameters, optimizers and buffers are as the last update left them
       backward(loss, weight, last)         gradients add up in the local set; in the last one buckets are handed out
-    end()                                  gradients that nobody made are zero; the book (weight, presence, buffers) goes last
-    apply(record, sums)                    sums / total weight are copied over the local set; the update runs
+    end()                                  gradients that were not computed are zero; the book (weight, presence, buffers) goes
+    last apply(record, sums)                    sums / total weight are copied over the local set; the update runs
 
 On the device there are at most two gradient-sized sets: the local one, of which `p.grad` is a view, and the sums.
 """
@@ -176,7 +176,7 @@ class ModuleEngine(Engine):
                 (loss if scaler is None else scaler.scale(loss)).backward()
         self._gradients.after_backward()
         if self._compute_dtype is not torch.float32:
-            torch.clear_autocast_cache()  # the next micro-batch casts parameters anew, as a loop with one context each does
+            torch.clear_autocast_cache()  # the next micro-batch casts parameters again, as a loop with one context each does
 
     def expect_backward(self, *, last: bool = False) -> None:
         """One call of `loss.backward()` by the user follows; its gradients count 1 and its loss is not known. `last` as for

@@ -2,7 +2,7 @@
 
 In: an optimizer, and its parameters' names. Out: a nested value for `state_tree`: `state/PARAMETER/…` and `group/NUMBER/…`.
 Loading builds what is missing from tensors and scalars and never steps: a step would change later trajectories of AdamW,
-Adafactor and SGD with dampening. Where a new tensor lies follows the rule of `Optimizer.load_state_dict`: on the
+Adafactor and SGD with dampening. The device of a new tensor follows the rule of `Optimizer.load_state_dict`: on the
 parameter's device, but for the counter `step`, which is on the CPU unless the group is fused or capturable.
 """
 

@@ -141,7 +141,7 @@ class PipelineEngine(BatchEngine):
 
     def prepare_schedule(self, schedule: Schedule, again: bool = False) -> Program:
         """Make what `use_schedule` would, so that it takes no time then; the schedule in use stays. Programs of the newest few
-        schedules are kept, and made anew with `again`. All ranks of the replica call it at the same point, between two steps.
+        schedules are kept, and made again with `again`. All ranks of the replica call it at the same point, between two steps.
         Raises as `use_schedule`."""
         if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
             raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
@@ -170,7 +170,7 @@ class PipelineEngine(BatchEngine):
         graphs.prepare(program)
 
     def slow_down(self, slowdown: Callable[[int], Slowdown]) -> None:
-        """Have the operations of this stage take as long as `slowdown(step)` says from now on, on purpose."""
+        """Inject a slowdown: from now on the operations of this stage take as long as `slowdown(step)` gives."""
         self._executor.slowdown = slowdown
 
     def use_communication(self, comm: Comm) -> None:

@@ -1,4 +1,4 @@
-"""What the engine of a pipeline stage is made of, and the rules that its parts must meet.
+"""The parts of the engine of a pipeline stage, and the rules that they must fulfil.
 
 In: the chunks of a stage, the schedule, what is registered. Out: `PipelineParts` for `helixrt.engines.pipeline`; which tied
 parameters stages exchange (`ties_of`), and whether a schedule runs by graphs or by autograd.
@@ -57,11 +57,11 @@ class PipelineParts:
     there is none; or, by their names, the chunks that have copies of parameters. `changing`: the buffers that a forward
     changes, where that is known, by name. `group` holds the replica's pipeline ranks, ordered by stage (Gloo); None for a
     single stage. `channels` lead to the other stages, and are closed with the engine; None: over `group`. `mesh` is that of
-    the whole replica, and `layouts` says for a chunk how its parameters lie on the ranks that share the stage, `names` what
-    parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that moves W
-    or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise. `profile`, one
-    of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may change the
-    schedule; then all run by graphs, which give the same bits.
+    the whole replica, and `layouts` declares for a chunk the placement of its parameters on the ranks that share the stage,
+    `names` what parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that
+    moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
+    `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
+    change the schedule; then all run by graphs, which give the same bits.
     """
 
     modules: Mapping[int, nn.Module]

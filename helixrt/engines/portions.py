@@ -1,4 +1,5 @@
-"""How this rank's state lies in that of the whole replica: by placements of DTensors, and by what a model in stages declares.
+"""The part of the whole replica's state that this rank holds: by placements of DTensors, and by what a model in stages
+declares.
 
 In: an engine's replicated state, the replica's mesh, the model's own names of parameters and buffers, and for tensors that are
 cut and are no DTensors how they are. Out: a `Portion` for each tensor that is a parameter, a buffer, the state of an optimizer
@@ -76,7 +77,7 @@ def portions_of(state: ReplicatedState, mesh: ReplicaMesh, places: Places = NOTH
 
 
 def _follows(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether an entry of an optimizer's state lies as its parameter does."""
+    """Whether an entry of an optimizer's state is placed as its parameter."""
     return tensor.shape == parameter.shape and is_sharded(tensor) == is_sharded(parameter)
 
 
@@ -88,7 +89,7 @@ def _renamed(path: str, places: Places) -> str:
 
 
 def _one_of_each(name: str, tensor: torch.Tensor, mesh: ReplicaMesh, copied: bool) -> Portion:
-    """Of what all ranks that share the parameter hold alike, its step counter for instance."""
+    """For entries that are equal on all ranks that share the parameter, such as its step counter."""
     first = all(mesh.rank(axis) == 0 for axis in AXES if axis != "pp")
     return Portion.whole(name, tensor.shape, first and not copied)
 

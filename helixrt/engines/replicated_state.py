@@ -86,7 +86,7 @@ class ReplicatedState:
                 thing.load_state_dict(placed(value, thing.state_dict()))
 
     def _placed(self, state: State) -> dict[str, torch.Tensor]:
-        """The state's tensors, as DTensors where it says so."""
+        """The state's tensors, as DTensors where it declares them so."""
         meshes = list({p.device_mesh: None for p in self._parameters.values() if is_sharded(p)})  # type: ignore[attr-defined]
         tensors = dict(state.tensors)
         for name, text in state.scalars.items():

@@ -1,8 +1,8 @@
 """Graphs by the shapes of the batches that they are for, such as sequence lengths.
 
 In: batches of one model, and what makes graphs for one. Out: the graphs; they are made when a batch of these shapes comes for
-the first time. Those that were used last are kept, so many as `most` says: what is dropped is made anew when it is needed
-again, which takes time and is told once, and gives the same results. All ranks of a replica see the same batches, so they
+the first time. The `most` last used ones are kept; a dropped one is made again when it is needed
+again, which takes time, is reported once, and gives the same results. All ranks of a replica see the same batches, so they
 make and drop the same graphs.
 """
 

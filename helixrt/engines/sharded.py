@@ -30,7 +30,7 @@ _UNSHARDED = frozenset((torch.Tensor, nn.Parameter))  # types
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor. Importing their module takes long; where nobody has, there are none."""
+    """Whether it is a DTensor. Importing their module takes long; if it was not imported, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -275,7 +275,7 @@ def check_kinds(registered: Registered, axis: str) -> None:
 
 def check_updates(registered: Registered) -> None:
     """Raises MisuseError for an optimizer that would update DTensors and plain tensors, or DTensors of several meshes, in one
-    call. One for which nobody has chosen how it updates many parameters updates one after the other: the default on CUDA
+    call. Without a chosen way to update many parameters it updates one after the other: the default on CUDA
     devices takes all in one call."""
     for key, optimizer in registered.optimizers.items():
         for number, group in enumerate(optimizer.param_groups):

@@ -1,10 +1,10 @@
 """A stage of a pipeline whose chunks FSDP2 has sharded over the dp_shard ranks that share the stage.
 
-In: chunks as every dp_shard rank builds them, whole but for what `ParameterLayout` says; the replica's mesh. Out: the chunks
+In: chunks as every dp_shard rank builds them, whole except for cuts of `ParameterLayout`; the replica's mesh. Out: the chunks
 with `fully_shard` applied, block by block; gradient buckets of this rank's shards; what the engine calls around a pass.
 
 Parameters are gathered by the first forward of a pass and stay gathered over all its micro-batches: one all-gather a pass,
-where gathering anew for each forward and backward takes two for each micro-batch. A rank holds the whole stage's parameters
+where gathering again for each forward and backward takes two for each micro-batch. A rank holds the whole stage's parameters
 meanwhile (torchtitan's default in pipelines), and shards of gradients and optimizer states alone. Each backward reduces its
 gradients: they are summed over the ranks in every micro-batch, and add up in the shard. Modules to which the user has applied
 `fully_shard` gather and free parameters as the user has set it.

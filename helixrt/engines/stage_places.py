@@ -1,4 +1,4 @@
-"""What a model in stages says of its parameters and buffers in terms of the whole model: names, and where they are cut.
+"""The parameters and buffers of a model in stages in terms of the whole model: names, and where they are cut.
 
 In: the chunks of one stage, what is registered (the same modules), the model's own names and layouts by chunk. Out: `Places`.
 """
@@ -53,7 +53,7 @@ def stage_places(
                 cuts[registered_name] = layout.cuts
             else:
                 unknown.add(registered_name)
-    if mesh.size("dp_shard", "cp", "tp") > 1:  # of what is in no chunk nobody says whether it is cut
+    if mesh.size("dp_shard", "cp", "tp") > 1:  # parameters in no chunk have no declared placement
         inside = {id(tensor) for chunk in chunks.values() for _, tensor in _tensors(chunk)}
         unknown |= {name for identity, name in called.items() if identity not in inside}
     _check_names(own, registered)

@@ -1,7 +1,7 @@
 """The ranks of a replica that share one stage of its model: how parameters lie on them, and what they tell each other.
 
-In: the replica's mesh, and what the model says of its parameters (`ParameterLayout`). Out: which parameters' gradients are
-summed over which axes; the loss of the whole batch; norms that count each element once; and a check that what several ranks
+In: the replica's mesh, and the model's declarations for its parameters (`ParameterLayout`). Out: which parameters' gradients
+are summed over which axes; the loss of the whole batch; norms that count each element once; and a check that what several ranks
 hold is the same on all of them, bit for bit.
 
 Context (cp) and data (dp_shard) ranks have other tokens each, so gradients come in summands over them; tensor-parallel ranks
@@ -34,14 +34,14 @@ STAGE_AXES = (*DATA_AXES, "tp")
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one parameter lies on the ranks that share its stage, by axes of the mesh.
+    """How one parameter is placed on the ranks that share its stage, by axes of the mesh.
 
     `sharded`: each rank of these axes holds another part of it; the ranks of all other axes hold the same. `summed`: each rank
     of these axes has only a summand of the gradient of what it holds. A parameter that sees a part of the positions on each tp
     rank (a norm under sequence parallelism) is `summed=("dp_shard", "cp", "tp")`; a matrix cut over tp is `sharded=("tp",)`;
     an expert, which gets tokens of all data ranks, is `sharded=("dp_shard", "cp"), summed=()`.
 
-    `cuts` says where it is cut over the axes of `sharded`. Without it a checkpoint can only be resumed with the same mesh.
+    `cuts`: where it is cut over the axes of `sharded`. Without it a checkpoint can only be resumed with the same mesh.
     """
 
     sharded: tuple[str, ...] = ()
@@ -70,9 +70,9 @@ LayoutsOf = Callable[[nn.Module], Mapping[str, ParameterLayout]]
 
 def check_layouts(sizes: Mapping[str, int], layouts: LayoutsOf | None) -> None:
     """Raises ConfigError (mesh.AXIS) if a model in stages does not say how its parameters lie on the ranks of `sizes`."""
-    for axis in ("cp", "tp"):  # over dp_shard FSDP2 cuts them, and says so
+    for axis in ("cp", "tp"):  # over dp_shard FSDP2 cuts them, as DTensors
         if sizes[axis] > 1 and layouts is None:
-            rule = f"needs Stages(layouts=...), which says how parameters lie on the ranks of {axis}; see docs/concepts/mesh.md"
+            rule = f"needs Stages(layouts=...) for the placement of parameters on the ranks of {axis}: docs/concepts/mesh.md"
             raise ConfigError(f"mesh.{axis}", sizes[axis], rule)
 
 

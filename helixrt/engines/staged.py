@@ -48,7 +48,7 @@ class Stages:
     run the parts instead of autograd (auto, always, never). `profile`: how the times of operators are found where graphs
     that communicate are woven: from the disk, else measured (auto), measured, or estimated. `bucket_bytes`: size of a
     gradient bucket. `adapt`: the job may change the order of the schedule while it runs, by what it measures, as readily as
-    this `helixrt.Adaptation` says; parts then run by captured graphs.
+    this `helixrt.Adaptation` decides; parts then run by captured graphs.
 
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`

@@ -1,4 +1,4 @@
-"""What tp ranks hold alike: found in a model that a plan has cut, and compared bit for bit.
+"""What must be equal on tp ranks: found in a model that a plan has cut, and compared bit for bit.
 
 In: registered models, their replicated state, the tp ranks. Out: nothing, or an error that names the first entry that differs.
 """

@@ -6,8 +6,8 @@ soon as its gradients are final: backward goes on meanwhile. Each rank gives its
 DTensor's `Partial`; parameters whose entry in the plan says so), and else rank 0 gives its gradient and the others zeros, so
 that ranks whose kernels round differently keep equal parameters.
 
-The first gradients of parameters that are computed alike are compared over the ranks: where they differ, each saw a part of the
-batch, the heads or the sequence, and the plan does not say so. That raises.
+The first gradients of parameters that all ranks compute are compared over the ranks: if they differ, each rank had a part of
+the batch, the heads or the sequence, and the plan does not declare it. That raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from helixrt.engines.sharded import is_sharded, local, placement_on
 from helixrt.errors import MisuseError
 
 _ELEMENTS = 64  # of a gradient that are compared, and as many norms of parts of it
-_TOLERANCE = 0.02  # relative; gradients that are computed alike differ by rounding, those of different parts by about 1
+_TOLERANCE = 0.02  # relative; gradients of the same computation differ by rounding, those of different parts by about 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Face models have (their `config.base_model_tp_plan`, and entries for the head an
 applied.
 
 Entries of a user's plan must match; a model's own plan may name what this model has not. Modules that no entry names stay whole
-on every rank, which computes them alike.
+on every rank, which computes the same values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Place = tuple[nn.Module, str]  # a module and the key of one of its own paramete
 
 @dataclass(frozen=True)
 class _Entry:
-    """What one entry of a plan says of one module (`key` is "") or of one of its parameters."""
+    """One entry of a plan for one module (`key` is "") or for one of its parameters."""
 
     name: str
     module: nn.Module
@@ -107,7 +107,7 @@ def _own_plan(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _entries(model: nn.Module, plan: Mapping[str, Any], must_match: bool = True) -> list[_Entry]:
-    """What each entry says of each module and parameter that it matches; of two that match one, the later counts."""
+    """The entry for each module and parameter that one matches; if two match, the later one counts."""
     from torch.distributed.tensor.parallel import ParallelStyle
 
     modules = dict(model.named_modules())
@@ -181,7 +181,7 @@ def _ties(model: nn.Module) -> Iterator[list[tuple[str, Place]]]:
 
 
 def _tie_again(tied: list[tuple[str, Place]]) -> None:
-    """One parameter for all places, if the plan has cut them alike; else MisuseError."""
+    """One parameter for all places, if the plan has cut them in the same way; else MisuseError."""
     (first_name, (module, key)), *others = tied
     first: Any = module._parameters[key]
     for name, (other_module, other_key) in others:
@@ -189,7 +189,7 @@ def _tie_again(tied: list[tuple[str, Place]]) -> None:
         same = other is first or (is_sharded(first) and is_sharded(other) and first.placements == other.placements)
         if not same:
             raise MisuseError(
-                f"{first_name} and {name} are one parameter, and the plan cuts them differently; give both alike, such as "
+                f"{first_name} and {name} are one parameter, and the plan cuts them differently; give both one style, such as "
                 f"tp_plan={{..., {first_name.rpartition('.')[0]!r}: 'embedding_rowwise', {name.rpartition('.')[0]!r}: "
                 "'colwise_gather_output'}"
             )

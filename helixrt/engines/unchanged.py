@@ -152,7 +152,7 @@ class Unchanged:
         for key, optimizer in self._registered.optimizers.items():
             for number, group in enumerate(optimizer.param_groups):
                 for field, value in group.items():
-                    if value is None or isinstance(value, (bool, int, float, str)):  # noqa: UP038 a union is made anew each time
+                    if value is None or isinstance(value, (bool, int, float, str)):  # noqa: UP038 a union is made again each time
                         scalars[f"{field!r} of group {number} of optimizer {key}"] = value
         for key, scheduler in self._registered.schedulers.items():
             flatten(f"scheduler {key}", scheduler.state_dict(), {}, scalars)

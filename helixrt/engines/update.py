@@ -92,7 +92,7 @@ class StepGuard(AbstractContextManager[None]):
             raise MisuseError(f"{kind}.step() was called, and this optimizer is not registered: register(optimizers=[...])")
         if self._factor is None:
             raise MisuseError(
-                f"{kind}.step() was called in the loop; step.commit() runs the update on all replicas alike. Take the call "
+                f"{kind}.step() was called in the loop; step.commit() runs the same update on all replicas. Take the call "
                 "out, or put it into a function registered as the session's update"
             )
         if self._factor != 1.0:

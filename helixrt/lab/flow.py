@@ -17,7 +17,7 @@ from helixrt.lab.namespaces import NetworkError
 from helixrt.lab.net import Network
 
 CHUNK_BYTES = 1 << 18
-DEADLINE_S = 20.0  # for either end to hear from the other
+DEADLINE_S = 20.0  # for either end to receive from the other
 
 
 def measure(network: Network, source: int, target: int, rail: int = 0, seconds: float = 1.0) -> float:

@@ -175,7 +175,7 @@ class Session:
         while True:
             try:
                 data = os.read(descriptor, READ_BYTES)
-            except OSError:  # of a terminal: nobody has it open any more
+            except OSError:  # of a terminal: no process has it open any more
                 return
             if not data:
                 return

@@ -1,4 +1,4 @@
-"""pytest inside the lab's VM, for tests that were collected outside: runs them and tells each phase as a line of JSON.
+"""pytest inside the lab's VM, for tests that were collected outside: runs them and prints each phase as a line of JSON.
 
 In: node ids, as arguments. Out: `Phase`s on standard output as the tests go on; what the tests print is captured. It brings
 the fixture `nic_pairs`: the guest's NIC pairs, whole at the beginning of every test.
@@ -26,7 +26,7 @@ OPTIONS = (  # the caller lets pytest load no plugins by itself: some take secon
 
 @dataclass(frozen=True)
 class Phase:
-    """Of one test: its set-up, its call or its teardown. `text` says why it failed or was skipped."""
+    """Of one test: its set-up, its call or its teardown. `text`: why it failed or was skipped."""
 
     node: str
     when: str

@@ -37,7 +37,7 @@ class KernelCalls:
                     _put(_TRACING / "kprobe_events", f"p:{_NAME}/{function} {function}\n", os.O_APPEND)
                 _put(self._own / "events" / _NAME / function / "enable", "1")
         except (OSError, subprocess.SubprocessError) as error:
-            raise NicError(f"this kernel does not tell when {', '.join(functions)} are called: {error}") from error
+            raise NicError(f"this kernel cannot report when {', '.join(functions)} are called: {error}") from error
 
     def clear(self) -> None:
         _put(self._own / "trace", "", os.O_TRUNC)

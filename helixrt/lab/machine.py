@@ -34,7 +34,7 @@ class Lack:
 
 
 def kernel_refusal(command: str) -> str | None:
-    """What `command` (of a shell, with `ip` and `tc`) says when it fails in a fresh namespace; None when it works."""
+    """What `command` (of a shell, with `ip` and `tc`) prints when it fails in a new namespace; None when it works."""
     asked = ["unshare", "--net", "--mount", "sh", "-c", command]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=TIMEOUT_S)

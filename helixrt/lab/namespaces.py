@@ -1,6 +1,6 @@
 """Named network namespaces: who owns one, which processes run in it, how it is removed, and what crashed owners left.
 
-A name says who made it: `helix-PID-START-N-PART`, where START is when that process began (in clock ticks since boot), so
+A name contains its owner: `helix-PID-START-N-PART`, where START is when that process began (in clock ticks since boot), so
 that a process that was later given the same id is not taken for the owner. Processes are found by the namespace they
 are in, and each is signalled through a handle (pidfd) that was checked after it was opened: never one that took the id.
 """
@@ -37,7 +37,7 @@ class NetworkError(HelixError):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told apart from others that have or had its id."""
+    """A process, distinguished from others that have or had its id."""
 
     pid: int
     started: int
@@ -123,7 +123,7 @@ def owner_of(name: str) -> Owner | None:
 
 
 def existing() -> list[str]:
-    """Names of all namespaces of ours on this machine, whoever owns them."""
+    """Names of all helixrt namespaces on this machine, of any owner."""
     return sorted(one.name for one in FOLDER.iterdir() if owner_of(one.name)) if FOLDER.is_dir() else []
 
 

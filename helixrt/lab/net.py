@@ -48,7 +48,7 @@ class Direction(Enum):
 
 
 class Cut(Enum):
-    """Where a rail is cut: at the host's device, which the host notices at once, or beyond it, which only silence tells."""
+    """Where a rail is cut: at the host's device, which the host detects at once, or beyond it, where the host gets no error."""
 
     DEVICE = "device"
     PATH = "path"
@@ -109,7 +109,7 @@ class Network:
         return f"10.77.{rail}.{host + 1}"
 
     def environment(self, host: int) -> dict[str, str]:
-        """What a program on a host is told: who and where it is, and what torch.distributed needs to use rail 0."""
+        """Environment of a program on a host: its host, its addresses, and what torch.distributed needs to use rail 0."""
         return {
             "HELIXRT_HOST": str(host),
             "HELIXRT_HOSTS": str(self.hosts),
@@ -258,7 +258,7 @@ class Network:
     def block(self, source: int, target: int, rail: int = 0) -> None:
         """Lose all that host `source` sends to host `target` over a rail; nothing else is affected, the way back neither.
 
-        Nobody is told: packets go to a hardware address that no host has. Blocking it twice is the same as once.
+        No host gets an error: packets go to a hardware address that no host has. Blocking it twice is the same as once.
         """
         self._neighbour("replace", source, target, rail, "lladdr", _NOWHERE, "nud", "permanent")
         self._blocks.add((source, target, rail))

@@ -93,7 +93,7 @@ class NicPair:
     def down(self, end: End | str) -> float:
         """Take an end down, as a NIC or cable that fails; gives the monotonic time just before.
 
-        By a system call, so that what notices it can be timed.
+        By a system call, so that the time until detection can be measured.
         """
         return _set_up(self.netdev(end), False)
 
@@ -104,7 +104,7 @@ class NicPair:
         return at
 
     def blackhole(self, *ends: End | str) -> float:
-        """Lose all that these ends send (both, when none is named): both stay up, only silence tells. Gives the monotonic
+        """Lose all that these ends send (both, when none is named): both stay up, and no error is reported. Gives the monotonic
         time just before.
 
         By messages to the kernel, as `down`.
@@ -138,7 +138,7 @@ class NicPair:
         return at
 
     def _ways(self) -> list[rtnetlink.Message]:
-        """Routes and neighbours each way: the kernel forgets them when a device goes down."""
+        """Routes and neighbours each way: the kernel removes them when a device goes down."""
         messages = []
         for end in End:
             device, peer = self.netdev(end), self.address(end.other)
@@ -151,7 +151,7 @@ class NicPair:
 
 
 def make(count: int) -> list[NicPair]:
-    """Remove all pairs and make `count` anew, whole and active. NicError when the kernel does not do it."""
+    """Remove all pairs and make `count` new ones, complete and active. Raises NicError if the kernel fails."""
     if GUEST not in os.environ:
         raise NicError("NIC pairs are made in the lab's VM only: helixrt lab run --nics N -- COMMAND")
     remove()

@@ -45,7 +45,7 @@ while True:
         urllib.request.urlopen(sys.argv[1] + "/api/version", timeout=5).close()
         break
     except urllib.error.HTTPError:
-        break  # it wants a token, so it is there
+        break  # it asks for a token, so it is running
     except OSError:
         time.sleep(0.2)
 """
@@ -188,7 +188,7 @@ class RayNodes:
 
 
 def _make_token() -> None:
-    """The nodes listen on all interfaces of their hosts, as on real ones; without the user's token they answer nobody."""
+    """The nodes listen on all interfaces of their hosts, as on real ones; they refuse requests without the user's token."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120, env=os.environ)
     if done.returncode:

@@ -2,7 +2,8 @@
 
 In: a `Command`, how large the VM is to be, and whether a running one may be used. Out: a `Connection` that gives the
 command's output frame by frame and then its exit code. A VM's keeper (`vm_keeper`) is a process of its own, so the VM stays
-for the next command; `boot_alone` is a VM for one block. Needs no root once set up (`vm_setup.lacking` says what it needs).
+for the next command; `boot_alone` is a VM for one block. Needs no root after the set-up
+(`vm_setup.lacking` returns what is missing).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from helixrt.lab.vm_setup import LabError
 
 NAMED = "HELIXRT_LAB_VM"  # which kept VM to use
 MOST_NICS = 32  # pairs
-IDLE_S = 1800.0  # a VM nobody uses ends by itself
+IDLE_S = 1800.0  # a VM ends if it is not used for so long
 START_S = 30.0  # for a keeper to open its socket
 END_S = 30.0
 LONGEST_PATH = 100  # of a socket, a limit of the kernel
@@ -53,7 +54,7 @@ class Connection:
         self.status = Status.decode(first.payload)
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """To the command. Does nothing when the VM is gone: `run` says so."""
+        """Send to the command. Does nothing if the VM has ended: `run` reports that."""
         try:
             self._to.sendall(Frame(kind, 0, payload).encode())
         except OSError:
@@ -180,7 +181,7 @@ def open_kept(name: str, shape: Shape, say: Callable[[str], None], idle_s: float
         size = f"{status.memory_mb} MB and {status.cpus} cores"
         if status.commands:
             raise LabError(f"the running VM has {size} and is busy with {status.commands[0]!r}: wait, or use --fresh")
-        say(f"the running VM has {size}: starting it anew")
+        say(f"the running VM has {size}: starting a new one")
         stop(name)
     return _boot(folder, shape, idle_s)
 

@@ -26,7 +26,7 @@ from helixrt.lab.vm_setup import LabError, Parts, find_parts, program
 
 LOCK, SOCKET, CONSOLE, LOG, DISK = "lock", "socket", "console.log", "keeper.log", "initrd"
 BOOT_S = 180.0
-END_S = 10.0  # for QEMU to end, and for a command that was told to
+END_S = 10.0  # for QEMU, or a command, to end after the request
 READ_BYTES = 1 << 16
 BEHIND_BYTES = 64 << 20  # kept for a client that does not read
 KERNEL_ARGUMENTS = (  # panic: QEMU ends with the guest; the rest is about speed under emulation
@@ -123,7 +123,7 @@ class Keeper:
             asyncio.create_task(self._from_guest(reader)): "the VM's agent ended",
             asyncio.create_task(self._no_boot()): f"the VM did not boot in {BOOT_S:g} s",
             asyncio.create_task(self._idle()): "the VM was idle",
-            asyncio.create_task(self._stop.wait()): "the VM was told to stop",
+            asyncio.create_task(self._stop.wait()): "the VM was stopped by a request",
         }
         done, pending = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:

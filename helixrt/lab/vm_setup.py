@@ -148,7 +148,7 @@ def newest_kernel(said: str) -> str:
         kind, _, name = line.strip().partition(": ")
         if kind == "Depends" and name.startswith("linux-image-") and any(letter.isdigit() for letter in name):
             return name
-    raise LabError(f"apt does not say which kernel {KERNEL} is: run apt-get update; Ubuntu's kernels are not supported")
+    raise LabError(f"apt does not know the kernel {KERNEL}: run apt-get update; Ubuntu's kernels are not supported")
 
 
 def _nothing_more(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests that run in the lab's VM, told outside as any other: one boot and one pytest in the guest for all of a session's.
+"""Tests that run in the lab's VM, reported outside as any other: one boot and one pytest in the guest for all of a session's.
 
 In: what pytest collected. Out: an item in place of each one marked `rdma`; when it runs, it takes the result that the
 guest's pytest (`guest_tests`) reports. These items come behind all others, and the guest's pytest starts before the first
@@ -59,7 +59,7 @@ class Machine:
 
 
 class GuestSession:
-    """One pytest in the guest. What it says while nobody asks waits at the VM's keeper."""
+    """One pytest in the guest. Its unread output is kept by the VM's keeper process."""
 
     def __init__(self, machine: Machine, folder: str, options: Sequence[str]) -> None:
         self._machine, self._folder, self._options = machine, folder, options
@@ -71,7 +71,7 @@ class GuestSession:
         self._end = ""
 
     def phases(self, node: str) -> list[Phase]:
-        """What the guest says of a test, to its teardown. FailedInGuest when it says nothing."""
+        """The guest's reports on a test, to its teardown. Raises FailedInGuest if there are none."""
         while not any(phase.when in ("teardown", "collect") for phase in self._phases[node]):
             if self._end:
                 raise FailedInGuest(self._end)
@@ -114,7 +114,7 @@ class GuestSession:
             *lines, self._line = (self._line + frame.payload).split(b"\n")
             for phase in map(Phase.decode, filter(None, (line.decode() for line in lines))):
                 self._phases[phase.node].append(phase)
-                if phase.when == "collect":  # a module that cannot be imported: none of its tests is heard of
+                if phase.when == "collect":  # a module that cannot be imported: none of its tests is reported
                     self._end = phase.text
 
 

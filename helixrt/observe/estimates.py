@@ -72,7 +72,7 @@ class LinkEstimate:
 class MeasuredCosts:
     """Of one replica. `placement[chunk]` is the stage that ran the chunk; `step`: the newest one that is in the values.
 
-    A chunk that ran whole backwards has BW and neither B nor W. `since` says from which step on a value is as it is, for
+    A chunk that ran whole backwards has BW and neither B nor W. `since`: the step from which on a value is valid, for
     values that have changed during the run.
     """
 

@@ -47,7 +47,7 @@ class _Flow:
 
 
 class _Delay:
-    """Of a flow: what arrivals show, and apart from it what bounds show where nobody waited."""
+    """Of a flow: estimates from arrivals, and separately bounds from messages that were not waited for."""
 
     def __init__(self, steps: int) -> None:
         self._windows = {bound: Window(_LINK_FLOOR_MS, steps) for bound in (False, True)}
@@ -191,7 +191,7 @@ class Estimator:
     # ---------------------------------------------------------------- out
 
     def estimates(self) -> MeasuredCosts | None:
-        """As of now; None before every stage has been heard of for more than its warm-up."""
+        """The present estimates; None before every stage has reported more than its warm-up."""
         placement = tuple(self._homes.get(chunk, -1) for chunk in range(max(self._homes, default=-1) + 1))
         if not placement or set(placement) != set(range(self._stages or max(placement) + 1)):
             return None

@@ -1,7 +1,7 @@
 """What a lost replica cost, figured from the flight records.
 
 In: the events of all ranks, and the driver's notes of what it saw end. Out: one `Failure` per loss:
-when it was noticed, how long the survivors stood still, when it was back. Pure: events carry their times,
+when it was detected, how long the survivors waited, when it was back. Pure: events carry their times,
 which come from clocks of one host or of hosts kept in step.
 """
 
@@ -66,7 +66,7 @@ def _failure(events: Sequence[Event], loss: Loss, losses: Sequence[Loss]) -> Fai
     gone = {o.replica for o in losses if abs(o.seen_s - loss.seen_s) < 1.0} | {loss.replica, DRIVER}
     survivors = [e for e in events if replica_of(e.rank) not in gone]
     back = next((e.end_s for e in events if e.end_s >= reborn_s and _contributes(e, loss.replica)), None)
-    until_s = math.inf if back is None else back  # its successor may be on its way before anybody noticed
+    until_s = math.inf if back is None else back  # its successor may be starting before the loss is detected
     worked = any(e.kind is Kind.WORK_BEGIN for e in words)
     noticed = next((e.end_s for e in survivors if lost_s <= e.end_s < until_s and _notices(e, loss.replica, worked)), None)
     step = max((e.step for e in noted or words), default=0)
@@ -100,7 +100,7 @@ def _silent_since(words: Sequence[Event], seen_s: float) -> float:
 
 
 def _notices(event: Event, lost: int, worked: bool) -> bool:
-    """Of one that worked, a successor that is behind tells its loss as well as its absence does."""
+    """A successor that is behind proves the loss of a working replica, as its absence does."""
     if event.kind is Kind.QUORUM:
         return lost not in event.detail.get("contributors" if worked else "members", ())
     return event.kind is Kind.EXCHANGE_FAILED

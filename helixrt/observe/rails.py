@@ -24,7 +24,7 @@ class RailOutage:
     reason: str
     usable: int  # rails that went on
     back_after_s: float | None = None  # None: it did not return as long as that link lived
-    towards: str = ""  # the peer's name; empty where nobody recorded who took part
+    towards: str = ""  # the peer's name; empty if the members were not recorded
     saved_step: int | None = None  # of the first checkpoint of that step or a later one
     saved_after_s: float | None = None  # until it was written; not positive: it was there already
 

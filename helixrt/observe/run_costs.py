@@ -1,6 +1,6 @@
 """What the operations and links of a run cost, from its flight records, and the profile that planners read.
 
-In: the events of all ranks of a run, of all lives, by time. Out: one `Observed` per replica; `profile` is the JSON that
+In: the events of all ranks of a run, of all its starts, by time. Out: one `Observed` per replica; `profile` is the JSON that
 `helixrt schedule --profile` takes. The estimates are those that the replica's leader had at the run's end.
 """
 

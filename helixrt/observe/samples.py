@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 
 
 class Stamped(NamedTuple):
-    """One message. `exact`: `arrived_s` is when it arrived, else only when somebody took it."""
+    """One message. `exact`: `arrived_s` is when it arrived, else only when it was taken."""
 
     sent_s: float
     arrived_s: float
@@ -72,7 +72,7 @@ def _middle(ordered: Sequence[float]) -> float:
 def flow_sample(messages: Sequence[Stamped], nbytes: int) -> FlowSample:
     """Of at least one message.
 
-    A message whose arrival nobody recorded was there at the latest when it was taken. Those that were waited for are the late
+    A message whose arrival was not recorded arrived at the latest when it was taken. Those that were waited for are the late
     ones: the delay is theirs if they are at least half of all, else it is at most the smallest difference there is.
     """
     ordered = sorted(messages)

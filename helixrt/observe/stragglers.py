@@ -1,4 +1,4 @@
-"""Which stages and which links hold a replica up, and why, told apart.
+"""Which stages and which links delay a replica, and why.
 
 In: the measured costs of a replica, and how they changed. Out: `Straggler`s with the figures that show it. A stage is one by
 what its operations take, a link by what its messages take from sending to arrival; waiting counts for neither, since who waits
@@ -18,7 +18,7 @@ from helixrt.schedule.costs import Costs
 
 SLOW_STAGE = 1.2  # times what the other stages take, or what it took before
 SLOW_LINK = 3.0  # times what the other links take
-_NOTICEABLE = 0.1  # of an operation: less delay than that holds nobody up
+_NOTICEABLE = 0.1  # of an operation: a shorter delay does not count
 _BY_ITSELF = 0.5  # of an operation, for a link without others to compare it with
 
 

@@ -1,4 +1,4 @@
-"""One step as lanes of bars, from the flight records, for whoever draws it.
+"""One step as lanes of bars, from the flight records, as data for drawing.
 
 In: the events of all ranks. Out: a `Timeline`: for every rank what it computed, waited for and exchanged
 between the step's begin and its end, and the activations and gradients that went from rank to rank.

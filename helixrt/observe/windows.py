@@ -1,8 +1,8 @@
 """The newest steps' measurements of one thing, cut where it changed.
 
 In: one `Sample` per step. Out: an `Estimate` over the steps since the last change, and the changes. A step that differs by
-itself (a garbage collection, a checkpoint, a warm-up) is no change; two in a row that differ alike are. Steps whose error is
-far larger than that of the newest one, such as those around a clock that was set, count no more.
+itself (a garbage collection, a checkpoint, a warm-up) is no change; two in a row that differ in the same way are. Steps whose
+error is far larger than that of the newest one, such as those around a clock that was set, count no more.
 """
 
 from __future__ import annotations

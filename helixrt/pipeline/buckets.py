@@ -17,7 +17,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter's gradient lies: elements [start, start + numel) of bucket `bucket`."""
+    """The place of a parameter's gradient: elements [start, start + numel) of bucket `bucket`."""
 
     name: str
     bucket: int
@@ -125,7 +125,7 @@ class GradientBuckets:
         return parameter.numel()
 
     def gradient(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        """What is to be the parameter's `.grad`, whose part on this rank lies in a bucket."""
+        """The tensor for the parameter's `.grad`, whose part on this rank is in a bucket."""
         return part
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class GradientBuckets:
             parameter.grad = None
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
-        """Forget the gradients of the last step; from now on `on_bucket` is called from this thread."""
+        """Discard the gradients of the last step; from now on `on_bucket` is called from this thread."""
         for parameter in self._parameters:
             parameter.grad = None
         self._on_bucket, self._thread = on_bucket, threading.get_ident()

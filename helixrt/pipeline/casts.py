@@ -1,7 +1,7 @@
 """Casts of parameters that graphs share: each is made once after its parameter has changed.
 
 In: the parameters by port, and which casts graphs take in (`passes.lift`). Out: the casts among the same values by port. A
-cast is made again, in the same memory, when the version counter of its parameter says that it has changed, or after `forget`:
+cast is made again, in the same memory, when the version counter of its parameter has changed, or after `forget`:
 changes through `parameter.data` count no version. Together casts are as large as the weights are in their type (with float32
 parameters under a bfloat16 autocast half of the matrices' bytes), and stay allocated between steps.
 """

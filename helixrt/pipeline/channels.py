@@ -37,7 +37,7 @@ class Lane(StrEnum):
 class Tag:
     """The name of a message between two stages. `chunk` is the chunk that takes the tensor in.
 
-    `step` numbers the passes through the pipeline (training, evaluation and update alike).
+    `step` numbers the passes through the pipeline (training, evaluation and update).
     """
 
     generation: int
@@ -89,7 +89,7 @@ class Channel(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for all sends that nobody has waited for. Raises Retryable when the peer is lost."""
+        """Wait for all sends that were not waited for. Raises Retryable when the peer is lost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -119,7 +119,7 @@ def wire_tag(tag: Tag) -> int:
     replica never keeps messages from one generation to the next.
     """
     if not (0 <= tag.chunk < MAX_CHUNKS and 0 <= tag.microbatch < MAX_MICROBATCHES):
-        raise ValueError(f"tag {tag}: at most {MAX_CHUNKS} chunks and {MAX_MICROBATCHES} micro-batches can be told apart")
+        raise ValueError(f"tag {tag}: at most {MAX_CHUNKS} chunks and {MAX_MICROBATCHES} micro-batches can be distinguished")
     number = tag.step % (1 << _STEP_BITS)
     number = number << _MICROBATCH_BITS | tag.microbatch
     number = number << _CHUNK_BITS | tag.chunk
@@ -132,7 +132,7 @@ class GroupChannel(Channel):
     Gloo does not say when a send is done other than by waiting for it. So a send is let go when its owner waits
     for it, having seen that the peer got it, or in `settle`; its SEND event lasts until then. A message's delay is
     the time from the beginning of its SEND event to the end of its RECV event; where `needed_s` (when the receiver
-    began to wait) is just before that end, the message may have come earlier, and nobody waited for it.
+    began to wait) is just before that end, the message may have come earlier, and was not waited for.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, record: FlightRecord) -> None:
@@ -177,7 +177,7 @@ class GroupChannel(Channel):
             raise self._lost(error) from error
 
     def let_go(self, tag: Tag) -> None:
-        """Forget a send that is done."""
+        """Drop a send that is done."""
         self._unsettled.pop(tag, None)
 
     def _lost(self, error: Exception) -> Retryable:

@@ -6,11 +6,11 @@ In: connected endpoints, one per queue; which stage this is. Out: a `Channel` to
   it; micro-batch m goes by queue m modulo their number, in both directions, so both ends know it without a word. Compute waits
   for what it receives, and for nothing else.
 - **Direct** (Sections 3.2 and 5.1): all sends and receives of the stage form one queue in the order of its program
-  (`in_order`); compute waits where `helixrt.schedule.simulate.Direct` says so. A send is over when its receiver has said that
-  it arrived. What stages tell each other by several ways (`SelectableChannel.first`) is in no order.
+  (`in_order`); compute waits where `helixrt.schedule.simulate.Direct` says so. A send is over when its receiver has reported
+  that it arrived. What stages tell each other by several ways (`SelectableChannel.first`) is in no order.
 
 A message is a header (when it was queued and begun, by the sender's clock; the sender's step) and the tensor's bytes. It
-arrives when the endpoint has all of it, whether or not anybody waits; `delay` later where links are slowed down on purpose.
+arrives when the endpoint has all of it, whether or not it is waited for; `delay` later where a slow link is injected.
 Endpoints check names and sizes against what was agreed, and peers prove the run's secret.
 """
 
@@ -39,11 +39,11 @@ from helixrt.transport.contract import Buffer, Endpoint
 HOST_BYTES = 1 << 30
 TIMEOUT_S = 60.0
 
-_HEADER = struct.Struct("<ddq?")  # queued and begun (Unix times), the sender's step, whether it wants to know of the arrival
+_HEADER = struct.Struct("<ddq?")  # queued, begun (Unix times), the sender's step, whether the arrival is to be reported
 _HEADER_BYTES = 64  # tensors behind it are aligned
 _INDEX_BITS = 20  # of `wire_tag`, without its step
 _UNORDERED = (Lane.LOSS, Lane.NORM, Lane.BATCH)
-_ACKNOWLEDGES = 1 << _INDEX_BITS  # in a name: tells the sender of the message of the same name that it arrived
+_ACKNOWLEDGES = 1 << _INDEX_BITS  # in a name: reports to the sender of the message of the same name that it arrived
 
 Delay = Callable[[int, int], float]  # seconds, by sending stage and its step
 

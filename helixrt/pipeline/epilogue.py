@@ -19,7 +19,7 @@ _RELAYS = 4  # stages that tell what they know, at most: of three at least one i
 def share_loss(
     channels: Mapping[int, Channel], stage: int, home: int, generation: int, step: int
 ) -> Callable[[float | None], float]:
-    """Begin before a pass, so that nobody waits for the loss to be asked for; call the result after it.
+    """Begin before a pass, so that no rank waits for the request of the loss; call the result after it.
 
     Stage `home`, which has the last chunk, puts its loss in (others None), every stage gets it back.
     """
@@ -99,9 +99,9 @@ def sum_tied(
 ) -> Callable[[], None]:
     """Add the gradients of the other copies of a tied parameter to this one's.
 
-    `stages` are those that have a copy, in the same order on all of them; `channels` lead to the others. `number` tells the
-    tied parameters of a model apart. Begin before a pass; call the result when `grad` is final here. All copies get the same
-    bits: terms are added in the order of `stages`.
+    `stages` are those that have a copy, in the same order on all of them; `channels` lead to the others. `number` distinguishes
+    the tied parameters of a model apart. Begin before a pass; call the result when `grad` is final here. All copies get the
+    same bits: terms are added in the order of `stages`.
     """
     tag = Tag(generation, step, 0, number, Lane.TIED)
     expected = {peer: channels[peer].recv(tag, grad) for peer in stages if peer in channels}

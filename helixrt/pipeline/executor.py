@@ -24,7 +24,7 @@ from helixrt.schedule.ir import Op
 
 
 class Slowdown(NamedTuple):
-    """How long operations take on purpose: `factor` times as long as they did, and each F, B and W at least `least_s`."""
+    """An injected slowdown of operations: `factor` times as long as they took, and each F, B and W at least `least_s`."""
 
     factor: float = 1.0
     least_s: float = 0.0
@@ -57,7 +57,7 @@ class Executor:
         self.stage, self.channels, self.boundary, self.record = stage, channels, boundary, record
         self.ahead_bytes = ahead_bytes
         self.slowdown: Callable[[int], Slowdown] | None = None
-        """By step: chaos, on purpose."""
+        """The injected slowdown of a step (`chaos.slow`)."""
 
     def run(
         self,

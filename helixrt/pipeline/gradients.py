@@ -105,10 +105,10 @@ def accumulator_held(parameter: torch.Tensor) -> bool:
     """Whether something holds the node that accumulates the parameter's gradient, and so may have hooks on it.
 
     Autograd itself holds it weakly and makes a new one when it is gone, so hooks last only as long as their owner holds
-    the node. Python cannot list these hooks (DistributedDataParallel's are C++). A mark in the node's metadata tells
+    the node. Python cannot list these hooks (DistributedDataParallel's are C++). A mark in the node's metadata shows
     whether the node is the same at a second look.
     """
-    metadata: Any = get_gradient_edge(parameter).node.metadata  # a dictionary, whatever torch's annotation says
+    metadata: Any = get_gradient_edge(parameter).node.metadata  # a dictionary; torch's annotation is wrong
     if MARK in metadata:
         return True
     metadata[MARK] = True

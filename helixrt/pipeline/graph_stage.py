@@ -82,7 +82,7 @@ class ChunkGraphs:
         return self._wanted[op]
 
     def released(self, op: Op) -> Mapping[str, Memory]:
-        """Where what a backward takes in lies; 0 bytes where it stays for W, so that the backward frees nothing."""
+        """Where the inputs of a backward are stored; 0 bytes for those that W needs, which the backward does not free."""
         lies = lying_in(self.halves.forward)
         for_weight = self.halves.boundaries.forward_to_weight if op is Op.B else ()
         kept = {lies[port.name].owner for port in for_weight}
@@ -90,7 +90,7 @@ class ChunkGraphs:
 
 
 def renamed(part: Part, prefix: str) -> Part:
-    """The part with `prefix` before the names of parameters and buffers: those of several chunks may be called alike."""
+    """The part with `prefix` before the names of parameters and buffers: those of several chunks may have equal names."""
 
     def new(port: Port) -> Port:
         return replace(port, name=prefix + port.name) if port.role in NAMED else port
@@ -158,7 +158,7 @@ class JointStage(Stage):
         self.single |= {key: Executable(part) for key, part in parts.items()}
 
     def planning_group(self, *parts: Part) -> Any:
-        """The ranks that plan a pair alike; None for those of the only group. Raises ConfigError if nobody said who.
+        """The ranks that make the same plan of a pair; None for those of the only group. Raises ConfigError if it is not given.
 
         Never all ranks of the job: other stages have other graphs.
         """

@@ -1,6 +1,6 @@
 """Direct communication: all sends and receives of a stage in one queue, in the order of its program, of which the head moves.
 
-In: communications as the program comes to them, and what became of them. Out: which may begin, and which are finished. What it
+In: communications in program order, and their results. Out: which may begin, and which are finished. What it
 means is defined in `helixrt.schedule.simulate` (ADAPTRA, Sections 3.2 and 5.1). Pure; who uses it sees to exclusion.
 """
 
@@ -23,7 +23,7 @@ class Communication:
     begin: Callable[[], None] = _nothing
     over: bool = False
     begun: bool = False
-    finished_s: float = math.nan  # it was over and came to the head, or it was the head and was over
+    finished_s: float = math.nan  # when it was both done and at the head
 
     @property
     def finished(self) -> bool:

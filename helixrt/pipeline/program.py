@@ -170,7 +170,7 @@ class _Arrivals:
 
     A peer works in order: when it gives something, it has taken in all that it needed until then, and all that a pair
     needs before that gives anything. And what it took in, this stage had sent before what comes back could be made,
-    so each is told after it was sent.
+    so each is reported after it was sent.
     """
 
     def __init__(self, schedule: Schedule, stage: int, peer: int) -> None:
@@ -188,7 +188,7 @@ class _Arrivals:
             self._entries.append(own)
 
     def until(self, made: Transfer) -> tuple[Transfer, ...]:
-        """What the peer took in from this stage up to the entry that made `made`, and that was not told before."""
+        """What the peer took in from this stage up to the entry that made `made`, and that was not reported before."""
         end = max(self._reached, self._made_at[made] + 1)
         new = self._entries[self._reached : end]
         self._reached = end

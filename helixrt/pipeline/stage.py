@@ -43,7 +43,7 @@ class Stage(ABC):
     def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         """Run an entry of a schedule: one task, or a forward and a backward that overlap. The result of each.
 
-        May empty `tasks`, so that nobody else holds what is given.
+        May empty `tasks`, so that no other reference to the tensors remains.
 
         Of F the chunk's output, or the micro-batch's loss (a scalar) in the last chunk; of B and BW the gradient of
         the input (None for tokens); of W None. `buckets` hold the parameters' gradients. Without, nothing is kept for
@@ -52,7 +52,7 @@ class Stage(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget micro-batches whose backward never came (a step that broke)."""
+        """Drop micro-batches without a backward (of a step that broke)."""
 
 
 class StageChunk:

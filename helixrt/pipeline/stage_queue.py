@@ -98,7 +98,7 @@ class StageQueue:
         try:
             while not self._closing.is_set() or (self._sending or self._orders) and time.monotonic() < self._until_s:
                 self._turn()
-        except Exception as error:  # whoever waits is told; nobody else hears of it
+        except Exception as error:  # raised in the thread that waits, and not reported elsewhere
             _log.exception("%s", self._thread.name)
             self._lost(None, Cause(f"{self._thread.name} failed: {error!r}"))
         finally:

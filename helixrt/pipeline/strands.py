@@ -72,7 +72,7 @@ def build(
 ) -> Strands:
     """The graphs of a captured stage. `strands` is 1 or 2; `mode` and `rules` are for the pairing.
 
-    With `supposed` (see `profile`) this process plans for ranks that are not there, and nobody is asked to agree.
+    With `supposed` (see `profile`) this process plans for ranks that do not exist, and no agreement is needed.
 
     Raises VerifyError when a pass breaks a graph, DisagreementError when ranks would launch other collectives,
     CompileError when `codegen` is "inductor" and that fails.
@@ -105,7 +105,7 @@ def planned(
 ) -> Plan:
     """The order to weave in: the fastest found, kept to the memory of one strand.
 
-    `group` are the ranks that plan alike; see `profile` for what it is where it is not given.
+    `group` are the ranks that make the same plan; see `profile` for its default.
     `saved` is where what the backward takes in lies (`flat.lying_in`), if its own forward is not `forward`.
     """
     if all(any(map(nodes.is_random, part.graph.nodes)) for part in (forward, backward)):

@@ -2,7 +2,7 @@
 
 In: the joint graph of a model. Out: `ChunkTimes` by the unit's first module. Each unit is cut out as a
 chunk of its own and runs as a stage runs it (`chunk_timer`), one after the other, in the memory of one layer and of what is
-before and after the layers; units whose graphs are alike run once. What is before or after the layers without parameters runs
+before and after the layers; units with equal graphs run once. What is before or after the layers without parameters runs
 with the layer beside it, and counts as nothing.
 """
 
@@ -51,8 +51,8 @@ def united(passes: Sequence[Taken]) -> dict[bytes, ChunkTimes]:
 
 
 def times_of(chunks: Sequence[ModelChunk], *, passes: int = PASSES, rounds: int = ROUNDS) -> list[ChunkTimes]:
-    """Of each chunk. All are measured by turns, `passes` times `rounds` runs each, so that all meet the same noise; those whose
-    graphs are alike are measured once. Raises VerifyError, ValueError as `ChunkTimer`."""
+    """Of each chunk. All are measured by turns, `passes` times `rounds` runs each, so that all have the same noise; those with
+    equal graphs are measured once. Raises VerifyError, ValueError as `ChunkTimer`."""
     names = [structure(chunk.part) for chunk in chunks]
     turns = Turns(dict(zip(names, chunks, strict=True)))
     found = united([turns.run(rounds) for _ in range(passes)])

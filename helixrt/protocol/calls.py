@@ -1,13 +1,13 @@
 """What a rank calls, in 32 bits that travel in the names of an operation's messages, and whether both ends mean the same.
 
-In: collective, element type, way to reduce, and what must be alike for the plans of all ranks to fit. Out: the number by
+In: collective, element type, reduction, and what must be equal for the plans of all ranks to fit. Out: the number by
 which an operation's messages are named, and the difference where a peer's operation of the same number is another one.
 
     name of a collective's message = (operation, index)      operation = number of the collective | fingerprint << 31
 
 A message of another call has another name, so its bytes never reach this rank's memory; nothing is added to any message.
-Who meets a name it did not expect compares the fingerprints. Where nothing is sent, since both ends wait for each other
-(both send long messages, or both receive: broadcasts with different roots), each tells the other now and then for which
+An end that gets an unexpected name compares the fingerprints. Where nothing is sent, since both ends wait for each other
+(both send long messages, or both receive: broadcasts with different roots), each sends the other from time to time for which
 operation it waits (`awaited`), and that name is compared as well, with the operations that this rank has begun with any of
 its peers. Point-to-point operations (below 0) and operations without a fingerprint are not compared. Pure.
 """
@@ -34,7 +34,7 @@ KEPT = 256  # operations of either end that are remembered; ranks are a few apar
 
 
 def fingerprint(collective: str, dtype: str = "?", reduction: str = "", plan: Hashable = ()) -> int:
-    """To be combined with a collective's number by `|`. `plan`: whatever all ranks must have alike, the same text on all."""
+    """To be combined with a collective's number by `|`. `plan`: all that must be equal on all ranks, as text."""
     found = COLLECTIVES.index(collective)
     found = found << _DTYPE_BITS | (DTYPES.index(dtype) if dtype in DTYPES else 0)
     found = found << _REDUCTION_BITS | REDUCTIONS.index(reduction)
@@ -77,7 +77,7 @@ class Agreement:
     __slots__ = ("_begun", "_early", "latest")
 
     def __init__(self, begun: dict[int, int] | None = None) -> None:
-        self.latest = -1  # operation that was begun: it need not be told again, as with each of its messages
+        self.latest = -1  # operation that was begun: it is not announced again with each of its messages
         self._begun: dict[int, int] = {} if begun is None else begun  # number -> operation, the oldest first
         self._early: dict[int, int] = {}
 
@@ -95,7 +95,7 @@ class Agreement:
         return "" if theirs == operation else difference(theirs, operation)
 
     def unexpected(self, operation: int) -> str:
-        """The peer speaks of a message that this end has not asked for, or not yet: as `begin`."""
+        """The peer names a message that this end has not requested, or not yet: as `begin`."""
         if operation <= NUMBER:
             return ""
         number = operation & NUMBER

@@ -65,7 +65,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A donor's answer is here; `intact` says whether its checksum is right."""
+    """A donor's answer has arrived; `intact`: whether its checksum is right."""
 
     donor: str
     piece: Piece
@@ -159,7 +159,7 @@ class _Donor:
     began: float | None = None
     kept_bytes: int = 0
     spoilt: int = 0  # pieces
-    silent: int = 0  # times in a row that nothing came for a whole timeout, counted for each piece that was awaited
+    silent: int = 0  # successive timeouts without data, counted for each expected piece
     heard: float = 0.0  # when bytes came last
 
     @property
@@ -171,7 +171,7 @@ class _Donor:
 
     def rest_s(self, now: float, patience_s: float) -> float:
         """How long the rest will take at the rate so far. Counts as no time while patience lasts: the rate
-        of a donor's first few pieces says little."""
+        of a donor's first few pieces is not reliable."""
         if self.began is None or now - self.began <= patience_s:
             return 0.0
         if not self.kept_bytes:

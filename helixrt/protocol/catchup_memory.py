@@ -40,7 +40,7 @@ def catchup_memory(memory_bytes: int, reduced_bytes: int, state_bytes: int, repl
     """The most that fits into `memory_bytes`: `replay` is at most `replay_limit`, `snapshots` at most one per other replica.
 
     At least one reduced set (after a broken exchange one is fetched and replayed) and one snapshot. A `replay_limit` of 0
-    needs no room for replay. With one replica nobody catches up, and nothing has to fit. Raises ConfigError
+    needs no room for replay. With one replica there is no catch-up, and nothing has to fit. Raises ConfigError
     (catchup.memory_gb) when less than that fits; it gives the value that would do.
     """
     assert min(reduced_bytes, state_bytes, replay_limit) >= 0 and replicas >= 1

@@ -24,7 +24,7 @@ from typing import Any
 
 from helixrt.protocol.patience import Patience, Spin
 
-IDLE_S = 60.0  # longest sleep of the thread and of a driver; whatever matters wakes them
+IDLE_S = 60.0  # longest sleep of the thread and of a driver; events wake them earlier
 PARKED = 4  # times `park_s`: how often the parked thread looks whether a caller still drives
 
 
@@ -93,7 +93,7 @@ class HandOff:
     # ---------------------------------------------------------------- callers that wait
 
     def come(self, caller: int) -> bool:
-        """A caller wants its operation brought on; whether it drives from now on. Else another one does: `wait`."""
+        """A caller needs progress of its operation. Returns whether it drives now; else another caller drives: `wait`."""
         if self.waiting:
             self.waiting.pop(caller, None)
         if self.driver != caller:
@@ -126,11 +126,11 @@ class HandOff:
         return Step.REST
 
     def rest_s(self, now: float, due: float, until: float) -> float:
-        """How long the driver rests. The endpoint is armed, and wants a turn at `due`."""
+        """How long the driver sleeps. The endpoint is armed, and needs a turn at `due`."""
         return max(0.0, min(due, until, now + IDLE_S) - now)
 
     def wait(self, caller: int, wakes: Any) -> None:
-        """Another caller drives. This one sleeps until its operation ends, its time is over, or the role comes to it."""
+        """Another caller drives. This one sleeps until its operation ends, its time is over, or it becomes the driver."""
         self.waiting[caller] = wakes
 
     def leave(self, caller: int, now: float, busy: bool) -> Signal:
@@ -164,7 +164,7 @@ class HandOff:
         return Signal.TEND if self.sleep is Sleep.WATCHING else Signal.NONE
 
     def tended(self, due: float) -> Signal:
-        """The endpoint is armed, and wants a turn at `due` at the latest."""
+        """The endpoint is armed, and needs a turn at `due` at the latest."""
         return self.call() if due < self._until else Signal.NONE
 
     def nudge(self) -> Signal:
@@ -191,7 +191,7 @@ class HandOff:
         self.sleep = Sleep.AWAKE
 
     def woke(self) -> bool:
-        """The thread does not sleep any more; whether its wake must be taken back."""
+        """The thread does not sleep any more. Returns whether its wake-up must be cleared."""
         called, self._called, self.sleep = self._called, False, Sleep.AWAKE
         return called
 
@@ -212,7 +212,7 @@ class HandOff:
         return self._sleeps(Sleep.PARKED, now, left_s) if left_s > 0 and not busy else None
 
     def goes_on(self, now: float, moved: bool, due: float) -> Rest:
-        """After a turn of the thread. `moved`: something happened or ended. Else the endpoint wants a turn at `due`."""
+        """After a turn of the thread. `moved`: something happened or ended. Else the endpoint needs a turn at `due`."""
         return AT_ONCE if moved else self._sleeps(Sleep.WATCHING, now, max(0.0, min(IDLE_S, due - now)))
 
     def _sleeps(self, sleep: Sleep, now: float, timeout_s: float) -> Rest:
@@ -230,7 +230,7 @@ class HandOff:
         self.closing = True
 
     def told(self) -> None:
-        """The thread was told to end, and woken: nothing wakes it any more."""
+        """The thread was asked to end, and woken: nothing wakes it any more."""
         self._told = True
 
     def retires(self) -> bool:

@@ -8,16 +8,16 @@ What is observed:
 
 - *Acknowledgements* (`acknowledged_s`). Each end sends something on every connection at least every P/4 (`beat_s`), and
   the peer's kernel acknowledges it, whether the peer's process runs or not. So silence means: the host or the path failed.
-- *The state of a process* (`Stopped`): the kernel of its host says that it stands still (SIGSTOP, a debugger). A process on
+- *The state of a process* (`Stopped`): the kernel of its host reports that it is stopped (SIGSTOP, a debugger). A process on
   this host is looked at directly; for one on another host its monitor process looks (`transport/monitor`).
 - *Beats of a monitor process* (`Liveness` again): it runs no user code. If it is silent although its kernel acknowledges,
   everything of that rank is frozen.
 
 With period P (1 s unless set):
 
-- A peer is declared dead 1.4 P after its last sign of life. The rest of the promised 1.5 P is for our own
+- A peer is declared lost 1.4 P after its last message. The rest of the promised 1.5 P is for our own
   wake-up, which may be 0.1 P late.
-- A stopped process is declared dead when all looks of one P have found it stopped, at a look every P/8. Shorter stops
+- A stopped process is declared lost when all checks of one P have found it stopped, at a check every P/8. Shorter stops
   (a stack dump, a debugger that attaches) are no failure.
 - If we ourselves were stalled (0.4 P without a look), the peer gets as long again, P/4 to P, once per
   silence: what it said meanwhile is read first, and our own probes were late as well. So a verdict never rests on the first
@@ -34,15 +34,15 @@ from dataclasses import dataclass
 from helixrt.errors import Cause
 
 BEAT = 0.25  # of a period: the longest this end stays quiet
-SILENCE = 1.4  # periods without a sign of life, then the peer is dead
+SILENCE = 1.4  # periods without a message, after which the peer is declared lost
 STALL = 0.4  # of a period without a look: we were stalled
 GRACE = (0.25, 1.0)  # of a period, least and most, that a stall of ours adds
-STOPPED = 1.0  # periods in which every look found the process stopped, then the peer is dead
+STOPPED = 1.0  # periods in which every check found the process stopped, after which the peer is declared lost
 LOOK = 0.125  # of a period: from one look at the state of a process to the next
 
 
 class Liveness:
-    """What one end knows of one peer's life. Every call's `now` is the same monotonic clock, in seconds."""
+    """Liveness state of one peer at one end. Every call's `now` is the same monotonic clock, in seconds."""
 
     def __init__(self, period_s: float, now: float) -> None:
         assert period_s > 0
@@ -57,7 +57,7 @@ class Liveness:
             self.heard_s, self._spared_until_s = at, -math.inf
 
     def silent(self, now: float) -> bool:
-        """Look: is the peer dead? To be asked at `deadline_s`, and only after all that has arrived was read and `heard`."""
+        """Whether the peer is lost. Call it at `deadline_s`, and only after all arrived data was passed to `heard`."""
         stall_s, self._looked_s = now - self._looked_s, now
         if now < self.heard_s + SILENCE * self.period_s:
             return False
@@ -74,7 +74,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgements:
-    """What this end's kernel says of a connection. Times are monotonic seconds."""
+    """State of a connection, as this end's kernel reports it. Times are monotonic seconds."""
 
     last_s: float  # when the peer's kernel last acknowledged something
     full: bool = False  # bytes wait here and none is in flight: the peer's receive window is closed
@@ -105,7 +105,7 @@ class Stopped:
         self.for_s = 0.0  # how long all looks have found it stopped
 
     def look(self, stopped: bool, now: float) -> bool:
-        """Is it dead? A look of ours that comes late counts for two regular ones at most: between two looks it may have run."""
+        """Whether it is lost. A late check counts as two regular ones at most, since it may have run between two checks."""
         if not stopped:
             self.for_s, self._looked_s = 0.0, -math.inf
             return False

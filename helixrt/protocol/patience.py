@@ -1,6 +1,6 @@
 """How long a caller that waits looks for news itself before it sleeps.
 
-To look costs processor time that others may need, to sleep costs a wake-up of tens of microseconds. Looking pays
+Polling costs processor time that others may need; sleeping costs a wake-up of tens of microseconds. Polling pays
 where the peer runs on a processor of its own, and is a loss where ranks share processors: then the very
 one it waits for may be kept from running. Which of the two holds shows in the looks themselves.
 """

@@ -33,7 +33,7 @@ class ServeRules:
 
 @dataclass(frozen=True)
 class Sample:
-    """Of one interval: cores that nobody used, and that serving used; fraction of it in which the training of this process
+    """Of one interval: idle cores, and cores that serving used; fraction of it in which the training of this process
     waited for a processor."""
 
     idle: float

@@ -5,9 +5,9 @@ In: one member's identity, and the answers to its store operations, each with th
 that yield an operation and are sent a `Reply`; the same code runs on a real store and in a simulated one.
 
     known/I     list of the incarnations that have announced themselves: entry I is put once
-    beat/ID     a counter that the member ID raises; whoever looks counts for how long it stood still
+    beat/ID     a counter that the member ID raises; each reader measures for how long it did not change
     ask/ID      the round that the member asks for, and its account of itself
-    formed/N    the quorum of round N: put once, so there is one quorum for each round, whoever proposes it
+    formed/N    the quorum of round N: put once, so there is one quorum for each round, whichever member proposes it
     newest      about which round is the newest
 
 A formed round that is `KEPT` rounds old is emptied, so that a member that was stopped meanwhile cannot form it again, and
@@ -16,7 +16,7 @@ deleted when it is `REMEMBERED` rounds old.
 A member that asks for round N proposes its quorum (all living members that ask) as soon as every living member of the last
 quorum asks (in the first round, or when none of them lives, every living member that announced itself); or after `join_s`
 with those who ask. A member that
-has ended by the driver's word, whose counter has stood still for `silent_s` of observed time, or that has a successor is not
+has ended by the driver's report, whose counter has not changed for `silent_s` of observed time, or that has a successor is not
 living. A joiner asks, and is in the next quorum that forms. What the rules give up against a service: each join costs one
 read for each replica, so they fit tens of replicas.
 
@@ -94,13 +94,13 @@ class Quorum:
 
 
 class Over(Exception):
-    """This incarnation takes part no more; the text says why."""
+    """This incarnation takes no longer part; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class QuorumRules:
-    """In seconds. `silent_s`: a member whose counter stands still for longer is not living; `join_s`: how long living members
-    that do not ask are waited for."""
+    """In seconds. `silent_s`: a member whose counter does not change for longer is not living; `join_s`: wait for living
+    members that do not ask."""
 
     silent_s: float
     join_s: float
@@ -126,7 +126,7 @@ def may_form(
 
 
 class StoreQuorum:
-    """One member's view. `ended_key` gives the key under which the driver says that an incarnation has ended."""
+    """One member's view. `ended_key` returns the key under which the driver reports that an incarnation has ended."""
 
     def __init__(self, me: Id, rules: QuorumRules, ended_key: Callable[[int, int], str], prefix: str = "quorum/") -> None:
         self._me, self._rules, self._ended_key, self._prefix = me, rules, ended_key, prefix
@@ -156,7 +156,7 @@ class StoreQuorum:
             index += 1
 
     def join(self, account: Mapping[str, Any]) -> Generator[Operation, Reply, Quorum]:
-        """Take part in the next round. `account`: what the member says of itself, JSON; `seen` in it is the highest generation
+        """Take part in the next round. `account`: the member's report on itself, JSON; `seen` in it is the highest generation
         that it has seen. Raises Over for an incarnation that has ended, or has a successor."""
         account = json.loads(json.dumps(account))
         now = yield from self._catch_up()
@@ -180,7 +180,7 @@ class StoreQuorum:
                     yield Pause(pause_s)
                     pause_s = min(_LAST_PAUSE_S, 1.5 * pause_s)
                     continue
-                yield from self._look()  # nobody is counted in who is known to be gone
+                yield from self._look()  # members that are known to have ended are not counted
                 reply = yield from self._propose(account)
             assert reply.value is not None
             accounts: dict[Id, Mapping[str, Any]] = {}
@@ -276,7 +276,7 @@ class StoreQuorum:
             self._peers[member].round, self._peers[member].account = told["round"], told.get("account", {})
 
     def _look(self) -> Generator[Operation, Reply, None]:
-        """Read signs of life. Time that nobody observed counts for little: the store may have been away."""
+        """Read the counters. Time without observation counts little, because the store may have been unreachable."""
         if (yield Get(self._ended_key(*self._me))).value is not None:
             raise Over(f"the driver saw incarnation {self._me[1]} of replica {self._me[0]} end; it is over")
         for member, peer in self._peers.items():
@@ -288,7 +288,7 @@ class StoreQuorum:
                 else:
                     peer.still_s += min(reply.now_s - peer.looked_s, self._rules.silent_s / 4)
                 peer.beat, peer.looked_s = reply.value, reply.now_s
-                yield from self._read_ask(member)  # it may have asked anew
+                yield from self._read_ask(member)  # it may have asked again
 
     # ---------------------------------------------------------------- keys
 

@@ -1,4 +1,4 @@
-"""A process becomes the parent of its descendants' orphans for a while, and knows them as it knows children of its own.
+"""A process becomes the parent of its descendants' orphans for a while, and can wait for them as for children of its own.
 
 A process whose parent ends is given to the nearest ancestor that has asked for it (Linux, PR_SET_CHILD_SUBREAPER in prctl(2)).
 So a process that another one has forked can be waited for here, and this process's id is its parent's.

@@ -1,7 +1,7 @@
-"""What the leader of a replica tells its ranks, what they answer, and how both travel.
+"""Commands of a replica's leader to its ranks, their events, and how both are sent.
 
 Commands are the machine's actions (`helixrt.protocol.step.machine`) plus the few of the job; reports are
-its events, with the rank that speaks. The leader's own rank gets them in the process; other ranks
+its events, with the rank that sent them. The leader's own rank gets them in the process; other ranks
 through keys of the run's store, numbered, so that each rank sees every command once and in order.
 """
 
@@ -109,7 +109,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """The program on this rank wants the run to end early, for this reason."""
+    """The program on this rank requests an early end of the run, for this reason."""
 
     reason: str
 
@@ -246,7 +246,7 @@ class Channel:
             self._next += 1
             try:
                 take(decode(text))
-            except Exception as error:  # nobody else would hear of it, and no later message may be taken
+            except Exception as error:  # it would not be reported otherwise, and no later message may be taken
                 broken(f"message {self._next - 1} of {self._prefix} could not be carried out: {error!r}")
                 return
 

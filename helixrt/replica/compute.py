@@ -1,6 +1,6 @@
 """The main thread of a rank: works on batches, updates the state, evaluates and saves, in the order of its commands.
 
-The thread that computes asks for orders: `next_work` carries out commands until there is a batch to work on, `finish` says
+The thread that computes asks for orders: `next_work` carries out commands until there is a batch to work on, `finish` reports
 that the batch is worked on, `outcome` carries out commands until the fate of the batch is known. So the user's own loop
 can be that thread; `RankWorker.run` is the loop for an engine that finds its batches itself.
 """
@@ -46,7 +46,7 @@ class Commands:
         self._queue.put(command)
 
     def fail(self, error: BaseException) -> None:
-        """Raise this in the main thread when it comes to it."""
+        """Raise this in the main thread at its next call."""
         self._queue.put(error)
 
     def get(self) -> RankCommand | WorkOrder:

@@ -1,6 +1,6 @@
 """The contracts that stand between one replica's life and the world.
 
-`Engine` computes, `Membership` says who takes part, `RunStore` keeps the run's log,
+`Engine` computes, `Membership` decides which replicas take part, `RunStore` keeps the run's log,
 `StateTransport` moves state between replicas, `Launcher` starts and stops ranks. They are implemented
 elsewhere (`engines/`, `job/`, `ray_cluster/`) but for the plain ones here, and injected.
 """
@@ -80,7 +80,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(self, on_bucket: Callable[[int], None]) -> None:
-        """The work on one batch begins: forget the gradients of the batch before.
+        """The work on one batch begins: discard the gradients of the batch before.
 
         `on_bucket(i)` is to be called as soon as bucket i has its final value: each i exactly once, by `end` at the latest,
         from any thread, in an order that is the same on every replica. It never blocks and never raises.
@@ -111,8 +111,8 @@ class Engine(ABC):
         """
 
     def check_copies(self) -> None:  # noqa: B027 an engine may hold nothing twice in a replica
-        """Compare what several ranks of this replica hold alike. Raises Fatal, with an entry's name, where their bits differ.
-        All ranks of the replica call it at the same point, between two steps."""
+        """Compare what must be equal on several ranks of this replica. Raises Fatal, with an entry's name, where their bits
+        differ. All ranks of the replica call it at the same point, between two steps."""
 
     def portions(self) -> Mapping[str, Portion]:
         """How tensors of `state` lie in the state of the whole replica, by their names in `state`: what checkpoints are written
@@ -157,11 +157,11 @@ class Membership(ABC):
     """Who takes part in a step. `join` blocks and is called by one thread at a time; the rest from any."""
 
     alone: bool = False
-    """The run has one replica: `join` waits for nobody, and nobody else appends to the run's log."""
+    """The run has one replica: `join` does not wait, and no other replica appends to the run's log."""
 
     @abstractmethod
     def announce(self) -> None:
-        """Start saying that this replica lives; from then on others wait for its `join`."""
+        """Start the heartbeats of this replica; from then on others wait for its `join`."""
 
     @abstractmethod
     def join(self, me: Member, timeout_s: float) -> Formed:
@@ -177,7 +177,7 @@ class Membership(ABC):
 
 class RunStore(ABC):
     """The run's key-value store. Values are text; a key that was put with `put_if_absent` is never changed, but by a rule of
-    its own that says when it is over (`protocol.store_quorum`).
+    its own that decides when it is over (`protocol.store_quorum`).
 
     Safe from any thread. Raises Retryable when the store cannot be reached.
     """
@@ -202,7 +202,7 @@ class RunStore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Forget a key that nobody will ask for again (control messages of old steps)."""
+        """Delete a key that will not be read again (control messages of old steps)."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Everything a rank's process is told at its start. Plain data: travels as JSON or through Ray.
+    """The settings of a rank's process at its start. Plain data: sent as JSON or through Ray.
 
     `store` is the `host:port` of torch's store, by which ranks meet, `durable` that of the run's store where it is another one
     (""), which outlives its process; `lighthouse` the address of the membership
@@ -360,7 +360,7 @@ class Launcher(ABC):
         """The ranks that ended since the last call."""
 
     awaits: str = "no resources yet for its ranks"
-    """What a replica that is `waiting` waits for, as the user is told."""
+    """What a replica that is `waiting` waits for, as text for the user."""
 
     def waiting(self, replica: int) -> bool:
         """Whether a rank of the replica that was started has no process yet, for a reason that is not its own."""

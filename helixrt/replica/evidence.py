@@ -1,4 +1,4 @@
-"""What the run's store says about who may hold newer state, and this incarnation's own entries there.
+"""Entries of the run's store about incarnations that may hold newer state, and this incarnation's own entries there.
 
 In: the store. Out: `Evidence` for the rule of superseding (`protocol.step.supersede`), holder entries, the counter of
 waiting, and the fence: an incarnation that has ended stops. DESIGN, "The life of a step", 4.
@@ -56,7 +56,7 @@ class Holders:
     def evidence(self, log: Log, head: CommitRecord, missing: Iterable[Incarnation], generation: int) -> Evidence:
         """Count the wait of the quorum `generation`, and say who may hold `head` and who of them has ended.
 
-        Read in this order until nothing is new: ended, then holders. Whoever fetched from an incarnation that has
+        Read in this order until nothing is new: ended, then holders. An incarnation that fetched from one that has
         ended since wrote its entry before, and is among the holders then.
         """
         waited = self._count(head.hash, generation)

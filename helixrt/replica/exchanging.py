@@ -41,7 +41,7 @@ class ExchangeThread:
         self._changed = threading.Condition(self._lock)
         self._work_serial = 0  # of the newest work
         self._ready: set[int] = set()  # buckets that it has handed out
-        self._aborted = -1  # newest generation that was told to abort
+        self._aborted = -1  # newest generation that was aborted
 
     def start(self) -> None:
         """Begin with the first order."""
@@ -111,7 +111,7 @@ class ExchangeThread:
         self._check_abort(command.generation)
         if not command.contribute and parts.max_wait_s > 0:
             self._fetching.wait(parts.max_wait_s)
-            self._check_abort(command.generation)  # connecting anew would forget it
+            self._check_abort(command.generation)  # connecting again would lose it
         begin_s = parts.record.clock()
         if command.fresh:
             prefix = f"{parts.rendezvous}/{command.generation}"

@@ -4,7 +4,7 @@ In: the agreed layout, the donors' addresses and a way to open one (`DonorLink`)
 HTTP and Ray differ in their `DonorLink` alone.
 
 An answer goes into a buffer of its donor's thread and from there into the state only once its
-checksum is right and the plan says that it is the first: a piece may be on its way from two donors.
+checksum is right and it is the first copy according to the plan: a piece may be on its way from two donors.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def fetch_state(
     on the fetch's threads. Raises Retryable when no donor is left, or when no byte has come for `stall_s`.
     """
     if not donors:
-        raise Retryable("nobody to fetch state from")
+        raise Retryable("no donor to fetch state from")
     running = _Running(layout, donors, connect, on_shard, rules)
     began_s = time.monotonic()
     outcome = running.wait(stall_s)

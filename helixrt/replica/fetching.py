@@ -33,7 +33,7 @@ class _Replaced(Exception):
 
 
 class Fetching:
-    """`begin` and `forget` come from the thread that dispatches, `take` from the main thread, `wait` from the exchange
+    """`begin` and `forget` are called by the thread that dispatches, `take` from the main thread, `wait` from the exchange
     thread. `fail(error)` ends the rank."""
 
     def __init__(self, parts: RankParts, reduced: ReducedSets, fail: Callable[[BaseException], None]) -> None:
@@ -61,7 +61,7 @@ class Fetching:
         """The reduced set of this record is not needed: give up its fetch, too."""
         with self._lock:
             if self._reduced_lineage == lineage:
-                self._serial += 1  # nobody would take it again
+                self._serial += 1  # its result would not be used
         self._reduced.forget(lineage)
 
     def take(self, lineage: str) -> State:

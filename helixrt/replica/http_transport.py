@@ -1,6 +1,6 @@
 """State from peers over HTTP/1.1: the transport that needs nothing but sockets.
 
-A GET names an offer, a range of its bytes and the layout both sides should have. Whoever asks proves
+A GET names an offer, a range of its bytes and the layout both sides should have. The client proves
 knowledge of the run's secret by an HMAC over a nonce and the request; the answer's checksum is keyed
 with the secret and covers nonce, request and bytes, so it proves the donor too and cannot be replayed.
 The bytes go out of the tensors' own memory. Nothing that arrives is unpickled; lengths are what was agreed.
@@ -55,7 +55,7 @@ def _checksum(key: bytes, nonce: str, target: str, parts: Sequence[memoryview]) 
 
 
 class HttpTransport(OfferingTransport):
-    """Serves on `host` (a free port) to whoever knows `secret`.
+    """Serves on `host` (a free port) to clients that know `secret`.
 
     `send` puts an answer's parts on the wire; tests replace it to spoil, delay or break off answers.
     """

@@ -34,7 +34,7 @@ class LayoutBook:
             )
 
     def check(self, lineage: str, layout: Sequence[Shard]) -> None:
-        """Before memory is allocated for what a donor says that it offers. Raises Retryable for another layout than was
+        """Before memory is allocated for a donor's offer. Raises Retryable for another layout than was
         written, or more bytes than are allowed."""
         check_size(layout, self._limit_bytes)
         check_size([shard for shard in layout if shard.name == SCALARS], SCALARS_LIMIT_BYTES)
@@ -42,7 +42,7 @@ class LayoutBook:
             return
         written = self._store.get(self._key(lineage))
         if written != _hash(layout):
-            raise Retryable(f"a donor offers the state of {lineage[:8]} in a layout that nobody has agreed on")
+            raise Retryable(f"a donor offers the state of {lineage[:8]} in a layout that the replicas have not agreed on")
 
     def _key(self, lineage: str) -> str:
         return f"layout/{lineage}/{self._group_rank}"

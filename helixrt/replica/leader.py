@@ -1,11 +1,11 @@
 """The leader of a replica: drives the step machine, and commands the ranks.
 
 In: reports of the ranks, answers of the membership service and of the run's store. Out: commands.
-The machine (`helixrt.protocol.step.machine`) decides; this only carries out. Whoever brings an event (a rank's report, the
-answer to a call) also handles it, unless another thread is at it: then that one takes it next. So events are handled in order,
-one at a time, and a step needs no hand-over to a thread of the leader's own. That thread also appends the step's record:
+The machine (`helixrt.protocol.step.machine`) decides; this only carries out. The thread that brings an event (a rank's report,
+the answer to a call) also handles it, unless another thread is at it: then that one takes it next. So events are handled in
+order, one at a time, and a step needs no hand-over to a thread of the leader's own. That thread also appends the step's record:
 everybody waits for it. One thread, `helixrt-coordination`, makes the other calls that block (a quorum, the store), of which
-there is never more than one at a time. In a run of one replica a quorum waits for nobody, and the thread that handles an event
+there is never more than one at a time. In a run of one replica a quorum does not wait, and the thread that handles an event
 joins as well. Follows DESIGN.md, "The life of a step".
 """
 
@@ -16,11 +16,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 from helixrt.errors import Fatal, Retryable, StartAgain
 from helixrt.protocol.step import messages as p
-from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord, Kind
@@ -36,8 +34,9 @@ from helixrt.replica.commands import (
     RankReport,
     StopAsked,
 )
-from helixrt.replica.contracts import Formed, Membership
+from helixrt.replica.contracts import Membership
 from helixrt.replica.evidence import Holders
+from helixrt.replica.leader_hooks import LeaderHooks
 from helixrt.replica.runlog import RunLog
 from helixrt.timeouts import Timeouts
 
@@ -56,37 +55,6 @@ class _Leave:
 
 _Call = Callable[[], p.Event | LoadDurable | _Leave | None]
 _Item = tuple[int, RankReport] | p.Event | LoadDurable | PrepareOrder | _Leave  # what is handled
-
-
-@dataclasses.dataclass
-class LeaderHooks:
-    """What the job adds; called by the thread that handles an event, one call at a time, so they must not block for long
-    (`resting`: in the coordination thread, where it may, and may raise Retryable).
-
-    `leaving()`: why this replica is to leave before its next quorum ("": it stays); in the coordination thread, may raise
-    Retryable. `departed(machine, why)`: it takes part no more; end its ranks. `agree(formed, me)`: before the first commit,
-    what the machine is told in place of the quorum, if anything; as `leaving`. `decided(index, record)`: the log has this
-    entry; write it durably. `ordered(command)`: it was sent to the ranks. `resting(done)`: the last step is done; returns True
-    when this replica may leave, called again and again. `broken(error)`: end this process. `waiting(action)`: the quorum waits
-    for a holder of newer state; called again and again. `durable(newer_than)`: the lineage hash of the newest durable state of
-    the chain with a higher step (that of the initial parameters if there is no other and `newer_than` is -1), or None; called
-    in the coordination thread. `doing(what)`: while an event is handled, for the progress report. `measured(times)`: what a
-    rank measured. `prepared(order, seconds, failed)`: all ranks have answered `Leader.prepare`, the slowest after so long;
-    `failed` is why one of them cannot work by the order, "" if all can: then work is by it from the next quorum on.
-    """
-
-    decided: Callable[[int, CommitRecord], None]
-    ordered: Callable[[RankCommand], None]
-    resting: Callable[[StepMachine], bool]
-    broken: Callable[[BaseException], None]
-    waiting: Callable[[p.Wait], None] = lambda action: None
-    leaving: Callable[[], str] = lambda: ""
-    departed: Callable[[StepMachine, str], None] = lambda machine, why: None
-    agree: Callable[[Formed, Member], p.Event | None] = lambda formed, me: None
-    durable: Callable[[int], str | None] = lambda newer_than: None
-    doing: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
-    measured: Callable[[str], None] = lambda times: None
-    prepared: Callable[[str, float, str], None] = lambda order, seconds, failed: None
 
 
 class Leader:
@@ -108,7 +76,7 @@ class Leader:
         self.holders = holders
         self.tell, self.record, self.timeouts, self.hooks = tell, record, timeouts, hooks
         self.digests: dict[int, Digested] = {}
-        self.initial = ""  # digest of the state that this replica began with; "" if nobody compares it
+        self.initial = ""  # digest of the state that this replica began with; "" if it is not compared
         self._events: deque[_Item] = deque()  # not handled yet
         self._handling = threading.Lock()  # held by the thread that handles events
         self._blocking: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -129,7 +97,8 @@ class Leader:
         self._take(p.Begin())
 
     def report(self, group_rank: int, report: RankReport) -> None:
-        """A rank of this replica speaks; from any thread. May handle this and other events before it returns; never raises."""
+        """An event of a rank of this replica; from any thread. May handle this and other events before it returns; never
+        raises."""
         self._take((group_rank, report))
 
     def prepare(self, order: str, rehearsal: bool = False) -> None:
@@ -250,7 +219,7 @@ class Leader:
                 self.record.step = self.machine.held_step + 1
                 self.record.write(Kind.QUORUM_JOIN, lineage=action.me.lineage)
                 known, me = len(self.machine.log), action.me
-                if not self.membership.alone or known == 1:  # else nobody fetches from it or compares its initial state
+                if not self.membership.alone or known == 1:  # else no replica fetches from it or compares its initial state
                     me = dataclasses.replace(me, addresses=self.addresses, initial=self.initial)
                 if self.membership.alone:
                     self._own.append(lambda: self._join(me, known))
@@ -283,7 +252,7 @@ class Leader:
                 self._order(action)
 
     def _begin_fetch(self, action: p.FetchState | p.FetchReduced) -> None:
-        """The holder entry comes first: whoever waits for a holder of the head must know of this replica."""
+        """The holder entry comes first: replicas that wait for a holder of the head must find this replica."""
         try:
             self.holders.claim(action.lineage, self.machine.log)
         except Retryable as error:

@@ -1,15 +1,15 @@
-"""Asks at the lighthouse in the name of members that are gone, so that nobody waits for them.
+"""Sends requests to the lighthouse for members that have ended, so that the others do not wait for them.
 
-In: the members of the last quorum, and who of them the driver has seen end (it says so in the run's store, a fraction of a
+In: the members of the last quorum, and which of them have ended according to the driver (in the run's store, a fraction of a
 second after the process is gone). Out: quorums without delay.
 
 The lighthouse forms a quorum at once when every member of the last one has asked again; for one that died it waits until
-its last heartbeat is too old, seconds in which all survivors stand still. So whoever waits for a quorum asks in its name
-too, with data that says that it is gone, and everyone leaves it out. To the lighthouse it goes on as a member, so it
-is spoken for in every later quorum as well, until `MOST` are: then all are let go, and the next quorum waits for their
+its last heartbeat is too old, seconds in which all survivors wait. So a replica that waits for a quorum sends its request
+too, marked as ended, and all members leave it out. For the lighthouse it remains a member, so a request for it
+is sent in every later quorum as well, until there are `MOST` of them: then all are dropped, and the next quorum waits for their
 heartbeats to pass, once.
 
-Who is silent and has not ended (a stopped process, a host that is cut off) is not spoken for: only heartbeats tell.
+No request is sent for a member that does not respond and has not ended (stopped process, host cut off): its heartbeats decide.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LostMembers:
                 self._changed.notify_all()
 
     def formed(self, members: Iterable[str], gone: Iterable[str]) -> None:
-        """There was a quorum of `members`; for those that are `gone` somebody spoke."""
+        """There was a quorum of `members`; requests for those in `gone` were sent by others."""
         with self._changed:
             self._others = set(members) - {self._me}
             self._gone = (self._gone & self._others) | (set(gone) - {self._me})
@@ -92,7 +92,7 @@ class LostMembers:
                 self._changed.wait_for(lambda: self._closed or not self._asking, _LOOK_S)
 
     def _await_question(self) -> bool:
-        """Until somebody waits for a quorum; False at the end."""
+        """Until a replica waits for a quorum; False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or (self._asking and bool(self._others)))
             return not self._closed

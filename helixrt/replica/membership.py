@@ -5,15 +5,15 @@ In: a replica's account of itself (`protocol.step.quorum.Member`). Out: `Formed`
 What the lighthouse does (torchft 0.2, found by trying), which the step protocol may count on:
 
 - A quorum answers everyone in it with the same participants and the same time stamp `created`,
-  taken anew for every quorum, also when the members have not changed.
+  computed again for every quorum, also when the members have not changed.
 - *Fast quorum*: once every member of the last quorum has asked again, the quorum forms at once, with
-  whoever else has asked by then. A replica that only sends heartbeats is not waited for in this case:
+  the others that have asked by then. A replica that only sends heartbeats is not waited for in this case:
   it joins a running job by asking, and is in the next quorum.
 - Otherwise (the first quorum of a run, or a member of the last one is missing) more than half of
   the replicas that send heartbeats must have asked, and living ones that have not are waited for up
   to the join timeout, counted from the first that asked.
 - A member that dies is waited for until its last heartbeat is older than the heartbeat timeout,
-  unless somebody asks in its name (`lost_members`).
+  unless a request is sent for it (`lost_members`).
 - A `join` given up by its caller is not withdrawn at the server: until its heartbeat stops, the
   next quorum may still count it in. The others then fail to connect to it, which is Retryable.
 
@@ -80,8 +80,8 @@ class TorchftMembership(Membership):
     """A replica's place at a lighthouse, where it is known as `replica:incarnation`.
 
     `lighthouse` is the address from `serve_lighthouse`; `run_epoch_s` is the same for all replicas
-    and all drivers of the run. `lost` tells whether the driver saw a replica's incarnation end; without it, only heartbeats
-    tell.
+    and all drivers of the run. `lost` returns whether the driver has seen the end of a replica's incarnation; without it, only
+    heartbeats tell.
 
     From `announce` to `close` this rank's monitor process sends the heartbeats, so they depend neither on the interpreter lock
     nor on user code. It withholds them while this process is stopped, while another process of the replica is (`depend_on`),
@@ -118,7 +118,7 @@ class TorchftMembership(Membership):
         with self._lock:
             if self._heart is not None or self._stop.is_set():
                 return
-            self._try_heartbeat(None)  # the first one before this returns: whoever joins after it waits for us
+            self._try_heartbeat(None)  # the first one before this returns: replicas that join afterwards wait for this one
             if self._monitor is not None:
                 arguments: dict[str, Any] = {"library": library(), "lighthouse": self._address, "member": self._id}
                 arguments["timeout_s"] = self._call_timeout_s

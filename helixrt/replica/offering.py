@@ -40,7 +40,7 @@ class OfferingTransport(StateTransport):
 
     @abstractmethod
     def ask_layout(self, donor: str, name: str, wait_s: float) -> bytes:
-        """What `donor` says of its offer's layout (`layout_json` there), at most LAYOUT_LIMIT_BYTES. Raises DonorGone."""
+        """The layout of `donor`'s offer (`layout_json` there), at most LAYOUT_LIMIT_BYTES. Raises DonorGone."""
 
     def layout(self, name: str, donors: Sequence[str], wait_s: float) -> tuple[Shard, ...]:
         reasons: list[str] = []

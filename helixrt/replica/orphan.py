@@ -5,7 +5,7 @@ from before anything heavy is imported. On Linux the kernel sends SIGKILL when t
 elsewhere a thread watches for it. The parent gives its process id in HELIXRT_PARENT_PID, which
 closes the gap between its death and this process's first instruction.
 
-The kernel's rule is about the parent's *thread*: start such processes from a thread that lives as
+The kernel's rule is about the parent's *thread*: start such processes from a thread that exists as
 long as they should, normally the main one.
 """
 
@@ -26,14 +26,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent(parent_pid: int | None = None) -> None:
     """From now on this process dies by SIGKILL when its parent does. Idempotent.
 
-    `parent_pid` is who must still be the parent; default: HELIXRT_PARENT_PID, else whoever is.
+    `parent_pid`: the process that must still be the parent; default: HELIXRT_PARENT_PID, else the present parent.
     """
     named = int(os.environ.pop(PARENT_VARIABLE, 0))  # not for this process's own children
     expected = parent_pid or named or os.getppid()
     if _kernel_watches() and os.getppid() == expected:
         return
     if os.getppid() != expected:
-        _die()  # the parent died before the kernel was told
+        _die()  # the parent ended before the kernel got the request
     if not any(t.name == "helixrt-parent-watch" for t in threading.enumerate()):
         threading.Thread(target=_watch, args=(expected,), name="helixrt-parent-watch", daemon=True).start()
 

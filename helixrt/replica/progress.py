@@ -1,9 +1,9 @@
-"""What a rank's threads are doing, told to the driver again and again: how a rank that hangs is found.
+"""Periodic reports to the driver on what a rank's threads do, by which a rank that hangs is found.
 
 In: threads that say what they do (`doing`), and the rank's flight record, each event of which is something completed.
 Out: a `ProgressReport` under one key of the run's store, replaced by a thread of its own every `period_s`; and the
 position of the batch that the rank is working on under another, set by the working thread itself, so that it is right
-when the process ends at once. Whether a rank is stuck is decided by whoever reads the reports
+when the process ends at once. Whether a rank is stuck is decided by the reader of the reports
 (`helixrt.job.stuck`). A process that is stopped, or whose interpreter lock is held, does not report.
 """
 
@@ -199,7 +199,7 @@ class Progress:
 
     def _send(self) -> None:
         if self._store is not None:
-            with self._sending, suppress(Retryable):  # the next one says as much
+            with self._sending, suppress(Retryable):  # the next report has the same content
                 self._store.set(self._key, self.report().to_json())
 
     def _place(self, frame: FrameType | None) -> tuple[str, bool]:

@@ -45,7 +45,7 @@ def last_traceback(log: Path) -> str:
 
 
 def last_error(log: Path) -> str:
-    """The line of the log that says why the rank ended, or "".
+    """The line of the log with the reason why the rank ended, or "".
 
     It is the exception's line of the last traceback's first cause; without a traceback, the last line.
     """

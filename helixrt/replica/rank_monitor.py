@@ -1,4 +1,4 @@
-"""The monitor processes of one replica's ranks, as its leader learns of them.
+"""The addresses of the monitor processes of a replica's ranks, at its leader.
 
 A rank that does not lead publishes its monitor's address in the run's store; the leader's membership depends on all of them
 (`TorchftMembership.depend_on`), so the replica is withdrawn when any of its ranks is stopped.

@@ -78,7 +78,7 @@ class RankParts:
     `group_rank` is this rank's number in its replica, `rendezvous` the run's store with a prefix that is unique to the
     run and the group rank: `host:port/prefix`. `report` sends a report to the leader, from any thread. A replica
     that is behind waits at most `max_wait_s` for its fetch at an exchange. `layouts` has the layouts of offered states.
-    `alone`: the run has this replica only, now and later. Its gradients are the sums (`OwnSums`), and nobody fetches them.
+    `alone`: the run has this replica only, now and later. Its gradients are the sums (`OwnSums`), and no replica fetches them.
     """
 
     replica: int
@@ -98,7 +98,7 @@ class RankParts:
 
 
 def _no_orders(order: str) -> None:
-    raise Fatal(f"this rank was told to work by the order {order} of a schedule, and its engine has none")
+    raise Fatal(f"this rank must work by the order {order} of a schedule, and its engine has no orders")
 
 
 def state_name(lineage: str) -> str:

@@ -1,6 +1,6 @@
 """The keys of the run's store by which ranks and the controller tell each other where they are.
 
-A rank's leader says that its replica runs and that it is done; the driver says when all may exit.
+The leader reports that its replica runs and that it is done; the driver reports when all may exit.
 Every key but those of a rank's progress is put once and never changed (`RunStore`); a new driver begins with an empty store.
 """
 
@@ -32,17 +32,17 @@ def working_key(rank: str, incarnation: int) -> str:
 
 
 SERVED_KEY = "served/run"  # put by `helixrt serve`: which run it is, as JSON
-CLOSED_KEY = "served/closed"  # put by `helixrt serve`: the run is over, nobody may join any more
+CLOSED_KEY = "served/closed"  # put by `helixrt serve`: the run is over, no replica may join any more
 
 
 def claim_key(replica: int, incarnation: int) -> str:
     """Put by group rank 0 of processes that were started from outside: they are this incarnation. Incarnations are claimed in
-    their order. The value says who it is, and of which start (`job.claims`)."""
+    their order. The value identifies the process and its start (`job.claims`)."""
     return f"served/claim/{replica}/{incarnation}"
 
 
 def seat_key(replica: int, incarnation: int, rank: int) -> str:
-    """Put by another process of the same start: it is this group rank of the incarnation. The value says who it is."""
+    """Put by another process of the same start: it is this group rank of the incarnation. The value identifies the process."""
     return f"served/seat/{replica}/{incarnation}/{rank}"
 
 
@@ -80,7 +80,7 @@ def ended_key(replica: int, incarnation: int) -> str:
 
 def leave_key(replica: int, incarnation: int) -> str:
     """Put by the driver when the user drains the replica, and by a rank that gets SIGTERM: this incarnation is to leave at its
-    next step boundary. The value says why."""
+    next step boundary. The value is the reason."""
     return f"leave/{replica}/{incarnation}"
 
 
@@ -95,5 +95,5 @@ def waited_key(head: str, index: int) -> str:
 
 
 def accepted_key(head: str) -> str:
-    """Put by the driver: the user accepts that the record `head` is lost if nobody who is there holds it."""
+    """Put by the driver: the user accepts that the record `head` is lost if no member holds it."""
     return f"accepted/{head}"

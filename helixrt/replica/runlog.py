@@ -5,7 +5,7 @@ In: a `RunStore` and records. Out: what stands at an index, which is what the fi
 
 In a run that lasts the driver deletes old entries (`compact`), far behind the newest and behind a complete checkpoint. A
 process that was stopped for so long that the log went on without it finds that out here and starts again. What it may have put
-at a deleted index meanwhile nobody reads: every reader begins where the log does.
+no process reads at a deleted index: every reader begins at the begin of the log.
 """
 
 from __future__ import annotations

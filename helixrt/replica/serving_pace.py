@@ -95,7 +95,7 @@ def idle_processors() -> IdleProcessors | None:
 class Pace:
     """Keeps what several threads do for others below `cores` of processor time and `bytes_per_s`.
 
-    `cores` 0: what is spare, as `idle` tells it; without `idle`, the share of `ServeRules`. `bytes_per_s` 0: no limit.
+    `cores` 0: idle processor time, measured by `idle`; without `idle`, the share of `ServeRules`. `bytes_per_s` 0: no limit.
     """
 
     def __init__(

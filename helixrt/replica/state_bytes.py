@@ -1,7 +1,7 @@
 """A named set of tensors seen as one run of bytes, in the order of its layout.
 
 In: tensors, or a layout. Out: any range of those bytes, as views without a copy. Donor and fetcher
-share the layout, so a range means the same on both sides; `layout_digest` tells when it would not.
+share the layout, so a range means the same on both sides; `layout_digest` differs if the layouts differ.
 """
 
 from __future__ import annotations

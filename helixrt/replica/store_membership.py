@@ -1,8 +1,8 @@
 """The membership of a run without torchft: quorums over the run's store alone (`protocol.store_quorum`).
 
 In: a replica's account of itself. Out: `Formed`, the same on all of its members. A thread of this process sends the signs of
-life, so a call of user code that keeps the interpreter lock for longer than the heartbeat limit makes the others go on without
-this replica, until it runs again; torchft's membership has a process of its own for that.
+life, so a call of user code that keeps the interpreter lock for longer than the heartbeat limit makes the others continue
+without this replica, until it runs again; torchft's membership has a process of its own for that.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 class _Run:
-    """All stages going as far as they can. Results are told apart by (kind, chunk n + micro-batch)."""
+    """Runs all stages as far as possible. Results are identified by (kind, chunk n + micro-batch)."""
 
     def __init__(self, schedule: Schedule, send_queue: int | None) -> None:
         self.schedule, self.send_queue = schedule, send_queue
@@ -132,7 +132,7 @@ class _Run:
         return True
 
     def _take_in(self, operation: Operation) -> Iterable[int]:
-        """Free the room of the message that the operation takes in; whom that lets go on."""
+        """Free the room of the operation's input message. Returns the stages that can continue."""
         if operation.op is Op.W:
             return ()
         op, step = (Op.F, -1) if operation.op is Op.F else (Op.B, 1)
@@ -174,7 +174,7 @@ class _Run:
         return woken
 
     def circle(self, stage: int) -> str:
-        """Who waits for whom, from a stage that is stuck on: everyone it leads to is stuck too, so it ends in a circle."""
+        """The chain of waits from a blocked stage on: each next stage is blocked too, so the chain ends in a cycle."""
         trail: list[int] = []
         reasons: dict[int, str] = {}
         while stage not in trail:

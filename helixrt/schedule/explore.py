@@ -33,7 +33,7 @@ class Setting:
     """What the explorer shows: a policy's schedule for equal stages, and the one link that is slow.
 
     `delay_ms` holds both ways on link `link`, between stages `link` and `link + 1`. A schedule that is not
-    `planned_for_delay` was made without it and then meets it, as when a link slows down in the middle of training.
+    `planned_for_delay` is planned without the delay and simulated with it, as when a link slows down during training.
     `memory` caps every stage, in micro-batches' activations held from F to W; policies that do not plan ignore it.
     """
 

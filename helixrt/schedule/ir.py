@@ -2,7 +2,7 @@
 
 An operation is F (forward), B (backward for inputs), W (backward for weights) or BW (the whole backward in one
 piece, whose gradient leaves when all of it is done), of one chunk and one micro-batch; a `Pair` is a forward and a
-backward that overlap. What a schedule means is told by three functions: `needs` (whose results an operation
+backward that overlap. Three functions define the meaning of a schedule: `needs` (whose results an operation
 takes in), `provides` (which results it makes) and `route` (between which stages its output travels). Whether a
 schedule can run is proved in `check`; how long it takes is computed in `simulate`.
 """

@@ -115,7 +115,7 @@ class _Queue:
         return max(at_ms, self.ends[0]) if len(self.ends) == self.ends.maxlen else at_ms
 
     def head(self, put_ms: float) -> float:
-        """When what was put in at `put_ms` comes to the head."""
+        """The time at which an entry of `put_ms` reaches the head."""
         return max(put_ms, self.ends[-1]) if self.ends else put_ms
 
 

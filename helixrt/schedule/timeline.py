@@ -1,4 +1,4 @@
-"""What the simulator says about a schedule: when everything happened, and why stages stood idle.
+"""The simulator's result for a schedule: when each operation ran, and why stages were idle.
 
 Made by `simulate.simulate`; drawn by the exchange formats. Times are in ms from the start of the step, memory in the
 unit of the costs.

@@ -198,7 +198,7 @@ def submit(address: str | None, overrides: Sequence[str], detach: bool = False) 
     except Unreachable:
         raise
     except BaseException:
-        with suppress(RuntimeError, OSError):  # not begun, or the cluster is gone: what was raised says more
+        with suppress(RuntimeError, OSError):  # not begun, or the cluster is gone: the first exception is more useful
             stop(client, job)
         raise
 

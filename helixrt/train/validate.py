@@ -18,7 +18,7 @@ from helixrt.train.config import CONTEXTS, TrainConfig
 
 FAMILIES = ("gpt", "llama")
 LAUNCHERS = ("auto", "local", "ray")
-_STREAMS = ("replicas", "dp_shard")  # of the mesh: each has a data stream of its own, which is not dealt anew
+_STREAMS = ("replicas", "dp_shard")  # of the mesh: each has a data stream of its own, which is not dealt again
 
 
 def validate(config: TrainConfig) -> None:

@@ -1,6 +1,6 @@
 """How two ends of a connection prove to each other that they know the run's secret.
 
-In: the secret, a random nonce of each end, and the context: what both ends believe this connection to be
+In: the secret, a random nonce of each end, and the context: what both ends assume this connection to be
 (transport, generation, ranks). Out: one proof per end. A proof is an HMAC over all of it and the end's
 role, so it cannot be reflected, replayed on another connection, or used for another generation or rank;
 the secret itself never travels. The dialling end proves itself first.

@@ -1,14 +1,14 @@
 """One endpoint over several transports: for every peer the best one that reaches it.
 
 In: the run's secret, and the addresses of this host that TCP may use. Out: an `Endpoint`. Each peer's address
-lists the transports it offers; both ends of a pair see both lists, test the same thing, and so choose alike.
+lists the transports it offers; both ends of a pair see both lists, test the same thing, and so choose the same.
 
 - shared memory, if the peer's socket answers on this host (`shared_memory.address.listens`: a proof, no guess by names);
 - else verbs, if both have RDMA ports of one kind (where those do not reach each other after all, their link runs over its
   last rail, TCP);
 - else tcp.
 
-Peers that are not on this host are watched by this rank's monitor process as well (`monitor`): it tells when one is stopped.
+Peers that are not on this host are watched by this rank's monitor process as well (`monitor`): it reports when one is stopped.
 
 What was chosen and why is in `choices`, in the log "helixrt.transport" and in the flight record. A user can insist on one.
 """
@@ -19,17 +19,30 @@ import ipaddress
 import logging
 import math
 import select
-import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.protocol.link.options import LinkOptions
 from helixrt.record import Kind
+from helixrt.transport.choice import (
+    AUTO,
+    MONITOR,
+    SHARED_MEMORY,
+    TCP,
+    TRANSPORTS,
+    VERBS,
+    Choice,
+    check_transport,
+    choose,
+    pack_addresses,
+    same_host,
+    unpack_addresses,
+)
 from helixrt.transport.contract import Buffer, Endpoint, Outcome, Refused, Sink
 from helixrt.transport.monitor import client as monitor
 from helixrt.transport.monitor.peers import WatchedPeers
@@ -37,85 +50,23 @@ from helixrt.transport.shared_memory import address as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp.rails import TcpRail, parse_address
-from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs.devices import VerbsRail
 
 if TYPE_CHECKING:
     from helixrt.transport.verbs.queue_pair import Patience
 
-AUTO, SHARED_MEMORY, VERBS, TCP = "auto", "shared_memory", "verbs", "tcp"
-MONITOR = "monitor"  # no transport: where a rank's monitor process is asked, in the same list of addresses
-TRANSPORTS = (AUTO, TCP, SHARED_MEMORY, VERBS)
+__all__ = ["TCP", "TRANSPORTS", "VERBS", "AutoEndpoint", "check_transport", "pack_addresses", "unpack_addresses"]
 
 LOOPBACK_WARNING = (
     "rank %d listens on %s, which leads to its own host alone, and rank %d is on another host: give the run's servers an "
     "address that all hosts reach (`host=`, `helixrt serve --host`), or name rails"
 )
-_PART = struct.Struct("<BH")  # lengths of a transport's name and address
 _KEEP_ALIVE_S = 0.02
 _LOOK_S = 0.001
 _MONITOR_LOOK_S = 0.005  # at what the monitor reported, while `progress` is called again and again
 _JOIN_S = 5.0  # for a turn of the thread that keeps links alive, which never blocks
 
 _log = logging.getLogger("helixrt.transport")
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    transport: str
-    why: str
-
-
-def choose(
-    mine: Mapping[str, bytes], theirs: Mapping[str, bytes], answers: Callable[[str], bool] = shared_memory.listens
-) -> Choice | None:
-    """The transport for a pair with these addresses by transport; None if they have none in common.
-
-    `answers` tells whether a socket of that name is on this host. Raises ValueError if an address is none.
-    """
-    why = ""
-    if SHARED_MEMORY in mine and SHARED_MEMORY in theirs:
-        (here, _), (there, name) = (shared_memory.parse_address(a[SHARED_MEMORY]) for a in (mine, theirs))
-        if here != there:
-            why = "on another host, or another network namespace of this one"
-        elif answers(name):
-            return Choice(SHARED_MEMORY, "on this host")
-        else:
-            why = "its host has the same name as this one and is another"
-    elif SHARED_MEMORY in mine:
-        why = "it offers no shared memory"
-    elif SHARED_MEMORY in theirs:
-        why = "this rank offers no shared memory"
-    if VERBS in mine and VERBS in theirs:
-        ours, other = (verbs_address.parse(a[VERBS]) for a in (mine, theirs))
-        if count := ours.agrees(other):
-            rails = f"{count} RDMA rail{'s' * (count > 1)}, the first from {ours.rails[0][1]} to {other.rails[0][1]}"
-            return Choice(VERBS, f"{why}; {rails}" if why else rails)
-        why = (why and why + "; ") + "its RDMA ports are of another kind"
-    elif VERBS in mine or VERBS in theirs:
-        why = (why and why + "; ") + ("it has no RDMA" if VERBS in mine else "this rank has no RDMA")
-    if TCP in mine and TCP in theirs:
-        return Choice(TCP, why or "the only transport of both")
-    return None
-
-
-def same_host(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> bool:
-    """Whether both say so; who then does not answer has ended (or runs on a clone of this host). Raises ValueError."""
-    (here, _), (there, _) = (shared_memory.parse_address(a[SHARED_MEMORY]) for a in (mine, theirs))
-    return here == there
-
-
-def check_transport(value: str, key: str = "transport") -> None:
-    """Raises ConfigError if `value` is no transport's name."""
-    if value not in TRANSPORTS:
-        raise ConfigError(key, value, f"must be one of {', '.join(TRANSPORTS)}")
-    if value == SHARED_MEMORY and (reason := shared_memory.unsupported()) is not None:
-        raise ConfigError(key, value, reason)
-    if value == VERBS:
-        from helixrt.transport.verbs import endpoint as verbs
-
-        if (reason := verbs.unsupported()) is not None:
-            raise ConfigError(key, value, reason)
 
 
 class AutoEndpoint(Endpoint):
@@ -165,7 +116,7 @@ class AutoEndpoint(Endpoint):
         self._ways: dict[int, TcpEndpoint | SharedMemoryEndpoint] = {}
         self._choices: dict[int, Choice] = {}
         self._here: frozenset[str] = frozenset()  # sockets of this host, by the links that were made over them
-        self._used: set[str] = set()  # transports that have peers; the others only turn strangers away
+        self._used: set[str] = set()  # transports that have peers; the others only refuse connections
         self._told: set[str] = set()  # how peers are reached
         self._look_s = 0.0  # when to look at those again
         self._early: list[Outcome] = []  # what came while the last transport still connected
@@ -392,26 +343,3 @@ def _patience(period_s: float | None) -> Patience:
     usual = Patience()
     slower = math.log2(period_s) if period_s is not None and period_s > 1 else 0.0
     return replace(usual, timeout=min(usual.timeout + int(slower), 24))
-
-
-def pack_addresses(addresses: Mapping[str, bytes]) -> bytes:
-    return b"".join(_PART.pack(len(name), len(raw)) + name.encode() + raw for name, raw in addresses.items())
-
-
-def unpack_addresses(raw: bytes) -> dict[str, bytes]:
-    """Raises ValueError."""
-    addresses: dict[str, bytes] = {}
-    at = 0
-    while at < len(raw):
-        if at + _PART.size > len(raw):
-            raise ValueError("its address ends in the middle")
-        name_size, size = _PART.unpack_from(raw, at)
-        at += _PART.size
-        name, address = raw[at : at + name_size], raw[at + name_size : at + name_size + size]
-        at += name_size + size
-        if at > len(raw) or not name.isascii() or name.decode() in addresses:
-            raise ValueError("its address is none of several transports")
-        addresses[name.decode()] = address
-    if not addresses:
-        raise ValueError("its address names no transport")
-    return addresses

@@ -144,7 +144,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def next_deadline(self) -> float | None:
-        """The monotonic time by which `progress` wants to be called again though no descriptor is ready.
+        """The monotonic time by which `progress` must be called again even if no descriptor is ready.
 
         To be asked last before every wait: it is here that an endpoint asks its peers to be woken. Who calls `progress`
         in a loop without waiting need not ask.
@@ -157,9 +157,9 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Deliver what was `Sent`, say farewell to the peers and give up all resources; idempotent.
+        """Deliver what was `Sent`, inform the peers and release all resources; idempotent.
 
-        A link closed so is no failure: a peer hears of it (`Lost`) only if it waits for a message, or begins one later.
+        A link closed so is no failure: a peer gets `Lost` only if it waits for a message, or begins one later.
         """
 
     @abstractmethod

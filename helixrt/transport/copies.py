@@ -1,12 +1,12 @@
 """Memory for copies of short messages, which is used again: new memory costs as much as the copy that goes into it.
 
-In: sizes. Out: views to fill, of memory with whatever is in it; the owner gives them back when nobody reads them any more.
+In: sizes. Out: views to fill, of memory with whatever is in it; the owner returns them when they are not read any more.
 """
 
 from __future__ import annotations
 
-LEAST_BYTES = 16 << 10  # the allocator has shorter ones at hand
-FREE_BYTES = 8 << 20  # kept at most while nobody uses them
+LEAST_BYTES = 16 << 10  # the allocator reuses shorter ones itself
+FREE_BYTES = 8 << 20  # kept at most while they are unused
 
 
 class CopyMemory:

@@ -1,6 +1,6 @@
 """Endpoints in a forked child: sockets, epolls and shared memory are the parent's, and the child lets go without a trace.
 
-In: every endpoint when it is made. Out: its `disown`, called in each child that is forked off while it lives.
+In: every endpoint when it is made. Out: its `disown`, called in each child that is forked while the endpoint exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _living: weakref.WeakSet[Disownable] = weakref.WeakSet()
 
 
 def disown_in_children(endpoint: Disownable) -> None:
-    """For as long as `endpoint` lives; does not keep it."""
+    """For the lifetime of `endpoint`; holds no reference to it."""
     _call_in_forked_children()
     _living.add(endpoint)
 

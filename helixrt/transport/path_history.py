@@ -1,7 +1,7 @@
 """The history of a link's rails and paths, in the flight record: what was left and why, what is back, every hop and probe.
 
-In: what the link says of them. Out: events of a `FlightRecord`, which whoever runs the job may listen to: after a rail was
-left is a good time for a checkpoint. RTTs are of messages of the standard size.
+In: what the link says of them. Out: events of a `FlightRecord`, which the code that runs the job may subscribe to: after a rail
+was left is a good time for a checkpoint. RTTs are of messages of the standard size.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 
 class Poller:
-    """One epoll with the two wakes. `close` only when nobody waits any more."""
+    """One epoll with the two wakes. `close` only when no thread waits any more."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()

@@ -1,9 +1,9 @@
-"""Reading another process's memory: one copy, from where its sender keeps a message to where its receiver wants it.
+"""Reading another process's memory: one copy, from the sender's copy of a message to the receiver's memory.
 
 In: a process that lent an address in its memory, and memory of ours. Out: its bytes, by one system call
 (`process_vm_readv`, Linux) that runs outside the interpreter's lock. The kernel allows it between processes
 of one user unless a policy forbids it (Yama's ptrace_scope, seccomp): so it is tried first, on a
-proof that the peer sends by another way (`Probe`), and whoever cannot read takes another way.
+proof that the peer sends by another way (`Probe`), and an end that cannot read uses another way.
 
 Nothing is ever written into another process. What was read counts only if the process is still the one that
 lent it: a process id may be used again once its owner is gone, so `alive` is asked after each read.

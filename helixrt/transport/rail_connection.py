@@ -1,7 +1,7 @@
-"""What a peer needs of a rail's connection, whatever carries its bytes, and whom the connection tells.
+"""The interface of a rail's connection, for any carrier of bytes, and the interface of its owner.
 
 In and out: frames, and payloads straight from memory to memory. Implemented over TCP (`tcp.connection`) and over RDMA
-verbs (`verbs.connection`); `tcp.peer.Peer` drives both alike.
+verbs (`verbs.connection`); `tcp.peer.Peer` drives both in the same way.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RailConnection(Protocol):
         """Before it is closed: a last frame, as far as that goes without blocking."""
 
     def acknowledgements(self, now: float) -> Acknowledgements | None:
-        """What the kernel, or the NIC, says of the other end's; None: nothing."""
+        """What the kernel, or the NIC, reports about the other end's kernel; None: nothing."""
 
     def emptied(self) -> bool:
         """Everything was written, and the other end has it."""
@@ -74,7 +74,7 @@ class RailConnection(Protocol):
 
 
 class Carrier(Protocol):
-    """Whom a connection tells. Each call may close the connection."""
+    """The owner, which gets the events of a connection. Each call may close the connection."""
 
     def frame_came(self, connection: RailConnection, frame: Frame) -> None:
         """With its body checked; for DATA the header alone, and `connection.landing` is to be set."""

@@ -20,7 +20,7 @@ def test_the_table_its_figures_and_a_living_peer_is_not_declared_dead(
     few = ["--faults", "kill", "slow", "--phases", "idle", "reduce-scatter", "--minutes", "0.1", "--loaded"]
     main(["bench", "faults", *few, "--json", str(path)])  # the verdict includes times, which are not a test's
     said, written = capsys.readouterr().out, json.loads(path.read_text())
-    assert "SIGKILL" in said and "reduce-scatter" in said and said.count("no living peer was declared dead") == 2
+    assert "SIGKILL" in said and "reduce-scatter" in said and said.count("no running peer was reported as lost") == 2
     rows = {(row["fault"], row["phase"], row["transport"]): row for row in written["table"]}
     phases = ("idle", "reduce-scatter")
     killed = {("SIGKILL", phase, transport) for phase in phases for transport in ("tcp", "shared_memory")}

@@ -1,6 +1,6 @@
-"""FTAR's fault matrix on real processes: nobody hangs or crashes, no sum is wrong, the survivors go on.
+"""FTAR's fault matrix on real processes: no rank hangs or crashes, no sum is wrong, the survivors continue.
 
-How long survivors are blocked is `helixrt bench faults`' to say; here only that no time-out of their own ended it.
+`helixrt bench faults` measures how long survivors are blocked; here only that no time-out of their own ended it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from helixrt.bench.fault_matrix.cell_run import run_cell
 from helixrt.bench.fault_matrix.cells import (
     ALL_CELLS,
     SURVIVORS,
@@ -23,8 +24,7 @@ from helixrt.bench.fault_matrix.cells import (
     Refusals,
     judge,
 )
-from helixrt.bench.fault_matrix.conductor import run_cell
-from helixrt.bench.fault_matrix.troupe import Troupe
+from helixrt.bench.fault_matrix.processes import RankProcesses
 
 EVERY_TIME = (  # of each fault one cell, and every phase
     Cell(Fault.KILL, Phase.REDUCE_SCATTER),
@@ -48,8 +48,8 @@ EVERY_TIME = (  # of each fault one cell, and every phase
 
 
 @pytest.fixture(scope="module")
-def troupe() -> Iterator[Troupe]:
-    with Troupe() as made:
+def owner() -> Iterator[RankProcesses]:
+    with RankProcesses() as made:
         yield made
 
 
@@ -62,8 +62,8 @@ def _parameters() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("cell", list(_parameters()))
-def test_nobody_hangs_or_crashes_and_no_sum_is_wrong(troupe: Troupe, cell: Cell) -> None:
-    finding = run_cell(troupe, cell)
+def test_nobody_hangs_or_crashes_and_no_sum_is_wrong(owner: RankProcesses, cell: Cell) -> None:
+    finding = run_cell(owner, cell)
     print(finding)
     assert not finding.problems, "\n".join(finding.problems)
 
@@ -73,7 +73,7 @@ def test_the_matrix_is_whole_and_every_fault_and_phase_runs_every_time() -> None
     assert {cell.fault for cell in EVERY_TIME} == set(Fault) and {cell.phase for cell in EVERY_TIME} == set(Phase)
 
 
-# ---------------------------------------------------------------- what the judge would not let pass
+# ---------------------------------------------------------------- what `judge` must report
 
 
 def _seen(cell: Cell, outcome: Outcome, blocked_s: float = 0.01) -> Observed:
@@ -99,19 +99,19 @@ def test_survivors_of_a_death_may_only_raise_retryable(outcome: Outcome) -> None
 
 
 @pytest.mark.parametrize("outcome", [Outcome.RETRYABLE, Outcome.WRONG, Outcome.CRASHED, Outcome.HUNG])
-def test_what_is_no_failure_must_not_fail_also_for_the_struck_rank(outcome: Outcome) -> None:
+def test_what_is_no_failure_must_not_fail_also_for_the_victim(outcome: Outcome) -> None:
     cell = Cell(Fault.SLOW, Phase.ALL_GATHER)
     assert judge(_seen(cell, outcome), 10).problems
     seen = _seen(cell, Outcome.FINE)
-    seen.struck[VICTIM] = Answer(VICTIM, outcome, 100.0)
+    seen.answers[VICTIM] = Answer(VICTIM, outcome, 100.0)
     assert judge(seen, 10).problems
 
 
-def test_the_judge_misses_nobody_and_nothing() -> None:
+def test_the_judge_finds_every_problem() -> None:
     killed = Cell(Fault.KILL, Phase.ALL_GATHER)
     assert judge(_seen(killed, Outcome.RETRYABLE, 9.5), 10).problems  # its own time-out ended it
     seen = _seen(killed, Outcome.RETRYABLE)
-    del seen.struck[2]
+    del seen.answers[2]
     assert judge(seen, 10).problems  # one that did not answer
     seen = _seen(killed, Outcome.RETRYABLE)
     seen.after.append(Answer(0, Outcome.WRONG))
@@ -126,7 +126,7 @@ def test_the_judge_misses_nobody_and_nothing() -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.SECRET, Fault.STALE])
-def test_an_intruder_that_never_came_to_the_door_shows_nothing(fault: Fault) -> None:
+def test_an_intruder_that_was_never_refused_shows_nothing(fault: Fault) -> None:
     seen = _seen(Cell(fault, Phase.ALL_GATHER), Outcome.FINE)
     seen.refusals = {0: Refusals(0, 0)}
     assert judge(seen, 10).problems

@@ -81,7 +81,7 @@ def test_credit_does_not_go_back(flow: Flow) -> None:
 
 def test_messages_come_in_their_order(flow: Flow) -> None:
     flow.took_head(0, 1)
-    with pytest.raises(FrameError, match="message 3: 2 must come now"):
+    with pytest.raises(FrameError, match="message 3: 2 was expected"):
         flow.took_head(0, 3)
 
 

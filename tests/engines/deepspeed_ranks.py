@@ -26,6 +26,7 @@ from helixrt.job.checkpoint_layout import Index, PartIndex, RankPart
 from helixrt.job.checkpoint_restore import restored
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
+from tests.engines.same_state import same_state
 
 REPLICAS, ACCUMULATE, INPUTS, CLIP = 2, 2, 6, 0.05
 KINDS = [(1, "float32", ""), (2, "float32", ""), (3, "float32", ""), (1, "bf16", "fp32"), (2, "bf16", "fp32"), (3, "bf16", "")]
@@ -169,14 +170,6 @@ def compare(plain: Plain, replica: Replica, tolerance: float, when: str) -> None
         )
     for name, buffer in replica.deepspeed.module.named_buffers():
         torch.testing.assert_close(buffer, dict(plain.model.named_buffers())[name], rtol=1e-5, atol=1e-6, msg=name)
-
-
-def same_state(one: State, other: State) -> None:
-    assert list(one.tensors) == list(other.tensors)
-    differ = {n: (one.scalars.get(n), other.scalars.get(n)) for n in {*one.scalars, *other.scalars}}
-    assert dict(one.scalars) == dict(other.scalars), {n: pair for n, pair in differ.items() if pair[0] != pair[1]}
-    for name, tensor in one.tensors.items():
-        assert torch.equal(tensor, other.tensors[name]), name
 
 
 # ---------------------------------------------------------------- scenarios: each raises if something is wrong

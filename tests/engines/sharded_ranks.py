@@ -30,6 +30,7 @@ from helixrt.engines.sharded import blocks, shard_model
 from helixrt.errors import Fatal, MisuseError, Retryable
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import State
+from tests.engines.same_state import same_state
 from tests.engines.sharded_model import INPUTS, Block, Model
 
 SEED, REPLICAS = 5, 2
@@ -161,14 +162,6 @@ def compare(plain: Trained, replica: Replica, when: str) -> None:
     buffers = dict(plain.model.named_buffers())
     for name, buffer in replica.model.named_buffers():
         torch.testing.assert_close(buffer, buffers[name], rtol=1e-5, atol=1e-6, msg=f"{when}: {name}")
-
-
-def same_state(one: State, other: State) -> None:
-    assert list(one.tensors) == list(other.tensors)
-    differ = {n: (one.scalars.get(n), other.scalars.get(n)) for n in {*one.scalars, *other.scalars}}
-    assert dict(one.scalars) == dict(other.scalars), {n: pair for n, pair in differ.items() if pair[0] != pair[1]}
-    for name, tensor in one.tensors.items():
-        assert torch.equal(tensor, other.tensors[name]), name
 
 
 def loads_its_shard(group: InnerGroup) -> None:

@@ -30,6 +30,7 @@ from helixrt.job.stored_path import Place, StoredPath, place_of
 from helixrt.protocol.step.lineage import CommitRecord, genesis
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.contracts import RunStore, State
+from tests.job.chains import chain_of
 from tests.job.object_store import ObjectStore
 
 
@@ -498,13 +499,6 @@ def test_lineage_on_disk_is_what_was_appended(tmp_path: Path) -> None:
         read_lineage(tmp_path)
     (tmp_path / "00000003.json").unlink()
     assert read_lineage(tmp_path) == entries[:3], "what follows a gap does not count"
-
-
-def chain_of(steps: int) -> list[CommitRecord]:
-    entries = [genesis("run", 1)]
-    for step in range(1, steps + 1):
-        entries.append(CommitRecord(step, step, entries[-1].hash, ((0, 0),), {0: step}, "run"))
-    return entries
 
 
 def test_lineage_that_cannot_be_written_is_written_later_in_order(tmp_path: Path) -> None:

@@ -14,14 +14,8 @@ import pytest
 
 from helixrt.job import lineage_files
 from helixrt.job.lineage_files import LineageWriter, read_lineage
-from helixrt.protocol.step.lineage import CommitRecord, genesis
-
-
-def chain_of(steps: int) -> list[CommitRecord]:
-    entries = [genesis("run", 1)]
-    for step in range(1, steps + 1):
-        entries.append(CommitRecord(step, step, entries[-1].hash, ((0, 0),), {0: step}, "run"))
-    return entries
+from helixrt.protocol.step.lineage import CommitRecord
+from tests.job.chains import chain_of
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from helixrt.passes.capture import capture
 from helixrt.passes.parts import Part, Port, Role, local
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.verify import collective_order, verify
+from tests.passes.megatron_sums import SumBackward, SumForward
 
 RANKS = 2
 
@@ -49,30 +50,6 @@ def tensor_parallel(sequence: bool) -> nn.Module:
             plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
     return module
-
-
-class SumForward(torch.autograd.Function):
-    """Megatron's g: sum in forward, nothing in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-class SumBackward(torch.autograd.Function):
-    """Megatron's f: nothing in forward, sum in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(gradient.contiguous(), "sum", dist.group.WORLD))
 
 
 class ByHand(nn.Module):

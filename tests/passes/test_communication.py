@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ from helixrt.passes.verify import collective_order, verify
 from helixrt.passes.weave import weave
 from helixrt.pipeline.strands import planned
 from helixrt.train.models import ring_shift_private  # noqa: F401  (defines the operator)
+from tests.passes.two_ranks import on_two_ranks
 
 C10D, ATEN, DTENSOR = torch.ops._c10d_functional, torch.ops.aten, torch.ops._dtensor
 NAMES = ("communicates-0", "communicates-1")  # threads share one registry of groups
@@ -94,19 +93,6 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     CALLS.clear()
 
 
-@contextmanager
-def registered(backend: Any, rank: int) -> Iterator[None]:
-    group = dist.ProcessGroup(dist.HashStore(), rank, 2)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._set_group_name(NAMES[rank])
-    torch._C._distributed_c10d._register_process_group(NAMES[rank], group)
-    try:
-        yield
-    finally:
-        torch._C._distributed_c10d._unregister_process_group(NAMES[rank])
-
-
 def part_of(module: fx.GraphModule, inputs: int = 1) -> Part:
     """A traced function as a part, each node with an origin as capture gives it."""
     module.graph.eliminate_dead_code()
@@ -130,14 +116,6 @@ def by_hand(*steps: tuple[Any, tuple[Any, ...]], size: int = 4) -> Part:
         value.meta["val"] = torch.empty(size, size)
     graph.output((value,))
     return part_of(fx.GraphModule(nn.Module(), graph))
-
-
-def on_two_ranks(run_stages: Any, work: Any) -> list[Any]:
-    def body(rank: int, backend: Any) -> Any:
-        with registered(backend, rank):
-            return work(rank)
-
-    return run_stages(2, body)
 
 
 # ------------------------------------------------------------------------------------------------ what is known
@@ -229,7 +207,7 @@ def test_ranks_measure_a_ring_shift_together_and_agree_on_its_direction(run_stag
         assert torch.equal(given, torch.full((4, 4), 2.0 * (1 - rank)))
         return found.times, [o.kind for o in found.operators(part)]
 
-    (times, kinds), (other, _) = on_two_ranks(run_stages, work)
+    (times, kinds), (other, _) = on_two_ranks(run_stages, NAMES, work)
     assert times == other and kinds == [Kind.COMPUTE, Kind.INTRA, Kind.WAIT]
     (shifted,) = (time for name, time in times.items() if "ring_shift" in name)
     assert shifted.measured and shifted.time_us > 0
@@ -328,7 +306,7 @@ def test_ranks_run_a_blocking_operator_equally_often_while_they_profile(run_stag
         found = profile(part, group_named(NAMES[rank]), cache=tmp_path)
         return found.times, locate(part), found.operators(part)
 
-    (times, groups, listed), (other, _, _) = on_two_ranks(run_stages, work)
+    (times, groups, listed), (other, _, _) = on_two_ranks(run_stages, NAMES, work)
     assert times == other and CALLS["exchange", NAMES[0]] == CALLS["exchange", NAMES[1]] > 0
     (name,) = (name for name in times if "exchange" in name)
     assert name.endswith("over 2 ranks gloo") and times[name].measured
@@ -344,7 +322,7 @@ def test_nothing_hides_behind_a_blocking_operator(run_stages: Any, tmp_path: Pat
         exchanged, summed = (o for o in found.operators(part) if " over " in o.signature)
         return [found.overlap.factor(exchanged, summed), summed.kind in COMMUNICATION, dict(found.pairs)]
 
-    for factor, communicates, pairs in on_two_ranks(run_stages, work):
+    for factor, communicates, pairs in on_two_ranks(run_stages, NAMES, work):
         assert factor == 0.0 and communicates
         assert not any("exchange" in name for names in pairs for name in names)
 
@@ -363,7 +341,7 @@ def test_a_plan_with_blocking_operators_is_woven_and_gives_the_same(run_stages: 
             alone = part.run({Port(Role.INPUT, "0"): values[Port(Role.INPUT, "0", strand)]})
             assert torch.equal(together[Port(Role.OUTPUT, "output[0]", strand)], alone[Port(Role.OUTPUT, "output[0]")])
 
-    on_two_ranks(run_stages, work)
+    on_two_ranks(run_stages, NAMES, work)
 
 
 def test_ranks_with_other_blocking_operators_are_told(run_stages: Any) -> None:
@@ -373,7 +351,7 @@ def test_ranks_with_other_blocking_operators_are_told(run_stages: Any) -> None:
         with pytest.raises(DisagreementError, match="nothing more.*helixtest.exchange"):
             agree(by_hand(*steps), group_named(name))
 
-    on_two_ranks(run_stages, work)
+    on_two_ranks(run_stages, NAMES, work)
 
 
 def test_what_cannot_be_run_on_made_up_arguments_is_estimated(run_stages: Any, tmp_path: Path) -> None:
@@ -384,7 +362,7 @@ def test_what_cannot_be_run_on_made_up_arguments_is_estimated(run_stages: Any, t
     def work(rank: int) -> Any:
         return profile(blocking(rank), group_named(NAMES[rank]), cache=tmp_path).times
 
-    times, other = on_two_ranks(run_stages, work)
+    times, other = on_two_ranks(run_stages, NAMES, work)
     assert times == other and not any(name == "exchange" for name, _ in CALLS)
     (found,) = (time for name, time in times.items() if "exchange" in name)
     assert not found.measured and found.time_us > 0

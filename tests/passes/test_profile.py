@@ -8,14 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from helixrt import cli
@@ -39,6 +36,7 @@ from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.parallel import Group as Rank
 from helixrt.train.models.parallel import ParallelGroups
+from tests.passes.two_ranks import on_two_ranks
 
 SEQ = 8
 SMALL = ModelConfig(family="gpt", layers=2, dim=8, heads=2, kv_heads=1, ffn=16, vocab=17)
@@ -71,34 +69,13 @@ def _an_idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Roof, "holds", lambda roof, time_us: True)
 
 
-@contextmanager
-def registered(backend: Any, rank: int) -> Iterator[None]:
-    group = dist.ProcessGroup(dist.HashStore(), rank, 2)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._set_group_name(NAMES[rank])
-    torch._C._distributed_c10d._register_process_group(NAMES[rank], group)
-    try:
-        yield
-    finally:
-        torch._C._distributed_c10d._unregister_process_group(NAMES[rank])
-
-
-def on_two_ranks(run_stages: Any, work: Callable[[int], Any]) -> list[Any]:
-    def body(rank: int, backend: Any) -> Any:
-        with registered(backend, rank):
-            return work(rank)
-
-    return run_stages(2, body)
-
-
 def agreed(one: Profile, other: Profile) -> bool:
     return (one.times, one.pairs, one.overlap) == (other.times, other.pairs, other.overlap)
 
 
 def test_ranks_end_with_one_profile_and_find_it_again(run_stages: Any, parts: Any, tmp_path: Path) -> None:
     state = torch.get_rng_state()
-    first = on_two_ranks(run_stages, lambda rank: profile(parts[rank], cache=tmp_path))
+    first = on_two_ranks(run_stages, NAMES, lambda rank: profile(parts[rank], cache=tmp_path))
     assert torch.equal(torch.get_rng_state(), state), "profiling draws no random numbers of the job's"
     assert agreed(*first)
     found = first[0]
@@ -115,7 +92,7 @@ def test_ranks_end_with_one_profile_and_find_it_again(run_stages: Any, parts: An
             timed = operator.kind is Kind.COMPUTE or operator.kind in COMMUNICATION
             assert (operator.time_us > 0) == timed
 
-    again = on_two_ranks(run_stages, lambda rank: profile(parts[rank], cache=tmp_path))
+    again = on_two_ranks(run_stages, NAMES, lambda rank: profile(parts[rank], cache=tmp_path))
     assert agreed(*again)
     assert again[0].cached >= len(found.times) - 1  # the collective may be doubted on a busy machine
     compute = found.times.keys() - set(communication)
@@ -123,21 +100,21 @@ def test_ranks_end_with_one_profile_and_find_it_again(run_stages: Any, parts: An
 
 
 def test_a_link_that_changed_is_measured_again(run_stages: Any, parts: Any, tmp_path: Path) -> None:
-    on_two_ranks(run_stages, lambda rank: profile(parts[rank], cache=tmp_path))
+    on_two_ranks(run_stages, NAMES, lambda rank: profile(parts[rank], cache=tmp_path))
     (file,) = tmp_path.iterdir()
     kept = json.loads(file.read_text())
     for name, time in kept["known"]["times"].items():
         if " over " in name:
             time["time_us"] = 1e9
     file.write_text(json.dumps(kept))
-    found, _ = on_two_ranks(run_stages, lambda rank: profile(parts[rank], cache=tmp_path))
+    found, _ = on_two_ranks(run_stages, NAMES, lambda rank: profile(parts[rank], cache=tmp_path))
     assert max(time.time_us for time in found.times.values()) < 1e9
     assert found.measured >= 1 and found.cached == len(found.times) - 1
 
 
 def test_hosts_make_the_kind(run_stages: Any, parts: Any, tmp_path: Path) -> None:
     def located(hosts: str) -> list[dict[str, Group]]:
-        return on_two_ranks(run_stages, lambda rank: locate(parts[rank], host=hosts[rank]))
+        return on_two_ranks(run_stages, NAMES, lambda rank: locate(parts[rank], host=hosts[rank]))
 
     for rank, groups in enumerate(located("aa")):
         assert groups == {NAMES[rank]: Group((2,), "gloo")} and groups[NAMES[rank]].kind is Kind.INTRA
@@ -147,7 +124,7 @@ def test_hosts_make_the_kind(run_stages: Any, parts: Any, tmp_path: Path) -> Non
 
 def test_estimates_measure_no_operator(run_stages: Any, parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Operation, "of", lambda *_: pytest.fail("an operator was run"))
-    one, other = on_two_ranks(run_stages, lambda rank: profile(parts[rank], mode="estimate", cache=tmp_path))
+    one, other = on_two_ranks(run_stages, NAMES, lambda rank: profile(parts[rank], mode="estimate", cache=tmp_path))
     assert agreed(one, other)
     assert one.measured == one.cached == 0 and not one.pairs and not list(tmp_path.iterdir())
     assert all(time.time_us > 0 and not time.measured for time in one.times.values())
@@ -173,7 +150,7 @@ def test_an_operator_that_fails_is_estimated(parts: Any, tmp_path: Path, monkeyp
 
 def test_ranks_with_other_graphs_are_told(run_stages: Any, parts: Any, tmp_path: Path) -> None:
     with pytest.raises(DisagreementError, match="different numbers of operators"):
-        on_two_ranks(run_stages, lambda rank: profile(parts[rank][: 2 - rank], cache=tmp_path))
+        on_two_ranks(run_stages, NAMES, lambda rank: profile(parts[rank][: 2 - rank], cache=tmp_path))
 
 
 def test_ranks_with_other_shapes_plan_alike(run_stages: Any, tmp_path: Path) -> None:
@@ -184,7 +161,7 @@ def test_ranks_with_other_shapes_plan_alike(run_stages: Any, tmp_path: Path) -> 
         found = profile(uneven[rank], group_named(NAMES[rank]), cache=tmp_path)
         return found, found.operators(uneven[rank])
 
-    (one, first), (other, second) = on_two_ranks(run_stages, work)
+    (one, first), (other, second) = on_two_ranks(run_stages, NAMES, work)
     assert agreed(one, other) and not one.names and other.names
     assert [(o.signature, o.time_us) for o in first if o.time_us] == [(o.signature, o.time_us) for o in second if o.time_us]
 

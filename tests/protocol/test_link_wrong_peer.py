@@ -17,8 +17,8 @@ from helixrt.protocol.link.send import MAX_CREDITS
     ("frame", "says"),
     [
         (Frame(Kind.DATA, 7, 1, 1, 0, LONG + 1), "100001 bytes at the peer and 100000 here"),
-        (Frame(Kind.DATA, 7, 1, 9, 0, LONG), "nobody posted it"),
-        (Frame(Kind.DATA, 7, 1, 9, 0, 2000, flags=EAGER), "nobody posted it"),
+        (Frame(Kind.DATA, 7, 1, 9, 0, LONG), "no receive was posted for it"),
+        (Frame(Kind.DATA, 7, 1, 9, 0, 2000, flags=EAGER), "no receive was posted for it"),
         (Frame(Kind.DATA, 7, 1 << 40, 9, 0, 5, flags=EAGER), "the most that may come now"),
         (Frame(Kind.BEAT, 8), "generation 8"),
         (Frame(Kind.BEAT, 7, acknowledged=5), "newest sequence number"),
@@ -111,7 +111,7 @@ def test_more_credits_than_can_wait_lose_the_peer() -> None:
     names = [(9, index) for index in range(MAX_CREDITS + 1)]
     for sequence, begin in enumerate(range(0, len(names), frames.MAX_NAMES), 1):
         pair.tell(1, m.FrameArrived(0, credit(sequence, *names[begin : begin + frames.MAX_NAMES])))
-    assert "nobody has submitted" in str(pair.said(1, m.Lost)[0].cause)
+    assert "were not submitted" in str(pair.said(1, m.Lost)[0].cause)
 
 
 def test_two_sequence_numbers_for_one_message_lose_the_peer() -> None:

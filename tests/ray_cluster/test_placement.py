@@ -53,7 +53,7 @@ def test_a_version_without_tokens_is_refused_where_other_machines_reach_it() -> 
     check_version("2.52.0", "10.0.0.7")
     check_version("3.0.0.dev0", "10.0.0.7")
     for version, address in (("2.40.0", "10.0.0.7"), ("2.51.1", "0.0.0.0")):
-        with pytest.raises(ConfigError, match=rf"ray={version}: its servers at {address} let anybody run programs; Ray 2.52"):
+        with pytest.raises(ConfigError, match=rf"ray={version}: its servers at {address} run programs of any client; Ray 2.52"):
             check_version(version, address)
 
 

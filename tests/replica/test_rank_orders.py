@@ -174,7 +174,7 @@ def test_a_rank_takes_up_an_order_of_its_schedule_with_the_work_that_names_it(ra
 
 def test_an_engine_without_a_schedule_refuses_orders(rank: Driven) -> None:
     rank.tell(p.Work(ROOT.hash, 0, 1, "a"))
-    with pytest.raises(Fatal, match="told to work by the order a of a schedule, and its engine has none"):
+    with pytest.raises(Fatal, match="must work by the order a of a schedule, and its engine has no orders"):
         rank.worker.next_work()
 
 

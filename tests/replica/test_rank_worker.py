@@ -240,9 +240,9 @@ def test_a_layout_that_is_not_the_agreed_one_is_not_fetched() -> None:
     LayoutBook(store).write("a" * 32, layout)
     book = LayoutBook(store, limit_bytes=100)
     book.check("a" * 32, (layout[0], Shard("scalars", (9,), "uint8", 9)))  # scalars are of any length
-    with pytest.raises(Retryable, match="in a layout that nobody has agreed on"):
+    with pytest.raises(Retryable, match="in a layout that the replicas have not agreed on"):
         book.check("a" * 32, (Shard("parameter/w", (4,), "float32", 16),))
-    with pytest.raises(Retryable, match="in a layout that nobody has agreed on"):
+    with pytest.raises(Retryable, match="in a layout that the replicas have not agreed on"):
         book.check("b" * 32, layout)
     with pytest.raises(Retryable, match="has 4000 bytes; at most 100 are accepted"):
         book.check("a" * 32, (Shard("parameter/w", (1000,), "float32", 4000),))

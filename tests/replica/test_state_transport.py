@@ -257,7 +257,7 @@ def test_when_no_donor_is_left_the_fetch_is_retryable(peers: Peers) -> None:
         peers.fetcher.fetch("s", layout, [peers.donor("die")], TIMEOUT_S)
     with pytest.raises(Retryable, match="no donor is left"):
         peers.fetcher.fetch("s", layout, ["127.0.0.1:9"], TIMEOUT_S)
-    with pytest.raises(Retryable, match="nobody"):
+    with pytest.raises(Retryable, match="no donor to fetch"):
         peers.fetcher.fetch("s", layout, [], TIMEOUT_S)
 
 

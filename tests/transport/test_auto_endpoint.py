@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from helixrt.errors import Cause, ConfigError, Retryable
-from helixrt.transport.auto import AutoEndpoint, Choice, choose, pack_addresses, unpack_addresses
+from helixrt.transport.auto import AutoEndpoint
+from helixrt.transport.choice import Choice, choose, pack_addresses, unpack_addresses
 from helixrt.transport.contract import Endpoint, Outcome, PeerAborted
 from helixrt.transport.shared_memory import address as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint

@@ -314,7 +314,7 @@ def test_verdicts_are_proved_too() -> None:
 
 
 def test_greetings_are_read_back() -> None:
-    hello = Hello(Purpose.KNOCK, 2**63, 7, 2**32 - 1, 31, 5, nonce())
+    hello = Hello(Purpose.PROBE, 2**63, 7, 2**32 - 1, 31, 5, nonce())
     assert parse_hello(hello.pack()) == hello
     for wrong in (b"\x00" + hello.pack()[1:], hello.pack()[:5] + b"\x09" + hello.pack()[6:]):
         with pytest.raises(HandshakeError):

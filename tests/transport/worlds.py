@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from helixrt.bench.fault_matrix.strikes import hold_interpreter_lock
+from helixrt.bench.fault_matrix.injection import hold_interpreter_lock
 from helixrt.transport.contract import Endpoint, Lost, Outcome, PeerAborted, Received, Sent
 from tests.ranks_context import ranks_context
 

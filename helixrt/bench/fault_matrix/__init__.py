@@ -1,1 +1,1 @@
-"""FTAR's fault matrix on real processes: every fault in every phase of an exchange's life (`helixrt bench faults`)."""
+"""FTAR's fault matrix on real processes: every fault in every phase of an exchange (`helixrt bench faults`)."""

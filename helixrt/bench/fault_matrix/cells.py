@@ -1,14 +1,15 @@
 """The cells of the fault matrix, and what each of them must show. Pure: no process, no clock.
 
-In: what ranks answered, and when. Out: a `Finding` per cell: what is wrong (nothing, it is hoped), and how long
-survivors were blocked after the fault struck.
+In: what ranks answered, and when. Out: a `Finding` per cell: the problems, and how long survivors were blocked after the
+fault.
 
-What is asked of survivors (FT-HSDP section 4.2 asks for less: there a collective's time-out ends a hang):
+Requirements for survivors (FT-HSDP section 4.2 requires less: there a collective's time-out ends a hang):
 
-- a death, or a peer that talks garbage: whoever waits raises `Retryable` within 200 ms;
-- a stopped process, or a link that is down beyond the host: within 1.5 heartbeat periods;
-- what is no failure of a member (slow, its interpreter lock held for seconds, a connection that broke, a stranger, a
-  straggler of an older generation, a full disk, a jumping clock): nothing; the sums are exact, also for the struck rank;
+- a process ended, or a peer sends garbage: each waiting call raises `Retryable` within 200 ms;
+- a process is stopped, or a link is down beyond the host: within 1.5 heartbeat periods;
+- a fault that is no failure of a member (slow, its interpreter lock held for seconds, a connection that broke, an
+  unauthenticated process, a process of an older generation, a full disk, a jumping clock): no error; the sums are exact, also
+  those of the victim;
 - always: no hang, no other exception, no wrong sum, and the next generation's sums are exact.
 """
 
@@ -20,24 +21,24 @@ from enum import Enum
 
 
 class Consequence(Enum):
-    """What a fault means to the others."""
+    """How the other ranks must react to a fault."""
 
-    GONE = "gone"  # known at once
-    SILENT = "silent"  # noticed within 1.5 periods
+    GONE = "gone"  # detected at once
+    SILENT = "silent"  # detected within 1.5 heartbeat periods
     NONE = "none"  # no failure
 
 
 class Fault(Enum):
-    """Strikes rank `VICTIM`; the stranger and the straggler are a fourth process that claims to be a rank."""
+    """Injected into rank `VICTIM`; for SECRET and STALE a fourth process claims to be a rank."""
 
     KILL = ("SIGKILL", Consequence.GONE)
     STOP = ("SIGSTOP", Consequence.SILENT)
     EXIT = ("exit", Consequence.GONE)
     EXCEPTION = ("exception", Consequence.GONE)
-    CLOSED = ("closed socket", Consequence.NONE)  # all its connections; the process lives, they are made anew
+    CLOSED = ("closed socket", Consequence.NONE)  # all its connections; the process continues and connects again
     HALF_OPEN = ("half-open socket", Consequence.SILENT)
     SLOW = ("slow peer", Consequence.NONE)
-    HELD = ("interpreter lock held", Consequence.NONE)  # for longer than any silence is borne; its kernel acknowledges
+    HELD = ("interpreter lock held", Consequence.NONE)  # for longer than the silence limit; its kernel acknowledges
     GARBAGE = ("garbage", Consequence.GONE)
     SECRET = ("wrong secret", Consequence.NONE)
     STALE = ("older generation", Consequence.NONE)
@@ -49,9 +50,9 @@ class Fault(Enum):
 
 
 class Phase(Enum):
-    """Where the victim is when the fault strikes."""
+    """What the victim does when the fault is injected."""
 
-    CONNECTING = "connecting"  # in its first generation, its dials begun
+    CONNECTING = "connecting"  # in its first generation, after its connection attempts have begun
     IDLE = "idle"  # no operation anywhere
     REDUCE_SCATTER = "reduce-scatter"  # the first of its partial sums is ready to be sent on
     ALL_GATHER = "all-gather"  # about to send the second chunk of its totals, in the last partition
@@ -79,8 +80,9 @@ class Cell:
         return self.fault.consequence
 
     @property
-    def parts(self) -> bool:
-        """The victim leaves while nobody needs it, and says farewell: known at once, and a failure to who needs it next."""
+    def leaves_idle(self) -> bool:
+        """The victim leaves between operations, with a farewell message. The others detect it at once, and their next operation
+        with it fails."""
         return self.phase is Phase.IDLE and self.fault in (Fault.EXIT, Fault.EXCEPTION)
 
     def bound_s(self, heartbeat_s: float) -> float:
@@ -97,17 +99,17 @@ ALL_CELLS = TCP_CELLS + SHARED_MEMORY_CELLS
 class Outcome(Enum):
     """How a call of a rank ended."""
 
-    FINE = "fine"  # and its sum, if it was an all-reduce, exact
+    FINE = "fine"  # no exception; the sum of an all-reduce is exact
     WRONG = "wrong sum"
-    RETRYABLE = "retryable"  # it raised what it may raise
-    CRASHED = "crashed"  # it raised something else
-    ENDED = "ended"  # the process did not live to answer
+    RETRYABLE = "retryable"  # it raised Retryable
+    CRASHED = "crashed"  # it raised another exception
+    ENDED = "ended"  # the process ended before it answered
     HUNG = "hung"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank said of one call. `end_s` is monotonic time, the same clock in all processes of a machine."""
+    """The result of one call of one rank. `end_s` is monotonic time, the same clock in all processes of a machine."""
 
     rank: int
     outcome: Outcome
@@ -117,7 +119,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Refusals:
-    """What a rank turned away so far: see `transport.contract.Refused`."""
+    """Connections that a rank has refused so far: see `transport.contract.Refused`."""
 
     strangers: int
     stale: int
@@ -125,21 +127,21 @@ class Refusals:
 
 @dataclass
 class Observed:
-    """Everything that came of one cell."""
+    """All observations of one cell."""
 
     cell: Cell
-    struck_s: float = 0.0  # monotonic; of who parted: when it was needed
-    struck: dict[int, Answer] = field(default_factory=dict)  # to the call that the fault fell into
-    noticed_s: dict[int, float] = field(default_factory=dict)  # idle: when a survivor's endpoint reported the loss
-    after: list[Answer] = field(default_factory=list)  # of everything that must be fine
-    victim: Answer | None = None  # of a victim that was silent and came back: it must have learnt that it is out
-    refusals: dict[int, Refusals] = field(default_factory=dict)  # of a stranger's or straggler's cell
-    exit_codes: dict[int, int | None] = field(default_factory=dict)  # of who must leave in peace
+    fault_s: float = 0.0  # monotonic time of the fault; with `leaves_idle`: of the next operation
+    answers: dict[int, Answer] = field(default_factory=dict)  # to the call during which the fault was injected
+    detected_s: dict[int, float] = field(default_factory=dict)  # idle: when a survivor's endpoint reported the loss
+    after: list[Answer] = field(default_factory=list)  # to all other calls; each must be FINE
+    victim: Answer | None = None  # of a victim that was unreachable and came back: it must report the loss
+    refusals: dict[int, Refusals] = field(default_factory=dict)  # in cells with an intruder
+    exit_codes: dict[int, int | None] = field(default_factory=dict)  # of processes that must end with code 0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a cell showed. `unblocked_s`: of each survivor that the fault kept waiting, from the fault on."""
+    """The result of a cell. `unblocked_s`: for each survivor that the fault blocked, the seconds from the fault on."""
 
     cell: Cell
     problems: tuple[str, ...]
@@ -151,46 +153,48 @@ class Finding:
 
 
 def judge(seen: Observed, timeout_s: float) -> Finding:
-    """`timeout_s`: of the ranks' calls; a survivor that only this unblocked had hung."""
+    """`timeout_s`: of the ranks' calls; a survivor that only this time-out unblocked counts as hung."""
     cell = seen.cell
     fails = cell.consequence is not Consequence.NONE
-    problems = [f"{_who(answer)} afterwards: {_what(answer)}" for answer in seen.after if answer.outcome is not Outcome.FINE]
+    problems = [
+        f"{_rank(answer)} afterwards: {_outcome(answer)}" for answer in seen.after if answer.outcome is not Outcome.FINE
+    ]
     must_raise = fails and cell.phase is not Phase.SHUTTING_DOWN
     wanted = Outcome.RETRYABLE if must_raise else Outcome.FINE
-    for rank, answer in seen.struck.items():
+    for rank, answer in seen.answers.items():
         if rank != VICTIM and answer.outcome is not wanted:
-            problems.append(f"rank {rank} is to be {wanted.value}: {_what(answer)}")
+            problems.append(f"rank {rank} must be {wanted.value}: {_outcome(answer)}")
         if rank == VICTIM and not fails and answer.outcome is not Outcome.FINE:
-            problems.append(f"the struck rank is to be fine: {_what(answer)}")
-    problems += [f"rank {rank} did not answer" for rank in SURVIVORS if rank not in seen.struck]
+            problems.append(f"the victim must be fine: {_outcome(answer)}")
+    problems += [f"rank {rank} did not answer" for rank in SURVIVORS if rank not in seen.answers]
     if seen.victim is not None:
         allowed = {Outcome.RETRYABLE} if must_raise else {Outcome.RETRYABLE, Outcome.FINE}
         if seen.victim.outcome not in allowed:
-            problems.append(f"the struck rank, back again: {_what(seen.victim)}")
+            problems.append(f"the victim, after its return: {_outcome(seen.victim)}")
     problems += _not_refused(cell, seen.refusals)
     problems += [f"rank {rank} left with exit code {code}" for rank, code in seen.exit_codes.items() if code != 0]
-    ended = dict(seen.noticed_s)
-    if cell.phase is not Phase.IDLE or cell.parts:
-        ended = {rank: answer.end_s for rank, answer in seen.struck.items() if rank != VICTIM}
+    ended = dict(seen.detected_s)
+    if cell.phase is not Phase.IDLE or cell.leaves_idle:
+        ended = {rank: answer.end_s for rank, answer in seen.answers.items() if rank != VICTIM}
     if must_raise and cell.phase is Phase.IDLE:
-        problems += [f"rank {rank} did not notice" for rank in SURVIVORS if rank not in ended]
-    unblocked = tuple(max(0.0, end - seen.struck_s) for _, end in sorted(ended.items())) if fails else ()
-    problems += [f"blocked for {s:.1f} s: nothing but its own time-out ended it" for s in unblocked if s >= 0.9 * timeout_s]
-    said = tuple(answer.said for rank, answer in sorted(seen.struck.items()) if answer.said and rank != VICTIM)
+        problems += [f"rank {rank} did not detect the loss" for rank in SURVIVORS if rank not in ended]
+    unblocked = tuple(max(0.0, end - seen.fault_s) for _, end in sorted(ended.items())) if fails else ()
+    problems += [f"blocked for {s:.1f} s: only the call's own time-out ended it" for s in unblocked if s >= 0.9 * timeout_s]
+    said = tuple(answer.said for rank, answer in sorted(seen.answers.items()) if answer.said and rank != VICTIM)
     return Finding(cell, tuple(problems), unblocked, said)
 
 
 def _not_refused(cell: Cell, refusals: Mapping[int, Refusals]) -> Iterable[str]:
-    """A stranger that was never seen at the door shows nothing."""
+    """The cell shows nothing unless the intruder's connection was really refused."""
     if cell.fault is Fault.SECRET and not any(r.strangers for r in refusals.values()):
-        yield "no rank turned the stranger away"
+        yield "no rank refused the connection with a wrong secret"
     if cell.fault is Fault.STALE and not any(r.stale for r in refusals.values()):
-        yield "no rank turned the straggler away"
+        yield "no rank refused the connection of an older generation"
 
 
-def _who(answer: Answer) -> str:
+def _rank(answer: Answer) -> str:
     return f"rank {answer.rank}"
 
 
-def _what(answer: Answer) -> str:
+def _outcome(answer: Answer) -> str:
     return answer.outcome.value + (f" ({answer.said})" if answer.said else "")

@@ -1,6 +1,6 @@
-"""A process of the fault matrix: a rank that does what it is told, one call at a time, or an intruder.
+"""A process of the fault matrix: a rank that carries out orders, one call at a time, or an intruder.
 
-In: orders (`cues`). Out: how each call ended. The rank is a program like a replica's: an exchange over an endpoint,
+In: orders (`messages`). Out: how each call ended. The rank is a program like a replica's: an exchange over an endpoint,
 gradients that are preserved, a log and a flight record in files. Forked from a process that has imported everything.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from helixrt.bench.fault_matrix import cues, strikes
+from helixrt.bench.fault_matrix import injection, messages
 from helixrt.bench.fault_matrix.cells import RANKS, Answer, Fault, Outcome, Phase, Refusals
-from helixrt.bench.fault_matrix.strikes import StruckEndpoint
+from helixrt.bench.fault_matrix.injection import FaultyEndpoint
 from helixrt.collectives.endpoints import Reach, open_endpoint
 from helixrt.collectives.ftar import FtarExchange
 from helixrt.errors import Retryable
@@ -29,8 +29,8 @@ from helixrt.protocol.collective.algorithms.layout import Tuning, grain, grid_of
 from helixrt.record import FlightRecord, JsonLinesSink, Kind
 from helixrt.replica.store import host_store, split_address
 
-# Float32: with the tuning below they go round the ring, in two uneven partitions of four lanes each, in messages that are too
-# long to travel before they are waited for. So nobody is done while a rank that is struck still has some to take or to send.
+# Float32. With the tuning below the ring algorithm is used, in two uneven partitions of four lanes each. The messages are so
+# long that they do not arrive before they are waited for. So no rank is done while the victim still has to receive or send.
 ELEMENTS = 4_000_003
 TUNING = Tuning(chunk_bytes=1 << 20, chunks=4, least_chunk_bytes=512 << 10, two_step_bytes=256 << 10, halving_bytes=0)
 _ATTEMPT_S = 0.15  # of an intruder
@@ -47,8 +47,8 @@ def expected(members: tuple[int, ...], step: int, elements: int = ELEMENTS) -> t
     return (whole * ranks + step * len(members)).to(torch.float32)
 
 
-def _reach(part: cues.Part) -> Reach:
-    return Reach(transport=part.transport, heartbeat_s=part.heartbeat_s)
+def _reach(settings: messages.ProcessSettings) -> Reach:
+    return Reach(transport=settings.transport, heartbeat_s=settings.heartbeat_s)
 
 
 def place(phase: Phase) -> int:
@@ -63,47 +63,47 @@ def place(phase: Phase) -> int:
 class Rank:
     """Carries out orders until END, or a fault."""
 
-    def __init__(self, part: cues.Part, pipe: Connection) -> None:
-        self._part, self._pipe = part, pipe
-        self._host = host_store(part.host) if part.rank == 0 else None
-        self._record = FlightRecord(str(part.rank))
-        self._record.attach(JsonLinesSink(Path(part.folder, "flight.jsonl")))
+    def __init__(self, settings: messages.ProcessSettings, pipe: Connection) -> None:
+        self._settings, self._pipe = settings, pipe
+        self._host = host_store(settings.host) if settings.rank == 0 else None
+        self._record = FlightRecord(str(settings.rank))
+        self._record.attach(JsonLinesSink(Path(settings.folder, "flight.jsonl")))
         self._store_port = 0
-        self._endpoint: StruckEndpoint
+        self._endpoint: FaultyEndpoint
         self._exchange: FtarExchange
         self._open()
 
     def _open(self) -> None:
-        part = self._part
-        inner = open_endpoint(part.secret, part.host, _reach(part))
-        self._endpoint = StruckEndpoint(inner, self._strike)
-        self._exchange = FtarExchange(self._endpoint, part.timeout_s, TUNING)
+        settings = self._settings
+        inner = open_endpoint(settings.secret, settings.host, _reach(settings))
+        self._endpoint = FaultyEndpoint(inner, self._inject)
+        self._exchange = FtarExchange(self._endpoint, settings.timeout_s, TUNING)
         store = self._host[1] if self._host is not None else ""
-        self._pipe.send(cues.Ready(part.rank, os.getpid(), self._endpoint.address(), store))
+        self._pipe.send(messages.Ready(settings.rank, os.getpid(), self._endpoint.address(), store))
 
     def perform(self) -> None:
         while True:
             match self._pipe.recv():
-                case cues.Configure() as order:
+                case messages.Configure() as order:
                     self._answer(partial(self._configure, order))
-                case cues.AllReduce() as order:
+                case messages.AllReduce() as order:
                     self._answer(partial(self._all_reduce, order))
-                case cues.Arm(fault, phase):
+                case messages.Arm(fault, phase):
                     self._endpoint.wait_for(fault, phase, place(phase))
-                case cues.Strike(fault):
-                    self._answer(partial(self._strike, fault))
-                case cues.Word.NOTICE:
+                case messages.Inject(fault):
+                    self._answer(partial(self._inject, fault))
+                case messages.Command.NOTICE:
                     self._answer(self._notice)
-                case cues.Word.COUNT:
+                case messages.Command.COUNT:
                     refused = self._endpoint.refused()
                     self._pipe.send(Refusals(refused.strangers, refused.stale))
-                case cues.Word.CLOSE:
+                case messages.Command.CLOSE:
                     self._answer(self._exchange.close)
-                case cues.Word.OPEN:
+                case messages.Command.OPEN:
                     self._open()
-                case cues.Endure() as order:
+                case messages.Endure() as order:
                     self._pipe.send(self._endure(order))
-                case cues.Word.END:
+                case messages.Command.END:
                     self._exchange.close()
                     return
                 case order:
@@ -119,7 +119,7 @@ class Rank:
                 outcome = Outcome.WRONG
         except Retryable as error:
             outcome, said = Outcome.RETRYABLE, str(error)
-        except strikes.ProgramFault:
+        except injection.ProgramFault:
             raise
         except Exception as error:
             logging.exception("a call failed")
@@ -127,24 +127,24 @@ class Rank:
         end_s = time.monotonic()
         self._record.write(Kind.EXCHANGE_END)
         logging.info("%s %s", outcome.value, said)
-        self._pipe.send(Answer(self._part.rank, outcome, end_s, said))
+        self._pipe.send(Answer(self._settings.rank, outcome, end_s, said))
 
-    def _configure(self, order: cues.Configure) -> None:
+    def _configure(self, order: messages.Configure) -> None:
         self._store_port = split_address(order.store)[1]
-        self._exchange.configure(order.generation, order.members, self._part.rank, f"{order.store}/{order.generation}")
+        self._exchange.configure(order.generation, order.members, self._settings.rank, f"{order.store}/{order.generation}")
 
-    def _all_reduce(self, order: cues.AllReduce) -> bool:
-        mine, out = source(self._part.rank, order.step), torch.full((ELEMENTS,), torch.nan)
+    def _all_reduce(self, order: messages.AllReduce) -> bool:
+        mine, out = source(self._settings.rank, order.step), torch.full((ELEMENTS,), torch.nan)
         self._exchange.all_reduce(mine, out)
         return torch.equal(out, expected(order.members, order.step))
 
     def _notice(self) -> None:
-        if not self._endpoint.lost.wait(self._part.timeout_s):
+        if not self._endpoint.lost.wait(self._settings.timeout_s):
             raise TimeoutError("no loss was reported")
 
-    def _endure(self, order: cues.Endure) -> cues.Endured:
+    def _endure(self, order: messages.Endure) -> messages.Endured:
         rng = random.Random(order.seed)  # alike on all ranks
-        me, until = self._part.rank, time.monotonic() + order.seconds
+        me, until = self._settings.rank, time.monotonic() + order.seconds
         sums, longest_s, over = 0, 0.0, torch.zeros(1)
         try:
             while not over.item():
@@ -154,55 +154,55 @@ class Rank:
                 self._exchange.all_reduce(mine, out)
                 longest_s = max(longest_s, time.monotonic() - begin)
                 if not torch.equal(out, expected(order.members, sums, elements)):
-                    return cues.Endured(me, sums, longest_s, f"sum {sums} is wrong")
+                    return messages.Endured(me, sums, longest_s, f"sum {sums} is wrong")
                 sums += 1
                 self._exchange.all_reduce(torch.tensor([float(time.monotonic() >= until)]), over)
-                time.sleep(rng.choice(_PAUSES) * self._part.heartbeat_s)
+                time.sleep(rng.choice(_PAUSES) * self._settings.heartbeat_s)
         except Retryable as error:
-            return cues.Endured(me, sums, longest_s, str(error))
-        return cues.Endured(me, sums, longest_s)
+            return messages.Endured(me, sums, longest_s, str(error))
+        return messages.Endured(me, sums, longest_s)
 
     # ---- faults
 
-    def _strike(self, fault: Fault) -> None:
-        """At its place. It talks with the conductor by the pipe that the main thread does not use while it is in a call."""
-        self._pipe.send(cues.Word.HERE)
-        word = self._pipe.recv()  # a victim that is killed hears nothing
-        assert word is cues.Word.NOW
-        self._pipe.send(cues.Struck(time.monotonic()))
+    def _inject(self, fault: Fault) -> None:
+        """Called at the injection point. It uses the pipe, which the main thread does not use while it is in a call."""
+        self._pipe.send(messages.Command.HERE)
+        word = self._pipe.recv()  # a victim that is killed receives nothing
+        assert word is messages.Command.NOW
+        self._pipe.send(messages.Injected(time.monotonic()))
         match fault:
             case Fault.EXIT | Fault.EXCEPTION:
-                strikes.raise_in_main_thread(fault)
+                injection.raise_in_main_thread(fault)
             case Fault.CLOSED:
-                strikes.close_connections(self._store_port)
+                injection.close_connections(self._store_port)
             case Fault.GARBAGE if self._endpoint.connecting:
-                strikes.babble(self._endpoint.peers, self._store_port, self._pipe)
+                injection.babble(self._endpoint.peers, self._store_port, self._pipe)
             case Fault.GARBAGE:
-                strikes.send_garbage(self._store_port)
+                injection.send_garbage(self._store_port)
             case Fault.SLOW:
-                self._endpoint.pause_s = strikes.SLOW * self._part.heartbeat_s
-                self._endpoint.throttle_s = strikes.THROTTLE_S
+                self._endpoint.pause_s = injection.SLOW * self._settings.heartbeat_s
+                self._endpoint.throttle_s = injection.THROTTLE_S
             case Fault.HELD:
-                strikes.hold_interpreter_lock(strikes.HELD * self._part.heartbeat_s)
+                injection.hold_interpreter_lock(injection.HELD * self._settings.heartbeat_s)
             case Fault.DISK:
-                strikes.fill_disk(self._part.folder)
+                injection.fill_disk(self._settings.folder)
             case Fault.CLOCK:
-                strikes.jump_clock()
-            case _:  # the conductor's, which is done: the victim goes on, if it can
+                injection.jump_clock()
+            case _:  # injected by the driver already: the victim continues, if it can
                 assert fault in (Fault.STOP, Fault.HALF_OPEN, Fault.SECRET, Fault.STALE)
 
 
-def intrude(part: cues.Part, pipe: Connection) -> None:
-    """Somebody who knows addresses and wants to be taken for a rank."""
-    pipe.send(cues.Ready(part.rank, os.getpid(), b""))
+def intrude(settings: messages.ProcessSettings, pipe: Connection) -> None:
+    """A process that knows the ranks' addresses and claims to be one of them."""
+    pipe.send(messages.Ready(settings.rank, os.getpid(), b""))
     order = pipe.recv()
-    if order is cues.Word.END:
+    if order is messages.Command.END:
         return
-    assert isinstance(order, cues.Attack)
+    assert isinstance(order, messages.Attack)
     rounds, said = 0, ""
     while not pipe.poll():
-        for claimed in (0, RANKS - 1):  # one that dials, one that knocks
-            endpoint = open_endpoint(part.secret, part.host, _reach(part))
+        for claimed in (0, RANKS - 1):  # one connects to the ranks, one waits for their connections
+            endpoint = open_endpoint(settings.secret, settings.host, _reach(settings))
             peers = {rank: address for rank, address in order.targets.items() if rank != claimed}
             try:
                 endpoint.connect(order.generation, claimed, peers, _ATTEMPT_S)
@@ -212,29 +212,29 @@ def intrude(part: cues.Part, pipe: Connection) -> None:
             endpoint.close()
         rounds += 1
         if rounds == 1:
-            pipe.send(cues.Word.HERE)
+            pipe.send(messages.Command.HERE)
     word = pipe.recv()
-    assert word is cues.Word.CEASE
-    pipe.send(Answer(part.rank, Outcome.CRASHED if said else Outcome.FINE, time.monotonic(), said))
+    assert word is messages.Command.CEASE
+    pipe.send(Answer(settings.rank, Outcome.CRASHED if said else Outcome.FINE, time.monotonic(), said))
     pipe.recv()  # END
 
 
-def main(part: cues.Part, path: str) -> None:
-    """In a forked process: everything it says from now on goes to `part.folder`, and to the conductor at `path`."""
-    strikes.end_with_parent()
-    log = Path(part.folder, "log")
+def main(settings: messages.ProcessSettings, path: str) -> None:
+    """The forked process. Its output goes to `settings.folder`, its messages to the socket `path` of the driver."""
+    injection.end_with_parent()
+    log = Path(settings.folder, "log")
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     logging.basicConfig(filename=log, level=logging.DEBUG, force=True)
-    if part.namespace:
-        strikes.move_to_namespace(part.namespace)
-    strikes.prepare()
+    if settings.namespace:
+        injection.move_to_namespace(settings.namespace)
+    injection.prepare()
     torch.set_num_threads(1)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(path)
         pipe = Connection(sock.detach())
-    if part.intrudes:
-        intrude(part, pipe)
+    if settings.intrudes:
+        intrude(settings, pipe)
     else:
-        Rank(part, pipe).perform()
+        Rank(settings, pipe).perform()

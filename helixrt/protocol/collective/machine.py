@@ -8,7 +8,7 @@ the actions in a list is the order in which to carry them out. The machine never
 
 - **Order.** Collectives have the numbers 0, 1, 2, … in the order in which every rank submits them; at most
   `concurrent` run at once, the rest are queued and have touched nothing. Operations with negative numbers are
-  point-to-point: they begin at once, as nobody knows when the peer will take part.
+  point-to-point: they begin at once, because it is unknown when the peer will take part.
 - **Window.** At most `window_bytes` to one peer are sent and not acknowledged, but every operation may have one
   message under way. Only the bytes of an operation and of older ones count against it, so a later one whose
   peer is not there yet never holds up an earlier one that the peer waits for.
@@ -246,7 +246,7 @@ class CollectiveMachine:
         run = self._running.get(event.op)
         if run is not None:
             silent = ", ".join(map(str, self.silent_peers(event.op)))
-            waiting = f"rank {silent}" if silent else "nobody"
+            waiting = f"rank {silent}" if silent else "no rank"
             self._break(Cause(f"collective {event.op} did not end in time; it waits for {waiting}", f"rank {self.me}"), actions)
         elif any(queued.op == event.op for queued in self._queued):
             self._break(Cause(f"collective {event.op} did not begin in time", f"rank {self.me}"), actions)

@@ -1,7 +1,7 @@
-"""What the collective machine hears and answers: events and actions, all frozen.
+"""Events (input) and actions (output) of the collective machine, all frozen.
 
-In: nothing. Out: the vocabulary that `collective.CollectiveMachine` shares with whoever drives it, a
-communicator's progress loop and the simulated world alike. `op` numbers the collectives of one
+In: nothing. Out: the types that `collective.CollectiveMachine` shares with its drivers, a
+communicator's progress loop and the simulated world. `op` numbers the collectives of one
 generation in the order in which every rank submits them; point-to-point operations have numbers of
 their own (`op` < 0) that both ends derive from the user's tag.
 """
@@ -50,7 +50,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The link to `peer` failed for good, or liveness declared it dead."""
+    """The link to `peer` failed permanently, or the liveness rules declared the peer lost."""
 
     peer: int
     cause: Cause
@@ -127,7 +127,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """Once, at the first error: tell every living peer why (`cause` is the first reason, from now on for all)."""
+    """Once, at the first error: send the reason to every reachable peer (`cause` is the first reason, and the same for all)."""
 
     cause: Cause
 

@@ -16,7 +16,7 @@ from enum import Enum
 
 
 class Space(Enum):
-    """The memory a region lies in. With an in-place call SOURCE and OUT are the same memory."""
+    """The memory that a region belongs to. With an in-place call SOURCE and OUT are the same memory."""
 
     SOURCE = "source"  # what the caller gave; preserved unless the call is in place
     OUT = "out"  # what the caller gets

@@ -1,7 +1,7 @@
 """Proves that the plans of all ranks fit together, whatever the order in which things happen.
 
-In: the plans of all ranks of one collective, and where OUT lies relative to SOURCE if they share memory.
-Out: nothing, or a `PlanError` that says what is wrong where. It is the oracle of the algorithms' tests; nothing
+In: the plans of all ranks of one collective, and the offset of OUT relative to SOURCE if they share memory.
+Out: nothing, or a `PlanError` that names the error and its place. It is the oracle of the algorithms' tests; nothing
 runs it in production.
 
 What is proved: regions lie in their memory; every send has one receive of the same length; two nodes of a

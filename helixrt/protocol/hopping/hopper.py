@@ -15,9 +15,9 @@ generator it is given. The rules, all numbers options (Table 1 of the paper):
     delay       with `delayed`: the old path's RTT, continued in a straight line to what is under way on it, less the
                 new one's
 
-Where the paper is silent, or measures what we cannot:
+Where the paper gives no rule, or measures what we cannot:
 
-- A message that does not come back tells too: the average is judged as if it ended now (`Pending`), so that one on a
+- A message without acknowledgement counts, too: the average is judged as if it ended now (`Pending`), so that one on a
   ten times slower path is not waited for.
 - After a switch there is none for a time-to-live, and the path that was left counts as probed. So switches are at
   most 1/(remember x base) a second whatever the RTTs do, and noise on equal paths cannot make a flow oscillate.
@@ -114,7 +114,7 @@ class Policy:
 
     @property
     def deadline(self) -> float:
-        """When it wants a `Tick`; inf: not by itself."""
+        """Time of the next `Tick` that it needs; inf: none."""
         return math.inf
 
     @property
@@ -180,7 +180,7 @@ class Policy:
 class Hopper(Policy):
     def __init__(self, paths: int, options: HoppingOptions, draw: random.Random) -> None:
         super().__init__(paths, options, draw)
-        self.proven = False  # until a message or a probe says that it is not slow
+        self.proven = False  # until a message or a probe shows that it is not slow
         self._suspected = False  # a probe said that it is slow, and no message has come back yet
         self._known: dict[int, tuple[float, float]] = {}  # path -> its RTT, and until when that is remembered
         self._asked: set[int] = set()  # probes without an answer
@@ -334,7 +334,7 @@ class Hopper(Policy):
             return
         known = self.known(now)
         if known.keys().isdisjoint(self._others()):
-            return  # in an epoch that outlasts the time-to-live all is forgotten: that is not "neither is better"
+            return  # in an epoch longer than the time-to-live all results expire: that is not "neither is better"
         best, self._decided = self._best(known), True
         if best is not None and known[best] <= self.options.better * self._judged_s:
             rtt_s, at_s = known[best], now
@@ -347,7 +347,7 @@ class Hopper(Policy):
             self._rest_until_s = now + self._judged_s
 
     def _best(self, known: dict[int, float]) -> int | None:
-        """The usable path with the least RTT; by chance among equals, or all who probe would meet on one."""
+        """The usable path with the least RTT; random among equals, so that not all senders select the same one."""
         found = [path for path in self._others() if math.isfinite(known.get(path, math.inf))]
         least = min((known[path] for path in found), default=math.inf)
         return self._draw.choice([path for path in found if known[path] == least]) if found else None

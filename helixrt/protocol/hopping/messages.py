@@ -1,6 +1,6 @@
-"""What a path policy hears and what it answers: events, actions and options, all frozen.
+"""Events (input), actions (output) and options of path policies, all frozen.
 
-In: nothing. Out: the vocabulary that `hopper.Hopper` and the other policies (`policies`) share with whoever
+In: nothing. Out: the types that `hopper.Hopper` and the other policies (`policies`) share with the code that
 sends over several paths: `link.paths` on a link whose rails are paths, the verbs driver, simulated worlds. Paths are
 numbered from 0; times are the caller's monotonic seconds.
 
@@ -29,7 +29,7 @@ class Unloaded:
     """What a message takes on an idle path of the rated speed: the floor of every RTT."""
 
     rate_bytes_per_s: float
-    latency_s: float = 1e-3  # of an empty message and its acknowledgement, whoever handles them included
+    latency_s: float = 1e-3  # of an empty message and its acknowledgement, including the time of the code that handles them
 
     def __post_init__(self) -> None:
         if not self.rate_bytes_per_s > 0:
@@ -72,7 +72,7 @@ class HoppingOptions:
     look_within: float = 4.0  # unloaded probes, by chance: of senders that begin together later ones see what earlier ones do
     delayed: bool = False  # switches, so that little arrives out of order; a link needs no order
     message_bytes: int = 1 << 20  # the standard size
-    probe_bytes: int = 64 << 10  # of one probe; less than a kernel's jitter and a shaper's burst tells nothing (paper: 10 KB)
+    probe_bytes: int = 64 << 10  # of one probe; a smaller one measures only kernel jitter and a shaper's burst (paper: 10 KB)
     depth_bytes: int = 2 << 20  # given to a path before it has acknowledged what it has; one message may always go
 
     def __post_init__(self) -> None:
@@ -193,10 +193,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """New messages go on `path`, from `at_s` on; whoever has to keep their order sends none until then.
+    """New messages go on `path`, from `at_s` on; if messages must keep their order, none is sent until then.
 
     The RTTs are what the decision rested on: the old path's (its average, with what is pending; inf: no answer to its probe),
-    and the new one's, 0 where nobody looked.
+    and the new one's, 0 if it was not measured.
     """
 
     old: int

@@ -2,7 +2,7 @@
 
 In: options that name a policy. Out: a `Policy`. FlowBender (Kabbani et al., CoNEXT 2014) moves a flow to a random other
 path after an RTT in which it was congested, and knows nothing of where it goes; as in Hopper's section 4.2 congestion is
-told from RTTs instead of ECN marks, by the same average, threshold and epochs as in `hopper.Hopper`. ECMP draws a path
+detected by RTTs instead of ECN marks, by the same average, threshold and epochs as in `hopper.Hopper`. ECMP draws a path
 and keeps it; only a path that fails is left.
 """
 

@@ -1,7 +1,7 @@
 """How a link's rails fail and return: fallback, probe, fenced fail-back (SHIFT sections 4.3.2 and 4.3.3).
 
 In: what happens to rails, handshake frames of the peer, time. Out: handshakes, probes, `ResetRail` and
-`RestoreRail`; which rails carry new traffic. `link.py` says how the parts play together.
+`RestoreRail`; which rails carry new traffic. `machine.py` describes how the parts work together.
 
 Every step may be interrupted by another failure of any rail: a rail's way always starts over in FALLBACK,
 and all that is remembered of the old one is `unresolved`, the connection whose end the peer has yet to confirm.
@@ -33,7 +33,7 @@ class Failover:
 
     def up(self, rail: Rail, incarnation: int, now: float, out: list[Action]) -> None:
         if incarnation <= rail.incarnation:
-            if not rail.up:  # the peer has left this connection before we heard of it
+            if not rail.up:  # the peer has left this connection before we detected the failure
                 out.append(ResetRail(rail.number))
                 rail.wake_s = now + self.options.retry_s
             return
@@ -73,7 +73,7 @@ class Failover:
         return others and rail.usable and self.options.fault_tolerance
 
     def mended(self, rail: Rail, now: float) -> None:
-        """Somebody says so. An attempt that is under way may have begun too early: then another one follows at once."""
+        """The rail is reported as repaired. A running attempt may have begun too early: then another one follows at once."""
         if not rail.up:
             rail.mended = True
             if rail.wake_s != math.inf:
@@ -82,7 +82,7 @@ class Failover:
     def _again_s(self, rail: Rail, now: float) -> float:
         """When to restore a rail that could not be brought back.
 
-        Counted from the beginning of the attempt before: one that takes long, as where nobody says that it fails, has had its
+        Counted from the beginning of the attempt before: one that takes long, because no failure is reported, has had its
         pause. For a rail that is said to be whole there is none, but the shortest, which keeps hints from making it a loop.
         """
         retry_s = self.options.retry_s
@@ -261,7 +261,7 @@ class Failover:
     def _unanswered(self, rail: Rail, now: float) -> bool:
         """Is it time to give up a rail on which a probe or SWITCH waits for its answer?
 
-        While the peer's kernel acknowledges what is sent there, the rail works and the peer's process stands still: then it may
+        While the peer's kernel acknowledges what is sent there, the rail works and the peer's process is stopped: then it may
         be the only rail that still shows that the peer is alive. `attempt_s` bounds that, as for every frame.
         """
         if now < rail.wake_s:
@@ -272,6 +272,6 @@ class Failover:
         return False
 
     def _drained(self, rail: Rail) -> bool:
-        """All frames up to the fence that other living rails carry are acknowledged."""
+        """All frames up to the fence on other working rails are acknowledged."""
         others = (other.flights for other in self.rails if other is not rail and other.up)
         return all(min(flights, default=math.inf) > rail.fence for flights in others)

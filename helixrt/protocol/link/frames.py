@@ -8,7 +8,7 @@ Frames with a sequence number (up to `LAST_SEQUENCED`) are the ones that must ta
 one numbering per direction of a link, over all its rails. The others may be lost, doubled or reordered.
 Every header carries the cumulative acknowledgement, so traffic in one direction acknowledges the other.
 
-Nothing here trusts the peer: garbage is a `FrameError`, which says the field, its value and the rule.
+All input from the peer is checked: invalid input raises `FrameError` with the field, its value and the rule.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_RANGES = (MAX_BODY_BYTES - _COUNTERS.size) // _RANGE.size  # per ACK or RESU
 
 
 class Kind(IntEnum):
-    """What a frame is; the comment says which header fields it uses beside the common ones."""
+    """Type of a frame; the comment lists the header fields that it uses in addition to the common ones."""
 
     DATA = 1  # sequence, op, index, length: the message follows; flag EAGER
     CREDIT = 2  # sequence; body: names of messages whose memory waits at the receiver
@@ -49,7 +49,7 @@ class Kind(IntEnum):
     PROBED = 9  # op = number of the probe
     BEAT = 10  # alive; op = the oldest operation that this end waits for, or 0
     ABORT = 11  # body: the cause; the generation is over
-    BYE = 12  # op = newest sequence number: this end closes on purpose
+    BYE = 12  # op = newest sequence number: this end closes in order
 
 
 LAST_SEQUENCED = Kind.SWITCH  # this kind and those before it have sequence numbers
@@ -70,7 +70,7 @@ class Frame(NamedTuple):
     generation: int
     sequence: int = 0  # from 1 where the kind has one, else 0
     op: int = 0
-    index: int = 0  # type: ignore[assignment]  # nobody searches a frame as a tuple
+    index: int = 0  # type: ignore[assignment]  # tuple.index is not used on frames
     length: int = 0  # bytes that follow the header
     acknowledged: int = 0  # all sequence numbers up to here have arrived here
     flags: int = 0
@@ -173,7 +173,7 @@ def parse(header: bytes | bytearray | memoryview) -> Frame:
     """The frame a header of HEADER_BYTES bytes announces; `length` bytes follow it. Raises FrameError."""
     version, number, flags, index, generation, sequence, op, length, acknowledged = _HEADER.unpack(header)
     if version != VERSION:
-        raise FrameError(f"frame version {version}: this end speaks version {VERSION}")
+        raise FrameError(f"frame version {version}: this end uses version {VERSION}")
     if not 0 < number <= len(_RULES):
         raise FrameError(f"frame kind {number}: must be 1 to {len(_RULES)}")
     kind, allowed, least, most, has_op, has_index = _RULES[number - 1]
@@ -214,7 +214,7 @@ def names(frame: Frame) -> list[Name]:
 
 
 def counters(frame: Frame) -> Counters:
-    """What an ACK or RESUME says was received. Raises FrameError."""
+    """What was received, according to an ACK or RESUME. Raises FrameError."""
     if len(frame.body) < _COUNTERS.size or (len(frame.body) - _COUNTERS.size) % _RANGE.size:
         raise FrameError(f"{frame.kind.name} with a body of {len(frame.body)} bytes: no whole number of ranges")
     floor, consumed = _COUNTERS.unpack_from(frame.body)

@@ -4,18 +4,18 @@
     actions = link.on(event, now)          # link_messages.py; wake it with Tick at `link.deadline`
     link.unsettled                         # with `LinkOptions.batched`: `Settle` is due
 
-In: what the caller wants sent and received, what came on each rail, how rails fail and return. Out: what to
+In: what to send and receive, what came on each rail, how rails fail and return. Out: what to
 write where, where payloads land, and per message `Sent`, `Received` or `Failed`; at the end `Lost`. It
-keeps four promises, whatever rails do (lose a suffix, double, reorder, fall silent, return):
+keeps four guarantees, whatever rails do (lose a suffix, duplicate, reorder, stop, return):
 
 - Every message is received exactly once, whole, in the memory posted for it: sequence numbers and the
   receiver's ledger, over all rails of a generation; older generations are dropped and counted.
 - No message waits for another one's receiver: long ones wait at the sender for a credit, short ones
   travel at once into bounded memory of the receiver, and wait for a credit when that is full.
 - What must not be repeated is not: it raises `Failed` if its rail fails before it is acknowledged.
-- Somebody learns of every failure in time: rails by probes, silence and software deadlines; the peer by
+- Every failure is reported in time: rails by probes, missing answers and software deadlines; to the peer by
   liveness (`liveness.py`), or by `connect_s` if no rail ever came; the caller by `Lost`, with the first cause;
-  whoever runs the job by `RailLeft` and `RailBack`, as long as the link lives.
+  to the code that runs the job by `RailLeft` and `RailBack`, as long as the link exists.
 
 Failover follows SHIFT section 4.3, per rail and direction (`rails.SendState`, `ReceiveState`):
 
@@ -147,7 +147,7 @@ class Link:
 
     @property
     def deadline(self) -> float:
-        """When it wants a `Tick`, at the latest; inf: not by itself, -inf: at once, it has heard nothing yet."""
+        """Latest time of the next `Tick`; inf: none is needed, -inf: at once, because nothing was received yet."""
         if self.closed:
             return math.inf
         due = self._times.due_s()
@@ -237,7 +237,7 @@ class Link:
         if tolerant and frame.acknowledged > self._outbox.acknowledged:
             self._acknowledged(frame.acknowledged, (), now, out)
         if kind is Kind.DATA:
-            rail.receive = ReceiveState.DEFAULT  # the peer uses it, whatever became of its SWITCH
+            rail.receive = ReceiveState.DEFAULT  # the peer uses it, even if its SWITCH was lost
             self._inbox.announce(rail, frame, True, out)
             return
         if tolerant and kind <= LAST_SEQUENCED:
@@ -366,7 +366,7 @@ class Link:
             self._wire.give(flight, rail, now, out)
 
     def _all_came(self) -> bool:
-        """Of a peer that said farewell: nothing that it sent before is missing."""
+        """The peer has sent BYE, and nothing that it sent before is missing."""
         if self.options.fault_tolerance:
             return self._farewell is not None and self._inbox.ledger.floor >= self._farewell
         return all(rail.number in self._farewells for rail in self.rails if rail.up)

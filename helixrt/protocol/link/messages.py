@@ -1,11 +1,11 @@
-"""What a link hears and what it answers: events and actions, all frozen.
+"""Events (input) and actions (output) of a link, all frozen.
 
-In: nothing. Out: the vocabulary that `link.Link` shares with whoever moves the bytes: the TCP driver,
+In: nothing. Out: the types that `link.Link` shares with the code that moves the bytes: the TCP driver,
 the verbs driver and simulated worlds. A link is the pair of one rank with one peer in one generation; a
 message is named (op, index), each name used once per direction and generation; rails are numbered from 0
-alike at both ends. Times are the caller's monotonic seconds.
+in the same way at both ends. Times are the caller's monotonic seconds.
 
-What a driver does, in short: tell every event as it happens, oldest first; carry out the actions in the
+A driver passes every event as it happens, oldest first; carry out the actions in the
 order given; wake the link with `Tick` at `Link.deadline`. It reads all that can be read before a `Tick`.
 """
 
@@ -24,10 +24,10 @@ class Failure(Enum):
     """Why a rail failed; decides who may try again, and where (DESIGN.md, "Link")."""
 
     PATH = "path"  # the way between the two ends: what it carried goes elsewhere, the rail is tried again after a rest
-    DEVICE = "device"  # our own device: the same, after a longer rest, and all rails on that device should be told
+    DEVICE = "device"  # our own device: the same, after a longer pause; report it for all rails of that device
     CASCADE = "cascade"  # a consequence (flushed work): the cause that came first stands
     PROGRAM = "program"  # a use that can never work: not tried again anywhere, the link is lost
-    PEER_GONE = "peer gone"  # nobody listens at the peer's end: with no rail left, the link is lost at once
+    PEER_GONE = "peer gone"  # no process listens at the peer's end: with no rail left, the link is lost at once
 
 
 class Landing(Enum):
@@ -125,7 +125,7 @@ class Heard:
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
     """The peer's kernel (its NIC) acknowledged something of the rail at `at_s`: a sign of life, also of a peer whose process
-    reads nothing (`liveness.acknowledged_s`). May be told again, and late."""
+    reads nothing (`liveness.acknowledged_s`). May be repeated, and may come late."""
 
     rail: int
     at_s: float
@@ -147,7 +147,7 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed; everything that could be read by now was read and told."""
+    """Time passed; everything that could be read by now was read and passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +159,14 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The generation is over for this end: tell the peer why. Nothing follows but `SendFrame` of this call."""
+    """The generation is over for this end: send the reason to the peer. Nothing follows but `SendFrame` of this call."""
 
     cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """This end closes on purpose; the peer is told, so that it is no failure."""
+    """This end closes; the peer is informed, so that it does not count as a failure."""
 
 
 Event = (
@@ -233,7 +233,7 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """Read the payload announced on `rail` to `landing`; then tell `PayloadArrived`."""
+    """Read the payload announced on `rail` to `landing`; then pass `PayloadArrived`."""
 
     rail: int
     sequence: int
@@ -259,7 +259,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Free the held message; nobody will ask for it."""
+    """Free the held message; it will not be requested."""
 
     op: int
     index: int
@@ -283,7 +283,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This message, and no other, came to nothing: its deadline passed, or it must not be sent twice and may have been
+    """This message, and no other, was not delivered: its deadline passed, or it must not be sent twice and may have been
     delivered once. Its memory is the caller's again."""
 
     op: int
@@ -294,8 +294,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class RestoreRail:
-    """Connect the rail anew (reset its queue pair), and answer `RailUp` or `RailDown`. The end that cannot dial waits
-    for the other's connection, and may try the peer's address to learn that nobody is there (PEER_GONE)."""
+    """Connect the rail again (reset its queue pair), and answer `RailUp` or `RailDown`. The end that cannot dial waits
+    for the other's connection, and may try the peer's address to detect that no process listens there (PEER_GONE)."""
 
     rail: int
 
@@ -309,8 +309,8 @@ class ResetRail:
 
 @dataclass(frozen=True, slots=True)
 class RailLeft:
-    """For the record: `rail` carried traffic, or stood by, and does so no more; the link goes on over the others. Whoever
-    runs the job should be told: the next failure may be the last one that is survived."""
+    """For the record: `rail` carried traffic or was a backup, and is not used any more; the link uses the others. The code that
+    runs the job should be informed: after the next failure there may be no rail left."""
 
     rail: int
     failure: Failure | None  # None: it works, and is left as slow
@@ -363,7 +363,7 @@ class PeerAborted:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The peer closed on purpose; else as `Lost`."""
+    """The peer closed in order; else as `Lost`."""
 
 
 ForTheRecord = RailLeft | RailBack | Hopped | PathProbed

@@ -1,6 +1,6 @@
 """The settings of a link, the same at both ends.
 
-In: nothing. Out: `LinkOptions`, for the machine and for whoever opens links.
+In: nothing. Out: `LinkOptions`, for the machine and for the code that opens links.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LinkOptions:
     period_s: float = 1.0  # of liveness: a silent peer is lost within 1.5 of it
     attempt_s: float = 30.0  # software deadline of a frame on a rail; more than `window_bytes` take on the slowest rail
     probe_s: float = 0.25  # for the answer to RESUME; then it is said again, over any rail
-    answer_s: float = 0.5  # for the answer to PROBE or SWITCH; then the rail is reset: nothing is lost, but all begins anew
+    answer_s: float = 0.5  # for the answer to PROBE or SWITCH; then the rail is reset: nothing is lost, probing starts again
     retry_s: float = 0.25  # between the beginnings of attempts to restore a rail that is down
     rest_s: float = 0.1  # of a rail that flaps, doubled with each flap
     longest_rest_s: float = 30.0

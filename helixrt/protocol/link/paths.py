@@ -1,6 +1,6 @@
 """A link whose rails are paths: each new message goes on the path that a policy chooses (`hopping`).
 
-In: rails and what became of the messages on them. Out: the rail for the next message, PROBE frames to other paths, and
+In: rails, and the results of the messages on them. Out: the rail for the next message, PROBE frames to other paths, and
 for the flight record `Hopped` and `PathProbed`. A path is a rail: a NIC of its own, or one more connection of the same
 NIC, whose local port sends it another way through the network.
 
@@ -36,7 +36,7 @@ class Paths:
         self._usable = set(range(len(self.rails)))
         self._coming = self._usable  # not connected for the first time yet: not lost either, or the first to come got all
         self._acknowledged_s = [-math.inf] * len(self.rails)
-        self._told_s = -math.inf  # when the policy heard of messages under way
+        self._told_s = -math.inf  # when messages in flight were last reported to the policy
         self._from_s = -math.inf  # long messages wait until then
         self._probes: dict[int, tuple[int, int, float]] = {}  # number -> path, its incarnation, when
         self._number = 0
@@ -52,7 +52,7 @@ class Paths:
             self._carriers = carriers
             self._coming = {rail.number for rail in self.rails if rail.fresh and not rail.up}
             usable = {rail.number for rail in carriers} | self._coming
-            in_use = self.policy.path  # told last: no other lost path is taken for it
+            in_use = self.policy.path  # reported last, so that no other lost path replaces it
             for path in sorted(self._usable - usable, key=lambda path: (path == in_use, path)):
                 self._tell(h.PathLost(path), now, out)
             for path in sorted(usable - self._usable):
@@ -118,7 +118,7 @@ class Paths:
             self._tell(h.Answered(path, rtt_s), now, out)
 
     def tick(self, now: float, out: list[m.Action]) -> None:
-        """What is under way tells something too, by its age."""
+        """Report the age of messages in flight to the policy."""
         if now >= self._from_s:
             self._from_s = -math.inf
         if now >= self.policy.deadline:
@@ -134,7 +134,7 @@ class Paths:
 
     @property
     def due_s(self) -> float:
-        """When it wants a tick; inf: not by itself."""
+        """Time of the next tick that it needs; inf: none."""
         return min(self.policy.deadline, self._pending_due_s(), self._from_s if self._from_s > -math.inf else math.inf)
 
     def _pending_due_s(self) -> float:
@@ -174,11 +174,11 @@ class Paths:
     def _probe(self, rail: Rail, now: float, out: list[m.Action]) -> None:
         """As many frames as make `probe_bytes`; the last one is answered."""
         if not rail.up:
-            return  # the policy is about to hear of it
+            return  # it is reported to the policy afterwards
         self._number += 1
         self._probes[self._number] = (rail.number, rail.incarnation, now)
         for old in [number for number in self._probes if number <= self._number - 4 * len(self.rails)]:
-            del self._probes[old]  # nobody will answer it any more
+            del self._probes[old]  # it will not be answered any more
         left = self.options.probe_bytes
         while left > 0:
             body = _PADDING[:left]

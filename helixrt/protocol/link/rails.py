@@ -57,7 +57,7 @@ class Outgoing:
     eager: bool = False  # goes without credit, charged to the peer's eager memory
     kept: bool = False  # the driver has a copy: `Sent` was said already
     granted: bool = False  # the peer gave its credit
-    forgotten: bool = False  # the caller has its memory back: never sent from now on
+    forgotten: bool = False  # the caller may reuse the memory: never sent from now on
     flight: Flight | None = None
 
 
@@ -88,9 +88,9 @@ class Rail:
     begun_s: float = math.inf  # when the first of them was handed to the rail
 
     heard_s: float = -math.inf
-    acknowledged_s: float = -math.inf  # when the peer's kernel last acknowledged bytes: its process may stand still
+    acknowledged_s: float = -math.inf  # when the peer's kernel last acknowledged bytes: its process may be stopped
     spoke_s: float = -math.inf
-    unanswered_s: float = -math.inf  # when the first frame was sent since it was heard; not later than `heard_s`: none was
+    unanswered_s: float = -math.inf  # when the first frame after the last received one was sent; at most `heard_s`: none
 
     failure: Failure | None = None  # of the latest end; the first cause of it, not a cascade where known
     reason: str = ""
@@ -116,7 +116,7 @@ class Rail:
             self.unanswered_s = now
 
     def silent(self, least_s: float, now: float) -> bool:
-        """Frames were sent, at least so long ago, and nothing has been heard since."""
+        """Frames were sent, at least so long ago, and nothing was received since."""
         return self.heard_s < self.unanswered_s <= now - least_s
 
     @property

@@ -91,7 +91,7 @@ class Inbox:
     # ---- the peer
 
     def want(self, names: list[Name]) -> list[Name]:
-        """Short messages wait at the peer, which says so once of each; the credits for those that are posted."""
+        """Short messages wait at the peer, which announces each of them once; the credits for those that are posted."""
         credits = []
         for name in names:
             key = (name.op, name.index)
@@ -196,7 +196,7 @@ class Inbox:
         if differs := self.agreement.unexpected(frame.op):
             raise FrameError(differs)
         if not frame.flags & EAGER or frame.length > self.options.eager_bytes:
-            raise FrameError(f"message {name} of {frame.length} bytes came without credit: nobody posted it")
+            raise FrameError(f"message {name} of {frame.length} bytes came without credit: no receive was posted for it")
         if name in self.held:
             raise FrameError(f"message {name} came twice under different sequence numbers")
         if self.held_bytes + eager_charge(frame.length) > self.options.eager_memory_bytes:

@@ -1,8 +1,8 @@
-"""What a link heard, as text: recorded while it runs, told to a new machine later, which then does the same again.
+"""The events of a link, as text: recorded while it runs, and replayed later by a new machine, which takes the same actions.
 
 In: a link's settings and its events with their times; or the lines of such a recording. Out: lines of JSON; or the actions,
 one call after the other. A link has no clock, no I/O and no randomness of its own, so a recording of its events is all
-that it takes to see how it came to do what it did. What messages contain is not in it: links never see that.
+that is needed to reproduce its actions. What messages contain is not in it: links never see that.
 
 The first line is the `Opening` with whatever else is to be kept beside it; every other line is one event:
 [time, kind, fields...], a frame as the list of its fields, its body in hexadecimal.
@@ -65,7 +65,7 @@ class Recording:
             raise ValueError(f"no recording of a link: {error!r}") from error
 
     def replay(self, link: Link) -> Iterator[tuple[float, Event, list[Action]]]:
-        """Tell `link`, which `opening` made, all events, and what it answers to each."""
+        """Pass all events to `link`, which `opening` made; yields them with the actions for each."""
         for now, event in self.events:
             yield now, event, link.on(event, now)
 

@@ -20,7 +20,7 @@ from helixrt.protocol.link.options import LinkOptions
 from helixrt.protocol.link.rails import Flight, Outgoing, Rail
 
 MAX_CREDITS = 1 << 16  # of messages that this end has not submitted yet
-SPREAD = 1 << 10  # newest sequence number less the first unacknowledged: what the receiver must remember
+SPREAD = 1 << 10  # newest sequence number less the first unacknowledged: what the receiver must store
 
 
 class Outbox:
@@ -117,7 +117,7 @@ class Outbox:
                 if differs := self.agreement.unexpected(name.op):
                     raise FrameError(differs)
                 if len(self.credits) >= MAX_CREDITS:
-                    raise FrameError(f"more than {MAX_CREDITS} credits for messages nobody has submitted")
+                    raise FrameError(f"more than {MAX_CREDITS} credits for messages that were not submitted")
                 self.credits[key] = name.length
 
     def acknowledge(self, floor: int, ranges: Sequence[tuple[int, int]], out: list[Action]) -> None:

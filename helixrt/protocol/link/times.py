@@ -40,7 +40,7 @@ class Times:
             self._liveness.heard(now)
 
     def alive(self, rail: Rail, now: float) -> None:
-        """The peer was heard on `rail`."""
+        """Something was received on `rail`."""
         if rail.up:
             rail.heard_s = now
             assert self._liveness is not None

@@ -93,7 +93,7 @@ class Wire:
         return counters_body(Counters(inbox.ledger.floor, inbox.consumed, inbox.ledger.ranges()))
 
     def must_acknowledge(self, now: float) -> bool:
-        """Whether it is time to say what was received. If only later, the time for that is set."""
+        """Whether an acknowledgement is due. If it is due later, its time is set."""
         lag = self.inbox.consumed - self.told
         if self.prompt is not None or self.owed >= OWED or lag * 2 >= self.options.eager_memory_bytes:
             return True
@@ -102,13 +102,13 @@ class Wire:
         return False
 
     def acknowledge(self, now: float, out: list[Action]) -> None:
-        """Say what was received, if it is time for that; else see to it that the time comes."""
+        """Send an acknowledgement if it is due; else set the time for it."""
         if not self.must_acknowledge(now):
             return
         rail = self.talker(self.prompt)
         self.prompt, self.acknowledge_at = None, math.inf
         if rail is None:
-            return  # the handshake with the next rail says it
+            return  # the handshake with the next rail contains it
         self.say(rail, now, out, Kind.ACK, body=self.counters())
         self.owed, self.told = 0, self.inbox.consumed
 

@@ -21,7 +21,7 @@ class SegmentError(HelixError):
 class Kind(IntEnum):
     EAGER = 1  # op, index, length; the message is the payload
     OFFER = 2  # op, index, length, address, ticket: a long message waits in the owner's memory
-    PULL = 3  # op, index: the reader of the offer wants it through the ring
+    PULL = 3  # op, index: the reader of the offer requests it through the ring
     PIECE = 4  # op, index, length, offset; the payload is this part of the offered message
     TAKEN = 5  # op, index: the reader of the offer has read it from memory
     PAD = 6  # nothing: the rest of the ring up to its end
@@ -29,7 +29,7 @@ class Kind(IntEnum):
 
 class Frame(NamedTuple):
     kind: int
-    index: int = 0  # type: ignore[assignment]  # nobody searches a frame as a tuple
+    index: int = 0  # type: ignore[assignment]  # tuple.index is not used on frames
     op: int = 0
     length: int = 0  # of the message
     where: int = 0  # OFFER: address; PIECE: offset

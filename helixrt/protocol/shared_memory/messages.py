@@ -3,16 +3,16 @@
 In: names and lengths of messages, frames that came, how far a read got. Out: frames to put in the ring, where what comes
 goes, which offers are withdrawn. Memory itself is the driver's (`transport/shared_memory/messages.py`).
 
-A short message (at most EAGER_BYTES) is a frame in the ring. Until its receiver is ready it lies in memory of the receiving
+A short message (at most EAGER_BYTES) is a frame in the ring. Until its receiver is ready it is kept in memory of the receiving
 end; the sender lets no more than EAGER_BUDGET bytes of them wait there.
 
 Any other is offered: a small frame with its name, length and address. When its receiver is ready, it reads the bytes
-straight out of the sender's memory (one copy) and says TAKEN; or, where that is not permitted, asks for them (PULL) and gets
+directly from the sender's memory (one copy) and sends TAKEN; or, where that is not permitted, asks for them (PULL) and gets
 them through the ring in pieces (two copies).
 
 So no message waits for anything but its own receiver. A sender that takes memory back (`forget`) first takes the offer out
 of its segment's table, and a reader looks there once it has read: bytes that may have changed meanwhile are never delivered,
-and the receive waits on (for a farewell, or for the end of its operation). What the peer says is checked: SegmentError.
+and the receive continues to wait (for BYE, or the end of its operation). The peer's frames are checked: SegmentError.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Outbox:
         return bool(self.waiting or self.asked)
 
     def peer_freed(self, freed: int) -> None:
-        """The peer says how many bytes of short messages it has freed."""
+        """The peer has reported how many bytes of short messages it has freed."""
         if not self.freed <= freed <= self.eager:
             raise SegmentError(f"{freed} bytes of short messages freed: must be {self.freed} to {self.eager}")
         self.freed = freed
@@ -166,7 +166,7 @@ class Way(Enum):
     WAIT = "wait"  # nothing has come yet
     DELIVER = "deliver"  # all of it is here: into the memory that waits for it
     HOLD = "hold"  # a copy of it is kept until its receiver is ready
-    DROP = "drop"  # nobody wants it any more
+    DROP = "drop"  # it is not needed any more
     READ = "read"  # out of the peer's memory
     PULL = "pull"  # it is to be asked for, and comes through the ring
 
@@ -181,7 +181,7 @@ class Coming:
 
     length: int
     done: int = 0  # bytes that have come
-    address: int = 0  # where it lies in the peer's memory
+    address: int = 0  # its address in the peer's memory
     ticket: int = 0
 
 
@@ -224,7 +224,7 @@ class Inbox:
         cost = charge(size)
         self.came += cost
         if self.came - self.freed > self._budget:
-            raise SegmentError(f"{self.came - self.freed} bytes of short messages that nobody waits for")
+            raise SegmentError(f"{self.came - self.freed} bytes of short messages that no receive waits for")
         posted = self.posted.pop(name, None)
         if posted is None and frame.op not in self._forgotten:
             self._new(name)
@@ -246,18 +246,18 @@ class Inbox:
             return self._begin(name, frame, posted)
         self._new(name)
         if len(self.offers) >= OFFERS_WAITING:
-            raise SegmentError(f"more than {OFFERS_WAITING} offers that nobody waits for")
+            raise SegmentError(f"more than {OFFERS_WAITING} offers that no receive waits for")
         self.offers[name] = frame
         return _WAIT
 
     def piece(self, frame: Frame) -> Coming | None:
-        """A piece came, for the bytes up to `done`; None: nobody wants it any more. Whole when it is not `pulling` any more."""
+        """A piece came, for the bytes up to `done`; None: it is not needed. The message is complete if not `pulling`."""
         name = (frame.op, frame.index)
         coming = self.pulling.get(name)
         if coming is None:
             if frame.op in self._forgotten:
                 return None
-            raise SegmentError(f"a piece of message {name}, which nobody asked for")
+            raise SegmentError(f"a piece of message {name}, which was not requested")
         end, size = coming.done + frame.size, coming.length
         if frame.where != coming.done or end > size or (frame.size == 0) != (size == 0):
             raise SegmentError(

@@ -17,7 +17,7 @@ class Phase(Enum):
     WAITING = "waiting"  # WaitEnded: a holder of newer state may live elsewhere
     HOLDING = "holding"  # HoldEnded: a replica's fetch is waited for
     EXCHANGING = "exchanging"  # RankDone of all ranks, or RankFailed
-    BREAKING = "breaking"  # the last answers of exchanges that were told to abort
+    BREAKING = "breaking"  # waiting for the last answers of exchanges that were aborted
     EXAMINING = "examining"  # Examined of all ranks, after a sum that was not finite
     COMMITTING = "committing"  # Appended
     SETTLING = "settling"  # LogRead after a broken exchange: was it decided by others?

@@ -3,7 +3,7 @@
 In: the members' accounts, each with the incarnations that were silent to it in its last exchange if that
 broke. Out: who takes no part in the next exchange, the same on every member, the blamed ones too.
 
-- Whoever more than half of the others blame, and at least two, sits out at once.
+- A member that more than half of the others blame, and at least two, sits out at once.
 - Without a majority nothing happens for `breaks` broken exchanges in a row; then one of those involved sits
   out: one that is behind, else the one with the highest id. One that sat out before and breaks the exchange again
   sits out at once.
@@ -78,7 +78,7 @@ def sitting_out(members: Sequence[Account], holders: Sequence[int], generation: 
         if returned or max(m.breaks for m in active) >= rules.breaks:
             out = {_least_needed(returned or involved, holders)}
     out |= still
-    if out >= set(holders):  # somebody has to hold the base: those that blame it sit out instead
+    if out >= set(holders):  # a member must hold the base: those that blame the holders sit out instead
         out = ({r for holder in holders for r in blamed.get(holder, ())} | out) - set(holders)
     if len(out) == len(members):
         return frozenset()

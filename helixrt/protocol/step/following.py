@@ -1,4 +1,4 @@
-"""How a replica that is behind comes to the state of the others: what it fetches, keeps and replays.
+"""How a replica that is behind gets the state of the others: what it fetches, keeps and replays.
 
 In: the log, the state held, quorums, and fetches that end. Out: actions, and the lineage hash held after them.
 
@@ -27,7 +27,7 @@ class Following:
         self.kept: dict[str, CommitRecord] = {}  # reduced buckets kept for replay, by record hash
         self.overtaken = 0  # fetches thrown away because the others were faster, since this replica was last healthy
         self.held_since = 0  # generation at which the others began to wait for the fetch; 0: they have not
-        self._refused = ""  # record whose reduced buckets nobody had: fetch the state instead
+        self._refused = ""  # record whose reduced buckets no replica had: fetch the state instead
 
     def healthy(self) -> list[Action]:
         """This replica holds the base: nothing under way is needed."""
@@ -44,7 +44,7 @@ class Following:
         self.kept[record.hash] = record
 
     def learned(self) -> list[Action]:
-        """The log has new entries: what was kept and is not on the chain is forgotten."""
+        """The log has new entries: drop what was kept and is not on the chain."""
         actions: list[Action] = []
         if not self.kept:
             return actions
@@ -116,7 +116,7 @@ class Following:
 
 
 def may_offer(members: Sequence[Member], assessment: Assessment, rules: StepRules) -> bool:
-    """Whether donors may begin a snapshot of the base, beside those that are being fetched. All members decide alike."""
+    """Whether donors may begin a snapshot of the base, beside those that are being fetched. All members decide the same."""
     behind = [m for m in members if m.replica in assessment.behind]
     under_way = {m.fetching for m in behind if m.fetching} | {assessment.base.hash}
     return len(under_way) <= rules.snapshots

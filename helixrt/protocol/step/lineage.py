@@ -67,7 +67,7 @@ class CommitRecord:
     orders: Mapping[int, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Canonical text: equal records have equal text, whoever writes them."""
+        """Canonical text: equal records have equal text on all replicas."""
         return _ENCODE(
             {
                 "step": self.step,
@@ -147,7 +147,7 @@ def genesis(run: str, replicas: int) -> CommitRecord:
 
 @dataclass(frozen=True)
 class Audit:
-    """What entered the parameters: batches counted, those left out on purpose, and where a stream has gaps or repeats."""
+    """What entered the parameters: batches counted, those that were excluded, and where a stream has gaps or repeats."""
 
     batches: int
     gaps: int
@@ -162,7 +162,7 @@ class Audit:
 
 @dataclass(frozen=True)
 class Behind:
-    """What lies behind the first entry of a log that was compacted: `begin` entries, of a run whose entry 0 has the hash
+    """What precedes the first entry of a compacted log: `begin` entries, of a run whose entry 0 has the hash
     `genesis`; `superseded` of them are not on the chain, and `audit` is that of the chain up to the first entry, where it was
     made."""
 
@@ -311,9 +311,9 @@ class Log:
 
 
 def audit(chain: Sequence[CommitRecord], advance: int = 1, past: Audit | None = None) -> Audit:
-    """Follow a chain from its genesis, or go on from the audit `past` of what lies behind its first record: the stream of
+    """Follow a chain from its genesis, or go on from the audit `past` of what precedes its first record: the stream of
     each replica that commits must move on by exactly `advance` batches per step, and no other stream may move. Where streams
-    are dealt anew, the positions before must be those that the deal says, and count from 0 after it. Batches of excluded
+    are dealt again, the positions before must be those of the deal, and count from 0 after it. Batches of excluded
     replicas, and of records that were not applied, count as `excluded`."""
     counted = past or Audit(0, 0, 0, {})
     batches, gaps, repeats, excluded = counted.batches, counted.gaps, counted.repeats, counted.excluded

@@ -107,7 +107,7 @@ class StepMachine:
         self.replica, self.incarnation, self.group_world_size = replica, incarnation, group_world_size
         self.log, self.held, self.steps = log, held, steps
         self.rules, self.life, self.skips = rules or StepRules(), life, frozenset(skips)
-        self.follows = order is None  # until its own program says which order is ready
+        self.follows = order is None  # until its own program reports which order is ready
         self.ready = log.head.orders.get(replica, "") if order is None else order
         self.order = self.ready  # of the schedule: by which work is begun; `ready` from the next quorum on
         self.phase = Phase.NEW
@@ -115,14 +115,14 @@ class StepMachine:
         self.work: tuple[str, int] | None = None  # (base, position) of running or preserved gradients
         self.following = Following(log, self.rules)
         self.offers = Offers(replica, self.rules)
-        self.settled = False  # after the last step: the newest quorum had nobody behind
+        self.settled = False  # after the last step: no member of the newest quorum was behind
         self.epoch, self.seen = -1, 0  # of the sound exchange; the highest generation seen
         self.group: tuple[Incarnation, ...] = ()  # of the sound exchange
         self.evidence: Evidence | None = None
         self.looked = ""  # the head for which a newer durable state was looked for
         self.unusable: Unusable | None = None
         self.overflow: Overflow | None = None
-        self.stop = ""  # why the driver's program wants the run to end; with the next record that can say so
+        self.stop = ""  # reason of `session.stop`; the next record that can carry it ends the run
         self.blames: tuple[Incarnation, ...] = ()
         self.breaks, self.pauses = 0, 0  # in a row: exchanges broken; pauses
         self.sits_until = 0  # a generation
@@ -205,7 +205,7 @@ class StepMachine:
         return Join(self._me())
 
     def _next_step(self) -> list[Action]:
-        """Join, and begin the work at once if we believe that we are healthy: the quorum overlaps it."""
+        """Join, and begin the work at once if this replica is probably healthy: the work overlaps the quorum."""
         actions: list[Action] = [self._join()]
         if self.held == self.log.head.hash and not is_last(self.log.head, self.steps, self.life):
             actions += self._begin_work(self.log.head)
@@ -277,7 +277,7 @@ class StepMachine:
         return Exchange(attempt.generation, assessment.members, assessment.contributors, contribute, fresh)
 
     def _stranded(self, stranded: Stranded, generation: int) -> list[Action]:
-        """Nobody here holds what others may hold: look for durable state if that is all that is missing, else wait."""
+        """No member holds what others may hold: look for durable state if that is all that is missing, else wait."""
         ruling, head = stranded.ruling, stranded.head
         if ruling.look and self.looked != head.hash:
             self.phase = Phase.RELOADING
@@ -293,7 +293,7 @@ class StepMachine:
         return self._join()
 
     def _learn(self, entries: Sequence[CommitRecord]) -> list[Action]:
-        """Take new log entries; what we kept for replay and is not on the chain is forgotten."""
+        """Take new log entries; drop kept records that are not on the chain."""
         actions: list[Action] = []
         for entry in entries:
             actions.append(Persist(len(self.log), entry))
@@ -337,7 +337,7 @@ class StepMachine:
         if not all(attempt.done.values()):
             return self._not_finite(attempt)
         if self.held != attempt.assessment.base.hash:
-            # behind still: whoever holds the base decides; we keep what we will need to follow
+            # still behind: a holder of the base decides; keep what is needed to follow
             self.following.keep(attempt.candidate)
             return [Keep(attempt.candidate), self._join()]
         return self._commit()
@@ -386,7 +386,7 @@ class StepMachine:
             return [*actions, Apply(candidate), *self._too_often_excluded(candidate), *self._next_step()]
         if event.standing.generation < candidate.generation:
             return actions + self._commit()
-        return [*actions, self._join()]  # we are the stragglers; the next quorum tells what we hold is worth
+        return [*actions, self._join()]  # this replica is late; the next quorum decides whether its state is valid
 
     def _too_often_excluded(self, newest: CommitRecord) -> list[Action]:
         count = exclusions(self.log, newest, (self.replica, self.incarnation), self.life, self.rules)

@@ -1,7 +1,7 @@
 """Events and actions of the step machine, all frozen.
 
 In: nothing. Out: the vocabulary that `step.StepMachine` shares with its drivers, the job's leader and the
-simulated world. DESIGN.md, "The life of a step", says what each is for.
+simulated world. `docs/concepts/step.md` describes their use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RankDone:
 
 @dataclass(frozen=True)
 class RankFailed:
-    """The exchange of group rank `rank` broke, or its deadline passed. `suspects` are the replicas that were silent to it or
+    """The exchange of group rank `rank` broke, or its deadline passed. `suspects` are the replicas that did not respond or
     closed its connection; none if it was aborted from here."""
 
     generation: int
@@ -75,7 +75,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Appended:
-    """What stands at `index` of the log after our `Append`; ours or whoever was first."""
+    """The record at `index` of the log after our `Append`: ours, or that of the replica that was first."""
 
     index: int
     standing: CommitRecord
@@ -115,7 +115,7 @@ class Reloaded:
 
 @dataclass(frozen=True)
 class WaitEnded:
-    """The answer to `Wait`: what the store says about the head now."""
+    """The answer to `Wait`: what the store holds about the head now."""
 
     evidence: Evidence
 
@@ -134,7 +134,7 @@ class OrderReady:
 
 @dataclass(frozen=True)
 class Rested:
-    """The answer to `Rest`: look again whether somebody needs us."""
+    """The answer to `Rest`: check again whether another replica needs this one."""
 
 
 Event = (
@@ -183,7 +183,7 @@ class Work:
 class Exchange:
     """All ranks: all-reduce among `members` in `generation`; answers `RankDone` or `RankFailed` a rank.
 
-    `contribute`: our gradients (as they become ready), else zeros. `fresh`: connect anew, else the
+    `contribute`: our gradients (as they become ready), else zeros. `fresh`: connect again, else the
     connections of the last exchange still stand. `contributors` is the divisor's count.
     """
 

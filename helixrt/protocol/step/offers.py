@@ -1,7 +1,7 @@
 """Which snapshots a healthy replica offers to those that are behind.
 
 In: the members of a quorum and its assessment. Out: `Offer` and `Withdraw`. A snapshot that is being fetched is kept; one
-that is not for a few quorums more (whoever fetches it may have missed one), unless its memory is needed.
+that is not for a few quorums more (a replica that fetches it may have missed one), unless its memory is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from helixrt.protocol.step.following import may_offer
 from helixrt.protocol.step.messages import Action, Offer, Withdraw
 from helixrt.protocol.step.quorum import Assessment, Member, StepRules
 
-IDLE_QUORUMS = 3  # in a row without anybody who fetches it, then a snapshot is withdrawn
+IDLE_QUORUMS = 3  # in a row in which no replica fetches it, after which a snapshot is withdrawn
 
 
 class Offers:
@@ -20,10 +20,10 @@ class Offers:
 
     def __init__(self, replica: int, rules: StepRules) -> None:
         self._replica, self._rules = replica, rules
-        self._idle: dict[str, int] = {}  # lineage of an offered snapshot -> quorums in a row in which nobody fetched it
+        self._idle: dict[str, int] = {}  # lineage of an offered snapshot -> quorums in a row in which no replica fetched it
 
     def serve(self, held: str, members: Sequence[Member], assessment: Assessment) -> list[Action]:
-        """Healthy replicas offer the base, the state `held`, when somebody behind has no fetch under way."""
+        """Healthy replicas offer the base, the state `held`, when a replica that is behind has no fetch under way."""
         if not assessment.behind and not self._idle:
             return []
         behind = [m for m in members if m.replica in assessment.behind]

@@ -68,8 +68,8 @@ class Member:
 
     `lineage` is the hash of the record whose state it holds ("" if it holds none yet), `fetching`
     the hash of the state it is fetching ("" if none), `epoch` the generation at which its exchange
-    was last configured and is still sound (-1 if it must be configured anew), `addresses` where its
-    ranks serve state, in rank order. `incarnation` tells a restarted replica from its predecessor.
+    was last configured and is still sound (-1 if it must be configured again), `addresses` where its
+    ranks serve state, in rank order. `incarnation` distinguishes a restarted replica from its predecessor.
     `entries` is how many entries of the log it knew: members read the log each at its own moment, and
     assess it as far as the one who knew most (0: not said, all that was read counts).
 
@@ -77,7 +77,7 @@ class Member:
     checkpoint) serve the rule of superseding; `unusable` and `overflow` a sum that was not finite; `overtaken` (fetches thrown
     away because the others were faster) and `held_since` (the generation at which the others began to wait for its fetch, 0:
     never) catch-up; `blames`, `breaks` (exchanges broken in a row), `sits_until` (a generation) and `pauses` (in which it sat
-    out, in a row) broken exchanges. `stop`: why its program wants the run to end with the next record.
+    out, in a row) broken exchanges. `stop`: the reason if its program asks for the end of the run with the next record.
     `initial`: the digest of the state that it began with, which the quorums before the first commit compare. `order`: the hash
     of the order of the schedule that it works by, "" for the one that it began with.
     """
@@ -140,7 +140,7 @@ class Assessment:
     base: CommitRecord
     contributors: tuple[int, ...]
     behind: tuple[int, ...]
-    supersedes: bool  # the head is held by nobody here: committing will supersede it
+    supersedes: bool  # no member holds the head: committing will supersede it
     excluded: Mapping[int, Exclusion] = field(default_factory=dict)
     sitting: tuple[int, ...] = ()
     applied: bool = True
@@ -159,7 +159,7 @@ class Assessment:
 
 @dataclass(frozen=True)
 class Stranded:
-    """The quorum may not go on: records above `base` (None: nobody holds a state of the chain) may be held elsewhere."""
+    """The quorum may not continue: records above `base` (None: no member holds a state of the chain) may be held elsewhere."""
 
     head: CommitRecord
     base: CommitRecord | None
@@ -184,13 +184,13 @@ def assess(
 ) -> Assessment | Stranded:
     """The newest state on the head's chain that a member holds is the base; its holders are healthy.
 
-    `steps` is the run's last step (0: none): from there on nobody sits out, since nothing is exchanged.
+    `steps` is the run's last step (0: none): from there on no member sits out, since nothing is exchanged.
     """
     return usual(members, log, generation) or by_the_rules(members, log, generation, rules or StepRules(), life, steps)
 
 
 def usual(members: Sequence[Member], log: Log, generation: int) -> Assessment | None:
-    """What the rules give if all members hold the head and none declares, blames or sits out: the quorum of most steps."""
+    """The quorum if all members hold the head and none declares, blames or sits out. Most steps have such a quorum."""
     head = log.head
     for m in members:
         if m.lineage != head.hash or m.blames or m.sits_until > generation or m.unusable or m.overflow:

@@ -5,14 +5,14 @@ every member of the quorum.
 
 With depth = the head's step less the base's, records may be superseded
 
-- at once if depth is at most 1: one step is computed again, and nobody waits for a hung holder;
+- at once if depth is at most 1: one step is computed again, and no replica waits for a hung holder;
 - at any depth if every holder has ended;
 - at any depth after `after_s` seconds of *observed* waiting, or when the user accepts the loss.
 
 Holders are the committers of the records above the base, and every incarnation with a holder entry on the
 chain: it wrote the entry before it fetched or read a state, and may have replayed from there. A complete
-checkpoint holds its record for ever, so before more than one step is lost every member must have looked
-for one. An incarnation that is in the quorum is judged by what it says it holds.
+checkpoint holds its record without end, so before more than one step is lost every member must have looked
+for one. An incarnation that is in the quorum is judged by what it reports that it holds.
 
 Waiting is counted in generations, by a counter per head in the run's store: each quorum without a holder
 adds the difference of generations, at most `STEP_S`. So an outage, a suspended job or a clock that
@@ -37,14 +37,14 @@ class Evidence:
 
     `holders` are the incarnations with a holder entry on the head's chain, `ended` those holders and
     committers that have ended, all of the present life of the run. To be read in this order, again until
-    nothing is new: ended, then holders; so that whoever fetched from an ended holder is among the holders.
+    nothing is new: ended, then holders; so that a replica that fetched from an ended holder is among the holders.
     """
 
     head: str
     holders: tuple[Incarnation, ...] = ()
     ended: tuple[Incarnation, ...] = ()
     waited_s: float = 0.0
-    accepted: bool = False  # the user accepts the loss of the records that nobody here holds
+    accepted: bool = False  # the user accepts the loss of the records that no member holds
 
 
 @dataclass(frozen=True)

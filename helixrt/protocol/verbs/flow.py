@@ -11,11 +11,11 @@ On a rail's queue pair messages are numbered from 1 in each direction. Each uses
 Bounds that are kept, whatever the order in which things happen:
 
 - never more messages on their way than the other end has receives posted, nor chunks than it has free slots: so a slow
-  receiver stops its sender here, and not in the NIC. Every head says how many messages its writer has used; their receives
+  receiver stops its sender here, and not in the NIC. Every head contains how many messages its writer has used; their receives
   are posted again by then, and their slots are free;
 - never more work requests than the send queue holds, and the memory of one is used again only when it is completed. Not
-  every work request tells of its completion (is signalled), but one that does is always under way;
-- counters go on for ever: their lowest 32 bits travel.
+  every work request is signalled (reports its completion), but a signalled one is always in flight;
+- counters are unbounded: their lowest 32 bits are sent.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Flow:
         self.signalled = 0  # the newest work request that will be completed by itself
         self.said = self.used = 0  # messages sent, and those of them the other end has used
         self.heard = self.chunks_heard = 0  # messages of the other end that were used here
-        self.told = self.chunks_told = 0  # and how many of them it knows of
+        self.told = self.chunks_told = 0  # how many of them were reported to it
         self.bounced = self.bounces_free = 0  # short messages copied, and those of them whose places are free again
         self._bounces_signalled = 0
         self._slots_in_use: deque[int] = deque()  # the messages that filled them
@@ -143,7 +143,7 @@ class Flow:
         return self.bounced - 1
 
     def post(self, signalled: bool = False) -> tuple[int, bool]:
-        """The next work request: its number, and whether it tells of its completion.
+        """The next work request: its number, and whether it is signalled.
 
         Every Nth does, and the first after a pause: so one that will be completed by itself is always under way.
         """
@@ -160,7 +160,7 @@ class Flow:
         self.completed += ((low - self.completed) & LOW_BITS) + 1
 
     def credited(self, low: int) -> None:
-        """The other end says how many of our messages it has used."""
+        """The other end has reported how many of our messages it has used."""
         used = forward(self.used, low)
         if used > self.said:
             raise FrameError(f"{used} messages were used: {self.said} were sent")
@@ -175,7 +175,7 @@ class Flow:
         """A SEND came: the two numbers of its head."""
         self.heard += 1
         if number != self.heard & LOW_BITS:
-            raise FrameError(f"message {number}: {self.heard & LOW_BITS} must come now")
+            raise FrameError(f"message {number}: {self.heard & LOW_BITS} was expected")
         self.credited(used)
 
     def took_chunk(self, immediate: int) -> int:
@@ -188,7 +188,7 @@ class Flow:
 
     @property
     def owes_credit(self) -> bool:
-        """The other end should hear what was used, though there is nothing else to say."""
+        """The count of used messages should be sent although there is no other message to send."""
         owed, chunks = self.heard - self.told, self.chunks_heard - self.chunks_told
         return owed * 4 >= self.ours.receives - SPARE or chunks * 2 >= self.ours.slots
 

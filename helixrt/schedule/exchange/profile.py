@@ -20,7 +20,7 @@ _REQUIRED, _OPTIONAL = ("f", "b", "w"), ("stages", "microbatches", "delay", "wir
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of one chunk per stage; `microbatches` is None where the file says nothing of them."""
+    """Costs of one chunk per stage; `microbatches` is None if the file does not contain it."""
 
     costs: Costs
     microbatches: int | None

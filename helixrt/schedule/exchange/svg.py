@@ -2,7 +2,7 @@
 
 Out: one row per stage with its operations and micro-batch numbers (further chunks of a stage in lighter shades,
 overlapped pairs as two halves), idle time tinted by cause, messages over slow links as thin lines, optionally a strip of
-memory over time, and a time axis in ms. Every box tells its figures when pointed at. Colours are told apart by the
+memory over time, and a time axis in ms. Every box shows its figures under the mouse pointer. Colours are distinguished by the
 colour-blind (after Okabe and Ito, "Color Universal Design") and by lightness; text is dark on light.
 """
 
@@ -53,7 +53,7 @@ def write(
 ) -> str:
     """The picture as SVG text, `width` pixels wide (by default as wide as its labels need, 1100 to 2400).
 
-    `lower_bound_ms`, when given, is told and marked; `memory` adds the strips below the stages.
+    `lower_bound_ms`, if given, is printed and marked; `memory` adds the strips below the stages.
     """
     drawing = _Drawing(timeline, memory, _fitting_width(timeline) if width is None else width)
     return "\n".join(drawing.lines(lower_bound_ms, title)) + "\n"

@@ -5,13 +5,13 @@ Sections 4.1 and 4.2 of the paper: slackness (Lemma 1), the delay it absorbs (eq
 (Algorithms 3 and 4). In: costs of one chunk per stage and a number of micro-batches. Out: warm-up counts, verdicts
 per link, a schedule.
 
-Mended, since the paper leaves it open or a plan would break:
+Changed, where the paper gives no rule or a plan would be invalid:
 - The two ways of a link may differ: equation 1's 2 c becomes the sum of both.
 - Algorithm 2 clips a slack to N - 2 S, which turns warm-ups negative when there are few micro-batches: here the clip
   is at least 2, the slack that Algorithm 2 gives every link, and no stage warms up with more than all micro-batches.
 - The paper drops the memory cap once it adapts, counting on host memory. Here a cap given in the costs always
   holds: adapted warm-ups that do not fit it are not taken, and Algorithm 1's stay, the most slack there is room for;
-  and a forward that does not fit waits for a W. Whoever has host memory plans with the cap that includes it.
+  and a forward that does not fit waits for a W. If host memory is available, the cap includes it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ F before W. In: costs of one chunk per stage, micro-batches, the warm-up forward
 Out: the order in which each stage chose. It is the published heuristic, the base of `zero_bubble.zb` and of
 `adaptra`; helix's own planner is elsewhere.
 
-Mended, since the algorithm as printed does not give a schedule: the last stage's F makes its own B available (nothing
+Changed, since the algorithm as printed does not give a schedule: the last stage's F makes its own B available (nothing
 ever enqueues it as printed); W becomes available when the stage's own B ends (as printed it comes with the B, and may
 precede it); what another stage makes is available when it is done and has travelled (as printed: started and
 travelled); and the loop does not end in a step in which everything is under way. Under a memory cap, of which the

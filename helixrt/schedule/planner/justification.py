@@ -27,7 +27,7 @@ LIST_COST = 8  # work counted per operation of a list, in operations timed in a 
 class Justifier:
     """Makes lists of one problem. `best_ms` and `best` are the best order so far: infinite and empty before the first.
 
-    `exact_ms(order)` tells an order's makespan. It is asked for lists made backwards where messages take time on the
+    `exact_ms(order)` returns an order's makespan. It is asked for lists made backwards where messages take time on the
     wire: which one goes first on a link is not known backwards.
     """
 

@@ -8,7 +8,7 @@ are a block, and only an order in which some operation leaves the inside of a bl
 shorter: the moves tried are those (Nowicki and Smutnicki, "A fast taboo search algorithm for the job shop problem",
 Management Science 1996; Balas and Vazacopoulos, Management Science 1998), each valued by the heads and tails along the
 moved operations alone, and the best that is not tabu is made. Micro-batches stay in order in every lane; a W, that
-nobody waits for, is what moves farthest. Memory depends on the order alone, so a move that would exceed a cap is known
+no operation waits for, is what moves farthest. Memory depends on the order alone, so a move that would exceed a cap is known
 before it is made.
 """
 
@@ -20,7 +20,7 @@ from helixrt.schedule.planner.lanes import TOLERANCE, Lanes, Order
 
 REACH = 6  # operations that one move passes, at most
 TENURE = (8, 16)  # moves for which a passed pair of operations keeps its new order
-RESORT = 64  # moves after which the topological order is made anew, by time
+RESORT = 64  # moves after which the topological order is sorted again, by time
 MOVE_COST = 12  # work counted per move looked at, in operations timed
 
 
@@ -241,7 +241,7 @@ class _Timing:
         return through if through > longest else longest
 
     def move(self, stage: int, first: int, last: int, later: bool) -> int:
-        """Move the operation at `first` behind `last`, or the one at `last` before `first`; the operations timed anew."""
+        """Move the operation at `first` behind `last`, or the one at `last` before `first`; the operations with new times."""
         listed = self.lists[stage]
         low = self.sorted.index(listed[first])
         high = self.sorted.index(listed[last], low)
@@ -278,7 +278,7 @@ class _Timing:
 
 
 def improve(problem: Lanes, order: Order, bound_ms: float, work: float, draw: random.Random) -> tuple[float, Order]:
-    """(makespan in ms, order) of the best order met, from `order` on, until it meets the bound or the work is done.
+    """(makespan in ms, order) of the best order found, from `order` on, until it reaches the bound or the work is done.
 
     `work` counts operations timed. For problems without overlapped pairs; where messages take time on the wire the
     makespan is an estimate.

@@ -38,7 +38,7 @@ ROUNDED_TICKS = 1 << 30  # ticks of a step where rounding cannot be avoided
 class Optimum:
     """The best schedule found; no schedule takes less than `bound_ms`.
 
-    `proven` says that the two agree: exactly when all times are decimals of a moderate number of digits, else up to
+    `proven`: the two agree: exactly when all times are decimals of a moderate number of digits, else up to
     the rounding of times to about a billionth of the step, always downwards, so that the bound holds.
     """
 
@@ -329,7 +329,7 @@ class _Model:
         return Schedule("optimum", costs.stages, self._count, costs.placement, entries)
 
     def _put(self, lists: list[list[tuple[tuple[int, int, int, int], Entry]]], solver: Any, entry: Entry) -> None:
-        """Operations of no length that start together are told apart by the way dependencies point."""
+        """Operations of no length that start together are ordered by their dependencies."""
         operation = next(r for o in operations_of(entry) for r in provides(o))
         chunks = self._costs.chunks
         rank = {Op.F: operation.chunk, Op.B: 2 * chunks - operation.chunk, Op.W: 3 * chunks}[operation.op]

@@ -60,7 +60,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Grou
     for piece, queries in ((cp.rank, early), (2 * cp.size - 1 - cp.rank, late)):
         seen = (piece + 1) * length
         mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(piece * length)
-        # Split, not sliced: a slice of all would be no operator, and ranks plan alike by having the same operators.
+        # Split, not sliced: a slice of all would be no operator, and ranks make the same plan only with the same operators.
         keys, values = (t.split((seen, t.shape[2] - seen), dim=2)[0] for t in (k, v))
         parts.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask))
     return torch.cat(parts, dim=2)

@@ -77,7 +77,7 @@ def build_chunks(
 ) -> dict[int, nn.Module]:
     """The chunks that a placement (`placement[chunk]` is its stage) has on `stage`, by number; see `build_chunk`.
 
-    Where the first and the last chunk meet, a tied weight is one parameter of both.
+    If the first and the last chunk are on one stage, a tied weight is one parameter of both.
     """
     chunks = len(placement)
     mine = {

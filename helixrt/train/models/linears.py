@@ -20,35 +20,35 @@ SEQUENCE = 1  # the dimension of hidden states that sequence parallelism cuts
 
 
 def into_block(x: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
-    """From what lies between blocks to what every tensor-parallel rank works on."""
+    """From the activations between blocks to the input of every tensor-parallel rank."""
     if groups.tp is None:
         return x
     return gather(x, SEQUENCE, groups.tp.name, groups.tp.size) if groups.sequence else enter(x, groups.tp.name)
 
 
 def out_of_block(x: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
-    """From each tensor-parallel rank's summand to what lies between blocks."""
+    """From each tensor-parallel rank's summand to the activations between blocks."""
     if groups.tp is None:
         return x
     return scatter(x, SEQUENCE, groups.tp.name, groups.tp.size) if groups.sequence else leave(x, groups.tp.name)
 
 
 def cut_sequence(x: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
-    """From the embeddings, replicated over tp, to what lies between blocks."""
+    """From the embeddings, replicated over tp, to the activations between blocks."""
     if groups.tp is None or not groups.sequence:
         return x
     return cut(x, SEQUENCE, groups.tp.name, groups.tp.rank, groups.tp.size)
 
 
 def whole_sequence(x: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
-    """From what lies between blocks to what the output head, replicated over tp, works on."""
+    """From the activations between blocks to the input of the output head, replicated over tp."""
     if groups.tp is None or not groups.sequence:
         return x
     return uncut(x, SEQUENCE, groups.tp.name, groups.tp.rank, groups.tp.size)
 
 
 def sequence_length(x: torch.Tensor, groups: ParallelGroups) -> int:
-    """Positions that blocks work on, for what lies between them."""
+    """Positions that blocks work on, for the positions of activations between them."""
     return x.shape[SEQUENCE] * (groups.tp_size if groups.sequence else 1)
 
 

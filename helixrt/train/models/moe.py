@@ -4,11 +4,11 @@ In and out: hidden states [batch, seq, dim]. Each token goes to its two likelies
 2021), weighted by their probabilities divided by their sum. An expert takes at most `capacity` times its even share of
 a rank's micro-batch; choices beyond that are dropped, first choices served before second ones, earlier tokens before
 later ones, and what is dropped adds nothing to the residual stream. All shapes follow from the input's, whatever
-the router says, so graphs can be captured. With `capacity` 0 there is no limit (`uneven_experts`): nothing is dropped, and
+the router decides, so graphs can be captured. With `capacity` 0 there is no limit (`uneven_experts`): nothing is dropped, and
 shapes follow from the router, so autograd must run it.
 
 Ranks of ep each hold some of the experts, and tokens of their own, which two all-to-alls take there and back. Ranks of
-tp each hold a part of every expert and route the same tokens alike.
+tp each hold a part of every expert and route the same tokens in the same way.
 
 The auxiliary loss for even load is experts * sum over experts of (share of choices) * (mean probability), 1 when
 even (Fedus et al., Switch Transformers, 2022, equation 4, with both choices counted). It is not part of the model's

@@ -38,7 +38,7 @@ class Group:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Group | None:
-        """The group, or None where there is nobody to share with. It must stay registered (and alive) meanwhile."""
+        """The group, or None for a single rank. It must stay registered (and referenced) meanwhile."""
         return None if group is None or group.size() == 1 else Group(group.group_name, group.rank(), group.size())
 
 
@@ -78,7 +78,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter lies on the ranks. `partial`: each rank of tp has only a summand of its gradient.
+    """How a parameter is placed on the ranks. `partial`: each rank of tp has only a summand of its gradient.
 
     `expert`: its gradient already holds the tokens of every rank of ep.
     """
@@ -93,7 +93,7 @@ REPLICATED = Layout()
 
 @runtime_checkable
 class Laid(Protocol):
-    """A module that says how its own parameters lie, by their names in it; what it leaves out is replicated."""
+    """A module that declares the placement of its own parameters, by name; those not named are replicated."""
 
     def layout(self) -> Mapping[str, Layout]: ...
 

@@ -34,7 +34,7 @@ def compute_all(rows: torch.Tensor, expert: torch.Tensor, experts: int, network:
 
 
 def _elsewhere(rows: torch.Tensor, counts: torch.Tensor, network: Network, ep: Group) -> torch.Tensor:
-    """Outputs for rows sorted by expert, of which `counts` [experts] says how many each has, by the ranks of `ep`."""
+    """Outputs for rows sorted by expert, `counts` [experts] of each expert, by the ranks of `ep`."""
     mine = counts.shape[0] // ep.size
     even = [mine] * ep.size
     arriving = all_to_all(counts, ep.name, even, even)  # for each rank how many rows it has for each expert of this one

@@ -1,4 +1,4 @@
-"""The monitor process of a rank: a small child process that watches it from outside and tells the monitors of its peers.
+"""The monitor process of a rank: a small child process that watches it from outside and reports to the monitors of its peers.
 
 A process that is stopped (SIGSTOP, a debugger) cannot report it, and its kernel goes on acknowledging what its peers send. A
 rank that holds its interpreter lock cannot send beats. So both are the task of a process that runs no user code: `process` is

@@ -1,4 +1,4 @@
-"""A rank's handle on its monitor process: starts it, orders what to watch, hears what was seen.
+"""A rank's handle on its monitor process: starts it, orders what to watch, receives what it observed.
 
 In: an address of this host, secrets, other monitors' addresses. Out: states of the watched ranks, by number. All users of one
 rank (its groups, its membership) share one monitor per address: `lease` and `give_back` count them. The process is started
@@ -45,7 +45,7 @@ class Monitor:
         self._secrets: set[bytes] = set()
         self._child: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._closed = self.ended = False  # ended: the process, although nobody closed this
+        self._closed = self.ended = False  # ended: the process ended although this was not closed
         self._users = 0
         self._host = host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

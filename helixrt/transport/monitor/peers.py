@@ -1,7 +1,7 @@
 """The peers of one generation as their monitors see them: which of them are to be given up, and why.
 
 In: the peers' monitor addresses, at every `connect`. Out: each dead peer once, with its cause. What a link notices itself
-comes first: a process that ended closed its connections, and perhaps said farewell on them, so its end counts only after a
+comes first: a process that ended closed its connections, and perhaps sent BYE on them, so its end counts only after a
 while, for links that a forked child holds open.
 """
 

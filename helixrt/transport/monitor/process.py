@@ -1,4 +1,4 @@
-"""The monitor process's program: looks at its rank, tells the monitors that watch it, and watches other ranks' monitors.
+"""The monitor process's program: checks its rank, reports to the monitors that watch it, and watches other ranks' monitors.
 
 In: the rank's process (a pidfd and its number), a listening socket, and the rank's orders. Out: to whom watches: RUNNING,
 STOPPED, GONE; to its own rank: what other monitors said; and, if ordered, beats of the rank's membership, which are withheld
@@ -28,7 +28,7 @@ from helixrt.transport.monitor.wire import State
 from helixrt.transport.stopped_processes import is_stopped
 from helixrt.transport.tcp.kernel_view import acknowledgements
 
-_LOOK_S = 0.1  # at the rank, when nobody asks for more
+_LOOK_S = 0.1  # between checks of the rank, if no shorter interval is requested
 _HANDSHAKE_S = 2.0
 _DIAL_AGAIN_S = 0.2
 _MOST_HALF_OPEN, _MOST_WATCHERS, _MOST_SECRETS = 64, 4096, 16
@@ -36,11 +36,11 @@ _LINGER_S = 2.0  # from the end of the rank's connection to the end of its proce
 
 
 class Ended(Exception):
-    """The other end closed the connection, or said what no monitor says."""
+    """The other end closed the connection, or broke the protocol."""
 
 
 class Watcher:
-    """A connection of another monitor that wants to know about our rank."""
+    """A connection of another monitor that watches this rank."""
 
     def __init__(self, sock: socket.socket, now: float) -> None:
         self.sock, self.until_s = sock, now + _HANDSHAKE_S

@@ -1,7 +1,7 @@
 """What a rank and its monitor say to each other, and what monitors of different ranks do.
 
 Rank and monitor share a pair of Unix sockets that keep messages apart; each message is one JSON object. Two monitors share a
-TCP connection, made by the one that wants to know (the watcher) to the one that knows:
+TCP connection, made by the monitor that watches (the watcher) to the monitor of the watched rank:
 
     watcher                                  monitor of the watched rank
     HELLO magic, nonce                ->

@@ -45,12 +45,12 @@ def parse_address(raw: bytes) -> tuple[str, str]:
 
 
 def listens(name: str) -> bool:
-    """Whether an endpoint with that socket lives on this host, in this network namespace."""
+    """Whether an endpoint with that socket exists on this host, in this network namespace."""
     return listener(name) is not None
 
 
 def listener(name: str) -> int | None:
-    """The process that listens there, 0 if that cannot be told; None: nobody does."""
+    """The process that listens there; 0: it cannot be determined; None: none does."""
     with socket.socket(socket.AF_UNIX, SOCKET) as probe:
         try:
             probe.connect(abstract(name))

@@ -46,7 +46,7 @@ from helixrt.transport.shared_memory.link import SharedMemoryLink, Watch
 from helixrt.transport.stopped_processes import StoppedProcesses
 
 RING_BYTES = 1 << 20  # each costs its clearing at every reconfiguration (0.4 ms); larger ones are hardly faster
-_HANDSHAKE_S = 5.0  # for whoever connects to say something sensible
+_HANDSHAKE_S = 5.0  # limit for a new connection to complete its handshake
 _DIAL_AGAIN_S = 0.01
 _LOOK_S = 0.1  # how often to look whether a peer that has not come still exists
 _TURN_S = 0.05  # and whether it runs; also how often signs of life are given and looked for meanwhile
@@ -355,6 +355,6 @@ class SharedMemoryEndpoint(Endpoint):
         return Refused(self._strangers, self._stale)
 
     def _end_links(self, end: Callable[[SharedMemoryLink], None]) -> None:
-        for link in self._links.values():  # they stay, deaf, for those who did not hear of the end yet
+        for link in self._links.values():  # closed links are kept so that late calls are ignored
             end(link)
         self._outcomes.clear()

@@ -13,7 +13,7 @@ one thread has many under way.
     READY                               <->     READY
 
 The socket is named in the abstract space of the network namespace: it has no file, vanishes with its owner, and
-whoever can connect to it is on this machine and in this namespace, which is the proof of sharing a host.
+a process that can connect to it is on this machine and in this namespace, which proves a shared host.
 Both ends must belong to one user, by the kernel's word (SO_PEERCRED).
 """
 
@@ -53,7 +53,7 @@ class HandshakeError(HelixError):
 
 
 class Stranger(HandshakeError):
-    """The other end does not prove the run's secret, or says what no endpoint says."""
+    """The other end does not prove the run's secret, or breaks the protocol."""
 
 
 class Stale(HandshakeError):
@@ -90,7 +90,7 @@ class Joined:
     theirs: PeerSegment
     memory: ProcessMemory | None
     process: int  # pidfd, or -1
-    pid: int  # of the peer, as the kernel tells; 0: not visible here
+    pid: int  # of the peer, as the kernel reports it; 0: not visible here
 
     def close(self) -> None:
         self.own.close()
@@ -179,18 +179,18 @@ def dial(terms: Terms, generation: int, me: int, peer: int) -> Callable[[socket.
 def answer(
     terms: Terms, heard: Callable[[Hello], None], expected: Callable[[Hello], tuple[bool, int]]
 ) -> Callable[[socket.socket], Steps]:
-    """The answering end. `heard` is told the HELLO; from then on it waits for `Handshake.resume`, to be called when
-    this end is in that generation or beyond. `expected` says whether to welcome, and the generation of this end."""
+    """The answering end. `heard` gets the HELLO; from then on it waits for `Handshake.resume`, to be called when
+    this end is in that generation or beyond. `expected` returns whether to accept, and the generation of this end."""
 
     def steps(connection: socket.socket) -> Steps:
         _same_user(connection)
         magic, generation, dialler, answerer, their_nonce = _HELLO.unpack(_only_bytes((yield)))
         if magic != _MAGIC:
-            raise Stranger("it does not speak this version")
+            raise Stranger("it uses another version of the protocol")
         hello = Hello(generation, dialler, answerer, their_nonce)
         heard(hello)
         if (yield) != _GO:
-            raise Stranger("it speaks out of turn")
+            raise Stranger("it sent a message out of turn")
         meeting = Meeting(terms.secret, hello.context(), their_nonce, nonce())
         connection.send(_CHALLENGE.pack(meeting.answerer_nonce))
         (proof,) = _PROOF.unpack(_only_bytes((yield)))
@@ -216,12 +216,12 @@ def _only_bytes(message: Message) -> bytes:
     if descriptors:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise Stranger("descriptors that nobody asked for")
+        raise Stranger("descriptors that were not requested")
     return data
 
 
 def _join(connection: socket.socket, terms: Terms) -> Steps:
-    """Both ends alike: give a segment, get one, find out what else is permitted."""
+    """The same at both ends: give a segment, get one, test what else is permitted."""
     with contextlib.ExitStack() as undo:
         own = OwnSegment(terms.ring_bytes)
         undo.callback(own.close)
@@ -237,7 +237,7 @@ def _join(connection: socket.socket, terms: Terms) -> Steps:
         proof = Proof(*_SEGMENT.unpack(data))
         pid = credentials(connection)[0]
         process = -1
-        if pid and pid == proof.pid:  # else it has forked since, or lives in another pid namespace
+        if pid and pid == proof.pid:  # else it has forked since, or is in another pid namespace
             with contextlib.suppress(OSError, AttributeError):  # an old kernel; a Python built on one
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)

@@ -64,7 +64,7 @@ class Watch:
 class SharedMemoryLink:
     """Takes over `connection` and what is `joined`, and has `watch` watch its descriptors.
 
-    `outcome` takes what comes of it all; `stage` is the endpoint's. After its end (`ended`) it is deaf, and says nothing more.
+    `outcome` gets the results; `stage` is the endpoint's. After its end (`ended`) it ignores input and reports nothing.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class SharedMemoryLink:
             self._lose(what)
 
     def close(self) -> None:
-        """Farewell; what was sent in short messages still arrives. Idempotent."""
+        """Inform the peer of the end; short messages that were sent still arrive. Idempotent."""
         if not self.ended:
             self._leave(State.CLOSED)
 
@@ -248,7 +248,7 @@ class SharedMemoryLink:
             self._rung = asleep // _SLEEP
             try:
                 self._connection.send(b"\0")
-            except OSError:  # full: the peer has bells enough to hear; broken: its descriptor says so
+            except OSError:  # full: enough wake-ups are queued already; broken: its descriptor reports it
                 pass
 
     def look(self, now: float) -> None:
@@ -267,7 +267,7 @@ class SharedMemoryLink:
     # ---------------------------------------------------------------- ends
 
     def _hung_up(self) -> bool:
-        """Hear the bells; whether the connection has ended."""
+        """Read the wake-up bytes. Returns whether the connection has ended."""
         try:
             while self._connection.recv(16):
                 pass
@@ -300,7 +300,7 @@ class SharedMemoryLink:
             self._lose(f"rank {self.peer} broke the rules of the link: {error}", str(error))
 
     def _lose(self, what: str, told: str = "") -> None:
-        """End the link because of `what`, and leave word of it (`told`, if that should say it otherwise) to the peer."""
+        """End the link because of `what`, and send the reason to the peer (`told`, if the peer's text should differ)."""
         self._own.put_cause(Cause(told or what))
         self._leave(State.REFUSED)
         self._outcome(Lost(self.peer, Cause(what)))

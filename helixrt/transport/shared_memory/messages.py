@@ -150,7 +150,7 @@ class Sending:
 
 class Receiving:
     """The messages of the peer that are not `Received` yet. `put` answers the peer; `memory` is the peer's, if it may
-    be read. `whole` becomes true with each long message; whoever reads it sets it back."""
+    be read. `whole` becomes true with each long message; its reader resets it."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Receiving:
         self._into: dict[Name, Buffer | Intake] = {}  # memory that waits for a message, or gets it now
         self._addresses: dict[Name, int] = {}  # of what is read into, unless it is taken in
         self._held: dict[Name, tuple[bytes, float]] = {}  # and when it came (monotonic)
-        self._offered_s: dict[Name, float] = {}  # when what nobody had asked for was offered
+        self._offered_s: dict[Name, float] = {}  # when unrequested messages were offered
         self.whole = False
 
     @property

@@ -18,7 +18,7 @@ copied by a memcpy of constant size 8, which compilers make one instruction. Bet
 and the accesses to what it announces stands a `Fence`: it releases and takes a lock of its own, an atomic
 read-modify-write with release and then one with acquire semantics, which on x86 and ARM lets no
 access pass in either direction. So positions are never seen before the bytes they stand for, memory
-is never reused before it was read, and of two ends that fall asleep one sees the other's last word.
+is never reused before it was read, and of two ends that go to sleep one sees the other's last write.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Word(IntEnum):
     RING_BYTES = 1
     WRITTEN = 2  # bytes of frames in this ring, since the beginning
     READ = 3  # bytes read of the peer's ring, since the beginning
-    ASLEEP = 4  # odd: the owner waits and wants its doorbell rung; each sleep has a number of its own
+    ASLEEP = 4  # odd: the owner sleeps and must be woken by a byte on the socket; each sleep has a number of its own
     EAGER_FREED = 5  # bytes of eager messages whose memory the owner gave back, since the beginning
     STATE = 6  # a `State`
     AWAITED = 7  # the oldest operation that the owner waits for (`protocol.calls.awaited`); 0: none
@@ -66,7 +66,7 @@ class Word(IntEnum):
 
 class State(IntEnum):
     OPEN = 0
-    CLOSED = 1  # on purpose
+    CLOSED = 1  # in order
     ABORTED = 2  # the generation is over; the cause is in its place
     REFUSED = 3  # the owner gave this link up; the cause is in its place
 

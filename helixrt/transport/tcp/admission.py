@@ -1,8 +1,8 @@
-"""Connections before they count: dialled ones, accepted ones, and the handshake that decides.
+"""Connections until they are authenticated: dialled ones, accepted ones, and their handshake.
 
-In: listening sockets, addresses to dial. Out: sockets whose other end proved the run's secret and said what they are
-for; what did not is closed and counted. A connection has `HANDSHAKE_S` for its proof and at most `MAX_HALF_OPEN`
-are at it together, the oldest makes room, so strangers cost little and hold up nobody.
+In: listening sockets, addresses to dial. Out: sockets whose other end proved the run's secret and sent the purpose of
+the connection; others are closed and counted. A connection has `HANDSHAKE_S` for its proof and at most `MAX_HALF_OPEN`
+are open at once; a further one closes the oldest. So unauthenticated connections cost little and block no peer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _say(sock: socket.socket, word: bytes) -> None:
 
 
 class Accepted:
-    """The listener's half of a handshake; `proved` is told who it is and has to answer with `verdict`."""
+    """The listener's half of a handshake; `proved` gets the result and must answer with `verdict`."""
 
     def __init__(self, sock: socket.socket, secret: bytes) -> None:
         self.sock, self._secret = sock, secret
@@ -97,11 +97,11 @@ class Accepted:
         return True
 
     def may_go(self) -> bool:
-        """It has said properly who it is, or nothing yet: if it hangs up now, it was a peer whose attempt is over."""
+        """It has sent a valid message or nothing yet: if it closes now, it was a peer that cancelled its attempt."""
         return not self._words.got
 
     def verdict(self, verdict: Verdict, generation: int) -> bool:
-        """Say so; False if the connection is gone."""
+        """Send the verdict; False if the connection is closed."""
         assert self.proofs is not None
         try:
             _say(self.sock, self.proofs.verdict(verdict, generation))
@@ -110,8 +110,8 @@ class Accepted:
         return True
 
 
-class Door:
-    """The listening sockets, and whoever stands before them."""
+class Listener:
+    """The listening sockets, and accepted connections until they are authenticated."""
 
     def __init__(
         self, watch: Watch, listeners: Sequence[socket.socket], secret: bytes, proved: Callable[[Accepted], None]
@@ -131,35 +131,35 @@ class Door:
             try:
                 sock, _ = listener.accept()
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):  # it would be ready again at once, and for nothing
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # it would be ready again at once, in vain
                     self._watch.remove(listener)
                     self._watch.at(time.monotonic() + _NO_DESCRIPTORS_S, lambda: self._listen(listener))
                 return
             sock.setblocking(False)
             if len(self._half_open) >= MAX_HALF_OPEN:
-                self._turn_away(next(iter(self._half_open.values())))
+                self._reject(next(iter(self._half_open.values())))
             accepted = Accepted(sock, self._secret)
             self._half_open[sock.fileno()] = accepted
-            accepted.timer = self._watch.at(time.monotonic() + HANDSHAKE_S, functools.partial(self._turn_away, accepted))
+            accepted.timer = self._watch.at(time.monotonic() + HANDSHAKE_S, functools.partial(self._reject, accepted))
             self._watch.add(sock, READ, functools.partial(self._step, accepted))
 
     def _step(self, accepted: Accepted, mask: int) -> None:
         try:
             proved = accepted.step()
         except HandshakeError:
-            self._turn_away(accepted)
+            self._reject(accepted)
         except (_Ended, OSError):
             if accepted.may_go():
                 self._release(accepted)  # it is gone
                 accepted.sock.close()
             else:
-                self._turn_away(accepted)
+                self._reject(accepted)
         else:
             if proved:
                 self._release(accepted)
                 self._proved(accepted)
 
-    def _turn_away(self, accepted: Accepted) -> None:
+    def _reject(self, accepted: Accepted) -> None:
         self.strangers += 1
         self._release(accepted)
         accepted.sock.close()
@@ -179,15 +179,15 @@ class Door:
             listener.close()
 
 
-class WaitingRoom:
-    """Who is ahead of this end waits here, proved and without a verdict, until this end is in its generation too."""
+class PendingConnections:
+    """Authenticated connections of newer generations. They wait for a verdict until this end is in their generation."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._inside: dict[tuple[int, int, int], Accepted] = {}  # (sender, rail, purpose), the oldest first
 
     def enter(self, accepted: Accepted) -> None:
-        """In place of the same sender's for the same purpose; where there is no room, in place of the oldest."""
+        """Add it. It replaces one of the same sender and purpose, or the oldest if there is no room."""
         hello = accepted.hello
         assert hello is not None
         key = (hello.sender, hello.rail, int(hello.purpose))
@@ -196,7 +196,7 @@ class WaitingRoom:
         if key in self._inside:
             self._turn_out(key)
         self._inside[key] = accepted
-        # It has nothing to say now: it went away, or says more than it should.
+        # No data is expected now: it was closed, or sent too much.
         self._watch.add(accepted.sock, READ, lambda mask: self._turn_out(key))
 
     def leave(self, generation: int) -> list[Accepted]:
@@ -237,7 +237,7 @@ class Dial:
         self._proofs: Proofs | None = None
         self._words = _Words(sock)
         self.reset = False  # it failed because the other end closed the connection
-        self.open = False  # the other end's kernel took the connection, and nobody has closed it
+        self.open = False  # the other end's kernel accepted the connection, and neither end has closed it
         self.open_s = -math.inf  # when it did so
         self._timer = watch.at(expires_s, lambda: self._fail(Failure.PATH, "no answer in time"))
         watch.add(sock, READ | WRITE, self._step)
@@ -247,7 +247,7 @@ class Dial:
             self._go_on()
         except HandshakeError as error:
             self.open = False
-            self._fail(Failure.PEER_GONE, f"somebody else listens there: {error}")
+            self._fail(Failure.PEER_GONE, f"another program listens there: {error}")
         except _Ended:
             self.reset, self.open = True, False
             self._fail(Failure.PATH, "the connection was closed before it was proved")

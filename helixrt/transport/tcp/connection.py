@@ -47,7 +47,7 @@ class Connection:
         self.descriptor = sock.fileno()
         self.landing: memoryview | Intake | None = None  # of the payload under way; None: nowhere
         self.closed = self.blocked = False  # blocked: the kernel takes no more for now
-        self.watches_writing = False  # the carrier's: what its epoll was told
+        self.watches_writing = False  # of the carrier: what its epoll was set to
         self._carrier = carrier
         self._queue: deque[_Out] = deque()
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
@@ -141,7 +141,7 @@ class Connection:
             try:
                 self.sock.send(word, _FLAGS)
             except OSError:
-                pass  # another connection, or its silence, tells the peer
+                pass  # the peer detects it by another connection, or by a timeout
 
     # ---------------------------------------------------------------- reading
 

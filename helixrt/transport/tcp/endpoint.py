@@ -1,21 +1,21 @@
-"""An endpoint over TCP: one or several rails to every peer, all driven by whoever calls `progress`.
+"""An endpoint over TCP: one or several rails to every peer, all driven by the caller of `progress`.
 
 In: the run's secret and this host's rails. Out: an `Endpoint` (`contract.py`). The lower rank of a pair dials, one
 connection per rail and one more for the reason of an end, which so never queues behind data (`meeting`). What
 arrives, breaks or is due goes to the pair's `Link` machine (`peer`); connections before they count are
 `admission`'s.
 
-How failures are told apart (SHIFT section 4.3 leaves that to the NIC's completion codes):
+How failures are distinguished (SHIFT section 4.3 uses the NIC's completion codes):
 
-- The other end's kernel closed the connection: it is dialled or knocked at once. Nobody listens there any more: the
-  peer's process is gone, and that is known in a round trip. Somebody does: the connection alone broke.
-- No route, no acknowledgement (TCP_USER_TIMEOUT), silence on one rail while others speak: the path.
+- The other end's kernel closed the connection: it is dialled or probed at once. If no process listens there: the
+  peer's process has ended, which is known after a round trip. Else only the connection broke.
+- No route, no acknowledgement (TCP_USER_TIMEOUT), nothing received on one rail but on others: the path.
 - No acknowledgement on any: the peer's host or all paths to it failed (`protocol/liveness.py`). The endpoint sends probes for
   that, and asks its kernel for acknowledgements, unless it has no period. A peer whose process does not run its own code for
-  a while is acknowledged all the same, so it is not lost; whether the process is stopped its monitor tells (`monitor`).
+  a while is acknowledged all the same, so it is not lost; its monitor reports whether the process is stopped (`monitor`).
 
-A peer whose generation is newer stays in the door, proved, until this end connects to that generation too. A process
-that is forked off while an endpoint lives holds its connections open: then only the peer's monitor tells of a death.
+An authenticated connection of a newer generation is parked until this end connects to that generation too. A process
+that is forked while an endpoint exists keeps its connections open: then only the peer's monitor detects the end of a process.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from helixrt.transport.forking import disown_in_children
 from helixrt.transport.intake import Stage
 from helixrt.transport.rail_connection import RailConnection
 from helixrt.transport.tcp import rails as tcp_rails
-from helixrt.transport.tcp.admission import Accepted, Door, WaitingRoom
+from helixrt.transport.tcp.admission import Accepted, Listener, PendingConnections
 from helixrt.transport.tcp.handshake import Purpose, Verdict
 from helixrt.transport.tcp.meeting import Means, Meeting
 from helixrt.transport.tcp.peer import SETTLE, Peer
 from helixrt.transport.tcp.rails import MAX_RAILS, SocketTuning, TcpRail
 from helixrt.transport.tcp.watch import ENDED, READ, WRITE, Watch
 
-EAGER_BYTES = 512 << 10  # to copy a message costs less than to wait for a credit, and for what says that it came
+EAGER_BYTES = 512 << 10  # copying a message costs less than waiting for a credit and an acknowledgement
 _ROUNDS = 4  # in one `progress`, as long as there is nothing to report
 _SETTLE_S = 1e-3  # who calls `progress` without a pause has the deadlines looked at that often
 
@@ -77,7 +77,7 @@ class TcpEndpoint(Endpoint):
     Raises ConfigError when a rail's address is not this host's.
     """
 
-    _batched = True  # its links hear of messages in batches, which `flush` ends
+    _batched = True  # its links get messages in batches, which `flush` ends
 
     def __init__(self, secret: bytes, rails: Sequence[TcpRail] = (TcpRail(),), options: TcpOptions | None = None) -> None:
         if not isinstance(secret, bytes) or not secret:
@@ -102,7 +102,7 @@ class TcpEndpoint(Endpoint):
         self._address = tcp_rails.pack_address(listeners)
         self._watch = Watch()
         self._descriptors = {self._watch.descriptor: READ}
-        self._door, self._waiting = Door(self._watch, listeners, secret, self._proved), WaitingRoom(self._watch)
+        self._listener, self._waiting = Listener(self._watch, listeners, secret, self._proved), PendingConnections(self._watch)
         self._means = Means(self._watch, secret, tuning, self.options.missing_rail_s, self.options.restore_s, period)
         self._meeting = Meeting(self, self._means, -1, -1)
         self._peers = self._meeting.peers
@@ -159,7 +159,7 @@ class TcpEndpoint(Endpoint):
             if not self._watch.dispatch():
                 break
             if self._outcomes:
-                break  # what they bring to send leaves together with what came to be said meanwhile
+                break  # their messages are sent together with those of this turn
             self.flush()
         if now >= self._due or now >= self._watch.due:
             self._tick()
@@ -186,7 +186,7 @@ class TcpEndpoint(Endpoint):
         return None if due == math.inf else due
 
     def refused(self) -> Refused:
-        return Refused(self._door.strangers, self._stale + sum(peer.link.stale for peer in self._peers.values()))
+        return Refused(self._listener.strangers, self._stale + sum(peer.link.stale for peer in self._peers.values()))
 
     def abort(self, cause: Cause) -> None:
         self._leave(cause)
@@ -243,14 +243,14 @@ class TcpEndpoint(Endpoint):
         self._leave(None)
         self._closed, self._descriptors = True, {}
         self._waiting.close()
-        self._door.close()
+        self._listener.close()
         self._give_up()
         self._watch.close()
 
     def _give_up(self) -> None:
         """What an endpoint has beside connections; no peer uses it any more."""
 
-    # ---------------------------------------------------------------- the peers, and those before the door
+    # ---------------------------------------------------------------- peers and incoming connections
 
     def turn(self, until: float) -> None:
         """Wait for something to do, at most until then, and do it; outcomes are kept."""
@@ -268,16 +268,16 @@ class TcpEndpoint(Endpoint):
         peer.adopt(sock, rail, incarnation)
 
     def _proved(self, accepted: Accepted) -> None:
-        """Who stands in the door knows the secret: what now?"""
+        """Handle an authenticated incoming connection: accept, park or reject it."""
         hello, meeting = accepted.hello, self._meeting
         assert hello is not None
-        knocks = hello.purpose is Purpose.KNOCK
-        if hello.generation > meeting.generation and not knocks:
+        probes = hello.purpose is Purpose.PROBE
+        if hello.generation > meeting.generation and not probes:
             self._waiting.enter(accepted)
             return
         verdict = meeting.verdict(hello)
         self._stale += verdict is Verdict.STALE
-        if accepted.verdict(verdict, max(0, meeting.generation)) and verdict is Verdict.WELCOME and not knocks:
+        if accepted.verdict(verdict, max(0, meeting.generation)) and verdict is Verdict.WELCOME and not probes:
             meeting.welcome(accepted.sock, hello)
         else:
             accepted.sock.close()
@@ -326,7 +326,7 @@ class TcpEndpoint(Endpoint):
             self._writers[connection] = None
 
     def _write(self) -> None:
-        """Each connection that has frames gets its share; the rest goes when the kernel says so, in the next turn."""
+        """Each connection that has frames sends its share; the rest is sent in the next turn, when the socket is writable."""
         while self._writers:
             self._watch.look_first()  # nothing is to be handed to what has failed
             connection = next(iter(self._writers), None)
@@ -350,7 +350,7 @@ class TcpEndpoint(Endpoint):
         self._settle()
 
     def _settle(self) -> None:
-        """Learn the deadlines of the links that heard something."""
+        """Read the deadlines of the links that got events."""
         if not self._touched:
             return
         self._settled_s = self.now

@@ -7,7 +7,7 @@
                                       <-     verdict, its generation, and its proof over all of that
 
 The proofs are `authentication`'s; their context is the whole Hello, and the verdict in the listener's. The connector
-proves first: a stranger learns nothing but a nonce. What follows on the connection is not encrypted, as Gloo's and
+proves first: an unauthenticated process receives only a nonce. What follows on the connection is not encrypted, as Gloo's and
 NCCL's is not.
 
 In and out: bytes of fixed sizes, packed and unpacked here; sockets are `admission`'s.
@@ -35,11 +35,11 @@ class Purpose(IntEnum):
 
     RAIL = 1  # frames of a link
     CONTROL = 2  # the reason of an end, which must not queue behind data
-    KNOCK = 3  # only whether the peer is there, in this generation: over with the verdict
+    PROBE = 3  # liveness probe in this generation: closed after the verdict
 
 
 class Verdict(IntEnum):
-    """What the listener says to a connector who proved the secret."""
+    """The listener's answer to a connector that proved the secret."""
 
     WELCOME = 0
     STALE = 1  # the listener is in a newer generation

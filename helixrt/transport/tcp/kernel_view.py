@@ -1,4 +1,4 @@
-"""What this host's kernel knows of a TCP connection: when the peer's kernel last answered, and what has not left.
+"""What this host's kernel reports about a TCP connection: when the peer's kernel last answered, and what has not left.
 
 In: a connected socket. Out: `Acknowledgements`. Linux (TCP_INFO, see tcp(7) and <linux/tcp.h>). The peer's kernel acknowledges
 whether or not the peer's process runs, so this shows hosts and paths, not processes.

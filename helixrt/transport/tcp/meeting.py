@@ -1,13 +1,13 @@
 """How the ranks of one generation come together over TCP, and find each other again when a connection breaks.
 
-In: the peers with their addresses, and those who come through the door. Out: connections for the peers to adopt, or why
-a peer will not come. The lower rank of a pair dials, one connection per rail and the control connection; the higher one
-waits. Either knocks where it does not know whether anybody is there: a knock is a handshake that leaves no connection.
+In: the peers with their addresses, and authenticated connections of the listener. Out: connections for the peers to adopt, or
+why a peer will not come. The lower rank of a pair dials, one connection per rail and the control connection; the higher one
+waits. If either does not know whether the peer's process listens, it sends a probe: a handshake that leaves no connection.
 
-A peer that has not come yet is probed with knocks. A living peer answers them also while it is busy elsewhere (behind, or
+A peer that has not connected yet is probed. A running peer answers probes also while it is busy otherwise (behind, or
 waiting for others). One whose process does not run its own code for a while (it holds its interpreter lock) does not answer,
-but its kernel takes the connection and keeps it open: that is a sign of life too. A peer without either is given up after the
-same silence as on a link. A process that is stopped gives the second sign: its monitor process tells (`transport/monitor`).
+but its kernel accepts the connection and keeps it open: that counts as alive, too. A peer with neither is declared lost after
+the same time as on a link. The kernel of a stopped process accepts, too; its monitor process reports it (`transport/monitor`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from helixrt.transport.tcp.peer import CONTROL, Peer, with_own_trouble
 from helixrt.transport.tcp.rails import SocketTuning
 from helixrt.transport.tcp.watch import Timer, Watch
 
-_UNANSWERED = 0.5  # of a period: a knock that is not answered for so long is given up, and the next one shows the kernel again
-_KNOCKS = 5  # at a door that opens and shuts at once, as that of a dying process does
-_LOOK_S = 0.05  # from one knock at a peer that has not come to the next
+_UNANSWERED = 0.5  # of a period: an unanswered probe is cancelled after so long; the next one tests the kernel again
+_PROBES = 5  # attempts if connections are reset at once, as by a process that is ending
+_LOOK_S = 0.05  # between two probes of a peer that has not connected
 _LOOKS_PER_S = 500  # at all of them together, at most
-_REST = 4.0  # times the duration of a knock: until the next one at that peer. On a busy machine knocks would hold up connecting
+_REST = 4.0  # times the duration of a probe: until the next one of that peer. On a busy machine probes would delay connecting
 _LONGEST_REST_S = 0.5  # without heartbeats; else BEAT of a period
 
 
@@ -67,7 +67,7 @@ class Host(Protocol):
 
 
 class Meeting:
-    """One generation's: `peers` are to be put in before `gather`. When it is `over`, nobody is let in any more."""
+    """One generation's: `peers` must be added before `gather`. When it is `over`, no connection is accepted any more."""
 
     def __init__(self, host: Host, means: Means, generation: int, me: int) -> None:
         self.generation, self.me = generation, me
@@ -76,7 +76,7 @@ class Meeting:
         self.over, self._gathering = False, True  # gathering: from the beginning until `gather` has ended
         self._host, self._means, self._watch = host, means, means.watch
         self._dials: dict[tuple[int, int], Dial] = {}  # (rank, rail)
-        self._knocks: set[Dial] = set()
+        self._probes: set[Dial] = set()
         self._waits: dict[tuple[int, int], Timer] = {}  # for a rail to be restored from the other side
         self._lives: dict[int, Liveness] = {}  # of peers that have not come yet
         self._resting: dict[int, float] = {}  # rank -> until when it is not probed again
@@ -140,11 +140,11 @@ class Meeting:
         return peer.rank not in came or self._host.now < came[peer.rank] + self._means.missing_rail_s
 
     def _look_again(self, peer: Peer, pause_s: float) -> None:
-        """It has not come yet: the peer is late, silent, or dead."""
+        """The peer has not connected yet: it is late, does not respond, or has ended."""
         if self._gathering and not any(peer.rails) and not peer.ended:
-            under_way = any(dial.hello.receiver == peer.rank for dial in self._knocks)
+            under_way = any(dial.hello.receiver == peer.rank for dial in self._probes)
             if not under_way and self._host.now >= self._resting.get(peer.rank, -math.inf):
-                self._knock(peer, 0, _KNOCKS)
+                self._probe(peer, 0, _PROBES)
             self._watch.at(self._host.now + pause_s, functools.partial(self._look_again, peer, pause_s))
 
     @property
@@ -155,22 +155,22 @@ class Meeting:
     # ---------------------------------------------------------------- those who come
 
     def verdict(self, hello: Hello) -> Verdict:
-        """On one that has proved the secret, of this generation or another; of a later one only who knocks asks."""
+        """The answer to an authenticated connection, of this generation or another; for a later one only probes ask."""
         if hello.generation > self.generation:
             return Verdict.WELCOME
         if hello.generation < self.generation:
             return Verdict.STALE
         if self.over:
             return Verdict.ENDED
-        peer, knocks = self.peers.get(hello.sender), hello.purpose is Purpose.KNOCK
+        peer, probes = self.peers.get(hello.sender), hello.purpose is Purpose.PROBE
         if peer is None or hello.receiver != self.me or _rail(hello) >= len(peer.rails):
             return Verdict.UNKNOWN
-        if hello.sender > self.me and not knocks:
+        if hello.sender > self.me and not probes:
             return Verdict.UNKNOWN
         return Verdict.ENDED if peer.ended or peer.left else Verdict.WELCOME
 
     def welcome(self, sock: socket.socket, hello: Hello) -> None:
-        """It came to stay, and was told WELCOME."""
+        """The connection is to be kept; the verdict WELCOME was sent."""
         peer, rail = self.peers[hello.sender], _rail(hello)
         self._cancel_wait(peer, rail)
         self._host.joined(peer, sock, rail, hello.incarnation, False)
@@ -202,7 +202,7 @@ class Meeting:
 
         def failed(dial: Dial, failure: Failure, reason: str, verdict: Verdict | None) -> None:
             del self._dials[peer.rank, rail]
-            # Reset before the proof: the door of a dying process, or too many before it. Then at once again.
+            # Reset before the proof: the process is ending, or has too many half-open connections. Then try again at once.
             self._dial_failed(peer, rail, expires_s, pause_s, failure, reason, verdict, again=dial.reset)
 
         self._dials[peer.rank, rail] = Dial(self._watch, sock, self._means.secret, hello, expires_s, welcomed, failed)
@@ -249,14 +249,14 @@ class Meeting:
 
         self._waits[peer.rank, rail] = self._watch.at(expires_s, over)
 
-    # ---------------------------------------------------------------- knocking
+    # ---------------------------------------------------------------- probing
 
     def look_for(self, peer: Peer, rail: int) -> None:
-        """Is anybody there? The machine hears of it if nobody is."""
+        """Probe whether a process listens there. If none does, the machine gets an event."""
         if (peer.rank, rail) not in self._dials:
-            self._knock(peer, rail, _KNOCKS)
+            self._probe(peer, rail, _PROBES)
 
-    def _knock(self, peer: Peer, rail: int, times: int) -> None:
+    def _probe(self, peer: Peer, rail: int, times: int) -> None:
         if peer.ended or peer.left:
             return
         sock, code = tcp_rails.dial(peer.ways[rail], self._means.tuning, *peer.addresses[rail])
@@ -267,16 +267,16 @@ class Meeting:
         begun_s = self._host.now
 
         def rest(dial: Dial) -> None:
-            self._knocks.discard(dial)
+            self._probes.discard(dial)
             self._resting[peer.rank] = self._host.now + min(_REST * (self._host.now - begun_s), self._longest_rest_s)
 
         def failed(dial: Dial, failure: Failure, reason: str, verdict: Verdict | None) -> None:
             rest(dial)
-            if dial.open and verdict is None and peer.rank in self._lives:  # its kernel took it, its process has not run since
+            if dial.open and verdict is None and peer.rank in self._lives:  # its kernel accepted, its process has not run
                 self._lives[peer.rank].heard(dial.open_s)
             if dial.reset and times > 1:
-                again = functools.partial(self._knock, peer, rail, times - 1)
-                self._watch.at(self._host.now + 0.002 * 2 ** (_KNOCKS - times), again)
+                again = functools.partial(self._probe, peer, rail, times - 1)
+                self._watch.at(self._host.now + 0.002 * 2 ** (_PROBES - times), again)
             else:
                 self._nobody(peer, rail, failure, reason)
 
@@ -286,14 +286,14 @@ class Meeting:
             if peer.rank in self._lives:
                 self._lives[peer.rank].heard(self._host.now)
 
-        hello = self._hello(peer, Purpose.KNOCK, rail, 0)
+        hello = self._hello(peer, Purpose.PROBE, rail, 0)
         expires_s = self._host.now + self._means.restore_s
         if self._gathering and self._means.period_s is not None:
             expires_s = min(expires_s, self._host.now + _UNANSWERED * self._means.period_s)
-        self._knocks.add(Dial(self._watch, sock, self._means.secret, hello, expires_s, answered, failed))
+        self._probes.add(Dial(self._watch, sock, self._means.secret, hello, expires_s, answered, failed))
 
     def _nobody(self, peer: Peer, rail: int, failure: Failure, reason: str) -> None:
-        """Nobody there for us: no process (PEER_GONE), or one that is done with this generation (PROGRAM)."""
+        """No process listens (PEER_GONE), or it is done with this generation (PROGRAM)."""
         if failure not in (Failure.PEER_GONE, Failure.PROGRAM) or peer.ended or peer.left:
             return
         if self._gathering and not any(peer.rails):
@@ -314,13 +314,13 @@ class Meeting:
             wait.cancel()
 
     def stop_looking(self) -> None:
-        """Nobody is dialled, knocked at or waited for any more."""
-        for dial in (*self._dials.values(), *self._knocks):
+        """Cancel all connection attempts, probes and waits."""
+        for dial in (*self._dials.values(), *self._probes):
             dial.cancel()
         for wait in self._waits.values():
             wait.cancel()
         self._dials.clear()
-        self._knocks.clear()
+        self._probes.clear()
         self._waits.clear()
 
 

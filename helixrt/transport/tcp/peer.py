@@ -30,7 +30,7 @@ from helixrt.transport.tcp.rails import TcpRail
 
 CONTROL = -1  # number of the connection that only carries the reason of an end
 _TICK, SETTLE = m.Tick(), m.Settle()
-_HEARD = 1 / 16  # of a period: so often the machine hears that bytes of a long payload come
+_HEARD = 1 / 16  # of a period: interval at which the machine is informed of received bytes of a long payload
 
 
 class Peer:
@@ -45,7 +45,7 @@ class Peer:
         self.cause: Cause | None = None  # of the end
         self.is_touched = False
         self._host = host
-        self._heard = False  # the machine heard of what was read
+        self._heard = False  # the machine was informed of what was read
         self._later: list[m.Action] | None = None  # what is being carried out: more may be added at its end
         self._probed_s = 0.0  # when the control connection last carried a probe
         self._sending: dict[tuple[int, int], Buffer] = {}
@@ -136,7 +136,7 @@ class Peer:
         return self.rails[rail] is None and self.link.rails[rail].fresh
 
     def nobody(self, rail: int, failure: Failure, reason: str) -> None:
-        """Where the peer listens for `rail` nobody is there for us."""
+        """No process listens at the peer's address for `rail`, or it has left this generation."""
         if self.rails[rail] is None:
             self.tell(m.RailDown(rail, failure, reason))
 
@@ -221,7 +221,7 @@ class Peer:
             self._host.has_frames(self.control)
 
     def tell(self, event: m.Event) -> None:
-        """Let the machine hear `event`, and do what it says; within an action, after all that it had said before."""
+        """Pass `event` to the machine and carry out its actions; within an action, after all earlier actions."""
         if self.ended or self.left:
             return
         if not self.is_touched:
@@ -342,7 +342,7 @@ class Peer:
     # ---------------------------------------------------------------- ends
 
     def _leave(self) -> None:
-        """It said goodbye: no failure, unless somebody waits for it."""
+        """The peer has sent BYE: no failure, unless a message from it is awaited."""
         self.left = True
         self._touch()
         if waits := len(self._sending) + len(self._receiving):
@@ -385,7 +385,7 @@ class Peer:
         return bool(self._unsaid)
 
     def end_quietly(self) -> None:
-        """The generation is over here: nothing is told to anybody."""
+        """The generation is over at this end: no further outcomes are reported."""
         self.ended = self.link.closed = True
         self._close_connections()
 

@@ -26,7 +26,7 @@ class Host(Protocol):
     def add(self, outcome: Outcome) -> None: ...
 
     def failed(self, peer: Peer, event: m.Failed) -> None:
-        """One message alone came to nothing: only of those that `submit` and `post` got with more than the contract has."""
+        """One message alone failed: only messages of `submit` and `post` with options beyond the contract."""
 
     def has_frames(self, connection: RailConnection) -> None:
         """It has something to write."""
@@ -40,7 +40,7 @@ class Host(Protocol):
     def restore(self, peer: Peer, rail: int) -> None: ...
 
     def look_for(self, peer: Peer, rail: int) -> None:
-        """A connection was closed by the other end: is anybody there?"""
+        """A connection was closed by the other end: probe whether the process still listens."""
 
     def touched(self, peer: Peer) -> None:
         """Its deadline may be another, and it may be `unsettled`."""

@@ -1,7 +1,7 @@
-"""Rails as TCP sees them: local addresses or interfaces, their sockets, and how peers are told of them.
+"""Rails as TCP sees them: local addresses or interfaces, their sockets, and how peers get them.
 
 In: addresses or interfaces of this machine. Out: sockets bound to them, and an address of at most 4 KiB that
-names host and port of each rail's listener. What a peer's address says is checked field by field before use.
+names host and port of each rail's listener. A peer's address is checked field by field before use.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _bound(rail: TcpRail, tuning: SocketTuning) -> socket.socket:
             try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, rail.device.encode() + b"\0")
             except PermissionError:
-                pass  # the source address alone says which way
+                pass  # the source address alone selects the way
         for option, size, name in (
             (socket.SO_SNDBUF, tuning.send_bytes, "wmem_max"),
             (socket.SO_RCVBUF, tuning.receive_bytes, "rmem_max"),
@@ -144,7 +144,7 @@ def _limit(name: str) -> int:
     """Of the kernel, for a socket's buffer; with less than wanted its own tuning comes further."""
     try:
         return int(Path("/proc/sys/net/core", name).read_text())
-    except (OSError, ValueError):  # not told, as in network namespaces of older kernels
+    except (OSError, ValueError):  # not available, as in network namespaces of older kernels
         return 0
 
 
@@ -166,7 +166,7 @@ def pack_address(listeners: Sequence[socket.socket]) -> bytes:
 
 
 def parse_address(raw: bytes) -> list[tuple[str, int]]:
-    """Host and port of each rail. Raises ValueError, which says what is wrong."""
+    """Host and port of each rail. Raises ValueError with the wrong field."""
     if len(raw) > MAX_ADDRESS_BYTES:
         raise ValueError(f"an address of {len(raw)} bytes: at most {MAX_ADDRESS_BYTES}")
     try:

@@ -1,6 +1,6 @@
-"""What one endpoint waits for: sockets through an epoll of its own, and times. Nobody else needs to know them.
+"""What one endpoint waits for: sockets through an epoll of its own, and times. Other code does not use them.
 
-The epoll is itself a descriptor to wait for, so whoever drives an endpoint watches one that never changes.
+The epoll is itself a descriptor to wait for, so the driver of an endpoint watches one descriptor that never changes.
 """
 
 from __future__ import annotations

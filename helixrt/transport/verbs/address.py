@@ -1,6 +1,7 @@
-"""What a rank says about how it is reached by verbs: its rails in order, and where on the management network it listens.
+"""The address of a rank for verbs: its rails in order, and where on the management network it listens.
 
-In: rails of this host, a TCP endpoint's address. Out: at most 4 KiB; and what a peer's address says, checked field by field.
+In: rails of this host, a TCP endpoint's address. Out: at most 4 KiB; and the content of a peer's address, checked field by
+field.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def pack(rails: Sequence[tuple[bool, str]], fallback: bool, tcp: bytes) -> bytes
 
 
 def parse(raw: bytes) -> VerbsAddress:
-    """Raises ValueError, which says what is wrong."""
+    """Raises ValueError with the wrong field."""
     if len(raw) > MAX_ADDRESS_BYTES:
         raise ValueError(f"an address of {len(raw)} bytes: at most {MAX_ADDRESS_BYTES}")
     try:
@@ -54,5 +55,5 @@ def parse(raw: bytes) -> VerbsAddress:
         found.append((rail[0], rail[1]))
     meetings = tcp_rails.parse_address(json.dumps(said["tcp"]).encode())
     if len(meetings) != 1:
-        raise ValueError("an address with several places to meet")
+        raise ValueError("an address with several TCP endpoints")
     return VerbsAddress(tuple(found), fallback, meetings[0])

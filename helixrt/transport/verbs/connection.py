@@ -4,7 +4,7 @@ In: frames to write, a connected queue pair, its completions. Out: calls of its 
 makes them (`tcp.connection`): a frame came, a payload is whole, the rail broke. A long payload is written from the
 caller's memory, registered in place, into slots of the other end's ring, a chunk at a time (`wire`); there it is
 copied once, to where the machine says, when its completion has come. So what is sent again after a failure never touches
-memory that anybody reads: a half-written slot is no message. What is sent is the business of `send_queue`.
+memory that is being read: a half-written slot is no message. `send_queue` handles sends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from helixrt.transport.verbs.wire import (
     Attributes,
 )
 
-_LET_GO_S = 0.05  # so long a rail may take to finish with memory that its caller wants back; then it is reset
+_LET_GO_S = 0.05  # limit for a rail to release memory that its caller asks back; then it is reset
 
 
 class VerbsConnection:
@@ -83,7 +83,7 @@ class VerbsConnection:
 
     @property
     def watches_writing(self) -> bool:
-        """Its descriptor tells of completions alone, so there is nothing to change in what is watched."""
+        """Its descriptor reports completions only, so the watched events never change."""
         return not self._sends.idle
 
     @watches_writing.setter
@@ -253,7 +253,7 @@ class VerbsConnection:
     # ---------------------------------------------------------------- the end
 
     def fail(self, failure: Failure, reason: str) -> None:
-        """Something outside of it says that the rail does not work."""
+        """Another part has reported that the rail does not work."""
         if not self.closed:
             self._broke(failure, reason)
 

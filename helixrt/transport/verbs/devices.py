@@ -179,7 +179,7 @@ def find_port(rail: VerbsRail, root: Path = SYSFS) -> tuple[Port, Gid]:
 
 
 class Descriptor:
-    """A file descriptor that somebody else owns, as something to wait for."""
+    """A file descriptor that other code owns, wrapped for waiting."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -195,7 +195,7 @@ _opening = threading.Lock()
 
 
 def with_event_descriptor(make: Callable[[], _T]) -> tuple[_T, int]:
-    """What `make` makes, and the event descriptor that came with it: not every pyverbs tells it."""
+    """What `make` makes, and the event descriptor that came with it: not every pyverbs version has it."""
     with _opening:
         before = _event_descriptors()
         made = make()

@@ -69,7 +69,7 @@ class VerbsOptions:
     restore_s: float = 2.0  # one attempt to set up a queue pair
     linger_s: float = 1.0  # `close` waits at most so long until the last bytes are out
     registered_bytes: int = 1 << 30  # of the caller's memory, kept registered per NIC
-    record: FlightRecord | None = None  # hears of rails that are left and come back
+    record: FlightRecord | None = None  # gets events of rails that are left and that return
 
     def __post_init__(self) -> None:
         if self.link.striped and self.tcp_fallback:
@@ -215,8 +215,8 @@ class VerbsEndpoint(TcpEndpoint):
             self._later(peer, functools.partial(super().look_for, peer, rail))
 
     def _look_at_the_clock(self) -> None:
-        """The job that just ended held the interpreter's lock, so it may be much later than this turn believes: who then counts
-        from its beginning takes an answer for late before it can have come."""
+        """The job that just ended held the interpreter's lock, so the time may be much later than this turn's `now`: who then
+        counts from its beginning takes an answer for late before it can have come."""
         self.now, self._read_again = time.monotonic(), True
 
     def _tick(self) -> None:
@@ -237,7 +237,7 @@ class VerbsEndpoint(TcpEndpoint):
     def _arm(self, rail: int, gid: str) -> tuple[QueuePair, Attributes]:
         """In the background: a queue pair of this rail's NIC, waiting to be connected to `gid`.
 
-        Soft-RoCE (Linux 6.1) keeps the route of a queue pair over its reset: connected to another address, one can be mute.
+        Soft-RoCE (Linux 6.1) keeps the route of a queue pair over its reset: connected to another address, one may not send.
         """
         nic, spare = self._open(rail), self._spare[self._places[rail]]
         pair = next((each for each in list(spare) if each.reached in ("", gid)), None)
@@ -292,14 +292,14 @@ class VerbsEndpoint(TcpEndpoint):
         try:
             pair.disarm()
         except (self._library.Error, OSError):
-            give_up(pair)  # destroyed, it answers nobody either
+            give_up(pair)  # destroyed, it does not answer either
         else:
             self._spare[place].append(pair)
 
     # ---------------------------------------------------------------- NICs
 
     def _port_failed(self, place: Place, reason: str) -> None:
-        """All rails on a port fail together, before their completions say so one by one."""
+        """All rails on a port fail together, before their completions report it one by one."""
         for peer, rail in self._rails_on(place):
             connection = peer.queue_pair(rail)
             if connection is not None:
@@ -330,7 +330,7 @@ class VerbsEndpoint(TcpEndpoint):
         super().send(peer, op, index, data)
 
     def _register_everywhere(self, data: Buffer) -> None:
-        """So that backups need not be told of the memory when a failure is being handled (SHIFT section 4.2)."""
+        """So that memory need not be registered at backups while a failure is handled (SHIFT section 4.2)."""
         for place, registrations in self._registrations.items():
             if place in self._nics and not registrations.knows(data):
                 self._background.submit(functools.partial(registrations.remember, data), _ignore)
@@ -388,10 +388,11 @@ class VerbsEndpoint(TcpEndpoint):
             give_up(nic)
 
     def disown(self) -> None:
-        """In a forked child: closing its copies of what verbs made would close the parent's, so they are kept for ever."""
+        """In a forked child: closing its copies of what verbs made would close the parent's, so they are kept until the child
+        ends."""
         super().disown()
         keep_for_ever(self)
 
 
 def _ignore(result: object, error: BaseException | None) -> None:
-    """Who needs the registration makes it again, and learns why that fails."""
+    """The next user of the registration makes it again, and gets the error if that fails."""

@@ -1,4 +1,4 @@
-"""What a work completion or an asynchronous event says about a rail, in the words of the link machine.
+"""Maps work completions and asynchronous events to the failure classes of the link machine.
 
 In: a completion's status, an event's type (the library's numbers). Out: `Failure` and a reason. Pure. SHIFT section 4.3
 leaves it at "an error completion"; which one it is decides where and when the rail is tried again.
@@ -25,7 +25,7 @@ _BY_STATUS: Mapping[str, Failure] = {
     "INV_EEC_STATE_ERR": Failure.DEVICE,
     "FATAL_ERR": Failure.DEVICE,
     "GENERAL_ERR": Failure.DEVICE,
-    # Nobody answers, or the other end's device failed while it answered.
+    # No answer, or the other end's device failed while it answered.
     "RETRY_EXC_ERR": Failure.PATH,
     "RNR_RETRY_EXC_ERR": Failure.PATH,
     "RESP_TIMEOUT_ERR": Failure.PATH,
@@ -59,7 +59,7 @@ def first_cause(statuses: Iterable[int], enums: Enums) -> tuple[Failure, str]:
 
 def nobody_answered(error: Exception) -> bool:
     """Whether a queue pair could not be connected because the kernel looked for the peer's hardware address in vain."""
-    code = getattr(error, "error_code", errno.ETIMEDOUT)  # pyverbs tells it; else what takes long is taken for this
+    code = getattr(error, "error_code", errno.ETIMEDOUT)  # from pyverbs; without it a timeout is assumed
     return code in (errno.ETIMEDOUT, errno.EHOSTUNREACH)
 
 

@@ -1,9 +1,9 @@
 """Which network interfaces of this host stop working, as the kernel's messages about links tell it (rtnetlink(7)).
 
 In: names and addresses of interfaces to follow. Out: the names of those that went down or lost their carrier since one last
-asked; a descriptor to wait on. When an interface is taken down the kernel says so here before it runs the notifiers the last
-of which fails the RoCE port on it; and the port's asynchronous event, which is all that SHIFT section 4.3 listens to, then
-still has to pass a work queue. So this is heard first. Needs no rights.
+asked; a descriptor to wait on. When an interface is taken down, the kernel reports it here before it runs the notifiers the
+last of which fails the RoCE port on it; and the port's asynchronous event, which is all that SHIFT section 4.3 listens to, then
+still has to pass a work queue. So this report comes first. Needs no privileges.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 _GROUP = 1  # RTMGRP_LINK
 _MESSAGE = struct.Struct("=IHHIIBxHiII")  # length, type, three more; family, type of hardware, index, flags, which changed
 _INDEX_AT = 20
-_NEW, _GONE = 16, 17  # RTM_NEWLINK, which also tells of changes, and RTM_DELLINK
+_NEW, _GONE = 16, 17  # RTM_NEWLINK, which also reports changes, and RTM_DELLINK
 _UP, _RUNNING = 0x1, 0x40  # IFF_UP: wanted; IFF_RUNNING: it has a carrier, and may be used
 _GET_FLAGS = 0x8913  # SIOCGIFFLAGS
 _REQUEST = struct.Struct("16sh22x")  # name, flags
@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
 
 def change(datagram: bytes) -> Change | None:
-    """What the kernel's message says of an interface; None if it is about something else."""
+    """The interface and state in a kernel message; None if it is about something else."""
     if len(datagram) < _MESSAGE.size:
         return None
     _, kind, _, _, _, family, _, number, flags, _ = _MESSAGE.unpack_from(datagram)
@@ -57,7 +57,7 @@ class Followed:
         self._works: dict[int, bool] = {}
 
     def add(self, name: str, index: int, works: bool) -> None:
-        """In place of one that had this name before it was made anew."""
+        """Replaces an interface of the same name that was removed and created again."""
         for other in [other for other, known in self._names.items() if known == name]:
             del self._names[other], self._works[other]
         self._names[index], self._works[index] = name, works
@@ -81,7 +81,7 @@ class Followed:
 
 
 class Interfaces:
-    """Raises OSError where the kernel tells this process nothing."""
+    """Raises OSError where the kernel does not allow this socket."""
 
     def __init__(self) -> None:
         self._followed = Followed()
@@ -108,7 +108,7 @@ class Interfaces:
 
     def failed(self) -> list[str]:
         """Some of those that worked and have stopped to since one last asked, if only for a moment. To be called when the
-        descriptor is readable, which it is until all was told."""
+        descriptor is readable, which it is until all messages were read."""
         try:
             datagram, (sender, _) = self._kernel.recvfrom(_MESSAGE.size)  # and not its attributes
         except BlockingIOError:
@@ -123,7 +123,7 @@ class Interfaces:
         return [name for each in said if (name := self._followed.heard(each)) is not None]
 
     def works(self, name: str) -> bool:
-        """As far as was heard; False if it is not followed."""
+        """The last reported state; False if the interface is not followed."""
         return self._followed.works(name)
 
     def _listen_to(self, indices: Iterable[int]) -> None:

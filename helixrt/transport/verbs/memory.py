@@ -43,7 +43,7 @@ class Key(NamedTuple):
 
 
 class Range:
-    """A part of the memory, registered. Alive until nobody uses it and the table has let go of it."""
+    """A part of the memory, registered. Kept until it is unused and no longer in the table."""
 
     __slots__ = ("kept", "keeper", "region", "users")
 

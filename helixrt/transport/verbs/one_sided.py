@@ -1,7 +1,7 @@
 """Reads of a peer's memory and atomic operations on it, beside the messages of a link.
 
 In: a `Window` the peer exposed (it travels in a message of the caller's), what to do in it. Out: a `OneSided`, which is
-done some time later. These bypass the link machine, for the peer's software takes no part in them: nobody counts what was
+done some time later. These bypass the link machine, since the peer's software takes no part in them: no code counts what was
 received. So SHIFT's check (section 4.3.2) decides alone: a read whose rail fails is done again on the next one, since
 reading twice gives the same; an atomic operation that was posted may have taken effect, is never posted again, and raises.
 """

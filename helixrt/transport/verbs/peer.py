@@ -1,8 +1,8 @@
 """One peer of a verbs endpoint: a TCP endpoint's peer (`tcp.peer`) some of whose rails are queue pairs.
 
 In: as there, and queue pairs that were set up. Out: as there. The machine, its memory and its words are the same; only
-what a rail is made of differs, and how the end of the peer's process shows: a NIC says nothing about it, so the control
-connection is what tells, and what it tells counts for all rails. Reads and atomic operations go over the first queue pair
+what a rail is made of differs, and how the end of the peer's process shows: a NIC does not report it, so the control
+connection shows it, for all rails. Reads and atomic operations go over the first queue pair
 there is, and from one that failed to the next as far as they may (`one_sided`).
 """
 

@@ -1,8 +1,8 @@
-"""Of the ports in use, which fail and which are active again, from the first of the two ways in which the kernel tells.
+"""Detects which ports in use fail and which are active again, from the first of the two reports of the kernel.
 
 In: opened ports (`devices.Nic`), each with the place it has in the endpoint. Out: calls. Verbs' asynchronous events tell of
-everything; that a RoCE port's network interface fails is heard sooner (`interfaces`), where it is heard at all: the interface
-may be in another network namespace, and InfiniBand has none. A port is active again when verbs say so.
+everything; the failure of a RoCE port's network interface is reported sooner (`interfaces`), if it is reported at all: the
+interface may be in another network namespace, and InfiniBand has none. A port is active again when verbs say so.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class PortWatch:
             return
         reason = port_failed(kind, library.enums)
         if reason is None or (was_told and kind == library.enums.EVENT_PORT_ERR and self._is_back(nic)):
-            return  # what was told already, of a port that may be in service by now
+            return  # reported already; the port may be in service again
         self._failed(place, reason)
 
     def _is_back(self, nic: Nic) -> bool:
-        """The kernel is asked last: while an interface goes down, whoever asks about its port waits."""
+        """The kernel is asked last: while an interface goes down, a query of its port blocks."""
         return self._interfaces is not None and self._interfaces.works(nic.gid.interface) and nic.is_active()
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 In: an open NIC and the sizes agreed for this endpoint. Out: attributes for the other end, and the verbs a connection
 posts and polls with. Between `disarm` and the next `connect` nothing comes in and nothing goes out, whatever the other end
-or the wire still does: a queue pair in RESET answers nobody, and every life begins with packet numbers of its own. That is
-the fence of SHIFT section 4.3 (its reset of the default queue pair) at this end.
+or the wire still does: a queue pair in RESET answers no packets, and each new connection begins with packet numbers of its own.
+That is the fence of SHIFT section 4.3 (its reset of the default queue pair) at this end.
 
 Memory of one: a ring of slots for chunks, which alone the other end may write; receives; and for what is sent a place per
 work request and some larger ones for short messages, whose memory is not worth registering.
@@ -77,7 +77,7 @@ class Patience:
 
     def __post_init__(self) -> None:
         if not 1 <= self.timeout <= 31:
-            raise ConfigError("timeout", self.timeout, "must be 1 to 31 (4.096 us x 2^timeout); 0 would be for ever")
+            raise ConfigError("timeout", self.timeout, "must be 1 to 31 (4.096 us x 2^timeout); 0 would wait without end")
         if not 0 <= self.retries <= 6:
             raise ConfigError("retries", self.retries, "must be 0 to 6; some devices take 7 for never to give up")
 

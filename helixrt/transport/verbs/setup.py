@@ -1,7 +1,7 @@
 """Building queue pairs in the background, and telling the other end about them.
 
 In: proved connections on the management network, one per rail and incarnation (`tcp.meeting`). Out: queue pairs that can
-send at both ends, default rail and backups alike, long before anybody needs the backups.
+send at both ends, the default rail and the backups, long before a backup is needed.
 
 SHIFT section 4.2 has one background thread execute the control verbs of backup devices, so that the application's set-up
 is not slowed, and a store on the management network carry the attributes. Here every rail that comes up is one `Exchange`:
@@ -18,10 +18,10 @@ order of SHIFT's appendix B, so rails that two ranks set up in different orders 
 
 Why not through the run's store, which carries every rank's address (`Endpoint.connect` takes those from any store):
 
-- Attributes hold the key to write into this process's memory. The connection was proved with the run's secret, and tells them
-  to that peer alone; a store tells them to whoever can read it, and takes them from whoever can write.
+- Attributes hold the key to write into this process's memory. The connection is authenticated with the run's secret, and sends
+  them to that peer alone; a store would give them to every reader, and accept them from every writer.
 - They are of one life of a queue pair, and a rail may have many. They end with their connection; in a store, those of a life
-  that is over have to be told from new ones, and be cleared away.
+  that is over would have to be distinguished from new ones, and deleted.
 - A rail comes back when its two ends reach each other; nothing third has to be up, or be asked again and again.
 
 Either way nothing goes over what the two ends did not agree on: an exchange that breaks or is late brings up no rail, and a
@@ -58,7 +58,7 @@ _CALL_S = 30.0  # for jobs before it; none of them waits for another machine lon
 
 
 class Background:
-    """One thread that does jobs in their order; what came of each is told in the thread that dispatches `watch`."""
+    """One thread that runs jobs in their order; results are delivered in the thread that dispatches `watch`."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -90,7 +90,7 @@ class Background:
         try:
             result, error = done.get(timeout=_CALL_S)
         except queue.Empty:
-            raise TimeoutError(f"the set-up of verbs stands still for {_CALL_S:g} s") from None
+            raise TimeoutError(f"the set-up of verbs has made no progress for {_CALL_S:g} s") from None
         if error is not None:
             raise error
         return result
@@ -103,7 +103,7 @@ class Background:
             job, then = todo
             try:
                 done: tuple[Then, Any, BaseException | None] = (then, job(), None)
-            except Exception as error:  # told to whoever asked
+            except Exception as error:  # passed to the caller of the job
                 done = (then, None, error)
             self._done.append(done)
             os.eventfd_write(self._wakes, 1)
@@ -137,7 +137,7 @@ class Background:
 class Rests:
     """Which rails are not to be connected for a while.
 
-    Where nobody answers, the kernel looks for the peer's hardware address for about a second, and pyverbs holds the
+    Without an answer, the kernel looks for the peer's hardware address for about a second, and pyverbs holds the
     interpreter's lock all the while. So after an attempt that failed so, slowly, there is none for a second, then two, and so
     on.
     """
@@ -149,7 +149,7 @@ class Rests:
         return self._rests.get(rail, (0, 0.0))[1]
 
     def failed(self, rail: tuple[int, int], took_s: float, now: float) -> float:
-        """Connecting took so long, for nothing. When to speak of it: whoever hears of it tries again."""
+        """Connecting failed after so long. Returns when to report it: the receiver of the report tries again."""
         if took_s < SLOW_S:
             return now
         times = self._rests.get(rail, (0, 0.0))[0]

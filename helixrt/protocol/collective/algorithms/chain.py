@@ -39,9 +39,9 @@ def chain_broadcast(
 def chain_reduce(
     rank: int, size: int, root: int, length: int, element_bytes: int, tuning: Tuning, in_place: bool = False
 ) -> Plan:
-    """The sum travels along root + 1, root + 2, … and ends in `root`'s OUT; nobody else's OUT is touched.
+    """The sum travels along root + 1, root + 2, … and ends in `root`'s OUT; the OUT of other ranks is not changed.
 
-    Slots of SCRATCH as in the ring's reduce-scatter: a partial sum is made in the slot it came to and sent from there.
+    Slots of SCRATCH as in the ring's reduce-scatter: a partial sum is computed in the slot that received it and sent from it.
     """
     build, unit = Builder(), grain(element_bytes)
     pieces = _pieces(size, length, unit, tuning)

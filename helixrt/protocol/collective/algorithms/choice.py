@@ -1,4 +1,4 @@
-"""Which algorithm serves a collective: a pure function of sizes, so all ranks decide alike without talking.
+"""Which algorithm serves a collective: a pure function of sizes, so all ranks decide the same without messages.
 
 In: rank, number of ranks, bytes, element size, `Tuning`. Out: a plan. The thresholds:
 

@@ -1,7 +1,7 @@
 """Everyone to everyone: the algorithms for small messages, and those that have no ring.
 
 In: rank, number of ranks, bytes, `Tuning`. Out: the rank's plan. A collective takes one step (two for
-`two_step_all_reduce`) in place of the ring's 2N-2. Every total is summed in the order of the ranks by whoever
+`two_step_all_reduce`) in place of the ring's 2N-2. Every total is summed in the order of the ranks by the rank that
 holds it, so all ranks get the same bits. Peers are served beginning with the next higher rank, so that
 not everyone sends to the same one first. `in_place` means what it does in `ring`; `gather` and `scatter` take it as
 all-gather and reduce-scatter do, for the root's own block.
@@ -105,7 +105,7 @@ def direct_all_gather(rank: int, lengths: Sequence[int], element_bytes: int, tun
 
 
 def gather(rank: int, root: int, lengths: Sequence[int], element_bytes: int, tuning: Tuning, in_place: bool = False) -> Plan:
-    """`root` gets the blocks of all ranks in OUT, in their order; nobody else's OUT is touched."""
+    """`root` gets the blocks of all ranks in OUT, in their order; the OUT of other ranks is not changed."""
     return _all_gather_to((root,), rank, lengths, element_bytes, tuning, in_place)
 
 
@@ -161,7 +161,7 @@ def all_to_all(rank: int, sends: Sequence[int], receives: Sequence[int], element
 def direct_reduce(
     rank: int, size: int, root: int, length: int, element_bytes: int, tuning: Tuning, in_place: bool = False
 ) -> Plan:
-    """Everyone sends to `root`, whose OUT gets the total; nobody else's OUT is touched."""
+    """All ranks send to `root`, whose OUT gets the total; the OUT of other ranks is not changed."""
     if size == 1:
         return direct_all_reduce(rank, size, length, element_bytes, tuning, in_place)
     build = Builder()
@@ -196,7 +196,7 @@ def direct_broadcast(
 
 
 def barrier(rank: int, size: int) -> Plan:
-    """Dissemination: in round k every rank tells the one 2^k further; after log2(N) rounds all have come.
+    """Dissemination: in round k every rank sends to the rank 2^k further; after log2(N) rounds all ranks have arrived.
 
     The messages are empty.
     """

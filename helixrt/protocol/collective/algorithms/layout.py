@@ -1,6 +1,6 @@
 """What all algorithms share: the tuning values, how bytes are cut, and the builder of plans.
 
-In: lengths, `Tuning`. Out: `Cut`s and `Grid`s that every rank works out alike, and `Builder`, which numbers
+In: lengths, `Tuning`. Out: `Cut`s and `Grid`s that every rank computes with the same result, and `Builder`, which numbers
 messages and drops empty ones. FT-HSDP section 4.2: partitions of at most S x C bytes per rank, in C chunks of
 at most S bytes. The paper's chunks are of fixed size; here a message too small for C full chunks is still cut
 into up to C (of at least `least_chunk_bytes`), so that transfers and reductions of small messages overlap too.
@@ -162,7 +162,7 @@ class Builder:
     ) -> int | None:
         """The next message of `peer` reduced with `left`, which is there after `ready`, into `into`.
 
-        Unless it is done on arrival the message lies in `waiting` before, which is free after `emptied`.
+        Unless it is done on arrival, the message is first stored in `waiting`, which is free after `emptied`.
         """
         if self.on_arrival:
             return self.receive(peer, into, *ready, *(emptied if into == waiting else ()), left=left, last=last)

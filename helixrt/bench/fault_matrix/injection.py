@@ -1,7 +1,7 @@
-"""The faults that a rank does to itself, and the endpoint whose calls are the places where they strike.
+"""Faults that a rank injects into itself, and the endpoint whose calls are the injection points.
 
-In: a `Fault`. Out: the deed. What only others can do to a process (kill it, stop it, cut its link, knock at its door)
-the conductor does while the victim waits at its place.
+In: a `Fault`. Effect: the fault. Faults that need another process (kill it, stop it, cut its link, connect to it) are
+injected by the driver while the victim waits at the injection point.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from typing import NoReturn
 
 from helixrt.bench.fault_matrix.cells import Fault, Phase
 from helixrt.errors import Cause, Retryable
-from helixrt.transport.auto import TCP, unpack_addresses
+from helixrt.transport.choice import TCP, unpack_addresses
 from helixrt.transport.contract import Buffer, Endpoint, Lost, Outcome, PeerAborted, Refused, Sink
 from helixrt.transport.tcp import rails as tcp_rails
 
 EXIT_CODE = 3
-HELD = 2.5  # heartbeat periods for which a rank holds its interpreter lock: more than a silent peer has
-SLOW = 0.8  # of a heartbeat period: the slow peer's one long pause
-THROTTLE_S = 0.003  # and what every later look costs it
+HELD = 2.5  # heartbeat periods for which a rank holds its interpreter lock: longer than the limit for a silent peer
+SLOW = 0.8  # of a heartbeat period: one long pause of the slow peer
+THROTTLE_S = 0.003  # its pause before each later call
 _BABBLE_S = 20.0
 _DAY_S = 86_400
 _GARBAGE = random.Random(7).randbytes(64 << 10)
 
 
 def hold_interpreter_lock(seconds: float) -> None:
-    """No other thread of this process runs Python meanwhile, as in a call of C code that does not release the lock."""
+    """No other thread of this process runs Python code meanwhile, as in a call of C code that does not release the lock."""
     ctypes.PyDLL(None).usleep(round(seconds * 1e6))
 
 
 class ProgramFault(Exception):
-    """What the victim's own program raises in the cell of an exception."""
+    """The exception that the victim's own program raises in cells with Fault.EXCEPTION."""
 
 
-class StruckEndpoint(Endpoint):
-    """Another endpoint, with places at which `strike` is called once: see `wait_for`."""
+class FaultyEndpoint(Endpoint):
+    """Wraps an endpoint. At one of its injection points `inject` is called once: see `wait_for`."""
 
-    def __init__(self, inner: Endpoint, strike: Callable[[Fault], None]) -> None:
-        self._inner, self._strike = inner, strike
-        self._fault: Fault | None = None  # that waits for its place
+    def __init__(self, inner: Endpoint, inject: Callable[[Fault], None]) -> None:
+        self._inner, self._inject = inner, inject
+        self._fault: Fault | None = None  # waits for its injection point
         self._phase = Phase.IDLE
-        self._index = -1  # of the message whose beginning is the place
-        self.pause_s = self.throttle_s = 0.0  # before the next thing it does, before every look
+        self._index = -1  # of the message before which the fault is injected
+        self.pause_s = self.throttle_s = 0.0  # before the next call, before every call
         self.connecting = False
         self.peers: Mapping[int, bytes] = {}
         self.lost = threading.Event()
@@ -64,15 +64,15 @@ class StruckEndpoint(Endpoint):
         self._refused_until_closed: Refused | None = None
 
     def wait_for(self, fault: Fault, phase: Phase, index: int = -1) -> None:
-        """Strike in `phase`; in a collective when message `index` is about to be sent."""
+        """Inject `fault` in `phase`; in a collective before message `index` is sent."""
         self._fault, self._phase, self._index = fault, phase, index
 
     def _at(self, *phases: Phase) -> None:
         if self._fault is not None and self._phase in phases:
             fault, self._fault = self._fault, None
-            self._strike(fault)
+            self._inject(fault)
 
-    # ---- places
+    # ---- injection points
 
     def connect(
         self,
@@ -85,7 +85,7 @@ class StruckEndpoint(Endpoint):
         self.peers, self.lost_s = peers, 0.0
         self.lost.clear()
 
-        def asked() -> bool:  # for the first time when all dials have begun and none has come through
+        def asked() -> bool:  # first called when all connection attempts have begun and none has succeeded
             self._at(Phase.CONNECTING, Phase.RECONFIGURING)
             self._rest()
             return stopped()
@@ -117,13 +117,13 @@ class StruckEndpoint(Endpoint):
         return outcomes
 
     def _rest(self) -> bool:
-        """A slow peer's; whether it took any time."""
+        """The pause of a slow peer. Returns whether there was one."""
         pause, self.pause_s = self.pause_s, 0.0
         if rest := pause + self.throttle_s:
             time.sleep(rest)
         return rest > 0
 
-    # ---- the rest is the other's
+    # ---- unchanged calls
 
     def address(self) -> bytes:
         return self._inner.address()
@@ -147,11 +147,11 @@ class StruckEndpoint(Endpoint):
         return self._refused_until_closed or self._inner.refused()
 
 
-# ---------------------------------------------------------------- what the program does
+# ---------------------------------------------------------------- faults of the program
 
 
 def raise_in_main_thread(fault: Fault) -> None:
-    """End the program as its own code would, which runs in the main thread, whoever drives the endpoint now."""
+    """End the program by an exception in the main thread, where its own code runs. Any thread may call this."""
     if threading.current_thread() is threading.main_thread():
         _raise(fault)
     main = threading.main_thread().ident
@@ -160,7 +160,7 @@ def raise_in_main_thread(fault: Fault) -> None:
 
 
 def prepare() -> None:
-    """In the main thread, for the above."""
+    """Install the signal handlers of `raise_in_main_thread`. Call it in the main thread."""
     for fault, number in _SIGNALS.items():
         signal.signal(number, partial(_called, fault))
 
@@ -179,8 +179,8 @@ _SIGNALS = {Fault.EXIT: signal.SIGUSR1, Fault.EXCEPTION: signal.SIGUSR2}
 
 
 def jump_clock() -> None:
-    """The wall clock jumps by a day, forth and back, at every look. (Python's: nothing else here looks at it. A time
-    namespace would move the monotonic clock alone, and the machine's own clock is not ours to set.)"""
+    """The wall clock jumps by a day, forth or back, at each reading. (Only Python's clock is changed: no other code here reads
+    the wall clock. A time namespace would change the monotonic clock only, and the machine's clock must not be set.)"""
     for name, a_second in (("time", 1), ("time_ns", 1_000_000_000)):
         setattr(time, name, _jumping(getattr(time, name), _DAY_S * a_second))
 
@@ -203,7 +203,7 @@ def _open_files() -> Iterator[tuple[int, str]]:
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
-# ---------------------------------------------------------------- what happens to its connections
+# ---------------------------------------------------------------- faults of connections
 
 
 def _tcp_sockets(besides: int, listening: bool = False) -> Iterator[socket.socket]:
@@ -230,12 +230,12 @@ def _tcp_sockets(besides: int, listening: bool = False) -> Iterator[socket.socke
 
 def _connections(store_port: int) -> list[socket.socket]:
     connections = list(_tcp_sockets(store_port))
-    assert connections, "no connection for the fault to strike"
+    assert connections, "there is no connection to inject the fault into"
     return connections
 
 
 def close_connections(store_port: int) -> None:
-    """The connections end, on both sides, and nobody has told the program that owns them."""
+    """Shut all connections down, on both sides, without the knowledge of the code that owns them."""
     for sock in _connections(store_port):
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
@@ -243,7 +243,7 @@ def close_connections(store_port: int) -> None:
 
 
 def send_garbage(store_port: int) -> None:
-    """Into every connection there is."""
+    """Send garbage into every connection of this process."""
     for sock in _connections(store_port):
         with suppress(OSError):
             sock.send(_GARBAGE, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
@@ -251,12 +251,12 @@ def send_garbage(store_port: int) -> None:
 
 
 def babble(peers: Mapping[int, bytes], store_port: int, until: Connection) -> None:
-    """In place of every handshake: whoever dials this rank hears garbage, and it dials the others to say garbage.
+    """Send garbage in place of every handshake, on incoming connections and on new connections to the peers.
 
-    Until something comes from `until`. Raises Retryable, as a rank does that reached nobody.
+    Ends when a message comes from `until`. Raises Retryable, as a rank does that cannot connect to any peer.
     """
     listeners = list(_tcp_sockets(store_port, listening=True))
-    said: list[socket.socket] = []  # kept open: closed with something unread, they would be reset before they are heard
+    said: list[socket.socket] = []  # kept open: closing one with unread data would reset it before the peer reads the garbage
     targets = [target for raw in peers.values() for target in tcp_rails.parse_address(unpack_addresses(raw)[TCP])]
     end = time.monotonic() + _BABBLE_S
     again = 0.0
@@ -276,17 +276,16 @@ def babble(peers: Mapping[int, bytes], store_port: int, until: Connection) -> No
         sock.close()
     if until.poll():
         until.recv()
-    raise Retryable("this rank said nothing but garbage")
+    raise Retryable("this rank sent nothing but garbage")
 
 
 def end_with_parent() -> None:
-    """Whoever forked this process is its owner; a stopped one would outlive it."""
+    """Kill this process when its parent ends; a stopped process would outlive it otherwise."""
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def move_to_namespace(file: str) -> None:
-    """This process's later sockets belong to another network. Before it has threads."""
-
+    """Later sockets of this process belong to another network namespace. Call it before the process has threads."""
     with Path(file).open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), 0x40000000) != 0:  # CLONE_NEWNET

@@ -1,6 +1,6 @@
-"""What the conductor of a cell and its ranks say to each other: orders, and answers to them.
+"""Messages between the driver of a cell and its ranks: orders, and answers to them.
 
-Sent as pickles over sockets between processes that one program started; nothing of it comes from outside.
+They are pickles over sockets between processes that one program started; no other program can send them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from helixrt.bench.fault_matrix.cells import RANKS, Fault, Phase
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a process is to be. `rank` RANKS: nobody of the group, for attacks on it."""
+class ProcessSettings:
+    """Settings of one process. `rank` RANKS: an intruder, which is not a member of the group."""
 
     rank: int
     transport: str
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first word of a process."""
+    """The first message of a process."""
 
     rank: int
     pid: int
@@ -39,20 +39,20 @@ class Ready:
     store: str = ""  # rank 0 hosts the store
 
 
-class Word(Enum):
-    """What is said without anything further. The conductor's are answered with an Answer, if nothing else is said."""
+class Command(Enum):
+    """Messages without arguments. Those of the driver are answered with an Answer, unless stated otherwise."""
 
     CLOSE = "close the exchange"
     OPEN = "open a new exchange, with a new endpoint"  # answered with Ready
     NOTICE = "answer when the endpoint has reported a loss"  # `end_s`: when
     COUNT = "how many were refused"  # answered with Refusals
-    NOW = "I have done my part: do yours, and go on if you can"  # to a victim at its place
-    CEASE = "enough of the attack"
-    END = "leave in peace"  # not answered
-    HERE = "I am at my place"  # of a victim, which waits for NOW; of an intruder: a round is over
+    NOW = "inject the fault, then continue if possible"  # to a victim that has sent HERE; an outside fault is injected already
+    CEASE = "end the attack"
+    END = "end the process"  # not answered
+    HERE = "ready for the fault"  # of a victim, which waits for NOW; of an intruder: it has tried each claim once
 
 
-# ---- orders; each is answered with an Answer, if nothing else is said
+# ---- orders; each is answered with an Answer, unless stated otherwise
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Arm:
-    """From now on `fault` waits for the victim to come to `phase`'s place; not answered."""
+    """Inject `fault` when the victim reaches the injection point of `phase`; not answered."""
 
     fault: Fault
     phase: Phase
 
 
 @dataclass(frozen=True)
-class Strike:
-    """The fault strikes now, while nothing runs."""
+class Inject:
+    """Inject the fault now, while no call runs."""
 
     fault: Fault
 
@@ -104,21 +104,21 @@ class Endured:
 
 @dataclass(frozen=True)
 class Attack:
-    """Claim to be a rank of `generation` towards `targets` (rank -> address), again and again. HERE says that a round is
-    over; CEASE ends it."""
+    """Connect to `targets` (rank -> address) repeatedly and claim to be a rank of `generation`. HERE is sent after the first
+    round; CEASE ends the attack."""
 
     generation: int
     targets: dict[int, bytes]
 
 
-# ---- of a victim at its place
+# ---- from a victim at the injection point
 
 
 @dataclass(frozen=True)
-class Struck:
-    """The fault strikes, at this monotonic time."""
+class Injected:
+    """The fault is injected, at this monotonic time."""
 
     at_s: float
 
 
-ORDERS = Configure | AllReduce | Arm | Strike | Endure | Attack | Word
+ORDERS = Configure | AllReduce | Arm | Inject | Endure | Attack | Command

@@ -1,7 +1,7 @@
-"""The processes of the fault matrix: who starts them, speaks with them and ends them.
+"""Starts the processes of the fault matrix, sends them orders, receives their answers, and ends them.
 
-A `Troupe` owns all of them, and the network of namespaces that half-open cells need. Every wait has a deadline; whoever
-answers too late has hung.
+`RankProcesses` owns all of them, and the network of namespaces that half-open cells need. Every wait has a deadline; a
+process that answers too late counts as hung.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from helixrt.bench.fault_matrix import cues
+from helixrt.bench.fault_matrix import messages
 from helixrt.bench.fault_matrix.cells import RANKS, Answer, Outcome
-from helixrt.bench.fault_matrix.zygote import Ended, Fork, Forked, fork_ranks
+from helixrt.bench.fault_matrix.fork_server import Ended, Fork, Forked, fork_ranks
 from helixrt.errors import Fatal
 from helixrt.lab.net import Network
 
@@ -33,7 +33,7 @@ SECRET, WRONG_SECRET = b"the secret of a fault matrix", b"the secret of another 
 ALL = tuple(range(RANKS))
 
 
-class Stuck(Exception):
+class NoAnswer(Exception):
     """A process did not answer as it should, and the cell cannot go on."""
 
     def __init__(self, answer: Answer) -> None:
@@ -41,61 +41,61 @@ class Stuck(Exception):
         self.answer = answer
 
 
-class Actor:
+class RankProcess:
     """One process: a rank, or an intruder."""
 
     def __init__(self, rank: int, pid: int, pipe: Connection) -> None:
         self.rank, self.pid, self._pipe = rank, pid, pipe
-        ready = self.hear()
-        assert isinstance(ready, cues.Ready), ready
+        ready = self.receive()
+        assert isinstance(ready, messages.Ready), ready
         self.ready = ready
 
-    def tell(self, order: cues.ORDERS) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it ended: to be found when it should answer
+    def send(self, order: messages.ORDERS) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it ended: `receive` reports that
             self._pipe.send(order)
 
-    def hear(self, limit_s: float = _LIMIT_S) -> Any:
-        """Its next word. Raises Stuck when there is none."""
+    def receive(self, limit_s: float = _LIMIT_S) -> Any:
+        """Its next message. Raises NoAnswer if none comes within `limit_s`."""
         try:
             if self._pipe.poll(limit_s):
                 return self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise Stuck(Answer(self.rank, Outcome.ENDED, time.monotonic())) from None
-        raise Stuck(Answer(self.rank, Outcome.HUNG, time.monotonic(), f"no answer within {limit_s:g} s"))
+            raise NoAnswer(Answer(self.rank, Outcome.ENDED, time.monotonic())) from None
+        raise NoAnswer(Answer(self.rank, Outcome.HUNG, time.monotonic(), f"no answer within {limit_s:g} s"))
 
-    def ask(self, order: cues.ORDERS) -> Any:
-        self.tell(order)
-        return self.hear()
+    def ask(self, order: messages.ORDERS) -> Any:
+        self.send(order)
+        return self.receive()
 
     def close(self) -> None:
         self._pipe.close()
 
 
-class Troupe:
-    """`with Troupe() as troupe: ...` owns what cells need; when the block is left everything is gone."""
+class RankProcesses:
+    """`with RankProcesses() as owner: ...` owns the processes and the network of cells, and ends them with the block."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._network: Network | None = None
         self._codes: dict[int, int] = {}  # of processes that ended
-        self._casts = 0
+        self._started = 0
 
-    def __enter__(self) -> Troupe:
+    def __enter__(self) -> RankProcesses:
         with ExitStack() as stack:
             self._folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="helixrt-faults-"))
-            self._path = os.path.join(self._folder, "door")
-            self._door = stack.enter_context(socket.socket(socket.AF_UNIX))
-            self._door.settimeout(_START_S)
-            self._door.bind(self._path)
-            self._door.listen(16)
+            self._path = os.path.join(self._folder, "listener")
+            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._listener.settimeout(_START_S)
+            self._listener.bind(self._path)
+            self._listener.listen(16)
             ours, theirs = multiprocessing.get_context("spawn").Pipe()
             self._pipe = stack.enter_context(ours)
-            self._zygote = multiprocessing.get_context("spawn").Process(
+            self._fork_server = multiprocessing.get_context("spawn").Process(
                 target=fork_ranks, args=(theirs,), name="helixrt-faults", daemon=True
             )
             with _one_thread_each():
-                self._zygote.start()
-            stack.callback(self._end_zygote)
+                self._fork_server.start()
+            stack.callback(self._end_fork_server)
             theirs.close()
             self._next(_START_S)
             self._stack = stack.pop_all()
@@ -104,51 +104,53 @@ class Troupe:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
-    def _end_zygote(self) -> None:
+    def _end_fork_server(self) -> None:
         self._pipe.close()
-        self._zygote.join(10)
-        if self._zygote.is_alive():
-            self._zygote.kill()
-            self._zygote.join()
+        self._fork_server.join(10)
+        if self._fork_server.is_alive():
+            self._fork_server.kill()
+            self._fork_server.join()
 
     def network(self) -> Network:
-        """Three hosts with one rail each. Raises ConfigError where namespaces cannot be had."""
+        """Three hosts with one rail each. Raises ConfigError where namespaces are not available."""
         if self._network is None:
             self._network = self._stack.enter_context(Network(hosts=RANKS))
         return self._network
 
-    def cast(self, ranks: Iterable[int], transport: str, network: Network | None, secret: bytes = SECRET) -> list[Actor]:
-        self._casts += 1
-        actors = []
+    def start(self, ranks: Iterable[int], transport: str, network: Network | None, secret: bytes = SECRET) -> list[RankProcess]:
+        self._started += 1
+        processes = []
         for rank in ranks:
-            folder = os.path.join(self._folder, f"{self._casts}-{rank}")
+            folder = os.path.join(self._folder, f"{self._started}-{rank}")
             os.mkdir(folder)
-            part = cues.Part(rank, transport, folder, HEARTBEAT_S, TIMEOUT_S, secret)
+            settings = messages.ProcessSettings(rank, transport, folder, HEARTBEAT_S, TIMEOUT_S, secret)
             if network is not None:
                 file = f"/run/netns/{network.namespace(rank)}"
-                part = cues.Part(rank, transport, folder, HEARTBEAT_S, TIMEOUT_S, secret, network.address(rank), file)
-            self._pipe.send(Fork(part, self._path))
+                settings = messages.ProcessSettings(
+                    rank, transport, folder, HEARTBEAT_S, TIMEOUT_S, secret, network.address(rank), file
+                )
+            self._pipe.send(Fork(settings, self._path))
             forked = self._next(_START_S)
             try:
-                connection, _ = self._door.accept()
+                connection, _ = self._listener.accept()
             except TimeoutError:
                 raise Fatal(f"rank {rank} did not start: {self.log(folder)}") from None
             connection.setblocking(True)
             try:
-                actors.append(Actor(rank, forked.pid, Connection(connection.detach())))
-            except Stuck:
+                processes.append(RankProcess(rank, forked.pid, Connection(connection.detach())))
+            except NoAnswer:
                 raise Fatal(f"rank {rank} did not start: {self.log(folder)}") from None
-        return actors
+        return processes
 
     @staticmethod
     def log(folder: str) -> str:
         """The end of a rank's log."""
         with suppress(OSError):
             return " / ".join(Path(folder, "log").read_text().splitlines()[-5:])
-        return "it said nothing"
+        return "its log is empty"
 
     def _next(self, limit_s: float) -> Forked:
-        """The zygote's next process. Raises Fatal."""
+        """The next process of the fork server. Raises Fatal."""
         until = time.monotonic() + limit_s
         try:
             while self._pipe.poll(max(0.0, until - time.monotonic())):
@@ -160,28 +162,28 @@ class Troupe:
             pass
         raise Fatal("the process that ranks are forked from ended, or does not answer")
 
-    def exit_code(self, actor: Actor, limit_s: float = _LIMIT_S) -> int | None:
-        """How its process ended; None: it has not."""
+    def exit_code(self, process: RankProcess, limit_s: float = _LIMIT_S) -> int | None:
+        """The exit code of the process; None: it still runs."""
         until = time.monotonic() + limit_s
         with suppress(EOFError):
-            while actor.pid not in self._codes and self._pipe.poll(max(0.0, until - time.monotonic())):
+            while process.pid not in self._codes and self._pipe.poll(max(0.0, until - time.monotonic())):
                 word = self._pipe.recv()
                 assert isinstance(word, Ended)
                 self._codes[word.pid] = word.code
-        return self._codes.get(actor.pid)
+        return self._codes.get(process.pid)
 
-    def dismiss(self, actors: Iterable[Actor]) -> None:
-        """Whoever is still there ends now."""
-        for actor in actors:
-            if actor.pid not in self._codes:
+    def end(self, processes: Iterable[RankProcess]) -> None:
+        """Kill those that still run."""
+        for process in processes:
+            if process.pid not in self._codes:
                 with suppress(ProcessLookupError):
-                    os.kill(actor.pid, signal.SIGKILL)
-                self.exit_code(actor)
-            actor.close()
+                    os.kill(process.pid, signal.SIGKILL)
+                self.exit_code(process)
+            process.close()
 
 
 def _one_thread_each() -> ExitStack:
-    """Processes that are started meanwhile reckon with one thread."""
+    """Processes that are started within the block compute with one thread."""
     before, stack = os.environ.get("OMP_NUM_THREADS"), ExitStack()
     os.environ["OMP_NUM_THREADS"] = "1"
     if before is None:

@@ -1,6 +1,6 @@
-"""Runs cells of the fault matrix: brings the ranks into the phase, lets the fault strike, hears what came of it.
+"""Runs cells of the fault matrix: bring the ranks into the phase, inject the fault, collect the results.
 
-In: a `Cell`, and the `Troupe` whose processes play it; each cell has fresh ones. Out: its `Finding`.
+In: a `Cell`, and the `RankProcesses` that start its processes; each cell has new ones. Out: its `Finding`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Sequence
 
-from helixrt.bench.fault_matrix import cues
+from helixrt.bench.fault_matrix import messages
 from helixrt.bench.fault_matrix.cells import (
     RANKS,
     SURVIVORS,
@@ -26,37 +26,37 @@ from helixrt.bench.fault_matrix.cells import (
     Refusals,
     judge,
 )
-from helixrt.bench.fault_matrix.troupe import ALL, SECRET, TIMEOUT_S, WRONG_SECRET, Actor, Stuck, Troupe
+from helixrt.bench.fault_matrix.processes import ALL, SECRET, TIMEOUT_S, WRONG_SECRET, NoAnswer, RankProcess, RankProcesses
 from helixrt.lab.net import Cut
 
 
-def run_cell(troupe: Troupe, cell: Cell) -> Finding:
+def run_cell(owner: RankProcesses, cell: Cell) -> Finding:
     """Raises ConfigError where a half-open cell has no namespaces, Fatal when not even the ranks start."""
-    play = _Play(troupe, cell)
+    cell_run = _CellRun(owner, cell)
     try:
-        play.run()
-    except Stuck as stuck:
-        play.seen.after.append(stuck.answer)
+        cell_run.run()
+    except NoAnswer as missing:
+        cell_run.seen.after.append(missing.answer)
     finally:
-        play.end()
-    return judge(play.seen, TIMEOUT_S)
+        cell_run.end()
+    return judge(cell_run.seen, TIMEOUT_S)
 
 
-class _Play:
+class _CellRun:
     """One cell's run."""
 
-    def __init__(self, troupe: Troupe, cell: Cell) -> None:
+    def __init__(self, owner: RankProcesses, cell: Cell) -> None:
         self.seen = Observed(cell)
-        self._troupe, self._cell = troupe, cell
-        self._network = troupe.network() if cell.fault is Fault.HALF_OPEN else None
+        self._owner, self._cell = owner, cell
+        self._network = owner.network() if cell.fault is Fault.HALF_OPEN else None
         self._generation, self._step = 0, 0
         self._cut = self._stopped = False
-        self._actors = troupe.cast(ALL, cell.transport, self._network)
-        self._victim = self._actors[VICTIM]
-        self._intruder: Actor | None = None
+        self._processes = owner.start(ALL, cell.transport, self._network)
+        self._victim = self._processes[VICTIM]
+        self._intruder: RankProcess | None = None
         if cell.fault in (Fault.SECRET, Fault.STALE):
             secret = WRONG_SECRET if cell.fault is Fault.SECRET else SECRET
-            self._intruder = troupe.cast((RANKS,), cell.transport, None, secret)[0]
+            self._intruder = owner.start((RANKS,), cell.transport, None, secret)[0]
 
     @property
     def _harmless(self) -> bool:
@@ -67,71 +67,71 @@ class _Play:
             self._generation = 1
             self._fine(ALL, self._configure(ALL))
             self._sum(ALL)
-        self._bring_to_its_place()
-        self._strike()
-        self._hear_the_struck()
+        self._reach_the_phase()
+        self._inject()
+        self._collect_answers()
         self._recover()
-        self._come_back()
+        self._resume_victim()
         self._leave()
 
     # ---- calls of several ranks at once
 
-    def _ask(self, ranks: Sequence[int], order: cues.ORDERS) -> dict[int, Answer]:
+    def _ask(self, ranks: Sequence[int], order: messages.ORDERS) -> dict[int, Answer]:
         for rank in ranks:
-            self._actors[rank].tell(order)
-        return {rank: self._actors[rank].hear() for rank in ranks}
+            self._processes[rank].send(order)
+        return {rank: self._processes[rank].receive() for rank in ranks}
 
-    def _fine(self, ranks: Sequence[int], order: cues.ORDERS) -> None:
-        """What must go well."""
+    def _fine(self, ranks: Sequence[int], order: messages.ORDERS) -> None:
+        """Raises NoAnswer unless all answers are FINE."""
         for answer in self._ask(ranks, order).values():
             if answer.outcome is not Outcome.FINE:
-                raise Stuck(Answer(answer.rank, answer.outcome, answer.end_s, f"{type(order).__name__}: {answer.said}"))
+                raise NoAnswer(Answer(answer.rank, answer.outcome, answer.end_s, f"{type(order).__name__}: {answer.said}"))
 
-    def _configure(self, members: tuple[int, ...]) -> cues.Configure:
-        return cues.Configure(self._generation, members, self._actors[0].ready.store)
+    def _configure(self, members: tuple[int, ...]) -> messages.Configure:
+        return messages.Configure(self._generation, members, self._processes[0].ready.store)
 
-    def _all_reduce(self, members: tuple[int, ...]) -> cues.AllReduce:
+    def _all_reduce(self, members: tuple[int, ...]) -> messages.AllReduce:
         self._step += 1
-        return cues.AllReduce(self._step, members)
+        return messages.AllReduce(self._step, members)
 
     def _sum(self, members: tuple[int, ...]) -> None:
         self._fine(members, self._all_reduce(members))
 
     # ---- the fault
 
-    def _bring_to_its_place(self) -> None:
+    def _reach_the_phase(self) -> None:
         phase, fault = self._cell.phase, self._cell.fault
         if phase is Phase.IDLE:
-            if not self._harmless and not self._cell.parts:
+            if not self._harmless and not self._cell.leaves_idle:
                 for rank in SURVIVORS:
-                    self._actors[rank].tell(cues.Word.NOTICE)
-            self._victim.tell(cues.Strike(fault))
+                    self._processes[rank].send(messages.Command.NOTICE)
+            self._victim.send(messages.Inject(fault))
         else:
-            self._victim.tell(cues.Arm(fault, phase))
+            self._victim.send(messages.Arm(fault, phase))
             if phase is Phase.SHUTTING_DOWN:
-                self._victim.tell(cues.Word.CLOSE)
+                self._victim.send(messages.Command.CLOSE)
             else:
                 if phase in (Phase.CONNECTING, Phase.RECONFIGURING):
                     self._generation += 1
                 collective = phase in (Phase.REDUCE_SCATTER, Phase.ALL_GATHER)
                 order = self._all_reduce(ALL) if collective else self._configure(ALL)
-                for actor in self._actors:
-                    actor.tell(order)
-        word = self._victim.hear()
-        assert word is cues.Word.HERE, word
+                for process in self._processes:
+                    process.send(order)
+        word = self._victim.receive()
+        assert word is messages.Command.HERE, word
 
-    def _strike(self) -> None:
+    def _inject(self) -> None:
         fault, victim = self._cell.fault, self._victim
         if self._intruder is not None:
             generation = self._generation - (fault is Fault.STALE)
-            targets = {actor.rank: actor.ready.address for actor in self._actors}
-            word = self._intruder.ask(cues.Attack(generation, targets))
-            assert word is cues.Word.HERE, word
+            targets = {process.rank: process.ready.address for process in self._processes}
+            word = self._intruder.ask(messages.Attack(generation, targets))
+            assert word is messages.Command.HERE, word
         if self._cell.phase is Phase.SHUTTING_DOWN:
             self._count()  # of endpoints that are about to close
             for rank in SURVIVORS:
-                self._actors[rank].tell(cues.Word.CLOSE)
-        self.seen.struck_s = time.monotonic()
+                self._processes[rank].send(messages.Command.CLOSE)
+        self.seen.fault_s = time.monotonic()
         if fault is Fault.KILL:
             os.kill(victim.pid, signal.SIGKILL)
         elif fault is Fault.STOP:
@@ -145,34 +145,34 @@ class _Play:
             self._now()
 
     def _now(self) -> None:
-        word = self._victim.ask(cues.Word.NOW)
-        assert isinstance(word, cues.Struck), word
+        word = self._victim.ask(messages.Command.NOW)
+        assert isinstance(word, messages.Injected), word
         if self._cell.fault not in (Fault.STOP, Fault.HALF_OPEN):
-            self.seen.struck_s = word.at_s
+            self.seen.fault_s = word.at_s
 
-    def _hear_the_struck(self) -> None:
+    def _collect_answers(self) -> None:
         seen, phase = self.seen, self._cell.phase
         if phase is not Phase.IDLE:
             for rank in ALL if self._harmless else SURVIVORS:
-                seen.struck[rank] = self._actors[rank].hear()
+                seen.answers[rank] = self._processes[rank].receive()
         elif self._harmless:
-            self.seen.after.append(self._victim.hear())  # to the order to strike
-            seen.struck = self._ask(ALL, self._all_reduce(ALL))
-        elif self._cell.parts:
-            self._troupe.exit_code(self._victim)
-            self.seen.struck_s = time.monotonic()
-            seen.struck = self._ask(SURVIVORS, self._all_reduce(ALL))
+            self.seen.after.append(self._victim.receive())  # to the order Inject
+            seen.answers = self._ask(ALL, self._all_reduce(ALL))
+        elif self._cell.leaves_idle:
+            self._owner.exit_code(self._victim)
+            self.seen.fault_s = time.monotonic()
+            seen.answers = self._ask(SURVIVORS, self._all_reduce(ALL))
         else:
             for rank in SURVIVORS:
-                answer = self._actors[rank].hear()
+                answer = self._processes[rank].receive()
                 if answer.outcome is Outcome.FINE:
-                    seen.noticed_s[rank] = answer.end_s
-            seen.struck = self._ask(SURVIVORS, self._all_reduce(ALL))
+                    seen.detected_s[rank] = answer.end_s
+            seen.answers = self._ask(SURVIVORS, self._all_reduce(ALL))
 
     def _count(self) -> None:
         if self._intruder is not None:
             for rank in SURVIVORS:
-                answer = self._actors[rank].ask(cues.Word.COUNT)
+                answer = self._processes[rank].ask(messages.Command.COUNT)
                 assert isinstance(answer, Refusals), answer
                 self.seen.refusals[rank] = answer
 
@@ -183,8 +183,8 @@ class _Play:
         members = ALL if self._harmless else SURVIVORS
         if self._cell.phase is Phase.SHUTTING_DOWN:
             for rank in members:
-                ready = self._actors[rank].ask(cues.Word.OPEN)
-                assert isinstance(ready, cues.Ready), ready
+                ready = self._processes[rank].ask(messages.Command.OPEN)
+                assert isinstance(ready, messages.Ready), ready
         else:
             self._count()
             if self._harmless:
@@ -194,8 +194,8 @@ class _Play:
         self._sum(members)
         self._sum(members)
 
-    def _come_back(self) -> None:
-        """A victim that lives must learn that it is out, and must not harm the others."""
+    def _resume_victim(self) -> None:
+        """A victim that still runs must report the loss, and must not disturb the others."""
         fault, phase, victim = self._cell.fault, self._cell.phase, self._victim
         if fault not in (Fault.STOP, Fault.HALF_OPEN, Fault.GARBAGE):
             return
@@ -208,26 +208,26 @@ class _Play:
             self._network.restore(VICTIM, 0)
             self._cut = False
         if fault is Fault.GARBAGE and phase in (Phase.CONNECTING, Phase.RECONFIGURING):
-            victim.tell(cues.Word.NOW)  # enough of it
-        answer = victim.hear()
+            victim.send(messages.Command.NOW)  # end the garbage
+        answer = victim.receive()
         if phase is Phase.IDLE:
             answer = victim.ask(self._all_reduce(ALL))
         self.seen.victim = answer
         self._sum(SURVIVORS)
 
     def _leave(self) -> None:
-        peaceful = [actor for actor in self._actors if actor is not self._victim]
+        leaving = [process for process in self._processes if process is not self._victim]
         if self._harmless or self.seen.victim is not None:
-            peaceful.append(self._victim)
+            leaving.append(self._victim)
         if self._intruder is not None:
-            self.seen.after.append(self._intruder.ask(cues.Word.CEASE))
-            peaceful.append(self._intruder)
-        for actor in peaceful:
-            actor.tell(cues.Word.END)
-        for actor in peaceful:
-            self.seen.exit_codes[actor.rank] = self._troupe.exit_code(actor)
+            self.seen.after.append(self._intruder.ask(messages.Command.CEASE))
+            leaving.append(self._intruder)
+        for process in leaving:
+            process.send(messages.Command.END)
+        for process in leaving:
+            self.seen.exit_codes[process.rank] = self._owner.exit_code(process)
 
     def end(self) -> None:
         if self._cut and self._network is not None:
             self._network.restore(VICTIM, 0)
-        self._troupe.dismiss([*self._actors, *filter(None, [self._intruder])])
+        self._owner.end([*self._processes, *filter(None, [self._intruder])])

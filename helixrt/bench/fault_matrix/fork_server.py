@@ -1,8 +1,7 @@
-"""The process that ranks are forked from: it has imported everything, so that a rank costs milliseconds, not seconds.
+"""The process that ranks are forked from: it has imported everything, so that a rank starts in milliseconds, not seconds.
 
 In: `Fork`s over a pipe. Out: `Forked` and `Ended`. It has one thread and no exchange of its own. It ends with its owner,
-and so do its ranks. A forked rank that is done, exits or raises leaves as any Python program does, with all that runs
-at the end of one.
+and so do its ranks. A forked rank that is done, exits or raises ends as any Python program does, with all exit handlers.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from helixrt.bench.fault_matrix.cues import Part
+from helixrt.bench.fault_matrix.messages import ProcessSettings
 
 _LOOK_S = 0.01
 
 
 @dataclass(frozen=True)
 class Fork:
-    part: Part
-    path: str  # of the socket at which the conductor waits for the rank
+    settings: ProcessSettings
+    path: str  # of the socket at which the driver waits for the rank
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,12 @@ class Ended:
 
 
 def fork_ranks(pipe: Connection) -> None:
-    """The process's main function."""
+    """Main function of the process."""
     from helixrt.bench.fault_matrix import rank
     from helixrt.transport.auto import AutoEndpoint  # noqa: F401, with what ranks would import later
 
     gc.collect()
-    gc.freeze()  # what was imported is never looked at again: its pages stay shared
+    gc.freeze()  # the collector does not touch imported objects again, so their pages stay shared
     living: set[int] = set()
     try:
         pipe.send(Forked(os.getpid()))
@@ -53,7 +52,7 @@ def fork_ranks(pipe: Connection) -> None:
                 if pid == 0:
                     living.clear()
                     pipe.close()
-                    rank.main(order.part, order.path)
+                    rank.main(order.settings, order.path)
                     return
                 living.add(pid)
                 pipe.send(Forked(pid))
