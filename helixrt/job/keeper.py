@@ -196,9 +196,21 @@ class Keeper:
         descriptor = os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(order.secret)
-        here = (self._services.address, self._services.durable, self._services.lighthouse, where, order.run, order.life)
-        rest = (order.config, order.module, order.reserved, order.away_s, order.exit_grace_s, order.path, order.number)
-        kept = KeptRun(*here, *rest)
+        kept = KeptRun(
+            self._services.address,
+            self._services.durable,
+            self._services.lighthouse,
+            where,
+            order.run,
+            order.life,
+            order.config,
+            order.module,
+            order.reserved,
+            order.away_s,
+            order.exit_grace_s,
+            order.path,
+            order.number,
+        )
         write_durably(self._folder / FILE, json.dumps(asdict(kept), indent=1))
 
     def run(self) -> None:

@@ -172,7 +172,7 @@ def _measured(
     single = single_units(joint)
     names = {unit: structure(chunk.part) for unit, chunk in single.items()}
     setting, folder = Setting.here(device_of([joint]), 1), cache or profile_cache.default_folder()
-    found: dict[bytes, ChunkTimes] | str | None = kept_times(profile_cache.load(setting, folder), set(names.values()))
+    found = kept_times(profile_cache.load(setting, folder), set(names.values()))
     if found is None:
         if refused := too_large_for(joint, by_estimates, single):
             return refused
@@ -181,9 +181,10 @@ def _measured(
         if planned(round_s, limit_s) is None:
             return too_long(round_s, limit_s)
         turns = Turns({name: single[unit] for name, unit in distinct.items()})
-        found = _in_turns(turns, limit_s, Counter(names.values()), clock)
-        if isinstance(found, str):
-            return found
+        made = _in_turns(turns, limit_s, Counter(names.values()), clock)
+        if isinstance(made, str):
+            return made
+        found = made
         profile_cache.save(setting, folder, to_keep(found))
     return {unit: found[name] for unit, name in names.items()}
 
@@ -243,7 +244,7 @@ def kept_times(known: Known, names: set[bytes]) -> dict[bytes, ChunkTimes] | Non
 
 
 def to_keep(measured: Mapping[bytes, ChunkTimes]) -> Known:
-    found = {}
+    found: dict[str, Time] = {}
     for name, one in measured.items():
         found |= {_kept(name, operation): Time(getattr(one, operation) * 1e3) for operation in OPERATIONS}
     return Known(found)
