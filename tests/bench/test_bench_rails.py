@@ -25,7 +25,7 @@ def test_the_committed_recordings_are_whole(name: str) -> None:
     check(recording)
     assert acknowledged(recording)
     half = replace(recording, events=recording.events[: len(recording.events) // 2])
-    with pytest.raises(Fatal, match="whole"):
+    with pytest.raises(Fatal, match="incomplete"):
         check(half)
 
 
