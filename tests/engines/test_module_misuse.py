@@ -100,7 +100,7 @@ WITHIN = {
     "zeroing": (lambda s: s.model.zero_grad(set_to_none=False), r"the gradient of 0\.weight was changed within the step"),
     "one gradient": (lambda s: s.model[2].bias.grad.mul_(2), r"the gradient of 2\.bias was changed within the step"),
     "own backward": (own_backward, r"a backward outside step\.backward\(loss\) reached 2\.bias"),
-    "step": (lambda s: s.optimizer.step(), r"SGD\.step\(\) was called in the loop; step\.commit\(\) runs the update"),
+    "step": (lambda s: s.optimizer.step(), r"SGD\.step\(\) was called in the loop; step\.commit\(\) runs the same update"),
     "scheduler": (lambda s: s.scheduler.step(), r"'lr' of group 0 of optimizer 0 was changed \(scheduler\.step"),
     "unregistered": (unregistered_step, r"AdamW\.step\(\) was called, and this optimizer is not registered"),
     "parameter": (add_to_parameter, r"parameter 0\.weight was changed in place"),
