@@ -108,8 +108,8 @@ def test_everything_that_is_allocated_follows_the_modules_device(loops: Any, wei
             sums = sums_of(engine)
             made.devices.pop("cpu")
             engine.apply(loops.record(step), sums)
-            # Optimizers keep their step counters on the host, as torch has it; the book and integer buffers were given there. The
-            # first updates also read the state of the host's generator.
+            # Optimizers keep their step counters on the host, as torch has it; the book and integer buffers were given there.
+            # The first updates also read the state of the host's generator.
             generator = torch.get_rng_state().nbytes
             sizes = [size for _, size in made.devices.pop("cpu") if size != generator]
             assert max(sizes) <= sums[0].untyped_storage().nbytes()

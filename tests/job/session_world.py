@@ -80,6 +80,7 @@ class LocalHost:
         self.said: list[str] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.validated: list[tuple[int, dict[str, float]]] = []
+        self.weights: list[float | None] = []  # of each validation, if it is shared
         self.worker: CommittingWorker | None = None
 
     @property
@@ -105,6 +106,7 @@ class LocalHost:
 
     def validation(self, order: Evaluate, found: Measured) -> None:
         self.validated.append((order.step, dict(found.values)))
+        self.weights.append(found.weight)
 
     def busy(self, doing: str, limit_s: float) -> AbstractContextManager[None]:
         return nullcontext()
