@@ -125,7 +125,7 @@ class Meeting:
                 problems.append(f"rank {', '.join(map(str, sorted(late)))} had not come")
             what = f"generation {self.generation} is not complete: {'; '.join(problems)}"
             cause = Cause(what, f"rank {self.me}", peers=tuple(sorted({*late, *self.hopeless})))
-            missed = [self.peers[rank] for rank in cause.peers]  # they meet by TCP, whatever their rails are
+            missed = [self.peers[rank] for rank in cause.peers if rank in self.peers]  # else its address was no address
             own = next(filter(None, (trouble_of_all(peer.ways) or peer.own_trouble() for peer in missed)), "")
             raise Retryable(with_own_trouble(cause, own) if own else cause)
         for peer in self.peers.values():
