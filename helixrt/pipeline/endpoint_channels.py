@@ -42,6 +42,7 @@ TIMEOUT_S = 60.0
 _HEADER = struct.Struct("<ddq?")  # queued, begun (Unix times), the sender's step, whether the arrival is to be reported
 _HEADER_BYTES = 64  # tensors behind it are aligned
 _INDEX_BITS = 20  # of `wire_tag`, without its step
+_LINGER_LOST_S = 1.0  # as `LINGER_S`, with a lost peer
 _UNORDERED = (Lane.LOSS, Lane.NORM, Lane.BATCH)
 _ACKNOWLEDGES = 1 << _INDEX_BITS  # in a name: reports to the sender of the message of the same name that it arrived
 
@@ -142,15 +143,17 @@ class StageChannels:
         self._in_order = InOrder(comm.depth) if isinstance(comm, Direct) else None
 
     def close(self) -> None:
-        """Send what was begun, unless a peer is lost, and end the threads; idempotent."""
+        """Send what was begun to peers that are not lost, and end the threads; idempotent. A peer that has ended its part and
+        closed counts as lost, too."""
         if self._closed:
             return
         self._closed = True
-        if not self._lost:
-            with contextlib.suppress(Retryable):
-                self.settle(self._peers)
+        living = [peer for peer in self._peers if peer not in self._lost]
+        linger_s = LINGER_S if len(living) == len(self._peers) else _LINGER_LOST_S if living else 0.0
+        with contextlib.suppress(Retryable):
+            self._wait(lambda: not self._uncopied_to(living), living, None if linger_s == LINGER_S else linger_s)
         for queue in self._queues:
-            queue.close(0.0 if self._lost else LINGER_S)
+            queue.close(linger_s)
 
     # ---- what the channels call, in the thread that computes
 
@@ -211,7 +214,10 @@ class StageChannels:
                 self._changed.wait((until_s if first_s == math.inf else first_s) - now_s)
 
     def settle(self, peers: Sequence[int]) -> None:
-        self._wait(lambda: not any(message.peer in peers for message in self._uncopied), peers)
+        self._wait(lambda: not self._uncopied_to(peers), peers)
+
+    def _uncopied_to(self, peers: Sequence[int]) -> bool:
+        return any(message.peer in peers for message in self._uncopied)
 
     def _check(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
@@ -226,9 +232,9 @@ class StageChannels:
             in_order.put(communication)
         self._advance(in_order)
 
-    def _wait(self, there: Callable[[], bool], peers: Sequence[int]) -> None:
+    def _wait(self, there: Callable[[], bool], peers: Sequence[int], limit_s: float | None = None) -> None:
         """Raises Retryable if one of the peers is lost first, or nothing happens in time."""
-        until_s = time.monotonic() + self._timeout_s
+        until_s = time.monotonic() + (self._timeout_s if limit_s is None else limit_s)
         with self._changed:
             while not there():
                 if self._lost.keys() & set(peers):

@@ -238,3 +238,25 @@ def test_no_thread_outlives_its_channels(endpoint_stages: Any) -> None:
         2, lambda stage, endpoints: StageChannels(endpoints, stage, 2, FlightRecord(f"pp{stage}")).close()
     )
     assert not [t.name for t in threading.enumerate() if t.name.startswith("helixrt-stage")]
+
+
+def test_a_stage_that_closes_behind_another_sends_what_it_has_begun(endpoint_stages: Any) -> None:
+    """Stage 0 has ended its part and closed: to stage 1 it is lost, which then closes at once with messages for stage 2."""
+    many = 40
+
+    def talk(stage: int, endpoints: Sequence[Endpoint]) -> bool:
+        channels = StageChannels(endpoints, stage, 3, FlightRecord(f"pp{stage}"))
+        try:
+            if stage == 1:
+                with pytest.raises(Retryable, match="stage 0 of this replica cannot be reached"):
+                    channels.channels[0].recv(tag(0), LIKE).wait()
+                for m in range(many):
+                    channels.channels[2].send(tag(m), value(m))
+            elif stage == 2:
+                posted = [channels.channels[1].recv(tag(m), LIKE) for m in range(many)]
+                return all(handle.wait().equal(value(m)) for m, handle in enumerate(posted))
+        finally:
+            channels.close()
+        return True
+
+    assert all(endpoint_stages.connected(3, talk))
