@@ -1,60 +1,80 @@
-"""A batch that may be yielded again: what the loop puts into its containers does not stay in it.
+"""A batch that may be yielded again: what the loop does with it does not stay in it.
 
 In: a batch as the loader gave it, before the loop gets it. Out: a batch with the same tensors, as often as it is asked for;
-None once a tensor was changed in place, so that the batch must be read again. Tensors are shared, not copied. Lists, tuples,
-mappings, data classes and objects with `__copy__` (NumPy arrays, batches of other libraries) are copied.
+None where the batch must be read again: a tensor was changed in place, or the batch holds something that cannot be copied.
+Tensors, classes and functions are shared, not copied. All else is copied by pickling, as a loader's worker process does:
+containers of any depth, NumPy arrays, data classes, objects of other libraries.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+import io
+import pickle
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
+_SHARED = torch.Tensor | type | FunctionType | BuiltinFunctionType | ModuleType
+
 
 class KeptBatch:
-    """One thread at a time."""
+    """One thread at a time. `problem`: why the batch cannot be given a second time; empty if it can, or was not given yet."""
 
     def __init__(self, batch: Any) -> None:
-        self._batch = copied(batch)
-        self._versions = tuple(_versions(self._batch))
+        self._first: tuple[Any] | None = (batch,)  # as the loader gave it; None once the loop has it
+        self._pickled = b""
+        self._shared: list[Any] = []
+        self._versions: list[int] = []
+        self.problem = ""
 
-    def again(self) -> Any | None:
-        """The batch as it was read, for the loop; None if a tensor in it was changed in place."""
-        return copied(self._batch) if tuple(_versions(self._batch)) == self._versions else None
+    @property
+    def ready(self) -> bool:
+        """Whether it can be given; if not, it must be read again."""
+        return self._first is not None or (not self.problem and _versions(self._shared) == self._versions)
+
+    def give(self) -> Any:
+        """The batch as it was read, for the loop; the first time it is the loader's own object. Only while `ready`."""
+        if self._first is None:
+            return _Unpickler(io.BytesIO(self._pickled), self._shared).load()
+        (batch,), self._first = self._first, None
+        file = io.BytesIO()
+        try:
+            _Pickler(file, self._shared).dump(batch)
+            self._pickled = file.getvalue()
+            _Unpickler(io.BytesIO(self._pickled), self._shared).load()
+        except Exception as error:  # whatever the code of a user's class raises
+            self.problem = f"a batch of type {type(batch).__name__} cannot be copied ({type(error).__name__}: {error})"
+            self._pickled, self._shared = b"", []
+        self._versions = _versions(self._shared)
+        return batch
 
 
-def copied(value: Any) -> Any:
-    """The same leaves in containers of their own."""
-    kind = type(value)
-    if kind is dict:
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind._make([copied(item) for item in value])
-    if kind is list or kind is tuple:
-        return kind(copied(item) for item in value)
-    held = isinstance(value, Mapping | Sequence) or hasattr(kind, "__copy__") or is_dataclass(value)
-    if not held or isinstance(value, torch.Tensor | type | str | bytes | range):
-        return value
-    try:
-        return copy.copy(value)
-    except Exception:  # an object that cannot be copied is the loop's own affair
-        return value
+class _Pickler(pickle.Pickler):
+    """Puts what is shared into a list, and its place there into the pickle."""
+
+    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._shared = shared
+
+    def persistent_id(self, item: Any) -> int | None:
+        if not isinstance(item, _SHARED):
+            return None
+        self._shared.append(item)
+        return len(self._shared) - 1
 
 
-def _versions(value: Any) -> Iterator[int]:
-    """The version counters of a batch's tensors, in a fixed order: they grow when a tensor is changed in place."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_inference():
-            yield value._version
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _versions(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _versions(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _versions(vars(value)) if hasattr(value, "__dict__") else ()
+class _Unpickler(pickle.Unpickler):
+    """Takes what is shared from the list."""
+
+    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, place: int) -> Any:
+        return self._shared[place]
+
+
+def _versions(shared: list[Any]) -> list[int]:
+    """One number per tensor: it grows when the tensor is changed in place. Tensors of inference mode have none."""
+    return [item._version for item in shared if isinstance(item, torch.Tensor) and not item.is_inference()]

@@ -92,6 +92,7 @@ class Stream:
         self._generators = [(g, g.get_state()) for g in generators(loader)]
         self._stateful = stateful(loader)
         self._kept: dict[int, KeptBatch] = {}  # by position, those that may be yielded again
+        self._uncopied = False  # the user was told of a batch that cannot be copied
         self._iterator: Iterator[Any] | None = None
         self._begun = False  # the loader was iterated in this process
         self._next = -1  # position of the batch that the iterator gives next
@@ -144,7 +145,8 @@ class Stream:
         if self._length is None:
             try:
                 for at in group:
-                    self._batch(at)
+                    if at not in self._kept:
+                        self._find(at)
             except _Ended:
                 self._kept.clear()  # of the incomplete group: its positions are those of the next epoch's first batches
         return (self._batch(at) for at in group)
@@ -158,13 +160,20 @@ class Stream:
 
     def _batch(self, position: int) -> Any:
         kept = self._kept.get(position)
-        if kept is not None and (again := kept.again()) is not None:
-            return again
-        if position != self._next or self._iterator is None:  # a batch that was changed in place is read again, too
-            self._seek(position)
-        batch = self._read(position)
-        self._kept[position] = KeptBatch(batch)
+        if kept is None or not kept.ready:
+            kept = self._find(position)
+        batch = kept.give()
+        if kept.problem and not self._uncopied:
+            self._uncopied = True
+            self._say(f"{kept.problem}: a step that is repeated reads its batches again")
         return batch
+
+    def _find(self, position: int) -> KeptBatch:
+        """The batch at `position`, read from the loader; it is kept."""
+        if position != self._next or self._iterator is None:
+            self._seek(position)
+        kept = self._kept[position] = KeptBatch(self._read(position))
+        return kept
 
     def _read(self, position: int) -> Any:
         """The next batch of the iterator, which is the one at `position`. Raises _Ended when the first epoch of a loader

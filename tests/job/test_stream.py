@@ -210,7 +210,26 @@ class Pair:
     y: torch.Tensor
 
 
+class Plain:
+    """Nothing special, and it holds containers."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.parts, self.made = x, [{"y": x + 1}], lambda: x
+
+    def __repr__(self) -> str:
+        return f"Plain({self.x}, {self.parts})"
+
+
+class Locked(Plain):
+    """It cannot be copied."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it holds a lock")
+
+
 BATCHES = {
+    "plain object": Plain,
+    "object in a list": lambda x: [x, (Plain(x), [x])],
     "dictionary": lambda x: {"x": x, "others": [x + 1, {"y": x + 2}]},
     "list": lambda x: [x, (x + 1, [x + 2])],
     "mapping": lambda x: UserDict(x=x, y=x + 1),
@@ -221,11 +240,16 @@ BATCHES = {
 
 def changed(batch: Any) -> None:
     """What loops do with a batch: new tensors in its containers, entries taken out, arrays changed in place."""
-    if isinstance(batch, Pair):
+    if isinstance(batch, Pair | Plain):
         batch.x = batch.x * 10
+        if isinstance(batch, Plain):
+            batch.parts[0].pop("y")
+            batch.parts.append(1)
     elif isinstance(batch, list):
         batch[0] = batch[0] * 10
         batch[1][1].clear()
+        if isinstance(batch[1][0], Plain):
+            changed(batch[1][0])
     elif isinstance(batch["x"], numpy.ndarray):
         batch["x"] *= 10
     else:
@@ -258,6 +282,33 @@ def test_a_batch_comes_again_as_it_was_read(kind: str, known: bool) -> None:
             assert repr(batch) == repr(BATCHES[kind](torch.full((2,), float(number + 1))))
             changed(batch)
     assert read == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["length", "no length"])
+def test_a_batch_that_cannot_be_copied_is_read_again_and_the_user_is_told_once(known: bool) -> None:
+    read: list[int] = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(6):
+                read.append(number)
+                yield Locked(torch.full((2,), float(number)))
+
+    class Known(Loader):
+        def __len__(self) -> int:
+            return 6
+
+    said: list[str] = []
+    stream = Stream(Known() if known else Loader(), StreamSettings(0, accumulate=2), MemoryRunStore(), said.append)
+    for _ in range(3):
+        for number, batch in enumerate(stream.take(2), start=2):
+            assert repr(batch) == repr(Locked(torch.full((2,), float(number))))
+            changed(batch)
+    assert len(read) > 4
+    copying = [text for text in said if "cannot be copied" in text]
+    assert copying == [
+        "a batch of type Locked cannot be copied (TypeError: it holds a lock): a step that is repeated reads its batches again"
+    ]
 
 
 def test_a_restart_skips_from_the_newest_state_before_its_position() -> None:
