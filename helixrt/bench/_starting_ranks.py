@@ -5,7 +5,8 @@ run's store. The store, the server's launcher, claims, settings, the manifest of
 over the store and the rendezvous are those of a job (`environment.joined`, `leading.Leading`); there is no model and nothing is
 exchanged. Requests are counted by each rank. A rank that waits looks again and again, so the number of requests depends on the
 machine; the number of different things that it asks for (a call and its key) does not. Those that a quorum over the store asks
-for are counted apart: each member looks at all others (`protocol.store_quorum`), so they grow with the square.
+for are counted apart: two members look at all others (`protocol.store_quorum`), and replicas that start in the same moment try
+the places of the list of members one after another.
 """
 
 from __future__ import annotations

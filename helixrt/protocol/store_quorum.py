@@ -5,6 +5,7 @@ In: one member's identity, and the answers to its store operations, each with th
 that yield an operation and are sent a `Reply`; the same code runs on a real store and in a simulated one.
 
     known/I     list of the incarnations that have announced themselves: entry I is put once
+    count       about how many entries the list has, never more
     beat/ID     a counter that the member ID raises; each reader measures for how long it did not change
     ask/ID      the round that the member asks for, and its account of itself
     formed/N    the quorum of round N: put once, so there is one quorum for each round, whichever member proposes it
@@ -13,12 +14,15 @@ that yield an operation and are sent a `Reply`; the same code runs on a real sto
 A formed round that is `KEPT` rounds old is emptied, so that a member that was stopped meanwhile cannot form it again, and
 deleted when it is `REMEMBERED` rounds old.
 
-A member that asks for round N proposes its quorum (all living members that ask) as soon as every living member of the last
-quorum asks (in the first round, or when none of them lives, every living member that announced itself); or after `join_s`
-with those who ask. A member that
-has ended by the driver's report, whose counter has not changed for `silent_s` of observed time, or that has a successor is not
-living. A joiner asks, and is in the next quorum that forms. What the rules give up against a service: each join costs one
-read for each replica, so they fit tens of replicas.
+The quorum of round N is complete (all living members that ask) as soon as every living member of the last quorum asks (in the
+first round, or when none of them lives, every living member that announced itself); or after `join_s` with those who ask. A
+member that has ended by the driver's report, whose counter has not changed for `silent_s` of observed time, or that has a
+successor is not living. A joiner asks, and is in the next quorum that forms.
+
+The first living member of the last quorum proposes it, and reads what all others ask for; the second looks at all others as
+well, to take its place. The rest look at these two alone, so that the requests of a quorum grow with the number of members, not
+with its square. A member that has waited for `join_s` proposes by itself. When the first two end together without a report of
+the driver, the next two begin to look after `silent_s`.
 
 Generations grow with the rounds: the proposer's time stamp, or one more than the highest that the last quorum had or any
 member has seen.
@@ -36,6 +40,7 @@ _EMPTY = "-"
 _NO_ROUND = -1
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.02  # between two looks at the others
 _LOOK_S = 0.05  # between two looks at their signs of life
+_LOOKING = 2  # members that look at all others
 
 Id = tuple[int, int]  # replica, incarnation
 
@@ -133,7 +138,8 @@ class StoreQuorum:
         self._beats = 0
         self._peers: dict[Id, _Peer] = {}
         self._over = ""  # why this incarnation takes part no more
-        self._entries = 0  # of the list of known incarnations, as far as it was read
+        self._known: list[Id] = []  # the list of known incarnations, as far as it was read
+        self._newest: dict[int, int] = {me[0]: me[1]}  # by replica, the incarnation
         self._round = 0  # the next one, as far as is known
         self._last: tuple[Id, ...] | None = None  # members of the quorum before it
         self._generation = 0  # of that one
@@ -151,9 +157,10 @@ class StoreQuorum:
         """Say that this member is there; from then on the others wait for it in the first round."""
         yield self.beat()
         mine = _text(self._me)
-        index = 0
+        index = int((yield Get(f"{self._prefix}count")).value or 0)
         while (yield PutIfAbsent(f"{self._prefix}known/{index}", mine)).value != mine:
             index += 1
+        yield Set(f"{self._prefix}count", str(index + 1))
 
     def join(self, account: Mapping[str, Any]) -> Generator[Operation, Reply, Quorum]:
         """Take part in the next round. `account`: the member's report on itself, JSON; `seen` in it is the highest generation
@@ -165,22 +172,26 @@ class StoreQuorum:
         while True:
             reply = yield Get(self._formed_key(self._round))
             if reply.value is None:
-                yield from self._read_known()
-                yield from self._read_asks()
-                if looked_s is None or reply.now_s - looked_s >= _LOOK_S:
+                late = reply.now_s - asked_s >= self._rules.join_s
+                first = yield from self._first()
+                looks = late or self._me in first
+                if looks:
+                    yield from self._read_known()
+                    yield from self._read_asks()
+                if (looked_s is None and looks) or reply.now_s - (looked_s or asked_s) >= _LOOK_S:
                     looked_s = reply.now_s
-                    yield from self._look()
+                    yield from self._look(list(self._peers) if looks else first)
                     newest = (yield Get(f"{self._prefix}newest")).value
                     if newest is not None and int(newest) >= self._round:
                         if (yield Get(self._formed_key(self._round))).value is None:  # it was deleted
                             yield from self._catch_up()
                             yield self._asking(account)
-                        continue
-                if not self._complete(reply.now_s - asked_s):
+                    continue
+                if not (late or self._me == first[0]) or not self._complete(reply.now_s - asked_s):
                     yield Pause(pause_s)
                     pause_s = min(_LAST_PAUSE_S, 1.5 * pause_s)
                     continue
-                yield from self._look()  # members that are known to have ended are not counted
+                yield from self._look(list(self._peers))  # members that are known to have ended are not counted
                 reply = yield from self._propose(account)
             assert reply.value is not None
             accounts: dict[Id, Mapping[str, Any]] = {}
@@ -190,7 +201,10 @@ class StoreQuorum:
             now = yield from self._catch_up()
             if self._round == formed + 1 and accounts.get(self._me) == account:
                 return Quorum(self._generation, tuple(accounts[member] for member in sorted(accounts)))
-            asked_s, pause_s = now, _FIRST_PAUSE_S
+            if self._me not in accounts:  # perhaps this incarnation is over
+                yield from self._read_known()
+                yield from self._look(())
+            asked_s, pause_s, looked_s = now, _FIRST_PAUSE_S, None
             yield self._asking(account)
 
     # ---------------------------------------------------------------- rounds
@@ -244,25 +258,51 @@ class StoreQuorum:
         return [m for m, peer in self._peers.items() if peer.round == self._round and self._lives(m)]
 
     def _lives(self, member: Id) -> bool:
-        peer = self._peers[member]
-        return not peer.ended and peer.still_s <= self._rules.silent_s
+        """As far as this member has looked."""
+        if member == self._me:
+            return True
+        if self._newest.get(member[0], member[1]) > member[1]:
+            return False
+        peer = self._peers.get(member)
+        return peer is None or (not peer.ended and peer.still_s <= self._rules.silent_s)
 
     # ---------------------------------------------------------------- the others
 
+    def _first(self) -> Generator[Operation, Reply, list[Id]]:
+        """The members that look at all others, the one that proposes first. At least one."""
+        first = [member for member in self._last or () if self._lives(member)][:_LOOKING]
+        if not first:  # this member has announced itself, so the list has a living member
+            while len(first := self._living_known()[:_LOOKING]) < _LOOKING:
+                if not (yield from self._read_entry()):
+                    break
+        return first or [self._me]
+
+    def _living_known(self) -> list[Id]:
+        return [member for member in dict.fromkeys(self._known) if self._lives(member)]
+
     def _read_known(self) -> Generator[Operation, Reply, None]:
-        while (text := (yield Get(f"{self._prefix}known/{self._entries}")).value) is not None:
-            self._entries += 1
-            replica, incarnation = member = _id(text)
-            if replica == self._me[0]:
-                if incarnation > self._me[1]:
-                    self._over = f"replica {replica} was started again; incarnation {self._me[1]} is over"
-                continue
-            known = max((i for r, i in self._peers if r == replica), default=-1)
-            if incarnation > known:
-                self._peers.pop((replica, known), None)
-                self._peers[member] = _Peer()
+        while (yield from self._read_entry()):
+            pass
         if self._over:
             raise Over(self._over)
+
+    def _read_entry(self) -> Generator[Operation, Reply, bool]:
+        """The next entry of the list, if there is one."""
+        text = (yield Get(f"{self._prefix}known/{len(self._known)}")).value
+        if text is None:
+            return False
+        replica, incarnation = member = _id(text)
+        self._known.append(member)
+        if replica == self._me[0] and incarnation > self._me[1]:
+            self._over = f"replica {replica} was started again; incarnation {self._me[1]} is over"
+        newest = self._newest.get(replica, -1)
+        if incarnation >= newest:
+            self._newest[replica] = incarnation
+            if replica != self._me[0]:
+                if incarnation > newest:
+                    self._peers.pop((replica, newest), None)
+                self._peers.setdefault(member, _Peer())
+        return True
 
     def _read_asks(self) -> Generator[Operation, Reply, None]:
         for member, peer in self._peers.items():
@@ -275,20 +315,22 @@ class StoreQuorum:
             told = json.loads(text)
             self._peers[member].round, self._peers[member].account = told["round"], told.get("account", {})
 
-    def _look(self) -> Generator[Operation, Reply, None]:
-        """Read the counters. Time without observation counts little, because the store may have been unreachable."""
+    def _look(self, members: Iterable[Id]) -> Generator[Operation, Reply, None]:
+        """Read whether this member is over, and the counters of these. Time without observation counts little, because the
+        store may have been unreachable."""
         if (yield Get(self._ended_key(*self._me))).value is not None:
             raise Over(f"the driver saw incarnation {self._me[1]} of replica {self._me[0]} end; it is over")
-        for member, peer in self._peers.items():
-            if not peer.ended:
-                peer.ended = (yield Get(self._ended_key(*member))).value is not None
-                reply = yield Get(self._key("beat", member))
-                if reply.value != peer.beat or peer.looked_s is None:
-                    peer.still_s = 0.0
-                else:
-                    peer.still_s += min(reply.now_s - peer.looked_s, self._rules.silent_s / 4)
-                peer.beat, peer.looked_s = reply.value, reply.now_s
-                yield from self._read_ask(member)  # it may have asked again
+        for member in members:
+            if member == self._me or (peer := self._peers.setdefault(member, _Peer())).ended:
+                continue
+            peer.ended = (yield Get(self._ended_key(*member))).value is not None
+            reply = yield Get(self._key("beat", member))
+            if reply.value != peer.beat or peer.looked_s is None:
+                peer.still_s = 0.0
+            else:
+                peer.still_s += min(reply.now_s - peer.looked_s, self._rules.silent_s / 4)
+            peer.beat, peer.looked_s = reply.value, reply.now_s
+            yield from self._read_ask(member)  # it may have asked again
 
     # ---------------------------------------------------------------- keys
 

@@ -17,7 +17,7 @@ def test_what_ranks_ask_for_at_their_start_grows_with_their_number() -> None:
         assert one.asked <= one.requests
     # What all ask for is a + b * ranks: twice the ranks more, twice the things more; with the square it would be four times.
     assert some.asked > few.asked and many.asked - some.asked <= 2.6 * (some.asked - few.asked), (few, some, many)
-    assert many.quorum_asked <= 7 * 16 * 16, "a quorum over the store: some looks of each at each"
+    assert many.quorum_asked <= 40 * 16, "two members look at all others; the rest look at these two"
     assert lasting.flat_start([some, many])
 
 

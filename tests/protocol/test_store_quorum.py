@@ -95,6 +95,7 @@ class Process:
         self.over = ""
         self.wakes_s = self.beat_s = 0.0
         self.rests = False  # joins no more
+        self.asked: set[str] = set()  # keys of its operations
 
     def turn(self) -> None:
         if self.announced and self.world.now_s >= self.beat_s:
@@ -116,6 +117,7 @@ class Process:
             self.over = str(over)
             return
         self.reply = self.world.execute(operation)
+        self.asked |= {operation.key} if isinstance(operation, Get | Set | PutIfAbsent) else set()
         if isinstance(operation, Pause):
             self.wakes_s = min(self.world.now_s + operation.seconds, self.beat_s)
 
@@ -257,6 +259,27 @@ def test_nobody_misses_a_round_in_quiet_times(seed: int) -> None:
         world.turn()
     found = [[q for q in process.accepted if q.generation > first][:49] for process in world.members.values()]
     assert all(quorums == found[0] for quorums in found) and all(len(q.accounts) == 4 for q in found[0])
+
+
+def test_the_operations_of_a_quorum_grow_with_the_members_and_not_with_their_square() -> None:
+    """Different keys are counted, since the number of looks at one depends on how long the others take."""
+    most: dict[int, list[int]] = {}
+    for replicas in (4, 8, 16, 32):
+        world = World(random.Random(replicas))
+        for replica in range(replicas):
+            world.start(replica, 0)
+        processes = list(world.members.values())
+        while min(len(process.accepted) for process in processes) < 6:
+            for process in processes:
+                if process.wakes_s <= world.now_s:
+                    process.turn()
+                if len(process.accepted) == 1:
+                    process.asked.clear()  # of the start
+            world.now_s += 0.0005
+        assert all(len(quorum.accounts) == replicas for process in processes for quorum in process.accepted[1:])
+        most[replicas] = sorted(len(process.asked) for process in processes)
+    assert all(counts[-3] <= 40 for counts in most.values()), most  # of five quorums; without those that look at all others
+    assert most[32][-1] <= 40 + 3 * 32
 
 
 def test_old_rounds_are_emptied_and_a_joiner_finds_the_newest() -> None:
