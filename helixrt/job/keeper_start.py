@@ -145,8 +145,9 @@ def keeper_lives(folder: Path) -> bool:
 
 def is_lost(folder: Path, kept: KeptRun) -> bool:
     """Whether the run's keeper has ended and can be started again: on this machine, and since it was last started, so that the
-    journal of its store is whole. On Ray it cannot: actors may be on other nodes, and live longer than it."""
-    if kept.config["launcher"] == "ray" or keeper_lives(folder):
+    journal of its store is whole. Rank actors on other nodes of a Ray cluster may live a little longer than their keeper: they
+    are over all the same, since the store says that they have ended."""
+    if keeper_lives(folder):
         return False
     try:
         replay((folder / FOLDER / JOURNAL).read_bytes(), Identity(kept.run, kept.life, boot_identity()))

@@ -41,6 +41,7 @@ from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import SAVED, PerReplicaState
 from helixrt.job.placement import Placement
 from helixrt.job.prepared import prepare
+from helixrt.job.rank_place import RankPlace
 from helixrt.job.sampler import StreamSampler, stream_sampler
 from helixrt.job.scalars import scalars
 from helixrt.job.session_host import Host, Plan, SessionSettings
@@ -49,9 +50,6 @@ from helixrt.job.stream import Stream, StreamSettings
 from helixrt.replica.commands import Evaluate
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
     from helixrt.engines.captured import CapturedModel
     from helixrt.engines.example_batch import ExampleBatch
 
@@ -59,13 +57,12 @@ log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Session:
+class Session(RankPlace):
     """A user's access to the job, one per rank; given to the train function. Used from one thread."""
 
     def __init__(self, settings: SessionSettings, host: Host) -> None:
-        self.settings, self._host = settings, host
         self._placement = Placement(settings, host)
-        self.device = self._placement.device
+        super().__init__(settings, host, self._placement.device)
         self._engine: SessionEngine | None = None
         self._per_replica: Mapping[str, Any] = {}
         self._evaluation: Evaluation | None = None
@@ -73,52 +70,6 @@ class Session:
         self._last: Committed | None = None  # of the step before it
         self._began = self._ended = False
         self.departed: Departed | None = None  # with what the loop was ended because the replica leaves the run
-
-    @property
-    def replica(self) -> int:
-        """The number of this replica, from 0."""
-        return self.settings.replica
-
-    @property
-    def replicas(self) -> int:
-        """How many replicas are configured; fewer may be running."""
-        return self.settings.replicas
-
-    @property
-    def folder(self) -> Path | None:
-        """The run's folder, for files of the program's own; None without one on this machine."""
-        return self._host.folder
-
-    @property
-    def shard(self) -> int:
-        """The number of this rank among the dp_shard ranks of its replica, from 0."""
-        return self.settings.shard
-
-    @property
-    def stream(self) -> int:
-        """The number of the data stream that this rank reads. An IterableDataset divides itself by it and `streams`."""
-        return self.replica * self.settings.mesh.dp_shard + self.shard
-
-    @property
-    def streams(self) -> int:
-        """How many data streams there are: one for each dp_shard rank of each configured replica."""
-        return self.replicas * self.settings.mesh.dp_shard
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks of this replica as a device mesh, for `fully_shard` and collectives of your own: its dimensions are those
-        axes of `Mesh` that are larger than 1, by name. Its first use connects the ranks, and initializes torch.distributed in
-        this process; all ranks make it. Raises MisuseError for a replica of one rank."""
-        return self._host.connect(self.device).device_mesh()
-
-    def group(self, *axes: str) -> ProcessGroup | None:
-        """The ranks of this replica that differ from this one in these axes of `Mesh` at most (in any without an axis); None
-        where there is no other. For parts of a model that work together, from the thread that trains. As with `device_mesh` the
-        first use connects the ranks; all ranks ask for the same axes, in the same order."""
-        mesh = self.settings.mesh
-        if mesh.ranks == 1:
-            return None
-        return self._host.connect(self.device).group(*axes)
 
     @property
     def step(self) -> Step | None:
@@ -250,9 +201,7 @@ class Session:
         """
         if self._engine is not None:
             raise MisuseError("session.deepspeed comes once, in place of session.register")
-        made, self._engine = deepspeed_engine(
-            self.settings, self.device, self._placement.shard_group, engine, running_buffers
-        )
+        made, self._engine = deepspeed_engine(self.settings, self.device, self._placement.shard_group, engine, running_buffers)
         self._per_replica = dict(per_replica or {})
         wrap_calls(made, lambda: self._step)
         return made

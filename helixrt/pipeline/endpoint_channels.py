@@ -18,84 +18,40 @@ from __future__ import annotations
 
 import contextlib
 import math
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from helixrt.errors import Cause, MisuseError, Retryable
-from helixrt.pipeline.channels import Lane, RecvHandle, SelectableChannel, SendHandle, Tag, wire_tag
+from helixrt.pipeline.channels import Lane, RecvHandle, SelectableChannel, SendHandle, Tag
+from helixrt.pipeline.endpoint_messages import (
+    ACKNOWLEDGES,
+    HEADER,
+    HEADER_BYTES,
+    Incoming,
+    Outgoing,
+    bytes_of,
+    name_of,
+    tensor_in,
+)
 from helixrt.pipeline.host_tier import HostTier
 from helixrt.pipeline.in_order import Communication, InOrder
-from helixrt.pipeline.stage_queue import LINGER_S, Name, StageQueue
+from helixrt.pipeline.stage_queue import LINGER_S, StageQueue
 from helixrt.record import FlightRecord, Kind
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
-from helixrt.transport.contract import Buffer, Endpoint
+from helixrt.transport.contract import Endpoint
 
 HOST_BYTES = 1 << 30
 TIMEOUT_S = 60.0
 
-_HEADER = struct.Struct("<ddq?")  # queued, begun (Unix times), the sender's step, whether the arrival is to be reported
-_HEADER_BYTES = 64  # tensors behind it are aligned
-_INDEX_BITS = 20  # of `wire_tag`, without its step
 _LINGER_LOST_S = 1.0  # as `LINGER_S`, with a lost peer
 _UNORDERED = (Lane.LOSS, Lane.NORM, Lane.BATCH)
-_ACKNOWLEDGES = 1 << _INDEX_BITS  # in a name: reports to the sender of the message of the same name that it arrived
 
 Delay = Callable[[int, int], float]  # seconds, by sending stage and its step
-
-
-def _name(tag: Tag) -> Name:
-    return tag.step, wire_tag(tag) % (1 << _INDEX_BITS)
-
-
-def _bytes_of(buffer: torch.Tensor) -> Buffer:
-    return buffer.numpy().data
-
-
-def _tensor_in(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return buffer[_HEADER_BYTES:].view(like.dtype).view(like.shape)
-
-
-@dataclass(eq=False)
-class _Outgoing:
-    """`tensor` is the stage's until it is copied, then None."""
-
-    peer: int
-    tag: Tag
-    step: int
-    queued_s: float
-    tensor: torch.Tensor | None
-    bytes: int
-    wants_arrival: bool
-    begun_s: float = math.nan
-    copy_s: float = math.nan
-    communication: Communication = field(default_factory=Communication)
-
-
-@dataclass(eq=False)
-class _Incoming:
-    """`due_s`: when it may be seen (monotonic), `arrived_s` the same as Unix time; NaN until it is here. `needed_s`: since when
-    the stage waits for it, NaN until it does."""
-
-    peer: int
-    tag: Tag
-    buffer: torch.Tensor
-    posted_s: float
-    sent_s: float = math.nan
-    queued_s: float = math.nan
-    arrived_s: float = math.nan
-    due_s: float = math.nan
-    needed_s: float = math.nan
-    communication: Communication = field(default_factory=Communication)
-
-    @property
-    def here(self) -> bool:
-        return self.due_s == self.due_s
 
 
 class StageChannels:
@@ -124,7 +80,7 @@ class StageChannels:
         self._timeout_s, self._delay = timeout_s, delay
         self._changed = threading.Condition()
         self._lost: dict[int, Cause] = {}
-        self._uncopied: set[_Outgoing] = set()
+        self._uncopied: set[Outgoing] = set()
         self._in_order: InOrder | None = None
         self._set(comm)
         self._closed = False
@@ -157,11 +113,11 @@ class StageChannels:
 
     # ---- what the channels call, in the thread that computes
 
-    def send(self, peer: int, tag: Tag, tensor: torch.Tensor) -> _Outgoing:
+    def send(self, peer: int, tag: Tag, tensor: torch.Tensor) -> Outgoing:
         self._check(tensor)
         record, in_order = self.record, None if tag.lane in _UNORDERED else self._in_order
         size = tensor.nbytes
-        message = _Outgoing(peer, tag, record.step, record.clock(), tensor.detach(), size, in_order is not None)
+        message = Outgoing(peer, tag, record.step, record.clock(), tensor.detach(), size, in_order is not None)
         with self._changed:
             self._uncopied.add(message)
         if in_order is None:
@@ -171,18 +127,18 @@ class StageChannels:
             self._put(in_order, message.communication, peer)
         return message
 
-    def recv(self, peer: int, tag: Tag, like: torch.Tensor) -> _Incoming:
-        message = _Incoming(peer, tag, torch.empty(_HEADER_BYTES + like.nbytes, dtype=torch.uint8), self.record.clock())
-        name, into = _name(tag), _bytes_of(message.buffer)
+    def recv(self, peer: int, tag: Tag, like: torch.Tensor) -> Incoming:
+        message = Incoming(peer, tag, torch.empty(HEADER_BYTES + like.nbytes, dtype=torch.uint8), self.record.clock())
+        name, into = name_of(tag), bytes_of(message.buffer)
         self._queue_of(tag).call(lambda queue: queue.receive(peer, name, into, partial(self._came, queue, message)))
         return message
 
-    def wait_copied(self, message: _Outgoing) -> None:
+    def wait_copied(self, message: Outgoing) -> None:
         """Until the tensor may be reused."""
         if message.tensor is not None:
             self._wait(lambda: message.tensor is None, [message.peer])
 
-    def wait_here(self, message: _Incoming) -> None:
+    def wait_here(self, message: Incoming) -> None:
         """Until it has arrived, and where communication is direct until its turn has come."""
         if (in_order := self._in_order) is not None and message.tag.lane not in _UNORDERED:
             self._put(in_order, message.communication, message.peer)
@@ -195,7 +151,7 @@ class StageChannels:
             time.sleep(rest_s)
         self.released_s = max(self.released_s, message.arrived_s)
 
-    def wait_first(self, groups: Sequence[Sequence[_Incoming]]) -> int:
+    def wait_first(self, groups: Sequence[Sequence[Incoming]]) -> int:
         """Until all messages of one group have arrived; its number. Raises as `_wait`, of the peers of the first group."""
         until_s, needed_s = time.monotonic() + self._timeout_s, self.record.clock()
         for message in (message for group in groups for message in group):
@@ -256,46 +212,46 @@ class StageChannels:
     def _queue_of(self, tag: Tag) -> StageQueue:
         return self._queues[tag.microbatch % len(self._queues)]
 
-    def _begin(self, message: _Outgoing) -> None:
+    def _begin(self, message: Outgoing) -> None:
         self._queue_of(message.tag).call(partial(self._enter, message))
 
-    def _enter(self, message: _Outgoing, queue: StageQueue) -> None:
+    def _enter(self, message: Outgoing, queue: StageQueue) -> None:
         """Copy it to host memory, if there is room, and hand it to the endpoint."""
         tensor, record = message.tensor, self.record
         assert tensor is not None
-        buffer = self.host.take(_HEADER_BYTES + tensor.nbytes, partial(self._begin, message))
+        buffer = self.host.take(HEADER_BYTES + tensor.nbytes, partial(self._begin, message))
         if buffer is None:
             return
         begun = time.perf_counter()
-        _tensor_in(buffer, tensor).copy_(tensor)
+        tensor_in(buffer, tensor).copy_(tensor)
         message.copy_s = time.perf_counter() - begun
         self.host.copied(tensor.nbytes, message.copy_s)
-        name, data = _name(message.tag), _bytes_of(buffer)
+        name, data = name_of(message.tag), bytes_of(buffer)
         if message.wants_arrival:
             told = bytearray(1)
-            answer = (name[0], name[1] | _ACKNOWLEDGES)
+            answer = (name[0], name[1] | ACKNOWLEDGES)
             queue.receive(message.peer, answer, memoryview(told), partial(self._arrived_there, message))
         message.begun_s = record.clock()
-        _HEADER.pack_into(data, 0, message.queued_s, message.begun_s, message.step, message.wants_arrival)
+        HEADER.pack_into(data, 0, message.queued_s, message.begun_s, message.step, message.wants_arrival)
         with self._changed:
             message.tensor = None
             self._uncopied.discard(message)
             self._changed.notify_all()
         queue.send(message.peer, name, data, partial(self._sent, message, buffer))
 
-    def _sent(self, message: _Outgoing, buffer: torch.Tensor) -> None:
+    def _sent(self, message: Outgoing, buffer: torch.Tensor) -> None:
         self.host.give(buffer)
         if not message.wants_arrival:
             self._note_send(message)
 
-    def _arrived_there(self, message: _Outgoing, came_s: float) -> None:
+    def _arrived_there(self, message: Outgoing, came_s: float) -> None:
         self._note_send(message)
         self._over(message.communication)
 
-    def _came(self, queue: StageQueue, message: _Incoming, came_s: float) -> None:
+    def _came(self, queue: StageQueue, message: Incoming, came_s: float) -> None:
         """All of it is there, since `came_s` (monotonic)."""
         wall_s = self.record.clock() - (time.monotonic() - came_s)
-        message.queued_s, message.sent_s, step, wants_arrival = _HEADER.unpack_from(_bytes_of(message.buffer))
+        message.queued_s, message.sent_s, step, wants_arrival = HEADER.unpack_from(bytes_of(message.buffer))
         delay_s = self._delay(message.peer, step)
         message.arrived_s = wall_s + delay_s
         with self._changed:
@@ -307,12 +263,12 @@ class StageChannels:
         else:
             shows()
 
-    def _shows(self, queue: StageQueue, message: _Incoming, wants_arrival: bool) -> None:
+    def _shows(self, queue: StageQueue, message: Incoming, wants_arrival: bool) -> None:
         """It has arrived: the stage may see it."""
         self._over(message.communication)
         if wants_arrival:
-            op, index = _name(message.tag)
-            queue.send(message.peer, (op, index | _ACKNOWLEDGES), memoryview(bytes(1)), lambda: None)
+            op, index = name_of(message.tag)
+            queue.send(message.peer, (op, index | ACKNOWLEDGES), memoryview(bytes(1)), lambda: None)
 
     def _over(self, communication: Communication) -> None:
         communication.over = True
@@ -326,7 +282,7 @@ class StageChannels:
         for communication in begin:
             communication.begin()
 
-    def _note_send(self, message: _Outgoing) -> None:
+    def _note_send(self, message: Outgoing) -> None:
         self.record.write(
             Kind.SEND,
             begin_s=message.queued_s,
@@ -344,7 +300,7 @@ class StageChannels:
             self._changed.notify_all()
 
 
-def _due_s(group: Sequence[_Incoming]) -> float:
+def _due_s(group: Sequence[Incoming]) -> float:
     """When all of them may be seen; infinite before all are here."""
     return max(message.due_s if message.here else math.inf for message in group)
 
@@ -376,7 +332,7 @@ class _EndpointChannel(SelectableChannel):
 @dataclass(slots=True)
 class _EndpointSend(SendHandle):
     channels: StageChannels
-    message: _Outgoing
+    message: Outgoing
 
     def wait(self) -> None:
         self.channels.wait_copied(self.message)
@@ -385,14 +341,14 @@ class _EndpointSend(SendHandle):
 @dataclass(slots=True)
 class _EndpointRecv(RecvHandle):
     channels: StageChannels
-    message: _Incoming
+    message: Incoming
     like: torch.Tensor
 
     def wait(self) -> torch.Tensor:
         message, record = self.message, self.channels.record
         needed_s = record.clock() if math.isnan(message.needed_s) else message.needed_s
         self.channels.wait_here(message)
-        tensor = _tensor_in(message.buffer, self.like)
+        tensor = tensor_in(message.buffer, self.like)
         record.write(
             Kind.RECV,
             begin_s=message.posted_s,

@@ -27,6 +27,7 @@ RESUME = sys.argv[3] if len(sys.argv) > 3 else None
 STEPS, SLOW, EVERY = 70, (8, 50), 4
 BATCH, WIDTH, MICROBATCHES = 16, 6, 8
 DONE, BACK = FOLDER / "done", FOLDER / "back"  # the run was disturbed as the case says; the lost replica is there again
+DRIVER = FOLDER / "driver"  # the process of the run's driver; a rank's parent may be another one
 
 
 class Perceptron(nn.Module):
@@ -70,7 +71,7 @@ def disturb(session: helixrt.Session, stage: int, step: int) -> None:
         saved = newest_complete(run / "checkpoints")
         if saved is not None and saved.record.orders.get(0):
             DONE.touch()
-            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(int(DRIVER.read_text()), signal.SIGTERM)
     if CASE == "lost" and session.replica == 1 and stage == 1 and not DONE.exists() and chain(run)[-1].orders.get(1):
         DONE.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -81,6 +82,7 @@ def disturb(session: helixrt.Session, stage: int, step: int) -> None:
 
 
 if __name__ == "__main__":
+    DRIVER.write_text(str(os.getpid()))
     ways = ({"from": 0, "to": 1}, {"from": 1, "to": 0})
     link = () if CASE == "fixed" else tuple({**way, "delay_ms": 100, "steps": list(SLOW)} for way in ways)
     least_ms = 0.0 if CASE == "fixed" else 10.0

@@ -1,6 +1,7 @@
 """A user's script for a Ray cluster: `python train.py STORAGE SIGNS [RESUME]`.
 
 Three replicas of one rank train until the file `stop` is in SIGNS. Each leaves its host's address and its process there.
+CHECKPOINT_EVERY in the environment: steps between two checkpoints; none by default.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def train(session: helixrt.Session) -> None:
 
 
 if __name__ == "__main__":
-    options = helixrt.RunOptions(step_timeout_s=30.0, checkpoint_every=0, restarts=10)
+    every = int(os.environ.get("CHECKPOINT_EVERY", "0"))
+    options = helixrt.RunOptions(step_timeout_s=30.0, checkpoint_every=every, restarts=10)
     (SIGNS / f"driver.process.{os.getpid()}").touch()
     resume = sys.argv[3] if len(sys.argv) > 3 else None
     result = helixrt.run(train, replicas=3, storage=STORAGE, seed=1, options=options, launcher="ray", resume=resume)

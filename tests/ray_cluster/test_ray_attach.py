@@ -1,4 +1,5 @@
-"""A Ray job whose driver is killed: its ranks train on, and the same script, submitted again, attaches to them."""
+"""A Ray job whose driver is killed: its ranks train on, and the same script, submitted again, attaches to them. A
+run whose keeper is killed goes on from its checkpoint."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from helixrt.job.keeper_start import kept_run
 from helixrt.job.lineage_files import read_lineage
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit
 
@@ -26,7 +28,7 @@ DEADLINE_S = 220.0  # half a minute on a machine with nothing else to do
 class Job:
     """`python train.py STORAGE SIGNS ...` in a working directory of its own."""
 
-    def __init__(self, ray_head: Any, folder: Path, *arguments: str) -> None:
+    def __init__(self, ray_head: Any, folder: Path, *arguments: str, **environment: str) -> None:
         from ray.job_submission import JobSubmissionClient
 
         self.folder = folder
@@ -36,7 +38,7 @@ class Job:
         shutil.copy(Path(__file__).with_name("nodes_script.py"), program / "train.py")
         self.client = JobSubmissionClient(ray_head.dashboard)
         words = [sys.executable, "train.py", str(folder / "storage"), str(folder / "signs"), *arguments]
-        environment = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         env = {"working_dir": str(program), "env_vars": environment}
         self.id = self.client.submit_job(entrypoint=" ".join(words), runtime_env=env)
 
@@ -64,8 +66,6 @@ class Job:
 
 
 def test_the_driver_of_a_job_is_killed_and_the_next_job_attaches_to_its_ranks(ray_head: Any, tmp_path: Path) -> None:
-    import ray
-
     first = Job(ray_head, tmp_path)
     first.until(lambda: first.step() >= 5, "a few steps")
     (driver,) = first.processes("driver")
@@ -87,9 +87,30 @@ def test_the_driver_of_a_job_is_killed_and_the_next_job_attaches_to_its_ranks(ra
     assert all(len(second.processes(f"r{replica}")) == 1 for replica in range(3)), "no rank was started again"
     assert f"ended at step {records[-1].step} of {records[-1].hash}" in second.said()
 
-    def gone() -> bool:
-        return ray.util.placement_group_table() == {} or all(
-            group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()
-        )
+    second.until(all_given_back, "the return of what the run had reserved")
 
-    second.until(gone, "the return of what the run had reserved")
+
+def all_given_back() -> bool:
+    import ray
+
+    return all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoint_when_its_keeper_is_killed(ray_head: Any, tmp_path: Path) -> None:
+    job = Job(ray_head, tmp_path, CHECKPOINT_EVERY="10")
+    folder = tmp_path / "storage" / "latest"
+    job.until(lambda: job.step() >= 15, "a checkpoint")
+    before = kept_run(folder)
+    assert before is not None
+    os.kill(int(before.where.split()[1]), signal.SIGKILL)
+    job.until(lambda: job.ended() or "was lost; now it is" in job.said(), "another keeper")
+    job.until(lambda: any(life == 1 for r in job.records() for _, life in r.contributors), "the replicas' return")
+    (tmp_path / "signs" / "stop").touch()
+    job.until(job.ended, "the end of the run")
+    assert job.client.get_job_info(job.id).driver_exit_code == 0, job.said()
+    records = job.records()
+    assert audit(records).clean and records[-1].step > 15
+    returned = [record.step for record in records if {i for _, i in record.contributors} == {1}]
+    assert returned and returned[0] > 10, "from the checkpoint, not from the beginning"
+    job.until(all_given_back, "the return of what the run had reserved")
