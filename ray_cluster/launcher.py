@@ -133,8 +133,17 @@ class RayLauncher(Launcher):
                 exits.append(ended)
         for replica, incarnation in {(ended.coordinate.replica, ended.incarnation) for ended in exits}:
             self._free(replica, incarnation)
+        self._forget_gone()
         self._start_placed()
         return exits
+
+    def _forget_gone(self) -> None:
+        """Those whose end was reported and whose process has ended: each holds a descriptor."""
+        for key, actor in list(self._actors.items()):
+            if actor.ended and not self._is_there(actor):
+                if actor.pidfd >= 0:
+                    os.close(actor.pidfd)
+                del self._actors[key]
 
     def _free(self, replica: int, incarnation: int) -> None:
         """Give back the place of an incarnation that has no rank left."""
@@ -223,7 +232,9 @@ class RayLauncher(Launcher):
         """Whether the actor's process still runs, as far as can be seen from here."""
         self._find_process(actor)
         if actor.pidfd >= 0:
-            return not select.select([actor.pidfd], [], [], 0)[0]
+            ended = select.poll()  # not `select`, which takes descriptors up to 1023 alone
+            ended.register(actor.pidfd, select.POLLIN)
+            return not ended.poll(0)
         return not self._ray.wait([actor.outcome_ref], timeout=0)[0]
 
     def _end(self, actor: _Actor) -> None:

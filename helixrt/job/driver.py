@@ -27,6 +27,8 @@ from helixrt.job.config import ChaosConfig, JobConfig
 from helixrt.job.controller import Controller, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.draining import take_requests
+from helixrt.job.keeper import LOCK_FILE
+from helixrt.job.keeper_start import kept_run
 from helixrt.job.kept_run import Standing, absence_of
 from helixrt.job.leader_reports import Finished, lines_of, metrics_key, shown_key
 from helixrt.job.lineage_files import drop_from, read_log, write_durably
@@ -40,7 +42,7 @@ from helixrt.job.policies import Options, StopRun
 from helixrt.job.ray_run import Reserved
 from helixrt.job.report import RunFacts, write_report
 from helixrt.job.resume import keep_stream, restore_stream
-from helixrt.job.run_lock import RunLock
+from helixrt.job.run_lock import RunLock, lock_on
 from helixrt.job.services import ServedHere, Services
 from helixrt.job.shared_validation import SharedValidations
 from helixrt.job.stored_path import Place, check_writable, place_in, place_of
@@ -123,6 +125,10 @@ def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool =
 
 def _reopened(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool, identity: dict[str, Any], lock: RunLock) -> Run:
     """See `reopened_run`; the folder is locked."""
+    kept = kept_run(folder)
+    if kept is not None and lock_on(folder / LOCK_FILE):
+        rule = f"its ranks may be alive: its keeper ({kept.where}) has not ended, and does not answer here"
+        raise ConfigError("resume", folder, f"{rule}; attach to it with `helixrt attach` where it is, or end it first")
     if not checkpoints.is_complete(checkpoint.folder):
         raise ConfigError("resume", folder, f"its checkpoint {checkpoint.folder.name} was deleted meanwhile; resume again")
     log = read_log(folder / "lineage")

@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from helixrt.job.launch_orders import (
     CARRIED_KEY,
     CLOSED_KEY,
     DONE_KEY,
+    ENDING_KEY,
     UNATTENDED_KEY,
     Close,
     Kill,
@@ -220,6 +222,8 @@ class Keeper:
             while self._round(launcher):
                 time.sleep(LOOK_S)
         finally:
+            with suppress(Retryable):
+                self._store.put_if_absent(ENDING_KEY, "yes")
             launcher.close()
             self._untold.clear()
             try:

@@ -9,6 +9,7 @@ that the store has. Restart budgets begin anew, since what was spent is not in t
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from helixrt.job.keeper import KeptRun
 from helixrt.job.keeper_start import KeeperWatch, is_lost, kept_run, secret_of
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
+    CLOSE_S,
     DONE_KEY,
+    ENDING_KEY,
     UNATTENDED_KEY,
+    Close,
     KeptLauncher,
     Start,
     Unattended,
@@ -33,6 +37,8 @@ from helixrt.job.launch_orders import (
     read_order,
 )
 from helixrt.job.policies import Phase, ReplicaState, RunState
+from helixrt.job.run_lock import FILE as RUN_LOCK
+from helixrt.job.run_lock import is_locked
 from helixrt.job.services import Services
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.run_keys import done_key, leave_key, running_key
@@ -62,15 +68,30 @@ class KeptServices(Services):
 
 
 def living(folder: Path) -> KeptRun | None:
-    """The run in this folder, if its keeper answers, or was lost and can be started again (`keeper_start.start_again`)."""
+    """The run in this folder, if its keeper answers, or was lost and can be started again (`keeper_start.start_again`). The end
+    of one that is ending without a driver is waited for."""
     kept = kept_run(folder)
     if kept is None or is_lost(folder, kept):
         return kept
+    store = run_store(kept.store, kept.durable, secret_of(folder), ANSWER_S)
     try:
-        run_store(kept.store, kept.durable, secret_of(folder), ANSWER_S).get(ALIVE_KEY)
+        ending = store.get(ENDING_KEY) is not None or any(
+            isinstance(read_order(text), Close) for text in numbered(store, order_key)
+        )
+        if not ending:
+            return kept
+        if not is_locked(folder / RUN_LOCK):  # else its driver writes the report
+            store.put_if_absent(DONE_KEY, "yes")
+            _await_end(folder)
     except Retryable:
-        return None
-    return kept
+        pass
+    return None
+
+
+def _await_end(folder: Path) -> None:
+    until_s = time.monotonic() + CLOSE_S
+    while kept_run(folder) is not None and time.monotonic() < until_s:
+        time.sleep(0.1)
 
 
 # ---------------------------------------------------------------- attaching

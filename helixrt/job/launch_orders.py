@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from helixrt.errors import Retryable
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
 
+ENDING_KEY = "launch/ending"  # put by the keeper: it carries out no more orders
 CLOSED_KEY = "launch/closed"  # put by the keeper: no rank is left, and none will be started
 DONE_KEY = "launch/done"  # put by the driver: it needs nothing of the run any more
 ALIVE_KEY = "launch/alive"  # set by the driver again and again: the Unix time

@@ -68,10 +68,8 @@ def folder_to_resume(config: SessionConfig, which: str | Path) -> Path | None:
     """The folder of the run that `which` names, whether it has a checkpoint or not; None if "latest" names none."""
     if str(which) != LATEST:
         return Path(which).resolve()
-    newest = Path(config.output.root) / LATEST
-    if not (newest / "run.json").is_file():
-        return None
-    return newest.resolve() if _settings_of(newest).name == config.name else None
+    runs = checkpoints.run_folders(Path(config.output.root))
+    return next((run.resolve() for run in runs if checkpoints.name_of_run(run) == config.name), None)
 
 
 def checkpoint_to_resume(config: JobConfig, which: str | Path) -> tuple[Path, checkpoints.Checkpoint]:

@@ -58,6 +58,11 @@ class RunLock:
 
 def is_locked(file: Path) -> bool:
     """Whether a living process holds the lock on this file; True on a file system without locks, which cannot tell."""
+    return lock_on(file) is not False
+
+
+def lock_on(file: Path) -> bool | None:
+    """As `is_locked`; None on a file system without locks."""
     try:
         descriptor = os.open(file, os.O_RDWR)
     except FileNotFoundError:
@@ -67,7 +72,7 @@ def is_locked(file: Path) -> bool:
     except OSError as error:
         if error.errno not in (*_TAKEN, *_NONE):
             raise
-        return True
+        return True if error.errno in _TAKEN else None
     finally:
         os.close(descriptor)
     return False

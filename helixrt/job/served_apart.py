@@ -73,7 +73,7 @@ class ServedApart(Services):
         if before is not None and before.lighthouse:
             self._lighthouse_port = int(before.lighthouse.rsplit(":", 1)[1])
         self._failures, self._begun_s = 0, 0.0
-        self._process, told = self._start()
+        self._process, told = self._start(begun=before is not None)
         try:
             self.lighthouse = self._first_word(told)
         except BaseException:
@@ -82,7 +82,7 @@ class ServedApart(Services):
         if self.lighthouse:
             self._lighthouse_port = int(self.lighthouse.rsplit(":", 1)[1])
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], int]:
+    def _start(self, begun: bool) -> tuple[subprocess.Popen[bytes], int]:
         told, tells = os.pipe()
         durable, plain = self._durable_listener.fileno(), self._plain_listener.fileno()
         order = StoreOrder(
@@ -98,6 +98,7 @@ class ServedApart(Services):
             self._lighthouse_port,
             self._config.step_timeout_s,
             self._config.heartbeat_s,
+            begun,
         )
         self._begun_s = self._clock()
         with open(self._log, "ab") as output:
@@ -141,7 +142,7 @@ class ServedApart(Services):
         print(f"the process of the run's store ended with code {code}; it is started again", flush=True)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process, told = self._start()
+        self._process, told = self._start(begun=True)
         os.close(told)  # the lighthouse is where it was
 
     @property

@@ -40,7 +40,7 @@ NO_LIGHTHOUSE = -1
 @dataclass(frozen=True)
 class StoreOrder:
     """`durable`, `plain`, `told`: descriptors; `plain_address`: of the second, as `host:port`; `lighthouse`: its port, 0 for
-    any, NO_LIGHTHOUSE for none."""
+    any, NO_LIGHTHOUSE for none; `begun`: a process before this one has served the store, so there must be a journal."""
 
     folder: str
     run: str
@@ -54,6 +54,7 @@ class StoreOrder:
     lighthouse: int
     step_timeout_s: float
     heartbeat_s: float
+    begun: bool
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -105,12 +106,14 @@ def serve(order: StoreOrder) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft != hard else (soft, hard))  # a connection for each thread
     try:
-        file = StoreFile(Path(order.folder) / FOLDER, Identity(order.run, order.life, boot_identity()))
+        identity = Identity(order.run, order.life, boot_identity())
+        file = StoreFile(Path(order.folder) / FOLDER, identity, begun=order.begun)
     except (Refused, OSError) as why:
         print(f"the run's store is lost: {why}", flush=True)
         return REFUSED_CODE
     members = members_of(file.values)
-    store = StoreServer(socket.socket(fileno=order.durable), order.secret, file)
+    # Without its thread the process is of no use; the keeper starts another one.
+    store = StoreServer(socket.socket(fileno=order.durable), order.secret, file, failed=lambda: os._exit(1))
     _lighthouse_server, address = _lighthouse(order)
     if address:
         expect(address, members, derive(order.step_timeout_s, order.heartbeat_s).heartbeat_limit_s)

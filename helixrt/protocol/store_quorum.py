@@ -179,14 +179,14 @@ class StoreQuorum:
                     yield from self._read_known()
                     yield from self._read_asks()
                 if (looked_s is None and looks) or reply.now_s - (looked_s or asked_s) >= _LOOK_S:
-                    looked_s = reply.now_s
                     yield from self._look(list(self._peers) if looks else first)
-                    newest = (yield Get(f"{self._prefix}newest")).value
-                    if newest is not None and int(newest) >= self._round:
+                    newest = yield Get(f"{self._prefix}newest")
+                    looked_s = newest.now_s
+                    if newest.value is not None and int(newest.value) >= self._round:
                         if (yield Get(self._formed_key(self._round))).value is None:  # it was deleted
                             yield from self._catch_up()
                             yield self._asking(account)
-                    continue
+                        continue
                 if not (late or self._me == first[0]) or not self._complete(reply.now_s - asked_s):
                     yield Pause(pause_s)
                     pause_s = min(_LAST_PAUSE_S, 1.5 * pause_s)

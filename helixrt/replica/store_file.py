@@ -25,9 +25,12 @@ AGAIN_S = 10.0  # between two tries to write what the file system refused
 
 class StoreFile:
     """Of one process at a time, in one thread. `values`: what the store has; who changes it calls `append` before anybody is
-    told. Raises Refused for a journal that must not be taken, OSError for a folder that cannot be used."""
+    told. `begun`: the store has served before. Raises Refused for a journal that must not be taken, and for a missing one of a
+    store that has begun; OSError for a folder that cannot be used."""
 
-    def __init__(self, folder: Path, identity: Identity, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, identity: Identity, clock: Callable[[], float] = time.monotonic, begun: bool = False
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._identity, self._clock = folder / FILE, identity, clock
         self._descriptor = -1
@@ -37,6 +40,8 @@ class StoreFile:
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
+            if begun:
+                raise Refused(f"{self._path} is missing: the store was in memory alone, or the file was deleted") from None
             self._write_anew()
             return
         try:
@@ -71,7 +76,7 @@ class StoreFile:
             self._lost(error)
             return
         if said:
-            print(said, file=sys.stderr, flush=True)
+            _print(said)
 
     def _write_anew(self) -> None:
         data, part = written_anew(self._identity, self.values), self._path.with_name(f".{FILE}")
@@ -96,9 +101,14 @@ class StoreFile:
                 path.unlink(missing_ok=True)
         if first:
             lost = "the run's store is in memory alone, and does not outlive its process, until its journal can be written"
-            print(f"{lost}: {error}", file=sys.stderr, flush=True)
+            _print(f"{lost}: {error}")
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _print(text: str) -> None:
+    with suppress(OSError):  # the log may be on the file system that refuses
+        print(text, file=sys.stderr, flush=True)

@@ -94,7 +94,7 @@ class StoreMembership(Membership):
     def join(self, me: Member, timeout_s: float) -> Formed:
         if self._stop.is_set():
             raise Retryable("the membership was closed")
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s + self._timeouts.heartbeat_limit_s  # one that has waited so long proposes
         self.announce()
         if not self._announced:
             raise Retryable("the run's store cannot be reached, so this replica could not announce itself")

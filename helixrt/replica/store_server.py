@@ -13,6 +13,9 @@ import selectors
 import socket
 import threading
 import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -44,10 +47,13 @@ class _Client:
 
 
 class StoreServer:
-    """From its construction to `close` it serves in a thread of its own; the listener and the file are its own."""
+    """From its construction to `close` it serves in a thread of its own; the listener and the file are its own. `failed` is
+    called in that thread when it ends by an error, after the traceback was printed."""
 
-    def __init__(self, listener: socket.socket, secret: str, file: StoreFile) -> None:
-        self._listener, self._secret, self._file = listener, secret, file
+    def __init__(
+        self, listener: socket.socket, secret: str, file: StoreFile, failed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._listener, self._secret, self._file, self._failed = listener, secret, file, failed
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         self._clients: dict[bytes, _Client] = {}
@@ -68,7 +74,8 @@ class StoreServer:
         """Drop all clients, as the end of the process would. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._waker.send(b"x")
+            with suppress(OSError):  # the thread has ended by an error
+                self._waker.send(b"x")
             self._thread.join(10.0)
 
     # ---------------------------------------------------------------- rounds
@@ -77,6 +84,10 @@ class StoreServer:
         try:
             while not self._closed:
                 self._round()
+        except BaseException:
+            with suppress(OSError):
+                traceback.print_exc()
+            self._failed()
         finally:
             for client in [*self._clients.values(), *self._strangers]:
                 client.socket.close()

@@ -329,6 +329,15 @@ def test_a_keeper_carries_out_orders_once_and_tells_exits(tmp_path: Path, monkey
     assert not thread.is_alive() and living(tmp_path) is None and not (tmp_path / FILE).exists()
 
 
+def test_a_run_that_is_ending_is_not_attached_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its driver ordered the end, and was killed before it had its report."""
+    thread, store = kept(tmp_path, Ranks(), monkeypatch, 60.0)
+    store.put_if_absent(order_key(0), order_text(Close()))
+    assert living(tmp_path) is None, "its end was waited for"
+    thread.join(30)
+    assert not thread.is_alive() and not (tmp_path / FILE).exists()
+
+
 def exits_of(launcher: KeptLauncher) -> list[RankExit]:
     """As soon as there are some."""
     seen: list[RankExit] = []

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.driver import new_run, reopened_run
+from helixrt.job.keeper import FILE as KEEPER
+from helixrt.job.keeper import LOCK_FILE, KeptRun
 from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.run_lock import FILE, RunLock
 from helixrt.protocol.step.lineage import CommitRecord, genesis
@@ -84,6 +87,22 @@ def test_a_checkpoint_that_is_gone_when_the_run_is_ours_is_not_begun_from(tmp_pa
     with pytest.raises(ConfigError, match="was deleted meanwhile; resume again"):
         reopened_run(tmp_path, checkpoint)
     assert (tmp_path / "lineage" / "00000004.json").exists()
+
+
+def test_a_run_whose_keeper_lives_is_not_begun_again(tmp_path: Path) -> None:
+    """Though its driver is gone, and nothing answers at the address in keeper.json."""
+    checkpoint = past_run(tmp_path)
+    kept = KeptRun("h:1", "h:2", "", "process 7 on h", "run-1", 2, {"launcher": "local"}, "m", {}, 600.0, 10.0, "", 0)
+    (tmp_path / KEEPER).write_text(json.dumps(asdict(kept)))
+    keeper = RunLock(tmp_path, "run-1", 2, LOCK_FILE)
+    before = files_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"its keeper \(process 7 on h\) has not ended"):
+        reopened_run(tmp_path, checkpoint)
+    assert {name: text for name, text in files_of(tmp_path).items() if name != FILE} == before
+    keeper.close()
+    run = reopened_run(tmp_path, checkpoint)
+    assert run.life == 3 and run.lock is not None
+    run.lock.close()
 
 
 def test_a_new_run_holds_its_folder(tmp_path: Path) -> None:

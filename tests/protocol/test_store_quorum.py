@@ -282,6 +282,22 @@ def test_the_operations_of_a_quorum_grow_with_the_members_and_not_with_their_squ
     assert most[32][-1] <= 40 + 3 * 32
 
 
+@pytest.mark.parametrize(("replicas", "request_s"), [(40, 0.0005), (4, 0.02), (12, 0.01)])
+def test_quorums_form_where_each_request_takes_its_time(replicas: int, request_s: float) -> None:
+    """Also where a look at all others takes longer than the time between two looks."""
+    world = World(random.Random(replicas))
+    for replica in range(replicas):
+        world.start(replica, 0)
+    processes = list(world.members.values())
+    while min(len(process.accepted) for process in processes) < 4:
+        process = min(processes, key=lambda each: each.wakes_s)
+        world.now_s = max(world.now_s, process.wakes_s)
+        process.turn()
+        process.wakes_s = max(process.wakes_s, world.now_s + request_s)
+        assert world.now_s < 30.0
+    assert all(len(process.accepted[-1].accounts) == replicas for process in processes)
+
+
 def test_old_rounds_are_emptied_and_a_joiner_finds_the_newest() -> None:
     world = World(random.Random(0))
     world.start(0, 0)

@@ -15,9 +15,11 @@ import pytest
 from helixrt.errors import Retryable
 from helixrt.protocol.store_journal import Identity, Refused, replay
 from helixrt.replica import store_file, store_wire
+from helixrt.replica.store import address_of, listener_on
 from helixrt.replica.store_client import DurableRunStore, run_store
 from helixrt.replica.store_file import FILE, StoreFile
-from tests.replica.served_store import ME, Served
+from helixrt.replica.store_server import StoreServer
+from tests.replica.served_store import ME, SECRET, Served
 
 
 def test_clients_go_on_where_they_were_when_the_store_is_made_again(tmp_path: Path) -> None:
@@ -178,6 +180,46 @@ def test_a_full_disk_leaves_no_part_of_a_journal_behind(tmp_path: Path, monkeypa
     now = 60.0
     changed(file, "j", "4")
     assert replay((tmp_path / FILE).read_bytes(), ME)[0] == file.values == {"k": "3", "j": "4"}
+
+
+def test_a_store_whose_journal_is_missing_does_not_begin_again_empty(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"journal is missing"):
+        StoreFile(tmp_path, ME, begun=True)
+    StoreFile(tmp_path, ME).close()
+    StoreFile(tmp_path, ME, begun=True).close()
+
+
+def test_a_log_that_cannot_be_written_costs_nothing_but_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is mostly on the file system of the journal."""
+
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError("no space")
+
+        flush = write
+
+    file = StoreFile(tmp_path, ME)
+    monkeypatch.setattr(store_file.os, "write", lambda descriptor, data: 0)
+    monkeypatch.setattr(store_file.sys, "stderr", Full())
+    changed(file, "k", "1")
+    assert file.values == {"k": "1"} and not list(tmp_path.iterdir())
+
+
+def test_a_server_whose_thread_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+    file = StoreFile(tmp_path, ME)
+    listener = listener_on("127.0.0.1", 0)
+    server = StoreServer(listener, SECRET, file, failed.set)
+    client = DurableRunStore(address_of(listener, "127.0.0.1"), SECRET, 0.5)
+
+    def fail(changes: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(file, "append", fail)
+    with pytest.raises(Retryable):
+        client.set("k", "1")
+    assert failed.wait(10)
+    server.close()
 
 
 def test_the_journal_of_another_life_is_refused_with_its_place(tmp_path: Path) -> None:

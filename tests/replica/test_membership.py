@@ -304,6 +304,17 @@ def test_a_lost_service_and_a_late_quorum_are_retryable(world: AnyWorld) -> None
     nowhere.close()
 
 
+def test_over_the_store_who_has_waited_for_as_long_as_a_join_may_take_goes_on_without_who_does_not_ask() -> None:
+    """It lives, as its signs of life show: its leader is stuck, or reads a state."""
+    world = StoreWorld(replace(TIMEOUTS, join_s=1.0, step_s=0.9, exchange_s=0.9))
+    try:
+        asking, silent = world.member(0), world.member(1)
+        announce_all([asking, silent])
+        assert asking[0].join(asking[1], world.timeouts.join_s).members == (asking[1],)
+    finally:
+        world.close()
+
+
 def test_the_newest_incarnation_stands_for_a_replica() -> None:
     old, other = Member(1, 0, 5, "a"), Member(0, 2, 5, "a")
     new = replace(old, incarnation=1)
