@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -103,12 +104,17 @@ class TcpRunStore(RunStore):
         # One call, where `check` and `get` are two, between which another client may delete: to replace a value that no key
         # has changes nothing, and gives back what is there now, or that value if there is no such key.
         found = self._call(lambda client: client.compare_set(key, _NO_VALUE, _NO_VALUE)).decode()
-        return None if found == _NO_VALUE else found
+        return None if found in ("", _NO_VALUE) else found
 
     def wait(self, key: str, timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+
         def read(client: dist.TCPStore) -> str:
-            client.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-            return client.get(key).decode()
+            found = ""
+            while not found:  # torch's store also wakes who waits when another client has looked by `get`
+                client.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                found = client.get(key).decode() if client.check([key]) else ""
+            return found
 
         return self._call(read, f"no {key!r} in the run's store within {timeout_s:g} s")
 

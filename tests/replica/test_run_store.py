@@ -95,6 +95,19 @@ def test_a_wait_sees_a_later_value_and_holds_up_no_other_thread(clients: Clients
     assert store.wait("later", 0) == "now"
 
 
+def test_a_look_of_others_does_not_end_a_wait(clients: Clients) -> None:
+    store, other = clients(), clients()
+    got: list[str] = []
+    waiter = threading.Thread(target=lambda: got.append(store.wait("later", 20)))
+    waiter.start()
+    for _ in range(5):
+        time.sleep(0.05)
+        assert other.get("later") is None and not got
+    other.put_if_absent("later", "now")
+    waiter.join(20)
+    assert got == ["now"]
+
+
 def test_a_wait_ends(clients: Clients) -> None:
     store = clients()
     with pytest.raises(Retryable, match="'never'.*0.05 s"):
