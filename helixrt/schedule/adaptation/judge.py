@@ -55,7 +55,7 @@ class Question:
 @dataclass(frozen=True)
 class Timed:
     """What a step takes by this order, in ms: with the delays as measured, less and more than that by their spread, and under
-    the costs of before (as measured, where there are none)."""
+    the costs of before (where there are none, as measured with links that cost nothing: what a slow start may turn into)."""
 
     key: str
     order: Schedule
@@ -99,7 +99,7 @@ def timed(question: Question, planned: Schedule) -> Answer:
 
     observed, in_use = question.observed, question.in_use
     ends = (observed.costs, observed.shifted(-1.0), observed.shifted(1.0))
-    before = question.before or observed.costs
+    before = question.before or replace(observed.costs, links={})
     found: dict[str, Timed] = {}
     for order in (in_use, *(each for each in question.known if fits(each, observed.costs)), planned):
         if (key := order_key(order)) not in found:
