@@ -32,12 +32,6 @@ class Timeouts:
         return 1.25 * self.heartbeat_s
 
     @property
-    def neighbour_s(self) -> float:
-        """How long a rank waits for another one of its replica. Longer than the driver takes to see which of them is stuck: a
-        report's period, two looks, and as much again."""
-        return self.step_s + 4 * self.progress_period_s
-
-    @property
     def link_period_s(self) -> float:
         """Of the liveness of links between replicas, unless it is set (`protocol/liveness.py`). A peer is lost within 1.5 of
         it, so links are given up before the membership is."""

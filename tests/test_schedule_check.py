@@ -111,6 +111,18 @@ def test_an_order_that_blocks_small_queues_says_how_much_room_is_enough(asked: A
     assert code == 0 and json.loads(out)["times"]["send_queue"] == 4
 
 
+def test_an_order_with_micro_batches_out_of_order_is_timed_and_what_it_cannot_do_is_told(asked: Asked) -> None:
+    """Torch's looped BFS runs the last micro-batch's backward first."""
+    content, profile = "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", {"f": [1, 1], "b": [1, 1], "w": [1, 1]}
+    said = "stage 0 runs BW(chunk 0, micro-batch 1) before BW(chunk 0, micro-batch 0)"
+    code, out, _ = asked(content, profile=profile)
+    assert code == 0 and f"cannot be with adapt: schedule order.csv: {said}" in out and "proven bound" in out
+    found = json.loads(asked(content, "--format", "json", profile=profile)[1])
+    assert said in found["out_of_order"] and found["passed"] and found["times"]["makespan_ms"] > 0
+    in_order = "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    assert json.loads(asked(in_order, "--format", "json", profile=profile)[1])["out_of_order"] == ""
+
+
 def test_an_order_that_does_not_fit_fails_and_is_timed(asked: Asked) -> None:
     order = torch_csv.write(policies.build("gpipe", uniform(4), 8))
     code, out, _ = asked(order, "--memory", "5")

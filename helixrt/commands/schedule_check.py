@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from helixrt.commands import order_file, output
 from helixrt.commands import problem as problems
 from helixrt.errors import ConfigError
-from helixrt.schedule.check import check
+from helixrt.schedule.check import check, check_microbatch_order
 from helixrt.schedule.costs import Costs
 from helixrt.schedule.exchange.as_json import gap
 from helixrt.schedule.exchange.svg import number
@@ -79,13 +79,18 @@ class Planned:
 
 @dataclass(frozen=True)
 class Findings:
-    """For an order that cannot run, `blocked` is the reason, and the other fields are empty."""
+    """For an order that cannot run, `blocked` is the reason, and the other fields are empty.
+
+    `out_of_order`: what a chunk does out of micro-batch order; "" if nothing. Such an order runs, and its gradients differ in
+    bits from those of orders that are not.
+    """
 
     name: str
     stages: int
     microbatches: int
     chunks: int
     blocked: str | None
+    out_of_order: str = ""
     memory: tuple[Memory, ...] = ()
     times: Times | None = None
     worth: tuple[Worth, ...] = ()
@@ -120,6 +125,10 @@ def findings(schedule: Schedule, costs: Costs, comm: Comm, *, prices: bool = Fal
         check(schedule)
     except ScheduleError as error:
         return replace(found, blocked=str(error))
+    try:
+        check_microbatch_order(schedule)
+    except ScheduleError as error:
+        found = replace(found, out_of_order=str(error))
     caps = [None if math.isinf(cap) else cap for cap in costs.memory]
     held = zip(range(schedule.stages), peak_memory(schedule, costs), caps, strict=True)
     found = replace(found, memory=tuple(Memory(*row) for row in held))
@@ -180,6 +189,8 @@ def text(found: Findings) -> str:
         return "\n".join([*lines, f"cannot run: {found.blocked}"]) + "\n"
     room = f"{_many(times.send_queue, 'message', 's')} of a kind in each direction between two stages"
     lines.append(f"no deadlock; room for {room} is enough")
+    if found.out_of_order:
+        lines.append(f"cannot be with adapt: {found.out_of_order}")
     lines += _memory_lines(found.memory)
     under = "" if found.passed else ", of orders without caps"
     lines.append(f"step {number(times.makespan_ms)} ms exactly, idle {times.bubble_rate:.1%}")

@@ -47,8 +47,8 @@ def pipeline_schedule(options: Options, stages: int) -> Schedule:
         raise ConfigError("codegen", options.codegen, "a pipeline runs operators one by one so far: codegen='eager'")
     if not options.strict:
         raise ConfigError("strict", False, "there is no plain loop for a pipeline: a model is captured, or it is an error")
-    check_adaptation(options.adapt, stages, "adapt")
     schedule = scheduled("1f1b" if options.schedule == "auto" else options.schedule, stages, options.microbatches)
+    check_adaptation(options.adapt, schedule)
     if options.cuts is not None and len(options.cuts) + 1 != schedule.chunks:
         rule = f"must name {schedule.chunks - 1} modules: {schedule.name} over mesh.pp={stages} has {schedule.chunks} chunks"
         raise ConfigError("cuts", list(options.cuts), rule)

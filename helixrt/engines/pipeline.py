@@ -39,6 +39,7 @@ from helixrt.pipeline.stage import AutogradStage, StageChunk
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import BatchEngine, State, Update, WorkResult
 from helixrt.replica.portions import Portion
+from helixrt.schedule.check import check_microbatch_order
 from helixrt.schedule.generators.evaluation import forward_only
 from helixrt.schedule.ir import Schedule
 from helixrt.schedule.simulate import Comm, Direct
@@ -129,7 +130,8 @@ class PipelineEngine(BatchEngine):
         """From the next `run` on, work by another schedule of the same placement and as many micro-batches.
 
         All ranks of the replica do so before the same step. What it needs is made now, unless `prepare_schedule` has made it.
-        Raises ScheduleError if it cannot be run, ValueError for one that is for other chunks or micro-batches, ConfigError for
+        Raises ScheduleError if it cannot be run or, where orders change during the job, gives other bits than other orders,
+        ValueError for one that is for other chunks or micro-batches, ConfigError for
         chunks that cannot be captured.
         """
         self._program = self.prepare_schedule(schedule)
@@ -149,6 +151,8 @@ class PipelineEngine(BatchEngine):
             raise ValueError(
                 f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
             )
+        if self.adaptation is not None:
+            check_microbatch_order(schedule)
         check_shards(schedule, self._graphs_when, self._shards)
         by_graphs = runs_by_graphs(schedule, self._graphs_when)
         program = None if again else self._programs.get(schedule)

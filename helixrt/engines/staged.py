@@ -29,8 +29,9 @@ from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.record import FlightRecord
 from helixrt.schedule.adaptation.policy import Adaptation
+from helixrt.schedule.check import check_microbatch_order
 from helixrt.schedule.generators.classic import build
-from helixrt.schedule.ir import Schedule
+from helixrt.schedule.ir import Schedule, ScheduleError
 
 MakeParts = Callable[[Sequence[int]], Mapping[int, nn.Module]]
 
@@ -88,19 +89,27 @@ class Stages:
             raise ConfigError("stages.graphs", self.graphs, f"must be one of {', '.join(GRAPHS)}")
         if self.profile not in PROFILES:
             raise ConfigError("stages.profile", self.profile, f"must be one of {', '.join(PROFILES)}")
-        check_adaptation(self.adapt, stages, "stages.adapt")
+        made = scheduled(self.schedule, stages, self.microbatches, "stages.")
+        check_adaptation(self.adapt, made, "stages.")
         if self.adapt is not None and self.graphs == "never":
             rule = "cannot be with stages.adapt: orders give the same bits, and take the times predicted, by graphs"
             raise ConfigError("stages.graphs", self.graphs, rule)
-        return scheduled(self.schedule, stages, self.microbatches, "stages.")
+        return made
 
 
-def check_adaptation(adapt: Adaptation | None, stages: int, key: str) -> None:
-    """Raise ConfigError for what is no adaptation, and where there is nothing to adapt."""
-    if adapt is not None and not isinstance(adapt, Adaptation):
-        raise ConfigError(key, adapt, "must be a helixrt.Adaptation, or None")
-    if adapt is not None and stages == 1:
-        raise ConfigError(key, "given", "needs mesh.pp above 1: a model that is one stage has one order")
+def check_adaptation(adapt: Adaptation | None, schedule: Schedule, settings: str = "") -> None:
+    """Raise ConfigError, by keys that begin with `settings`, for what is no adaptation, where there is nothing to adapt, and
+    for a schedule whose gradients would not be those of other orders, bit for bit."""
+    if adapt is None:
+        return
+    if not isinstance(adapt, Adaptation):
+        raise ConfigError(f"{settings}adapt", adapt, "must be a helixrt.Adaptation, or None")
+    if schedule.stages == 1:
+        raise ConfigError(f"{settings}adapt", "given", "needs mesh.pp above 1: a model that is one stage has one order")
+    try:
+        check_microbatch_order(schedule)
+    except ScheduleError as error:
+        raise ConfigError(f"{settings}schedule", schedule.name, f"cannot be with {settings}adapt: {error}") from error
 
 
 def scheduled(schedule: str | Schedule, stages: int, microbatches: int, settings: str = "") -> Schedule:

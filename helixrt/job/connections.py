@@ -37,8 +37,8 @@ from helixrt.replica.store_membership import StoreMembership
 from helixrt.schedule.simulate import DELEGATED, Comm, Direct
 from helixrt.transport.auto import pack_addresses, unpack_addresses
 
-_PATIENCE_S = 3600.0  # of a collective: a rank that has gone breaks it at once, and the controller ends one that hangs, which
-# knows what may take longer (`session.busy`)
+_PATIENCE_S = 3600.0  # of a collective, and of a stage with another one: a rank that has gone breaks it at once, and the
+# controller ends one that hangs, which knows what may take longer (`session.busy`)
 
 
 def replica_mesh(context: RankContext, device: torch.device) -> ReplicaMesh:
@@ -58,7 +58,7 @@ def replica_mesh(context: RankContext, device: torch.device) -> ReplicaMesh:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     sizes = axes_of(context.config.mesh)
-    timeout = timedelta(seconds=context.timeouts.neighbour_s if sizes["pp"] > 1 else _PATIENCE_S)
+    timeout = timedelta(seconds=_PATIENCE_S)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     mesh = ReplicaMesh(sizes, context.group_rank, device.type, timeout)
     try:
@@ -126,7 +126,7 @@ def stage_channels(context: RankContext, mesh: ReplicaMesh, number: int) -> Stag
             stage,
             stages,
             context.record,
-            timeout_s=timeouts.neighbour_s,
+            timeout_s=_PATIENCE_S,
             host_bytes=settings.host_mb << 20,
             delay=delay_towards(link_delays(context.config.chaos.link, stages), stage),
             comm=communication(settings),

@@ -12,8 +12,9 @@ from helixrt.engines.pipeline import PipelineEngine
 from helixrt.errors import ConfigError, HelixError, Retryable
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import order_key
+from helixrt.schedule.check import check_microbatch_order
 from helixrt.schedule.exchange.as_json import key_of, order_text, read
-from helixrt.schedule.ir import Schedule
+from helixrt.schedule.ir import Schedule, ScheduleError
 
 
 class OrderBook:
@@ -82,6 +83,10 @@ class RankOrders:
             return str(error)
         first = self.first
         if (found.placement, found.microbatches) == (first.placement, first.microbatches):
+            try:
+                check_microbatch_order(found)
+            except ScheduleError as error:
+                return str(error)
             return ""
         return f"it is for chunks on stages {list(found.placement)} and {found.microbatches} micro-batches"
 

@@ -12,9 +12,10 @@ A rank is stuck when
 The limit is `step_s`, before the rank's first committed step `start_s`, and at least what the thread itself has asked
 for (`limit_s` of its report). Ranks of a replica wait for each other, so several are stuck at once: one that does not
 report comes first, then one that computes, then one that waits for a rank of its replica. One that waits is not stuck
-while the main thread of another rank has asked for more time and has time left. One that has waited for the limit is itself
-named only if no other rank has completed nothing for half of it: who began to wait before its neighbour stopped reaches the
-limit before that neighbour does.
+while the main thread of another rank has asked for more time and has time left, and has the whole limit again after
+that (`excused`): the other rank goes on where it was, and sends what is waited for only then. One that has waited for the
+limit is itself named only if no other rank has completed nothing for half of it: who began to wait before its neighbour
+stopped reaches the limit before that neighbour does.
 """
 
 from __future__ import annotations
@@ -76,6 +77,23 @@ def observe(watch: RankWatch | None, report: ProgressReport | None, elapsed_s: f
     return RankWatch(report, 0.0, still)
 
 
+def excused(watches: Mapping[str, RankWatch], limits: Limits) -> dict[str, RankWatch]:
+    """The ranks of one replica, after a look, without the time that they waited for one that has asked for more and has time
+    left. A rank that itself waits excuses nobody: those that wait for each other would never be found."""
+    busy = {rank for rank, watch in watches.items() if _has_time_left(watch, limits) and not _waits(watch)}
+    return {rank: _restarted(watch) if _waits(watch) and busy - {rank} else watch for rank, watch in watches.items()}
+
+
+def _waits(watch: RankWatch) -> bool:
+    return any(t.thread == MAIN and t.waits_for_peer for t in watch.report.threads)
+
+
+def _restarted(watch: RankWatch) -> RankWatch:
+    """An exchange waits for the gradients of the main thread, which waits."""
+    waiting = {t.thread for t in watch.report.threads if t.waits_for_peer or t.thread == EXCHANGE}
+    return replace(watch, still_s={thread: 0.0 if thread in waiting else s for thread, s in watch.still_s.items()})
+
+
 def most_likely_stuck(watches: Mapping[str, RankWatch], limits: Limits) -> Stuck | None:
     """Of the ranks of one replica, by name."""
     likely = _likeliest(watches, limits)
@@ -95,7 +113,7 @@ def _likeliest(watches: Mapping[str, RankWatch], limits: Limits) -> Stuck | None
 
 def complaint(watches: Mapping[str, RankWatch], ended: str, limits: Limits) -> Stuck | None:
     """Who, if anybody, the rank `ended` waited for, and gave up: another rank of its replica that has completed nothing for
-    half the limit. Its patience may end shortly before the limit does."""
+    half the limit. It may give up before the limit, when its link to that rank fails."""
     others = {rank: watch for rank, watch in watches.items() if rank != ended}
     halved = replace(limits, step_s=limits.step_s / 2, start_s=limits.start_s / 2)
     likely = _likeliest(others, halved)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from helixrt.errors import Retryable
 from helixrt.job.policies import RankStuck
-from helixrt.job.stuck import Limits, RankWatch, complaint, most_likely_stuck, observe
+from helixrt.job.stuck import Limits, RankWatch, complaint, excused, most_likely_stuck, observe
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.progress import ProgressReport
 from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
@@ -85,6 +85,7 @@ class ProgressWatch:
             watch = observe(life.watches.get(rank), self._read(life, rank), elapsed_s, self._limits)
             if watch is not None:
                 life.watches[rank] = watch
+        life.watches = excused(life.watches, self._limits)
 
     def _read(self, life: _Life, rank: str) -> ProgressReport | None:
         text = self._store.get(progress_key(rank, life.incarnation))

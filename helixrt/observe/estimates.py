@@ -7,6 +7,7 @@ In: `Estimate`s of `observe.estimator`, by operation and chunk and by directed l
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +36,7 @@ class Estimate:
     spread_ms: float = 0.0
     samples: int = 0
     systematic_ms: float = 0.0  # of an error that samples share: the offset of two clocks, what differs from step to step
+    step: int = 0  # the newest one that was measured
 
     @property
     def uncertainty_ms(self) -> float:
@@ -72,8 +74,9 @@ class LinkEstimate:
 class MeasuredCosts:
     """Of one replica. `placement[chunk]` is the stage that ran the chunk; `step`: the newest one that is in the values.
 
-    A chunk that ran whole backwards has BW and neither B nor W. `since`: the step from which on a value is valid, for
-    values that have changed during the run.
+    A chunk that ran whole backwards has BW and neither B nor W. When the order of the pipeline changes, operations and pairs
+    that it runs no more keep their last values, and `Estimate.step` tells how old they are. `since`: the step from which on a
+    value is valid, for values that have changed during the run.
     """
 
     placement: tuple[int, ...]
@@ -88,6 +91,15 @@ class MeasuredCosts:
     def stages(self) -> int:
         return max(self.placement) + 1
 
+    def outdated(self) -> frozenset[OperationKey | PairKey]:
+        """Operations and pairs whose chunk was measured in newer steps than they were: the order of now does not run them."""
+        newest: defaultdict[int, int] = defaultdict(int)
+        times = {**self.operations, **self.pairs}
+        for key, estimate in times.items():
+            for chunk in _chunks(key):
+                newest[chunk] = max(newest[chunk], estimate.step)
+        return frozenset(key for key, each in times.items() if each.step < max(newest[chunk] for chunk in _chunks(key)))
+
     def lacking(self) -> str:
         """The first time that was not measured and that `costs` needs, in words; "" if it has all."""
         for chunk in range(len(self.placement)):
@@ -101,8 +113,9 @@ class MeasuredCosts:
         """The measured values for schedules of `placement` (None: the one that ran).
 
         `base`, of the same placement as the measurement, gives what was not measured: the other times, memory, activations,
-        and how a whole backward divides into B and W (without it: in halves). Links without messages are free. Costs of one
-        chunk per stage are split for other placements, and those of several chunks are added up for one chunk per stage.
+        and how a whole backward divides into B and W (without it: in halves). A whole backward that is newer than B and W
+        counts instead of them, and divides as they do; outdated pairs are left out. Links without messages are free. Costs of
+        one chunk per stage are split for other placements, and those of several chunks are added up for one chunk per stage.
         Raises ConfigError for a time that neither has, for any other change of placement, and for a `base` of another one.
         """
         return _placed(self._values(base, uncertain=False), placement)
@@ -131,17 +144,17 @@ class MeasuredCosts:
         for chunk in chunks:
             if (found := self.operations.get((Op.F, chunk))) is not None:
                 forward[chunk] = number(found)
-            parts = [self.operations.get((op, chunk)) for op in (Op.B, Op.W)]
-            whole = self.operations.get((Op.BW, chunk))
-            if parts[0] is not None and parts[1] is not None:
-                backward[chunk], weight[chunk] = number(parts[0]), number(parts[1])
-            elif whole is not None:
-                share = _share(base, chunk)
+            first, second, whole = (self.operations.get((op, chunk)) for op in (Op.B, Op.W, Op.BW))
+            parts = None if first is None or second is None else (first, second)
+            if whole is not None and (parts is None or whole.step > max(part.step for part in parts)):
+                share = _share(parts, base, chunk)
                 backward[chunk], weight[chunk] = share * number(whole), (1 - share) * number(whole)
+            elif parts is not None:
+                backward[chunk], weight[chunk] = number(parts[0]), number(parts[1])
         links = {} if base is None or uncertain else dict(base.links)
         links |= {way: Link(number(link.delay), number(link.wire)) for way, link in self.links.items()}
         pair_ms = {} if base is None or uncertain else dict(base.pair_ms)
-        pair_ms |= {key: max(_LEAST_MS, number(estimate)) for key, estimate in self.pairs.items()}
+        pair_ms |= {key: max(_LEAST_MS, number(self.pairs[key])) for key in self.pairs.keys() - self.outdated()}
         start = base or Costs(self.placement, tuple(zeros), tuple(zeros), tuple(zeros))
         return replace(
             start,
@@ -153,10 +166,15 @@ class MeasuredCosts:
         )
 
 
-def _share(base: Costs | None, chunk: int) -> float:
-    """B's part of a whole backward."""
-    both = base.backward[chunk] + base.weight[chunk] if base is not None else 0.0
-    return base.backward[chunk] / both if base is not None and both > 0 else 0.5
+def _chunks(key: OperationKey | PairKey) -> list[int]:
+    return [part for part in key if not isinstance(part, Op)]
+
+
+def _share(parts: tuple[Estimate, Estimate] | None, base: Costs | None, chunk: int) -> float:
+    """B's part of a whole backward: as `parts`, B and W, were measured before, else as in `base`."""
+    divided = [(max(0.0, parts[0].value_ms), max(0.0, parts[1].value_ms))] if parts is not None else []
+    divided += [(base.backward[chunk], base.weight[chunk])] if base is not None else []
+    return next((first / (first + second) for first, second in divided if first + second > 0), 0.5)
 
 
 def _placed(costs: Costs, placement: Sequence[int] | None) -> Costs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from helixrt.observe.clock_offset import SAME_CLOCK, Offset, OffsetTracker
@@ -75,7 +75,7 @@ class _Delay:
         wire = self._wire.estimate() if not bound and sample.wire.size else None
         value_ms = max(0.0, delay.value_ms)
         systematic_ms = delay.systematic_ms + offset.uncertainty_s * 1e3 + bound * value_ms
-        estimate = Estimate(value_ms, delay.spread_ms, delay.samples, systematic_ms)
+        estimate = Estimate(value_ms, delay.spread_ms, delay.samples, systematic_ms, delay.step)
         found = LinkEstimate(estimate, wire or Estimate(0.0), sample.nbytes, bound, offset.offset_s * 1e3)
         return found, self._windows[bound].since
 
@@ -279,8 +279,13 @@ def _joined(before: Pass, after: Pass) -> Pass:
 
 
 def _slowest(found: dict[Key, tuple[Estimate, int]], key: Key, estimate: Estimate, since: int) -> None:
-    if key not in found or found[key][0].value_ms < estimate.value_ms:
+    """With the newest step of all ranks: they report a step one after the other."""
+    if key not in found:
         found[key] = (estimate, since)
+        return
+    known, step = found[key][0], max(found[key][0].step, estimate.step)
+    slowest, since = found[key] if known.value_ms >= estimate.value_ms else (estimate, since)
+    found[key] = (replace(slowest, step=step), since)
 
 
 def _chunks(keys: Iterable[Key]) -> set[int]:

@@ -83,7 +83,8 @@ def _stages(measured: MeasuredCosts, costs: Costs, spread: Costs, shifts: Sequen
 
 def _slower_than_before(measured: MeasuredCosts, stage: int, shifts: Sequence[Shift]) -> tuple[float, int]:
     """By how much the stage's operations became slower with the newest change of each, and since which step."""
-    newest = {shift.key: shift.change for shift in shifts if shift.what == "op" and shift.key in measured.since}
+    present = measured.since.keys() - measured.outdated()
+    newest = {shift.key: shift.change for shift in shifts if shift.what == "op" and shift.key in present}
     mine = [change for key, change in newest.items() if measured.placement[int(key[1])] == stage]
     slower_ms = sum(change.after_ms - change.before_ms for change in mine)
     return (slower_ms, min(change.step for change in mine)) if mine else (0.0, 0)

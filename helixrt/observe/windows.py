@@ -90,4 +90,5 @@ class Window:
         within, between = self._spreads
         self._usual_ms = value_ms = median(medians)
         count = len(steps) * steps[-1][1].size
-        return Estimate(value_ms, math.hypot(within, between), count, interval_of_median(between, len(steps)))
+        systematic_ms = interval_of_median(between, len(steps))
+        return Estimate(value_ms, math.hypot(within, between), count, systematic_ms, self._steps[-1][0])

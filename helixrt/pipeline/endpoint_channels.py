@@ -48,6 +48,7 @@ from helixrt.transport.contract import Endpoint
 HOST_BYTES = 1 << 30
 TIMEOUT_S = 60.0
 
+_CLOSE_S = 60.0  # `close` waits so long for room for what was begun, at most
 _LINGER_LOST_S = 1.0  # as `LINGER_S`, with a lost peer
 _UNORDERED = (Lane.LOSS, Lane.NORM, Lane.BATCH)
 
@@ -107,7 +108,8 @@ class StageChannels:
         living = [peer for peer in self._peers if peer not in self._lost]
         linger_s = LINGER_S if len(living) == len(self._peers) else _LINGER_LOST_S if living else 0.0
         with contextlib.suppress(Retryable):
-            self._wait(lambda: not self._uncopied_to(living), living, None if linger_s == LINGER_S else linger_s)
+            limit_s = min(self._timeout_s, _CLOSE_S) if linger_s == LINGER_S else linger_s
+            self._wait(lambda: not self._uncopied_to(living), living, limit_s)
         for queue in self._queues:
             queue.close(linger_s)
 

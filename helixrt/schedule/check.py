@@ -1,9 +1,11 @@
-"""The proof that a schedule can run: complete, on the right stages, and free of deadlock.
+"""The proof that a schedule can run: complete, on the right stages, and free of deadlock; and whether its result is the same
+as that of other orders.
 
-In: a schedule. Out: nothing, or a `ScheduleError` that names what is missing, doubled or misplaced, or which
-operations block each other. Execution is in order: a stage does not look past the entry it stands at. Since every order in
-which stages take turns leads equally far, one run that lets each go as far as it can decides; it touches every operation
-a few times.
+In: a schedule. Out: nothing, or a `ScheduleError` that names what is missing, doubled or misplaced, which operations
+block each other, or which are out of order.
+
+Execution is in order: a stage does not look past the entry it stands at. Since every order in which stages take turns
+leads equally far, one run that lets each go as far as it can decides; it touches every operation a few times.
 """
 
 from __future__ import annotations
@@ -30,6 +32,28 @@ def check(schedule: Schedule, send_queue: int | None = None) -> None:
     run.go()
     if stuck := [stage for stage, entries in enumerate(schedule.entries) if run.at[stage] < len(entries)]:
         raise ScheduleError(f"schedule {schedule.name} blocks itself: {run.circle(stuck[0])}")
+
+
+def check_microbatch_order(schedule: Schedule) -> None:
+    """Raise ScheduleError unless each chunk runs its forwards, and separately its W and BW, with increasing micro-batches.
+
+    W and BW add to the chunk's gradients, and forwards change its running buffers, so schedules that pass give the same bits
+    whatever else differs in their order. The order of B changes nothing. For a schedule that passes `check`.
+    """
+    for stage in range(schedule.stages):
+        newest: dict[tuple[int, bool], Operation] = {}  # by chunk and whether it is a forward
+        for operation in schedule.operations(stage):
+            if operation.op is Op.B:
+                continue
+            kind = (operation.chunk, operation.op is Op.F)
+            before = newest.get(kind)
+            if before is not None and before.microbatch > operation.microbatch:
+                what = "forwards" if operation.op is Op.F else "W and BW"
+                raise ScheduleError(
+                    f"schedule {schedule.name}: stage {stage} runs {before} before {operation}; orders give the same bits "
+                    f"only if the {what} of each chunk are in micro-batch order"
+                )
+            newest[kind] = operation
 
 
 def _check_shape(schedule: Schedule) -> None:

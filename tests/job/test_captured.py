@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from helixrt.passes.errors import DisagreementError
 from helixrt.record import FlightRecord
 from helixrt.replica.rank import WorkOrder
 from helixrt.schedule.generators.classic import build
+from helixrt.schedule.ir import Entry, Op, Operation, ScheduleError
 from tests.job.session_world import LocalHost, session_with
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 4, 3
@@ -307,8 +309,14 @@ def test_cuts_are_where_the_user_says(run_stages: Any) -> None:
     ]
 
 
+def last_first(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """All forwards as they come, then the whole backwards with the last micro-batch first."""
+    operations = [entry for entry in entries if isinstance(entry, Operation)]
+    return (*(o for o in operations if o.op is Op.F), *reversed([o for o in operations if o.op is Op.BW]))
+
+
 class ReorderingHost(StageHost):
-    """Each step is by another order of the schedule."""
+    """Each step is by another order of the schedule; one that would give other bits is refused."""
 
     def open(self, engine: Any, plan: Plan) -> Any:
         worker, orders = super().open(engine, plan), iter(("zb", "gpipe", "zb-h2"))
@@ -318,6 +326,9 @@ class ReorderingHost(StageHost):
         def next_work() -> WorkOrder | None:
             order = following()
             if order is not None:
+                in_order = build("1f1b", engine.stages, MICROBATCHES)
+                with pytest.raises(ScheduleError, match="before BW.*micro-batch order"):
+                    engine.prepare_schedule(replace(in_order, entries=tuple(map(last_first, in_order.entries))))
                 engine.use_schedule(build(next(orders), engine.stages, MICROBATCHES))
             return order
 

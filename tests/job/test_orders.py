@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.costs import uniform, with_delays
 from helixrt.schedule.exchange.as_json import order_key
 from helixrt.schedule.generators.classic import build
-from helixrt.schedule.ir import Op, Schedule
+from helixrt.schedule.ir import Entry, Op, Operation, Schedule
 
 ZB = build("zb", 4, 12)
 DEADLINE_S = 60.0
@@ -45,6 +45,12 @@ class NoGraphs:
         if schedule.microbatches != self.schedule.microbatches:
             raise ValueError("is for other micro-batches")
         self.schedule = schedule
+
+
+def second_first(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The same with the first two micro-batches' operations exchanged."""
+    other = {0: 1, 1: 0}
+    return tuple(replace(e, microbatch=other.get(e.microbatch, e.microbatch)) for e in entries if isinstance(e, Operation))
 
 
 def orders_of(engine: NoGraphs, folder: Path, store: MemoryRunStore | None = None) -> RankOrders:
@@ -77,6 +83,8 @@ def test_a_rank_uses_the_order_that_it_is_told_and_the_first_one_again(tmp_path:
     orders.use("")
     assert engine.schedule is ZB
     other = orders.book.put(build("zb", 4, 8))
+    swapped = orders.book.put(replace(made, entries=(*made.entries[:3], second_first(made.entries[3]))))
+    assert "stage 3 runs F(chunk 3, micro-batch 1) before F(chunk 3, micro-batch 0)" in orders.fits(swapped)
     assert "8 micro-batches" in orders.fits(other) and "neither in the run's store" in orders.fits("0" * 16)
     with pytest.raises(ConfigError, match="cannot be used by this rank: is for other micro-batches"):
         orders.use(other)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from helixrt.job.mesh import Mesh
 from helixrt.job.session import Session
 from helixrt.protocol.step.lineage import audit
 from helixrt.record import FlightRecord
+from helixrt.schedule.ir import Op, Operation, Schedule, linear
 from tests.job.lineage_oracle import chain, reported
 from tests.job.session_world import LocalHost, session_with
 
@@ -218,12 +220,25 @@ def test_a_wrong_call_ends_in_one_clear_error(script: Callable[[], None]) -> Non
         script()
 
 
+def backwards_last_first() -> Schedule:
+    def stage(chunk: int) -> tuple[Operation, ...]:
+        forwards = [Operation(Op.F, chunk, m) for m in range(MICROBATCHES)]
+        return (*forwards, *(replace(forward, op=Op.BW) for forward in reversed(forwards)))
+
+    return Schedule("lifo", 2, MICROBATCHES, linear(2), (stage(0), stage(1)))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a model without stages": ({"mesh": Mesh(pp=2)}, nn.Linear(2, 2), r"mesh\.pp=2: needs session\.parallelize\(helixrt"),
     "too few parts": ({}, staged(parts(2)), "stages.modules=2: must be 1: 1f1b over mesh.pp=1 stages has so many parts"),
     "a part is missing": ({}, staged({1: parts(1)[0]}), r"stages.modules=\[1\]: lacks part 0, which 1f1b has on stage 0"),
     "too few micro-batches": ({"mesh": Mesh(pp=8)}, staged(parts(1)), "stages.microbatches=4: 1f1b needs one per stage"),
     "graphs": ({}, staged(parts(1), graphs="never ever"), "stages.graphs=never ever: must be one of"),
+    "an order that cannot be adapted": (
+        {"mesh": Mesh(pp=2)},
+        staged(parts(2), schedule=backwards_last_first(), adapt=helixrt.Adaptation()),
+        r"stages\.schedule=lifo: cannot be with stages\.adapt: .*stage 0 runs BW\(chunk 0, micro-batch 3\) before BW",
+    ),
     "times": ({}, staged(parts(1), profile="guessed"), "stages.profile=guessed: must be one of auto, measure, estimate"),
     "a tensor-parallel mesh": ({"mesh": Mesh(tp=2)}, staged(parts(1)), r"mesh\.tp=2: needs Stages\(layouts=\.\.\.\)"),
     "a context-parallel mesh": ({"mesh": Mesh(pp=2, cp=2)}, staged(parts(2)), r"mesh\.cp=2: needs Stages\(layouts=\.\.\.\)"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from helixrt.errors import Retryable
-from helixrt.job.stuck import Limits, RankWatch, Stuck, Suspicion, complaint, most_likely_stuck, observe
+from helixrt.job.stuck import Limits, RankWatch, Stuck, Suspicion, complaint, excused, most_likely_stuck, observe
 from helixrt.job.watch import ProgressWatch
 from helixrt.record import FlightRecord, Kind
 from helixrt.replica.progress import EXCHANGE, LEADER, MAIN, Progress, ProgressReport, ThreadReport
@@ -183,6 +183,43 @@ def test_a_rank_that_waits_for_a_busy_one_is_not_stuck() -> None:
         assert found is None or found.rank == "b"
 
 
+class Replica:
+    """Two ranks, looked at once a second as the driver does."""
+
+    def __init__(self) -> None:
+        self.ranks = {"a": Rank(), "b": Rank()}
+
+    def looks(self, seconds: int, *of_a: ThreadReport, **of_b: Callable[[int], ThreadReport]) -> list[Stuck]:
+        """Who is found in each second; `b(second)` is what the main thread of the other rank reports."""
+        found = []
+        for second in range(seconds):
+            self.ranks["a"].looks(1, *of_a)
+            self.ranks["b"].looks(1, of_b["b"](second))
+            watches = excused({name: rank.watch for name, rank in self.ranks.items() if rank.watch is not None}, LIMITS)
+            for name, watch in watches.items():
+                self.ranks[name].watch = watch
+            if (stuck := most_likely_stuck(watches, LIMITS)) is not None:
+                found.append(stuck)
+        return found
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_rank_that_waited_for_a_busy_one_has_the_whole_limit_again_when_that_goes_on(exchanges: bool) -> None:
+    replica = Replica()
+    waiting = [thread(waits=True)] + [thread(name=EXCHANGE, doing="exchange")] * exchanges
+    assert not replica.looks(40, *waiting, b=lambda second: thread(doing="work/export", limit_s=50.0))
+    assert not replica.looks(9, *waiting, b=lambda second: thread(2 + second)), "it computes what is waited for"
+    (found,) = replica.looks(1, *waiting, b=lambda second: thread(20))
+    assert found.rank == "a" and "no progress for 10 s" in found.reason
+
+
+def test_ranks_that_wait_for_each_other_are_found_although_both_have_asked_for_more_time() -> None:
+    replica, waiting = Replica(), thread(doing="evaluate", limit_s=50.0, waits=True)
+    assert not replica.looks(50, waiting, b=lambda second: waiting)
+    (found,) = replica.looks(1, waiting, b=lambda second: waiting)
+    assert found.suspicion is Suspicion.WAITING
+
+
 @pytest.mark.parametrize("earlier", [0, 1, 5])
 def test_a_rank_that_waited_before_its_neighbour_stopped_is_not_named_for_it(earlier: int) -> None:
     """A stage waits for the next one, which computes for a while and is stopped then."""
@@ -198,7 +235,7 @@ def test_a_rank_that_waited_before_its_neighbour_stopped_is_not_named_for_it(ear
 
 
 def test_a_rank_that_gave_up_waiting_says_for_whom() -> None:
-    """The patience of a stage with its neighbour ends at about the same time as the limit."""
+    """Its link to a stage that hangs may fail before the limit."""
     waiting, hangs = Rank(), Rank()
     waiting.looks(7, thread(waits=True))
     hangs.looks(4, thread())

@@ -10,9 +10,10 @@ import pytest
 from helixrt.errors import ConfigError
 from helixrt.observe.estimates import MeasuredCosts
 from helixrt.observe.estimator import Estimator, place_of
+from helixrt.observe.stragglers import stragglers
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.generators import policies
-from helixrt.schedule.ir import Op, Schedule, linear
+from helixrt.schedule.ir import Op, Schedule, linear, operations_of
 from tests.observe.measured_world import World
 
 SEEDS = range(6)
@@ -211,6 +212,44 @@ def test_costs_take_what_was_not_measured_from_others() -> None:
     with pytest.raises(ConfigError, match="F of chunk 1: was not measured"):
         lacking.costs()
     assert lacking.costs(base=true).forward[1] == 10.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_after_a_return_to_whole_backwards_their_times_count(seed: int) -> None:
+    """An order of B and W ran for some steps; a stage becomes slower when the order of whole backwards runs again."""
+    calm = replace(some_costs(seed, linear(4)), links={})
+    slowed = replace(calm, forward=on_stage_2(calm.forward), backward=on_stage_2(calm.backward), weight=on_stage_2(calm.weight))
+    whole = policies.build("1f1b", calm, 12)
+    world = World(whole, lambda step: slowed if step >= 40 else calm, seed)
+    estimator = Estimator()
+    for order, begin, end in ((whole, 1, 10), (zb(calm), 11, 30), (whole, 31, 60)):
+        world.schedule = order
+        for times in world.times(end, begin):
+            estimator.add(times)
+    found = estimator.estimates()
+    assert found is not None and {op for op, _ in found.operations} == {Op.F, Op.B, Op.W, Op.BW}
+    for base in (None, uniform(4)):
+        for name in ("forward", "backward", "weight"):  # a whole backward divides as B and W were measured
+            assert_times_are(found.costs(base=base), found.spread(base=base), slowed, name, within=0.05)
+    (slow,) = [each for each in stragglers(found, estimator.shifts) if "before step 40" in each.why]
+    assert slow.stage == 2 and "1.5 times" in slow.why.replace("1.50", "1.5").replace("1.49", "1.5").replace("1.51", "1.5")
+
+
+def test_pairs_that_run_no_more_are_left_out() -> None:
+    true = replace(policies.costs_for("dualpipev", uniform(4, 10.0, 12.0, 8.0)), pair_factor=0.8)
+    woven = policies.build("dualpipev", uniform(4, 10.0, 12.0, 8.0), 8)
+    apart = replace(woven, entries=[[o for entry in entries for o in operations_of(entry)] for entries in woven.entries])
+    world = World(woven, lambda step: true, 3, one_host=True)
+    estimator = world.estimator(8)
+    before = estimator.estimates()
+    assert before is not None and set(before.costs().pair_ms) == set(before.pairs) != set()
+    world.schedule = apart
+    for times in world.times(12, 9):
+        estimator.add(times)
+    found = estimator.estimates()
+    assert found is not None and not found.costs().pair_ms and not found.spread().pair_ms
+    told = found.costs(base=replace(true, pair_ms={(0, Op.B, 7): 21.0}))
+    assert told.pair_ms == {(0, Op.B, 7): 21.0}
 
 
 def test_nothing_is_said_before_every_stage_was_heard() -> None:

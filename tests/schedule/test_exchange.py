@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixrt.errors import ConfigError
-from helixrt.schedule.check import check
+from helixrt.schedule.check import check, check_microbatch_order
 from helixrt.schedule.costs import Costs, Link, uniform, with_delays
 from helixrt.schedule.exchange import as_json, chrome, svg, text, torch_csv
 from helixrt.schedule.generators.classic import gpipe, one_f_one_b
@@ -69,6 +69,7 @@ def test_torchs_own_schedules_import_check_and_simulate(name: str, ranks: int, m
     theirs._dump_csv(str(file), format="compute_only")
     schedule = torch_csv.read(file.read_text(), name)
     check(schedule)
+    check_microbatch_order(schedule)
     placement = interleaved(ranks) if "Interleaved" in name else folded(ranks)
     assert (schedule.stages, schedule.microbatches, schedule.placement) == (ranks, microbatches, placement)
     timeline = simulate(schedule, uniform(ranks).split(placement))

@@ -9,7 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from helixrt.schedule.check import check
+from helixrt.errors import ConfigError
+from helixrt.schedule.check import check, check_microbatch_order
+from helixrt.schedule.costs import Costs, uniform, with_delays
+from helixrt.schedule.generators import policies
 from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Entry, Op, Operation, Pair, Schedule, ScheduleError, needs, operations_of, provides
 
@@ -93,6 +96,61 @@ def test_check_agrees_with_the_oracle_on_random_orders(seed: int) -> None:
         assert verdict == runs_to_the_end(shuffled), f"seed {seed}: {shuffled}"
         verdicts.add(verdict)
     assert verdicts == {True, False}
+
+
+def last_first(count: int) -> tuple[Entry, ...]:
+    return tuple(Operation(op, 0, m) for op, order in ((Op.F, range(count)), (Op.BW, reversed(range(count)))) for m in order)
+
+
+def test_micro_batches_out_of_order_are_named() -> None:
+    backwards = Schedule("lifo", 1, 3, (0,), (last_first(3),))
+    check(backwards)
+    said = r"stage 0 runs BW\(chunk 0, micro-batch 2\) before BW\(chunk 0, micro-batch 1\).*the W and BW of each chunk"
+    with pytest.raises(ScheduleError, match=said):
+        check_microbatch_order(backwards)
+
+    schedule = build("zb-h1", 2, 4)
+    order = list(schedule.entries[0])
+    weights = [i for i, entry in enumerate(order) if isinstance(entry, Operation) and entry.op is Op.W]
+    order[weights[-2]], order[weights[-1]] = order[weights[-1]], order[weights[-2]]
+    check_microbatch_order(schedule)
+    with pytest.raises(ScheduleError, match=r"stage 0 runs W\(chunk 0, micro-batch 3\) before W\(chunk 0, micro-batch 2\)"):
+        check_microbatch_order(with_stage(schedule, 0, order))
+
+    forwards = [Operation(Op.F, 0, m) for m in (0, 2, 1)] + [Operation(Op.BW, 0, m) for m in range(3)]
+    with pytest.raises(ScheduleError, match=r"F\(chunk 0, micro-batch 2\) before F\(chunk 0, micro-batch 1\).*the forwards of"):
+        check_microbatch_order(Schedule("forwards", 1, 3, (0,), (tuple(forwards),)))
+
+
+def test_a_whole_backward_between_weight_backwards_has_its_place_in_their_order() -> None:
+    f, b, w, bw = ([Operation(op, 0, m) for m in range(3)] for op in (Op.F, Op.B, Op.W, Op.BW))
+    good: tuple[Entry, ...] = (*f, b[0], w[0], bw[1], b[2], w[2])
+    check_microbatch_order(Schedule("mixed", 1, 3, (0,), (good,)))
+    late: tuple[Entry, ...] = (*f, b[0], bw[1], w[0], b[2], w[2])
+    check(Schedule("mixed", 1, 3, (0,), (late,)))
+    with pytest.raises(ScheduleError, match=r"BW\(chunk 0, micro-batch 1\) before W\(chunk 0, micro-batch 0\)"):
+        check_microbatch_order(Schedule("mixed", 1, 3, (0,), (late,)))
+    early: tuple[Entry, ...] = (*f, b[1], b[0], w[0], w[1], bw[2])  # the order of B adds nothing to gradients
+    check_microbatch_order(Schedule("early", 1, 3, (0,), (early,)))
+
+
+def some_costs(rng: random.Random, stages: int) -> Costs:
+    costs = uniform(stages, rng.choice((5, 10)), rng.choice((10, 17)), rng.choice((4, 10)), memory=rng.choice((9.0, 40.0)))
+    return with_delays(costs, {(s, s + 1): rng.choice((0.0, 30.0)) for s in range(stages - 1)})
+
+
+@pytest.mark.parametrize("policy", policies.POLICIES)
+def test_generators_keep_micro_batches_in_order(policy: str, seed: int) -> None:
+    rng, made = random.Random(seed), 0
+    for _ in range(12):
+        stages = rng.choice((2, 3, 4))
+        try:
+            schedule = policies.build(policy, some_costs(rng, stages), 2 * stages)
+        except ConfigError:
+            continue  # has no order within these caps
+        check_microbatch_order(schedule)
+        made += 1
+    assert made
 
 
 def test_schedule_imports_no_torch() -> None:

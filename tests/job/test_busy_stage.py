@@ -1,0 +1,45 @@
+"""A pipeline one of whose stages asks for more time than a step has, and one of whose stages hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helixrt.timeouts import derive
+from tests.job.busy_stage_script import BUSY_S, STEP_TIMEOUT_S, STEPS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+
+
+def launch(folder: Path, channels: str, hangs: bool) -> dict[str, Any]:
+    """The run's report."""
+    root, script = Path(__file__).parents[2], Path(__file__).parent / "busy_stage_script.py"
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(folder), channels, str(int(hangs))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=440)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"ended at step {STEPS}" in done.stdout
+    report: dict[str, Any] = json.loads((folder / "latest" / "report.json").read_text())
+    return report
+
+
+@pytest.mark.parametrize("channels", ["endpoint", "gloo"])
+def test_a_stage_waits_for_a_busy_one_as_long_as_that_has_asked_for(channels: str, tmp_path: Path) -> None:
+    assert BUSY_S > 2 * STEP_TIMEOUT_S
+    assert launch(tmp_path, channels, hangs=False)["failures"] == []
+
+
+def test_a_stage_that_hangs_is_named_at_the_limit_though_its_neighbour_would_wait_longer(tmp_path: Path) -> None:
+    (failure,) = launch(tmp_path, "endpoint", hangs=True)["failures"]
+    said = re.match(r"r0\.pp1\.\S+ incarnation 0 has made no progress for (\d+) s: main thread in ", failure["seen"])
+    assert said is not None, failure["seen"]
+    looks_s = 2 * derive(STEP_TIMEOUT_S).progress_period_s
+    assert STEP_TIMEOUT_S <= int(said[1]) <= STEP_TIMEOUT_S + looks_s + 1.0, "by time that was observed"
+    assert failure["rejoined_after_s"] is not None
