@@ -90,7 +90,7 @@ def test_the_script_trains_as_it_is(cluster: Cluster, tmp_path: Path) -> None:
         code = server.wait(LIMIT_S)
         ends = [cluster.ended(f"{job}_{replica}", 60.0) for replica in range(REPLICAS)]
     assert (code, ends) == (0, [DONE] * REPLICAS), said(tmp_path) + cluster.said()
-    check(tmp_path, steps=10)
+    check(tmp_path, steps=10, advance=torchrun.ACCUMULATE)
 
 
 def test_the_script_starts_a_replica_again_whose_rank_is_killed(cluster: Cluster, tmp_path: Path) -> None:
