@@ -99,6 +99,9 @@ class DeepSpeedEngine(Engine):
         """The book, then parts of the flat gradients in the order of DeepSpeed's groups."""
         return self._buckets
 
+    def finite_part(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        return self._book.finite_part(index, values)
+
     def ready(self, index: int) -> None:
         self._marks.wait(index)
 

@@ -130,6 +130,9 @@ class ModuleEngine(Engine):
         """The book, then the flat gradient sets in parameter order. Left alone from `end` to the next `begin` or `apply`."""
         return self._buckets
 
+    def finite_part(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        return self._book.finite_part(index, values)
+
     def ready(self, index: int) -> None:
         if index >= len(self._book.tensors):
             self._marks.wait(index - len(self._book.tensors))
