@@ -134,8 +134,11 @@ class ModuleEngine(Engine):
         return self._book.finite_part(index, values)
 
     def ready(self, index: int) -> None:
-        if index >= len(self._book.tensors):
-            self._marks.wait(index - len(self._book.tensors))
+        self._marks.wait(self._mark(index))
+
+    def _mark(self, index: int) -> int:
+        """The number of a bucket's marks: flat gradient sets count from 0, as in `FlatGradients`, the book before them."""
+        return index - len(self._book.tensors)
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
         self._end_autocast()  # of a batch that was dropped
@@ -210,6 +213,8 @@ class ModuleEngine(Engine):
         self._buffers.check()
         self._book.fill(self._present())
         for index in reversed(range(len(self._book.tensors))):
+            self._marks.wrote(self._mark(index), self._book.tensors[index].device)
+            self._marks.handed_out(self._mark(index))
             self._on_bucket(index)
         return WorkResult(self._book.mean_loss, self._book.weight)
 
