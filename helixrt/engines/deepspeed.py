@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from helixrt.engines.autocast import outside_autocast
 from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.deepspeed_limits import check_engine
 from helixrt.engines.deepspeed_private import partitions_of
@@ -150,6 +151,7 @@ class DeepSpeedEngine(Engine):
 
     # ---------------------------------------------------------------- updates
 
+    @outside_autocast()
     def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
         self._working = False
         totals = None if reduced is None else self._book.read(reduced)

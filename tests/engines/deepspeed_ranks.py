@@ -273,6 +273,17 @@ class Snapshots(StreamMarks):
         self.note("wait", bucket)
 
 
+def updates_without_the_loops_autocast(group: InnerGroup) -> None:
+    """As a replica does that repeats the update."""
+    replica, seen = Replica(0, group, config(2)), list[bool]()
+    replica.deepspeed.optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    replica.work(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        replica.engine.apply(record(1, (0,)), [s.clone() for s in summed([replica])])
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False]
+
+
 def every_bucket_is_marked_after_it_was_written(group: InnerGroup) -> None:
     """Gradients and the book alike: on a device the exchange has a stream of its own."""
     marks = Snapshots()
@@ -342,6 +353,7 @@ SCENARIOS: list[Callable[[InnerGroup], None]] = [
     trains_as_one_process,
     loads_its_partition,
     is_checkpointed,
+    updates_without_the_loops_autocast,
     every_bucket_is_marked_after_it_was_written,
     what_cannot_be_trained_is_refused,
     a_lost_rank_is_told,
