@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
+from helixrt.passes.autocast import without_autocast
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import returned
@@ -54,22 +54,6 @@ class Executable:
             results = self.module.forward(values, gradients)
         self.took_s.append(time.perf_counter() - began)
         return list(zip(self.outputs, results, strict=True))
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Operators run on what they are given, also inside a user's `torch.autocast`."""
-    with ExitStack() as stack:
-        for device in device_types():
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-def device_types() -> tuple[str, ...]:
-    """Of this machine: the processor, and the accelerator if there is one."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def boxed(part: Part) -> fx.GraphModule:

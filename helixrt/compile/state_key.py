@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from helixrt.errors import ConfigError
-from helixrt.passes.executable import device_types
+from helixrt.passes.autocast import device_types
 
 FUNCTIONS = (FunctionType, BuiltinFunctionType)
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, type, *FUNCTIONS)

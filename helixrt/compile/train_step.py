@@ -33,9 +33,9 @@ from helixrt.compile.recapture import Together
 from helixrt.compile.state_key import ambient_key, state_key, value_key
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
+from helixrt.passes.autocast import without_autocast
 from helixrt.passes.capture import capture
 from helixrt.passes.errors import CaptureError
-from helixrt.passes.executable import without_autocast
 from helixrt.passes.groups import group_name
 from helixrt.passes.lift import Cast, lift
 from helixrt.passes.parts import Part, Port, Role

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from helixrt.compile.fake_model import capture_whole
 from helixrt.compile.options import autocast_to
 from helixrt.errors import ConfigError
+from helixrt.passes.autocast import without_autocast
 from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import CutModel
-from helixrt.passes.executable import without_autocast
 from helixrt.passes.parts import Part
 from helixrt.passes.uncut import uncut
 from helixrt.passes.unit_costs import balanced

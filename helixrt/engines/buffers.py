@@ -3,8 +3,8 @@
 A *running* buffer has a committed value, which is replicated state. A batch begins with it, changes the module's own tensor,
 and the changed values travel in the exchange; at commit the committed value becomes the mean over the contributors and
 their dp_shard ranks (`"mean"`) or that of the lowest contributor's first rank (`"first"`), for integers and booleans the
-maximum. A batch that is begun again
-begins with the committed value again.
+maximum. A batch that is begun again begins with the committed value again. Values need not be finite (an attention mask, a
+minimum so far): whether gradients are is looked for elsewhere in the exchange.
 
 Which buffers are running is fixed at registration, because the layout of the exchange must be known to a replica that
 has computed nothing yet: persistent ones with at most `LARGEST_FLOAT` (integers: `LARGEST_INTEGER`) elements, and those that
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from helixrt.engines.registered import Registered, qualified
+from helixrt.engines.samples import BITS
 from helixrt.errors import Fatal, MisuseError
 
 Mode = Literal["mean", "first"]
@@ -141,10 +142,10 @@ class Buffers:
     @torch.no_grad()
     def changed(self, device: torch.device) -> torch.Tensor:
         """A 1 for each running buffer that the batch has changed, else 0 (float64). Values are compared, on the device: batch
-        normalization changes its statistics without counting a version."""
+        normalization changes its statistics without counting a version. Their bits are, since NaN is unequal to itself."""
         if not self._running:
             return torch.zeros(0, dtype=torch.float64, device=device)
-        marks = [torch.ne(buffer.current, buffer.committed).any() for buffer in self._running]  # type: ignore[arg-type]
+        marks = [torch.ne(_bits(buffer.current), _bits(buffer.committed)).any() for buffer in self._running]
         return torch.stack([mark.to(device, torch.float64) for mark in marks])
 
     @torch.no_grad()
@@ -224,6 +225,11 @@ class Buffers:
             buffer.tensor.copy_(tensors[f"buffer/{buffer.name}"])
             buffer.version = buffer.tensor._version
         self._restore()
+
+
+def _bits(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.detach().view(BITS[tensor.element_size()])
 
 
 def _find(registered: Registered) -> Iterator[tuple[_Buffer, bool]]:

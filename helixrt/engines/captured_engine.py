@@ -195,6 +195,9 @@ class CapturedEngine(PipelineEngine):
         """The book, then the flat gradients."""
         return [*self._book.tensors, *self._buckets.flat]
 
+    def finite_part(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        return self._book.finite_part(index, values)
+
     def begin(self, on_bucket: Callable[[int], None]) -> None:
         offset = len(self._book.tensors)
         super().begin(lambda bucket: on_bucket(bucket + offset))

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from helixrt.engines.autocast import outside_autocast
 from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.deepspeed_limits import check_engine
 from helixrt.engines.deepspeed_private import partitions_of
@@ -31,7 +32,7 @@ from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.registered import Registered
-from helixrt.engines.stream_marks import marks_for
+from helixrt.engines.stream_marks import StreamMarks, marks_for
 from helixrt.engines.update import ModuleUpdate, Policy, StepGuard, UpdateFunction
 from helixrt.errors import MisuseError
 from helixrt.protocol.step.lineage import CommitRecord
@@ -46,7 +47,8 @@ class DeepSpeedEngine(Engine):
 
     `group`: the ranks of this replica, over which the engine partitions; all of them make the same calls in the same order.
     `running_buffers` and the settings are those of `ModuleEngine`. Its gradients are means over the ranks and micro-batches of
-    a replica, times `accumulate`, how many micro-batches it was configured for.
+    a replica, times `accumulate`, how many micro-batches it was configured for. `marks` stands in for the device's events in
+    tests.
 
     Raises MisuseError for what cannot be trained, ConfigError for a setting of DeepSpeed's; `backward`, `end`, `apply` and
     `load` raise what DeepSpeed's collectives raise when another rank of the replica is lost.
@@ -64,6 +66,7 @@ class DeepSpeedEngine(Engine):
         buffers: Mode = "mean",
         running_buffers: Sequence[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
+        marks: StreamMarks | None = None,
     ) -> None:
         check_engine(engine, group.size)
         registered = Registered.of(engine.module, running_buffers=running_buffers)
@@ -79,7 +82,7 @@ class DeepSpeedEngine(Engine):
         self._buffers = Buffers(registered, buffers, replica, replicas, group.size)
         self._book = ExchangeBook(0, self._buffers, device, group)
         self._buckets = [*self._book.tensors, *self._gradients]
-        self._marks = marks_for({device})
+        self._marks = marks or marks_for({device})
         self._state = DeepSpeedState(registered, self._buffers, self._partitions, engine.lr_scheduler)
         self._state.read()  # what cannot be stored is found before the first step
         parameters = [parameter for _, parameter in registered.parameters()]
@@ -98,6 +101,9 @@ class DeepSpeedEngine(Engine):
     def buckets(self) -> Sequence[torch.Tensor]:
         """The book, then parts of the flat gradients in the order of DeepSpeed's groups."""
         return self._buckets
+
+    def finite_part(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        return self._book.finite_part(index, values)
 
     def ready(self, index: int) -> None:
         self._marks.wait(index)
@@ -130,8 +136,6 @@ class DeepSpeedEngine(Engine):
         self._working = False
         self._partitions.read(self._flats)
         first = len(self._book.tensors)
-        for index in range(first, len(self._buckets)):
-            self._marks.wrote(index, self._buckets[index].device)
         for index in reversed(range(first, len(self._buckets))):
             self._hand_out(index)
         self._buffers.check()
@@ -141,11 +145,13 @@ class DeepSpeedEngine(Engine):
         return WorkResult(self._book.mean_loss, self._book.weight)
 
     def _hand_out(self, index: int) -> None:
+        self._marks.wrote(index, self._buckets[index].device)
         self._marks.handed_out(index)
         self._on_bucket(index)
 
     # ---------------------------------------------------------------- updates
 
+    @outside_autocast()
     def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
         self._working = False
         totals = None if reduced is None else self._book.read(reduced)

@@ -140,6 +140,11 @@ class ExchangeBook:
         self._weight, self._more_weight = 0.0, book[0].clone()
         self._loss = torch.where(book[2] > 0, torch.full_like(book[1], math.nan), book[1])
 
+    def finite_part(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """What of `values`, laid out as tensor `index`, is finite where the weight is: all but buffers, which may hold any
+        value."""
+        return values[: self._room] if index == 0 else values
+
     def read(self, sums: Sequence[torch.Tensor]) -> Totals:
         """Sums of `tensors` over contributors; reads the head on the host."""
         book = sums[0]

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from helixrt.engines.autocast import ForwardAutocast, outside_autocast
 from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.evaluating import evaluating
 from helixrt.engines.exchange_book import ExchangeBook
@@ -109,7 +110,7 @@ class ModuleEngine(Engine):
         self._update: UpdateFunction | None = None
         self._update_checked = False
         self._watched = 0  # updates
-        self._autocast: torch.autocast | None = None  # of the batch's forwards
+        self._autocast = ForwardAutocast(self._device, self._compute_dtype)
         self._on_bucket: Callable[[int], None] = lambda bucket: None
         self._failed = False  # an update has failed in its middle
         self._checked = False  # registered state was checked at the end of a batch, and nothing has run since
@@ -122,7 +123,7 @@ class ModuleEngine(Engine):
     def set_update(self, update: UpdateFunction) -> None:
         """Run `update(record)` instead of the default. Gradients are in `p.grad`, divided by the total weight; where no
         contributor had one, or `record.applied` is False, `p.grad` is None. It is a function of registered state, gradients and
-        record."""
+        record. It runs without the loop's autocast."""
         self._update, self._update_checked = update, False
 
     @property
@@ -130,12 +131,18 @@ class ModuleEngine(Engine):
         """The book, then the flat gradient sets in parameter order. Left alone from `end` to the next `begin` or `apply`."""
         return self._buckets
 
+    def finite_part(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        return self._book.finite_part(index, values)
+
     def ready(self, index: int) -> None:
-        if index >= len(self._book.tensors):
-            self._marks.wait(index - len(self._book.tensors))
+        self._marks.wait(self._mark(index))
+
+    def _mark(self, index: int) -> int:
+        """The number of a bucket's marks: flat gradient sets count from 0, as in `FlatGradients`, the book before them."""
+        return index - len(self._book.tensors)
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
-        self._end_autocast()  # of a batch that was dropped
+        self._autocast.end()  # of a batch that was dropped
         self._reshard()
         if self._failed:
             raise MisuseError("an update has failed; the state is undefined until one is loaded")
@@ -152,9 +159,7 @@ class ModuleEngine(Engine):
         offset = len(self._book.tensors)
         self._gradients.begin(lambda bucket: on_bucket(bucket + offset))
         self._book.begin()
-        if self._compute_dtype is not torch.float32:
-            self._autocast = torch.autocast(self._device.type, self._compute_dtype)
-            self._autocast.__enter__()
+        self._autocast.begin()
 
     def seed(self, position: int) -> None:
         """Set the random state for the micro-batch at this position of this rank's stream."""
@@ -199,7 +204,8 @@ class ModuleEngine(Engine):
         self._gradients.check_fault()
 
     def end(self) -> WorkResult:
-        self._end_autocast()
+        self._autocast.check()
+        self._autocast.end()
         self._gradients.end()
         self._reshard()
         self._unchanged.check()  # before the book goes: without it nothing of this batch can be committed
@@ -207,6 +213,8 @@ class ModuleEngine(Engine):
         self._buffers.check()
         self._book.fill(self._present())
         for index in reversed(range(len(self._book.tensors))):
+            self._marks.wrote(self._mark(index), self._book.tensors[index].device)
+            self._marks.handed_out(self._mark(index))
             self._on_bucket(index)
         return WorkResult(self._book.mean_loss, self._book.weight)
 
@@ -216,11 +224,6 @@ class ModuleEngine(Engine):
             return self._gradients.present
         return [self._sharded.used(parameter) for parameter in self._parameters]
 
-    def _end_autocast(self) -> None:
-        autocast, self._autocast = self._autocast, None
-        if autocast is not None:
-            autocast.__exit__(None, None, None)
-
     def _reshard(self) -> None:
         if self._sharded is not None:
             self._sharded.reshard()
@@ -228,8 +231,12 @@ class ModuleEngine(Engine):
     # ---------------------------------------------------------------- updates
 
     def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
-        self._end_autocast()
+        self._autocast.end()
         self._reshard()
+        with outside_autocast():
+            return self._apply(record, reduced)
+
+    def _apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
         if not self._checked:
             self._unchanged.check()
             self._buffers.check()
@@ -297,7 +304,7 @@ class ModuleEngine(Engine):
             check_copies(self._state, self._tensor)
 
     def load(self, state: State) -> None:
-        self._end_autocast()
+        self._autocast.end()
         self._reshard()
         self._state.load(state)
         self._gradients.drop()
@@ -305,7 +312,7 @@ class ModuleEngine(Engine):
         self._failed = self._checked = False
 
     def close(self) -> None:
-        self._end_autocast()
+        self._autocast.end()
         self._gradients.close()
         if self._sharded is not None:
             self._sharded.close()

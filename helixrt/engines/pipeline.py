@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helixrt.engines.autocast import outside_autocast
 from helixrt.engines.buffers import Buffers
 from helixrt.engines.evaluating import evaluating
 from helixrt.engines.pipeline_parts import Batch, PipelineParts, check_shards, runs_by_graphs, ties_of
@@ -294,6 +295,7 @@ class PipelineEngine(BatchEngine):
             raise MisuseError(f"a batch of shape {list(part.shape)} cannot be cut into {microbatches} equal micro-batches")
         return part.chunk(microbatches)
 
+    @outside_autocast()
     def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:
         self._unchanged.check()
         if reduced is None or not self._install(record, reduced):

@@ -14,7 +14,7 @@ import torch
 
 PARAMETERS, ELEMENTS = 4, 1024
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> what its bits are read as
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> what its bits are read as
 
 
 class Samples:
@@ -78,4 +78,4 @@ def _bits_of(part: torch.Tensor) -> torch.Tensor:
         part = part.permute(by_stride)
         while not part.is_contiguous():
             part = part[0]
-    return part.reshape(-1).view(_BITS[part.element_size()])
+    return part.reshape(-1).view(BITS[part.element_size()])

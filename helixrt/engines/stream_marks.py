@@ -1,8 +1,9 @@
-"""When a gradient bucket is final on an accelerator: events of the streams that wrote it.
+"""When a bucket (of gradients, or of the book) is final on an accelerator: events of the streams that wrote it.
 
-Backward's hooks return before the device has computed. So each hook notes the stream it ran on, the hand-out of a bucket
-records an event on each of them, and the exchange thread makes its own stream wait for these events before it reads. Nobody
-blocks the host. On the CPU a tensor is final when the hook runs, and nothing is recorded.
+Calls return before the device has computed. So each hook of backward notes the stream it ran on, and `end` the one on which it
+filled the book. The hand-out of a bucket records an event on each of them, and the exchange thread makes its own stream wait
+for these events before it reads. Nobody blocks the host. On the CPU a tensor is final when the call returns, and nothing is
+recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 
 class StreamMarks(ABC):
-    """Marks of one set of buckets. `wrote` and `handed_out` come from backward's threads, `wait` from the exchange thread."""
+    """Marks of one set of buckets. `wrote` and `handed_out` come from threads that compute, `wait` from the exchange thread."""
 
     @abstractmethod
     def wrote(self, bucket: int, device: torch.device) -> None:

@@ -212,7 +212,7 @@ class Session(RankPlace):
         Gradients are in `p.grad`, divided by the total weight; where no contributor had one, or `record.applied` is False, it
         is None. The function changes registered state alone, as a function of that state, the gradients and the record
         (`record.step`, `record.summed`): it also runs when a replica that was behind repeats an update. It may not draw random
-        numbers or read anything else.
+        numbers or read anything else. Autocast of the loop is off in it.
         """
         self._registered().set_update(function)
         return function

@@ -74,6 +74,11 @@ class Engine(ABC):
         Filled between `begin` and `end`; left alone from `end` to the next `begin` or `apply`.
         """
 
+    def finite_part(self, bucket: int, values: torch.Tensor) -> torch.Tensor:
+        """What of `values`, laid out as this bucket, must be finite: all but what may be infinite or NaN where every gradient
+        is finite, such as buffers. It decides whether a sum counts, and whose gradient is to blame."""
+        return values
+
     def ready(self, bucket: int) -> None:  # noqa: B027 in host memory there is nothing to wait for
         """Called by the thread that exchanges, before it reads a bucket that was handed out: makes the thread's current
         stream wait for what computes the bucket."""

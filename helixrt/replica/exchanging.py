@@ -96,7 +96,8 @@ class ExchangeThread:
         try:
             with parts.progress.doing("exchange", EXCHANGE, parts.max_wait_s + parts.timeouts.exchange_s):
                 if isinstance(command, p.Examine):
-                    finite = all(all_finite(bucket) for bucket in parts.engine.buckets)
+                    engine = parts.engine
+                    finite = all(all_finite(engine.finite_part(i, bucket)) for i, bucket in enumerate(engine.buckets))
                     return p.Examined(command.generation, parts.group_rank, finite)
                 return p.RankDone(command.generation, parts.group_rank, finite=self._exchange(command))
         except Retryable as error:
@@ -105,7 +106,7 @@ class ExchangeThread:
             return p.RankFailed(command.generation, parts.group_rank, str(error), suspects)
 
     def _exchange(self, command: p.Exchange) -> bool:
-        """Sum all buckets; whether every sum is finite."""
+        """Sum all buckets; whether every sum is finite, where it must be."""
         parts, write = self._parts, self._parts.record.write
         deadline = time.monotonic() + parts.timeouts.exchange_s + parts.timeouts.step_s
         self._check_abort(command.generation)
@@ -137,7 +138,7 @@ class ExchangeThread:
                 bytes=source.numel() * source.element_size(),
             )
             self._check_abort(command.generation)
-            finite = finite and all_finite(sums[index])
+            finite = finite and all_finite(parts.engine.finite_part(index, sums[index]))
         self._reduced.exchanged(command.generation, sums)
         write(Kind.EXCHANGE_END, generation=command.generation, finite=finite)
         return finite

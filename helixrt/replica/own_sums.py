@@ -32,7 +32,7 @@ class OwnSums:
         buckets = list(parts.engine.buckets)
         for index in range(len(buckets)):
             parts.engine.ready(index)
-        finite = all(all_finite(bucket) for bucket in buckets)
+        finite = all(all_finite(parts.engine.finite_part(i, bucket)) for i, bucket in enumerate(buckets))
         if isinstance(command, p.Examine):
             return p.Examined(command.generation, parts.group_rank, finite)
         assert command.members == (parts.replica,), f"a run of one replica has no exchange with {command.members}"

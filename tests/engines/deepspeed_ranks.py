@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from helixrt.engines.deepspeed import DeepSpeedEngine
 from helixrt.engines.inner_group import InnerGroup, lost_rank
+from helixrt.engines.stream_marks import StreamMarks
 from helixrt.errors import ConfigError, Fatal, MisuseError, Retryable
 from helixrt.job.checkpoint_layout import Index, PartIndex, RankPart
 from helixrt.job.checkpoint_restore import restored
@@ -252,6 +253,53 @@ def is_checkpointed(group: InnerGroup) -> None:
             i, group.rank, False, f.engine.state(), f.engine.portions()))  # fmt: skip
 
 
+class Snapshots(StreamMarks):
+    """What is marked, in order, and the bucket as it was then."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int, torch.Tensor]] = []
+        self.buckets: Any = ()
+
+    def note(self, what: str, bucket: int) -> None:
+        self.log.append((what, bucket, self.buckets[bucket].clone()))
+
+    def wrote(self, bucket: int, device: torch.device) -> None:
+        self.note("wrote", bucket)
+
+    def handed_out(self, bucket: int) -> None:
+        self.note("handed out", bucket)
+
+    def wait(self, bucket: int) -> None:
+        self.note("wait", bucket)
+
+
+def updates_without_the_loops_autocast(group: InnerGroup) -> None:
+    """As a replica does that repeats the update."""
+    replica, seen = Replica(0, group, config(2)), list[bool]()
+    replica.deepspeed.optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    replica.work(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        replica.engine.apply(record(1, (0,)), [s.clone() for s in summed([replica])])
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False]
+
+
+def every_bucket_is_marked_after_it_was_written(group: InnerGroup) -> None:
+    """Gradients and the book alike: on a device the exchange has a stream of its own."""
+    marks = Snapshots()
+    engine = DeepSpeedEngine(initialized(config(2)), group, bucket_bytes=64, marks=marks)
+    marks.buckets = engine.buckets
+    engine.begin(engine.ready)
+    for number in range(ACCUMULATE):
+        engine.backward(engine.engine(rows(0, group.rank, number)).sum(), last=number == ACCUMULATE - 1)
+    engine.end()
+    assert {bucket.dtype for bucket in engine.buckets} == {torch.float32, torch.float64, torch.int64}
+    for index, final in enumerate(engine.buckets):
+        marked = [(what, each) for what, bucket, each in marks.log if bucket == index]
+        assert [what for what, _ in marked] == ["wrote", "handed out", "wait"], index
+        assert all(torch.equal(each, final) for _, each in marked), index
+
+
 def what_cannot_be_trained_is_refused(group: InnerGroup) -> None:
     """By the key of DeepSpeed's configuration, with its value and what to do."""
     offload = {"offload_optimizer": {"device": "cpu"}}
@@ -305,6 +353,8 @@ SCENARIOS: list[Callable[[InnerGroup], None]] = [
     trains_as_one_process,
     loads_its_partition,
     is_checkpointed,
+    updates_without_the_loops_autocast,
+    every_bucket_is_marked_after_it_was_written,
     what_cannot_be_trained_is_refused,
     a_lost_rank_is_told,
 ]

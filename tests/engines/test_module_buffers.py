@@ -70,6 +70,27 @@ def test_buffers_of_every_kind_are_united(loops: Any) -> None:
         assert torch.equal(model.constant, torch.full((3,), 0.1)), "a mean of equal numbers may be another number"
 
 
+@pytest.mark.parametrize("mode", ["mean", "first"])
+def test_a_buffer_with_nan_that_no_forward_changes_keeps_its_bits(loops: Any, mode: Any) -> None:
+    """NaN is unequal to itself, and a mean of equal numbers may be another number."""
+    engines, models = [], []
+    for replica in range(3):
+        model = nn.Linear(3, 2)
+        model.register_buffer("table", torch.tensor([torch.nan, -torch.inf, 0.1], dtype=torch.float64))
+        models.append(model)
+        options = Registered.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        engines.append(ModuleEngine(options, replica=replica, replicas=3, buffers=mode))
+    before = models[0].table.clone()
+    for model, engine in zip(models, engines, strict=True):
+        engine.begin(lambda bucket: None)
+        engine.backward(model(torch.ones(1, 3)).sum(), last=True)
+        engine.end()
+    sums = loops.summed(engines)
+    for model, engine in zip(models, engines, strict=True):
+        engine.apply(loops.record(1, (0, 1, 2)), sums)
+        assert loops.equal_bits(model.table, before)
+
+
 @pytest.mark.parametrize("name", ["large", "scratch"])
 def test_a_buffer_that_does_not_travel_may_not_change_and_can_be_named(loops: Any, name: str) -> None:
     model, engine = counting()

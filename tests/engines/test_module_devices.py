@@ -156,6 +156,28 @@ def test_events_are_recorded_at_the_hand_out_and_awaited_by_who_reads(loops: Any
         events = [what for what, number in marks.log if number == bucket]
         assert events[-2:] == ["handed out", "wait"] and set(events[:-2]) == {"wrote"}, (bucket, events)
     assert handed_out == list(reversed(range(len(engine.buckets)))) and offset == 2
+    for book in range(offset):
+        assert [what for what, number in marks.log if number == book - offset] == ["wrote", "handed out", "wait"], book
+
+
+def test_the_book_is_marked_after_its_entries_were_written(loops: Any) -> None:
+    """The exchange thread has a stream of its own: what is written after the event may be read before it is there."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    class Snapshots(Marks):
+        def wrote(self, bucket: int, device: torch.device) -> None:
+            seen[bucket] = [each.clone() for each in engine.buckets]
+
+    registered = Registered.of(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    engine = ModuleEngine(registered, marks=Snapshots())
+    for step in (1, 2):
+        seen.clear()
+        engine.begin(lambda bucket: None)
+        engine.backward(model(torch.full((4, 8), float(step))).sum(), 4, last=True)
+        engine.end()
+        for book, final in enumerate(engine.buckets[:2]):
+            assert loops.equal_bits(seen[book - 2][book], final) and final.any()
 
 
 def test_at_most_two_gradient_sized_sets_live_on_the_device(loops: Any) -> None:
