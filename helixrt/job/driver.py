@@ -174,7 +174,8 @@ class Driver:
         standing: Standing | None = None,
     ) -> None:
         if config.resume:
-            config = replace(config, chaos=ChaosConfig())  # kills belong to a run's first life
+            slowed = ChaosConfig(link=config.chaos.link, slow=config.chaos.slow)
+            config = replace(config, chaos=slowed)  # faults belong to a run's first life; what is slow stays slow
         self.config, self.run_, self.program = config, run, program
         self.timeouts = derive(config.step_timeout_s, config.heartbeat_s)
         self.secret = secret or secrets.token_hex(32)
