@@ -94,7 +94,8 @@ class MeasuredCosts:
     def outdated(self) -> frozenset[OperationKey | PairKey]:
         """Operations and pairs whose chunk was measured in newer steps than they were: the order of now does not run them."""
         newest: defaultdict[int, int] = defaultdict(int)
-        times = {**self.operations, **self.pairs}
+        times: dict[OperationKey | PairKey, Estimate] = dict(self.operations)
+        times.update(self.pairs)
         for key, estimate in times.items():
             for chunk in _chunks(key):
                 newest[chunk] = max(newest[chunk], estimate.step)
