@@ -94,12 +94,11 @@ class MeasuredCosts:
     def outdated(self) -> frozenset[OperationKey | PairKey]:
         """Operations and pairs whose chunk was measured in newer steps than they were: the order of now does not run them."""
         newest: defaultdict[int, int] = defaultdict(int)
-        times: dict[OperationKey | PairKey, Estimate] = dict(self.operations)
-        times.update(self.pairs)
-        for key, estimate in times.items():
+        times: list[tuple[OperationKey | PairKey, Estimate]] = [*self.operations.items(), *self.pairs.items()]
+        for key, estimate in times:
             for chunk in _chunks(key):
                 newest[chunk] = max(newest[chunk], estimate.step)
-        return frozenset(key for key, each in times.items() if each.step < max(newest[chunk] for chunk in _chunks(key)))
+        return frozenset(key for key, each in times if each.step < max(newest[chunk] for chunk in _chunks(key)))
 
     def lacking(self) -> str:
         """The first time that was not measured and that `costs` needs, in words; "" if it has all."""
