@@ -20,6 +20,7 @@ def arguments(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+@pytest.mark.slow  # two minutes; `02_strands.ipynb` and the other tests here run its parts
 @pytest.mark.netns
 def test_a_quick_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks compare losses and gradients of all ways themselves, and there are no figures when they differ."""

@@ -23,7 +23,7 @@ from tests.emulate import broken_rules as broken
 from tests.emulate.broken_rules import Patch, Rule, noticed_by
 from tests.emulate.sweeps import SWEEP_LIMIT_S, SWEEP_SEEDS, SweepOf, sweep_all
 
-SEEDS = 300
+SEEDS = 120
 NOTICED_WITHIN = 5_000  # seeds
 # mostly few: every pair is linked, so time grows with the square
 SIZES = (2, 3, 2, 3, 4, 2, 3, 5, 2, 4, 3, 2) * 3 + (6, 7, 8, 2)

@@ -21,7 +21,7 @@ from tests.emulate import broken_rules as broken
 from tests.emulate.broken_rules import Rule, noticed_by
 from tests.emulate.sweeps import SWEEP_LIMIT_S, SWEEP_SEEDS, SweepOf, sweep_all
 
-SEEDS = 200
+SEEDS = 80
 NOTICED_WITHIN = 2_000  # seeds
 HARD_CASES = tuple(f.name for f in fields(PathVerdict)[4:] if f.name != "blocked")  # no connection is full there
 

@@ -70,10 +70,14 @@ def test_send_does_not_wait_for_the_receiver(any_stages: Any) -> None:
 
 
 def test_a_lost_peer_is_retryable_and_named(any_stages: Any) -> None:
+    connected = threading.Event()
+
     def talk(stage: int, channels_of: Any) -> str:
         channel = channels_of(FlightRecord("r0.pp0"))[1 - stage]
         if stage == 1:
+            connected.wait(20)
             return ""  # its group goes away with it
+        connected.set()
         with pytest.raises(Retryable, match="stage 1 of this replica cannot be reached") as caught:
             channel.recv(Tag(0, 0, 0, 0, Lane.F), torch.empty(4)).wait()
         return caught.value.cause.rank
