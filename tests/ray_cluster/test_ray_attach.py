@@ -106,11 +106,12 @@ def test_a_run_goes_on_from_its_checkpoint_when_its_keeper_is_killed(ray_head: A
     os.kill(int(before.where.split()[1]), signal.SIGKILL)
     job.until(lambda: job.ended() or "was lost; now it is" in job.said(), "another keeper")
     job.until(lambda: any(life == 1 for r in job.records() for _, life in r.contributors), "the replicas' return")
+    job.until(lambda: job.step() >= 20, "another checkpoint")
     (tmp_path / "signs" / "stop").touch()
     job.until(job.ended, "the end of the run")
     assert job.client.get_job_info(job.id).driver_exit_code == 0, job.said()
     records = job.records()
-    assert audit(records).clean and records[-1].step > 15
+    assert audit(records).clean
     returned = [record.step for record in records if {i for _, i in record.contributors} == {1}]
     assert returned and returned[0] > 10, "from the checkpoint, not from the beginning"
     job.until(all_given_back, "the return of what the run had reserved")
