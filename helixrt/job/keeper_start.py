@@ -59,7 +59,11 @@ def start_keeper(config: JobConfig, run: Run, program: JobProgram, secret: str, 
 
 
 def start_again(folder: Path, kept: KeptRun) -> KeptRun:
-    """Start the keeper of this run again. Raises Fatal if that does not work."""
+    """Start the keeper of this run again. Raises Fatal if that does not work, ConfigError (run) for a run on Ray where this
+    process is not in its job: the program's code travels with the job."""
+    if kept.config["launcher"] == "ray" and not _in_ray():
+        rule = "its keeper on Ray was lost; submit its program again with resume=, on the keeper's node, which starts it again"
+        raise ConfigError("run", folder, rule)
     order = KeeperOrder(
         kept.config,
         str(folder),
@@ -75,6 +79,13 @@ def start_again(folder: Path, kept: KeptRun) -> KeptRun:
         {"store": kept.store, "durable": kept.durable, "lighthouse": kept.lighthouse},
     )
     return _start(order)
+
+
+def _in_ray() -> bool:
+    """Whether this process is connected to a cluster."""
+    import ray
+
+    return bool(ray.is_initialized())
 
 
 def _start(order: KeeperOrder) -> KeptRun:

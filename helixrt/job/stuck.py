@@ -79,7 +79,7 @@ def observe(watch: RankWatch | None, report: ProgressReport | None, elapsed_s: f
 
 def excused(watches: Mapping[str, RankWatch], limits: Limits) -> dict[str, RankWatch]:
     """The ranks of one replica, after a look, without the time that they waited for one that has asked for more and has time
-    left. A rank that itself waits excuses nobody: those that wait for each other would never be found."""
+    left. The time of a rank that itself waits does not count: ranks that wait for each other would never be found."""
     busy = {rank for rank, watch in watches.items() if _has_time_left(watch, limits) and not _waits(watch)}
     return {rank: _restarted(watch) if _waits(watch) and busy - {rank} else watch for rank, watch in watches.items()}
 

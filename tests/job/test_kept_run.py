@@ -21,8 +21,8 @@ from helixrt.job import keeper as keepers
 from helixrt.job.attaching import attached_driver, away_s
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.draining import DRAINED_WHY
-from helixrt.job.keeper import FILE, SECRET_FILE, Keeper, KeeperOrder
-from helixrt.job.keeper_start import keeper_lives, kept_run, secret_of
+from helixrt.job.keeper import FILE, SECRET_FILE, Keeper, KeeperOrder, KeptRun
+from helixrt.job.keeper_start import keeper_lives, kept_run, secret_of, start_again
 from helixrt.job.kept_run import Absence, absence_of, living, standing_of
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
@@ -336,6 +336,13 @@ def test_a_run_that_is_ending_is_not_attached_to(tmp_path: Path, monkeypatch: py
     assert living(tmp_path) is None, "its end was waited for"
     thread.join(30)
     assert not thread.is_alive() and not (tmp_path / FILE).exists()
+
+
+def test_a_lost_keeper_on_ray_is_started_again_in_a_job_alone(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    kept = KeptRun("h:1", "h:2", "", "process 7 on h", "run-1", 0, {"launcher": "ray"}, "m", {}, 600.0, 10.0, "", 0)
+    with pytest.raises(ConfigError, match="submit its program again with resume="):
+        start_again(tmp_path, kept)
 
 
 def exits_of(launcher: KeptLauncher) -> list[RankExit]:
