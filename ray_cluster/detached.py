@@ -33,6 +33,13 @@ class DetachedProcess:
         threading.Thread(target=_run, args=(entry, argument), name="helixrt-detached").start()
 
 
+def is_connected() -> bool:
+    """Whether this process is connected to a cluster."""
+    import ray
+
+    return bool(ray.is_initialized())
+
+
 def start_detached(name: str, entry: str, argument: dict[str, Any], log: Path, environment: Mapping[str, str]) -> None:
     """Start it on this node. Needs a connected process. Raises what Ray raises if the actor does not start."""
     import ray

@@ -61,7 +61,7 @@ def start_keeper(config: JobConfig, run: Run, program: JobProgram, secret: str, 
 def start_again(folder: Path, kept: KeptRun) -> KeptRun:
     """Start the keeper of this run again. Raises Fatal if that does not work, ConfigError (run) for a run on Ray where this
     process is not in its job: the program's code travels with the job."""
-    if kept.config["launcher"] == "ray" and not _in_ray():
+    if kept.config["launcher"] == "ray" and not _is_connected_to_ray():
         rule = "its keeper on Ray was lost; submit its program again with resume=, on the keeper's node, which starts it again"
         raise ConfigError("run", folder, rule)
     order = KeeperOrder(
@@ -81,11 +81,10 @@ def start_again(folder: Path, kept: KeptRun) -> KeptRun:
     return _start(order)
 
 
-def _in_ray() -> bool:
-    """Whether this process is connected to a cluster."""
-    import ray
+def _is_connected_to_ray() -> bool:
+    from helixrt.ray_cluster.detached import is_connected
 
-    return bool(ray.is_initialized())
+    return is_connected()
 
 
 def _start(order: KeeperOrder) -> KeptRun:
