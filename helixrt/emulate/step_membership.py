@@ -100,6 +100,6 @@ class Lighthouse:
             return
         entries = tuple(world.store.entries[len(node.machine.log) :])
         world.deliver(node, p.Formed(generation, members, entries, world.store.begin))
-        if node.machine.sits_until > generation:
+        if node.machine.standing.sits_until > generation:
             world.count["sat_out"] += 1
             world.left_out.add(node.replica)

@@ -15,7 +15,8 @@ report comes first, then one that computes, then one that waits for a rank of it
 while the main thread of another rank has asked for more time and has time left, and has the whole limit again after
 that (`excused`): the other rank goes on where it was, and sends what is waited for only then. One that has waited for the
 limit is itself named only if no other rank has completed nothing for half of it: who began to wait before its neighbour
-stopped reaches the limit before that neighbour does.
+stopped reaches the limit before that neighbour does. A main thread that is in the user's loop between two steps (LOOP) has
+nothing to complete, and is not stuck for that; it is the cause where another rank, or its own exchange, waits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from helixrt.replica.progress import EXCHANGE, MAIN, ProgressReport, ThreadReport
+from helixrt.replica.progress import EXCHANGE, LOOP, MAIN, ProgressReport, ThreadReport
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,9 @@ def most_likely_stuck(watches: Mapping[str, RankWatch], limits: Limits) -> Stuck
     return complaint(watches, likely.rank, limits) or likely
 
 
-def _likeliest(watches: Mapping[str, RankWatch], limits: Limits) -> Stuck | None:
-    found = [s for rank, watch in watches.items() if (s := _stuck(rank, watch, limits)) is not None]
+def _likeliest(watches: Mapping[str, RankWatch], limits: Limits, loops: bool = False) -> Stuck | None:
+    """`loops`: a main thread in the user's loop counts."""
+    found = [s for rank, watch in watches.items() if (s := _stuck(rank, watch, limits, loops)) is not None]
     likely = min(found, key=lambda s: (s.suspicion, s.rank), default=None)
     if likely is not None and likely.suspicion is Suspicion.WAITING:
         if any(_has_time_left(watch, limits) for rank, watch in watches.items() if rank != likely.rank):
@@ -116,7 +118,7 @@ def complaint(watches: Mapping[str, RankWatch], ended: str, limits: Limits) -> S
     half the limit. It may give up before the limit, when its link to that rank fails."""
     others = {rank: watch for rank, watch in watches.items() if rank != ended}
     halved = replace(limits, step_s=limits.step_s / 2, start_s=limits.start_s / 2)
-    likely = _likeliest(others, halved)
+    likely = _likeliest(others, halved, loops=True)
     return None if likely is None or likely.suspicion is Suspicion.WAITING else likely
 
 
@@ -128,7 +130,7 @@ def _has_time_left(watch: RankWatch, limits: Limits) -> bool:
     )
 
 
-def _stuck(rank: str, watch: RankWatch, limits: Limits) -> Stuck | None:
+def _stuck(rank: str, watch: RankWatch, limits: Limits, loops: bool) -> Stuck | None:
     report = watch.report
     usual_s = limits.step_s if report.committed else limits.start_s
     silence_s = max((t.limit_s for t in report.threads), default=0.0)
@@ -136,13 +138,16 @@ def _stuck(rank: str, watch: RankWatch, limits: Limits) -> Stuck | None:
         last = "; last: " + ", ".join(_said(t) for t in report.threads) if report.threads else ""
         why = f"has not reported for {watch.silent_s:.0f} s: it is stopped, or its interpreter lock is held{last}"
         return Stuck(rank, Suspicion.SILENT, why)
-    still = [t for t in report.threads if watch.still_s.get(t.thread, 0.0) >= max(usual_s, t.limit_s)]
+    every = [t for t in report.threads if watch.still_s.get(t.thread, 0.0) >= max(usual_s, t.limit_s)]
+    still = [t for t in every if t.doing != LOOP]
     if _has_time_left(watch, limits):  # the exchange may wait for gradients of that thread
         still = [t for t in still if t.thread != EXCHANGE]
-    if not still:
+    loop = [t for t in every if t.doing == LOOP]
+    if not still and not (loops and loop):
         return None
-    thread = min(still, key=lambda t: (t.waits_for_peer, t.thread != MAIN, t.thread))
-    suspicion = Suspicion.WAITING if thread.waits_for_peer else Suspicion.COMPUTING
+    waits = {t.thread for t in still if t.waits_for_peer or (t.thread == EXCHANGE and _waits(watch))}
+    thread = min([*still, *loop], key=lambda t: (t.thread in waits, t.thread != MAIN, t.thread))
+    suspicion = Suspicion.WAITING if thread.thread in waits else Suspicion.COMPUTING
     why = f"has made no progress for {watch.still_s[thread.thread]:.0f} s: {_said(thread)}"
     return Stuck(rank, suspicion, why)
 

@@ -29,6 +29,7 @@ from helixrt.replica.commands import (
 from helixrt.replica.contracts import WorkResult
 from helixrt.replica.fetching import Fetching
 from helixrt.replica.own_sums import OwnSums
+from helixrt.replica.progress import LOOP
 from helixrt.replica.rank_parts import Buckets, Done, RankParts, WorkOrder
 from helixrt.replica.reduced_sets import ReducedSets
 from helixrt.replica.serving import Serving
@@ -75,6 +76,7 @@ class Compute:
         self._held: WorkOrder | Exit | None = None  # what ended a wait for an outcome: the next call of `next_work` gets it
         self._order: WorkOrder | None = None  # the one that is being worked on
         self._working: AbstractContextManager[None] | None = None  # of that order: what is reported meanwhile
+        self._between: AbstractContextManager[None] | None = None  # in the user's loop, between two steps: the same
         self._begin_s = 0.0  # when it began
         self._result: WorkResult | None = None  # of the finished order whose fate is not known
         self._schedule = ""  # hash of the schedule's order that the engine works by
@@ -89,6 +91,9 @@ class Compute:
         An order is worked on to its end also when another replaced it meanwhile: all ranks of the replica must run the same
         passes, and they learn of it at different moments.
         """
+        if self._between is not None:
+            self._between.__exit__(None, None, None)
+            self._between = None
         while True:
             held, self._held = self._held, None
             command = held or self._commands.get()
@@ -129,6 +134,12 @@ class Compute:
     def outcome(self, order: WorkOrder) -> Done | None:
         """Carry out commands until the fate of the finished order is known: its update, or None if its gradient is in no
         committed record (another order or the end came first; `next_work` gives it)."""
+        done = self._outcome()
+        self._between = self._parts.progress.doing(LOOP)
+        self._between.__enter__()
+        return done
+
+    def _outcome(self) -> Done | None:
         assert self._order is None and self._held is None, "an order is finished, and its outcome asked for, once"
         while self._result is not None:
             command = self._commands.get()

@@ -23,6 +23,7 @@ from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
 
 MAIN, EXCHANGE, LEADER, FETCH = "main", "exchange", "leader", "fetch"
+LOOP = "the loop, between two steps"  # what the main thread does in the user's code, where it has nothing to complete
 _DEPTH = 80  # frames of a thread that are looked at
 _OWN = ("threading", "queue", "contextlib")
 
@@ -90,7 +91,7 @@ class _Doing(AbstractContextManager[None]):
         with progress.lock:
             progress.completed[me] += 1
             slots = progress.slots[me]
-            slots.pop()
+            slots.remove(self)  # a `busy` of the user may span the end of a step
             if not slots:
                 del progress.slots[me]
         if self._position is not None and kind is None:

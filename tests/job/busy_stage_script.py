@@ -1,7 +1,8 @@
 """`python busy_stage_script.py FOLDER CHANNELS HANGS`: one replica of a small model in two pipeline stages.
 
 The stages communicate over these channels. Each stage in turn is busy for longer than a step may take, and says so, while the
-other one goes on to its next receive. With HANGS=1 none is busy, and the last stage sleeps once without saying so.
+other one goes on to its next receive. With HANGS=WHEN:STAGE none is busy, and this stage sleeps once without saying so, `before`
+or `after` a step's commit.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ def export(session: helixrt.Session, mine: bool) -> None:
             time.sleep(BUSY_S)
 
 
-def train(session: helixrt.Session, hung: str) -> None:
-    """`hung`: the file by which the last stage knows that it has slept; "" if it is not to."""
+def hang(file: str, mine: bool) -> None:
+    if mine and not Path(file).exists():
+        Path(file).touch()
+        time.sleep(HANG_S)
+
+
+def train(session: helixrt.Session, hangs: str, hung: str) -> None:
+    """`hung`: the file by which the stage that hangs knows that it has slept."""
     example = torch.zeros(BATCH // 4, WIDTH)
     loss = nn.functional.mse_loss
     stages = helixrt.Stages(parts(), loss, (example, example), example, microbatches=4, graphs="never")
@@ -47,17 +54,16 @@ def train(session: helixrt.Session, hung: str) -> None:
     for step in session.steps(loader, until=STEPS):
         for batch, target in step:
             step.train(model, batch, target=target)
-        if hung and step.number == HANGS_AT and stage == 1 and not Path(hung).exists():
-            Path(hung).touch()
-            time.sleep(HANG_S)
-        export(session, not hung and BUSY_BEFORE.get(step.number) == stage)
+        hang(hung, step.number == HANGS_AT and hangs == f"before:{stage}")
+        export(session, not hangs and BUSY_BEFORE.get(step.number) == stage)
         done = step.commit()
         session.log({"loss": done.loss})
-        export(session, not hung and BUSY_AFTER.get(step.number) == stage)
+        hang(hung, step.number == HANGS_AT and hangs == f"after:{stage}")
+        export(session, not hangs and BUSY_AFTER.get(step.number) == stage)
 
 
 if __name__ == "__main__":
-    folder, channels, hangs = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "1"
+    folder, channels, hangs = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     base = JobConfig(pipeline=PipelineConfig(channels=channels))
     result = helixrt.run(
         train,
@@ -66,7 +72,7 @@ if __name__ == "__main__":
         seed=4,
         device="cpu",
         launcher="local",
-        arguments={"hung": str(folder / "hung") if hangs else ""},
+        arguments={"hangs": hangs, "hung": str(folder / "hung")},
         options=helixrt.RunOptions(step_timeout_s=STEP_TIMEOUT_S, checkpoint_every=2, base=base),
     )
     print(f"ended at step {result.step}")

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
+from helixrt.replica.progress import LOOP
 from helixrt.timeouts import derive
 from tests.job.busy_stage_script import BUSY_S, STEP_TIMEOUT_S, STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 
-def launch(folder: Path, channels: str, hangs: bool) -> dict[str, Any]:
+def launch(folder: Path, channels: str, hangs: str = "") -> dict[str, Any]:
     """The run's report."""
     root, script = Path(__file__).parents[2], Path(__file__).parent / "busy_stage_script.py"
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder), channels, str(int(hangs))]
+    command = [sys.executable, str(script), str(folder), channels, hangs]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=440)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"ended at step {STEPS}" in done.stdout
@@ -33,13 +34,19 @@ def launch(folder: Path, channels: str, hangs: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("channels", ["endpoint", "gloo"])
 def test_a_stage_waits_for_a_busy_one_as_long_as_that_has_asked_for(channels: str, tmp_path: Path) -> None:
     assert BUSY_S > 2 * STEP_TIMEOUT_S
-    assert launch(tmp_path, channels, hangs=False)["failures"] == []
+    assert launch(tmp_path, channels)["failures"] == []
 
 
-def test_a_stage_that_hangs_is_named_at_the_limit_though_its_neighbour_would_wait_longer(tmp_path: Path) -> None:
-    (failure,) = launch(tmp_path, "endpoint", hangs=True)["failures"]
-    said = re.match(r"r0\.pp1\.\S+ incarnation 0 has made no progress for (\d+) s: main thread in ", failure["seen"])
+@pytest.mark.parametrize(("when", "stage"), [("before", 1), ("after", 0), ("after", 1)])
+def test_a_stage_that_hangs_is_named_at_the_limit_though_its_neighbour_would_wait_longer(
+    when: str, stage: int, tmp_path: Path
+) -> None:
+    (failure,) = launch(tmp_path, "endpoint", f"{when}:{stage}")["failures"]
+    pattern = rf"r0\.pp{stage}\.\S+ incarnation 0 has made no progress for (\d+) s: main thread in (.*) at "
+    said = re.match(pattern, failure["seen"])
     assert said is not None, failure["seen"]
+    assert (said[2] == LOOP) == (when == "after")
+    assert "hang, line" in failure["seen"], "where it is in the user's code"
     looks_s = 2 * derive(STEP_TIMEOUT_S).progress_period_s
     assert STEP_TIMEOUT_S <= int(said[1]) <= STEP_TIMEOUT_S + looks_s + 1.0, "by time that was observed"
     assert failure["rejoined_after_s"] is not None

@@ -13,7 +13,7 @@ from helixrt.errors import Retryable
 from helixrt.job.stuck import Limits, RankWatch, Stuck, Suspicion, complaint, excused, most_likely_stuck, observe
 from helixrt.job.watch import ProgressWatch
 from helixrt.record import FlightRecord, Kind
-from helixrt.replica.progress import EXCHANGE, LEADER, MAIN, Progress, ProgressReport, ThreadReport
+from helixrt.replica.progress import EXCHANGE, LEADER, LOOP, MAIN, Progress, ProgressReport, ThreadReport
 from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
 from helixrt.replica.store import MemoryRunStore
 
@@ -68,6 +68,28 @@ def test_waiting_for_orders_is_never_stuck() -> None:
     rank = Rank()
     rank.looks(500)
     assert rank.stuck is None
+
+
+def test_a_loop_between_two_steps_is_not_stuck_as_long_as_nobody_waits_for_it() -> None:
+    rank = Rank()
+    rank.looks(500, thread(doing=LOOP))
+    assert rank.stuck is None
+    busy = Rank()
+    busy.looks(11, thread(doing=f"{LOOP}/evaluate", limit_s=5.0))
+    assert busy.stuck is not None, "it asked for so much time, and has had it"
+
+
+@pytest.mark.parametrize("exchanges", [False, True], ids=["one_replica", "several"])
+@pytest.mark.parametrize("hangs", ["r1.pp0", "r1.pp1"])
+def test_a_loop_that_hangs_between_two_steps_is_named_and_not_the_stage_that_waits_for_it(hangs: str, exchanges: bool) -> None:
+    ranks = {"r1.pp0": Rank(), "r1.pp1": Rank()}
+    exchange = (thread(3, EXCHANGE, "exchange"),) if exchanges else ()
+    for name, rank in ranks.items():
+        main = thread(doing=LOOP, where="train:save, line 7") if name == hangs else thread(waits=True)
+        rank.looks(12, main, *exchange)
+    stuck = most_likely_stuck({name: rank.watch for name, rank in ranks.items() if rank.watch is not None}, LIMITS)
+    assert stuck is not None and stuck.rank == hangs
+    assert stuck.reason == f"has made no progress for 11 s: main thread in {LOOP} at train:save, line 7"
 
 
 def test_no_report_is_stuck_whatever_it_did_last() -> None:

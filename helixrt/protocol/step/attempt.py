@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.protocol.step.lineage import CommitRecord, Incarnation
+from helixrt.protocol.step.messages import RankDone, RankFailed
 from helixrt.protocol.step.quorum import Assessment, Member
 
 
@@ -39,3 +40,24 @@ class Attempt:
     failed: set[int] = field(default_factory=set)
     examined: dict[int, bool] = field(default_factory=dict)  # rank -> whether its own gradient is finite
     suspects: set[int] = field(default_factory=set)
+
+    @property
+    def taking_part(self) -> list[Member]:
+        return [m for m in self.members if m.replica in self.assessment.members]
+
+    @property
+    def group(self) -> tuple[Incarnation, ...]:
+        return tuple((m.replica, m.incarnation) for m in self.taking_part)
+
+    @property
+    def blamed(self) -> tuple[Incarnation, ...]:
+        return tuple((m.replica, m.incarnation) for m in self.members if m.replica in self.suspects)
+
+    def answered(self, event: RankDone | RankFailed) -> int:
+        """Take one rank's answer; how many have answered."""
+        if isinstance(event, RankDone):
+            self.done[event.rank] = event.finite
+        else:
+            self.failed.add(event.rank)
+            self.suspects |= set(event.suspects)
+        return len(self.done) + len(self.failed)

@@ -54,6 +54,31 @@ def pause_generations(times: int, rules: BlameRules) -> int:
     return round(seconds * GENERATIONS_PER_S)
 
 
+@dataclass
+class Standing:
+    """What one replica says of its own exchanges: an `Account` without its name. `breaks` and `pauses` are counted in a row."""
+
+    blames: tuple[Incarnation, ...] = ()
+    breaks: int = 0
+    pauses: int = 0
+    sits_until: int = 0  # a generation
+
+    def broke(self, blamed: tuple[Incarnation, ...]) -> None:
+        """An exchange broke, in which these were silent."""
+        self.blames, self.breaks = blamed, self.breaks + 1
+
+    def succeeded(self) -> None:
+        """An exchange did not break."""
+        self.blames, self.breaks, self.pauses = (), 0, 0
+
+    def sit_out(self, generation: int, rules: BlameRules) -> None:
+        """Begin a pause with this generation, if none is under way."""
+        if self.sits_until <= generation:
+            self.pauses += 1
+            self.sits_until = generation + pause_generations(self.pauses, rules)
+            self.blames, self.breaks = (), 0
+
+
 def accusers(members: Sequence[Account]) -> dict[int, set[int]]:
     """For each blamed member, the members that blame it."""
     present = {(m.replica, m.incarnation) for m in members}

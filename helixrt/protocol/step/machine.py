@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from helixrt.protocol.step.attempt import Attempt, Phase
-from helixrt.protocol.step.blame import pause_generations
+from helixrt.protocol.step.blame import Standing
 from helixrt.protocol.step.following import Following
 from helixrt.protocol.step.lineage import CommitRecord, Incarnation, Log, is_last
 from helixrt.protocol.step.messages import (
@@ -123,9 +123,7 @@ class StepMachine:
         self.unusable: Unusable | None = None
         self.overflow: Overflow | None = None
         self.stop = ""  # reason of `session.stop`; the next record that can carry it ends the run
-        self.blames: tuple[Incarnation, ...] = ()
-        self.breaks, self.pauses = 0, 0  # in a row: exchanges broken; pauses
-        self.sits_until = 0  # a generation
+        self.standing = Standing()
 
     @property
     def held_step(self) -> int:
@@ -192,10 +190,10 @@ class StepMachine:
             overflow=self.overflow,
             overtaken=self.following.overtaken,
             held_since=self.following.held_since,
-            blames=self.blames,
-            breaks=self.breaks,
-            sits_until=self.sits_until,
-            pauses=self.pauses,
+            blames=self.standing.blames,
+            breaks=self.standing.breaks,
+            sits_until=self.standing.sits_until,
+            pauses=self.standing.pauses,
             stop=self.stop,
             order=self.order,
         )
@@ -244,7 +242,8 @@ class StepMachine:
             actions.append(WaitOver(generation, view.head))
             self.evidence = None
         if sitting:
-            return [*actions, self._sit_out(generation)]
+            self.standing.sit_out(generation, self.rules.blame)
+            return [*actions, self._join()]
         actions += self.offers.serve(self.held, event.members, assessment)
         if behind:
             actions += self.following.begin(self.held, me, event.members, assessment, generation)
@@ -267,10 +266,8 @@ class StepMachine:
 
     def _exchange(self, attempt: Attempt, contribute: bool) -> Exchange:
         assessment = attempt.assessment
-        taking_part = [m for m in attempt.members if m.replica in assessment.members]
-        group = tuple((m.replica, m.incarnation) for m in taking_part)
-        fresh = self.epoch < 0 or reusable_epoch(taking_part) != self.epoch or group != self.group
-        self.group = group
+        fresh = self.epoch < 0 or reusable_epoch(attempt.taking_part) != self.epoch or attempt.group != self.group
+        self.group = attempt.group
         if fresh:
             self.epoch = attempt.generation
         self.phase = Phase.EXCHANGING
@@ -284,13 +281,6 @@ class StepMachine:
             return [Reload(stranded.base.step if stranded.base is not None else -1)]
         self.phase = Phase.WAITING
         return [Wait(generation, head, ruling.missing, ruling.waited_s)]
-
-    def _sit_out(self, generation: int) -> Join:
-        if self.sits_until <= generation:
-            self.pauses += 1
-            self.sits_until = generation + pause_generations(self.pauses, self.rules.blame)
-            self.blames, self.breaks = (), 0
-        return self._join()
 
     def _learn(self, entries: Sequence[CommitRecord]) -> list[Action]:
         """Take new log entries; drop kept records that are not on the chain."""
@@ -319,21 +309,17 @@ class StepMachine:
         if attempt is None or event.generation != attempt.generation or self.phase not in (Phase.EXCHANGING, Phase.BREAKING):
             return []
         actions: list[Action] = []
-        if isinstance(event, RankDone):
-            attempt.done[event.rank] = event.finite
-        else:
-            attempt.failed.add(event.rank)
-            attempt.suspects |= set(event.suspects)
-            if self.phase is Phase.EXCHANGING:
-                self.phase, self.epoch = Phase.BREAKING, -1
-                actions.append(Abort(attempt.generation, event.reason))
-        if len(attempt.done) + len(attempt.failed) < self.group_world_size:
+        answers = attempt.answered(event)
+        if isinstance(event, RankFailed) and self.phase is Phase.EXCHANGING:
+            self.phase, self.epoch = Phase.BREAKING, -1
+            actions.append(Abort(attempt.generation, event.reason))
+        if answers < self.group_world_size:
             return actions
         if attempt.failed:
-            self.phase, self.breaks = Phase.SETTLING, self.breaks + 1
-            self.blames = tuple((m.replica, m.incarnation) for m in attempt.members if m.replica in attempt.suspects)
+            self.phase = Phase.SETTLING
+            self.standing.broke(attempt.blamed)
             return [*actions, ReadLog(len(self.log))]
-        self.blames, self.breaks, self.pauses = (), 0, 0
+        self.standing.succeeded()
         if not all(attempt.done.values()):
             return self._not_finite(attempt)
         if self.held != attempt.assessment.base.hash:
@@ -399,8 +385,7 @@ class StepMachine:
         assert self.attempt is not None
         attempt, candidate = self.attempt, self.attempt.candidate
         actions = self._learn(event.entries)
-        decided = self.log.on_chain(candidate.hash)
-        if not decided or self.held != attempt.assessment.base.hash or self.following.fetching:
+        if not self.log.on_chain(candidate.hash) or self.held != attempt.assessment.base.hash or self.following.fetching:
             return [*actions, self._join()]
         donors = tuple(m for m in attempt.members if m.replica != self.replica)
         self.phase = Phase.REPAIRING
