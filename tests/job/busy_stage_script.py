@@ -1,8 +1,8 @@
 """`python busy_stage_script.py FOLDER CHANNELS HANGS`: one replica of a small model in two pipeline stages.
 
 The stages communicate over these channels. Each stage in turn is busy for longer than a step may take, and says so, while the
-other one goes on to its next receive. With HANGS=WHEN:STAGE none is busy, and this stage sleeps once without saying so, `before`
-or `after` a step's commit.
+other one goes on to its next receive. With HANGS=WHEN:STAGE none is busy, and this stage sleeps once without saying so, before
+or after a step's commit.
 """
 
 from __future__ import annotations
