@@ -5,7 +5,7 @@
 #   sbatch examples/slurm_replicas.sh
 #
 # VARIABLES names another file than /shared/runs/variables. A lost process ends its replica; the loop starts it again. --requeue
-# does so when its machine was lost. For more replicas change --array, and `replicas` in the program.
+# does so when its machine was lost. For more replicas change --array, `replicas` in the program, and --replicas of the server.
 #SBATCH --job-name=helixrt
 #SBATCH --array=0-1
 #SBATCH --ntasks=2

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/torchtitan_csv.py [order.csv]
 
-Without a file the order is planned here, for a slow link from stage 0 to stage 1. torchtitan reads the same file: set
+Without a file the order is planned here, for a slow link from stage 0 to stage 1. A file must have as many stages as there are
+processes, and 6 micro-batches. torchtitan reads the same file: set
 `pipeline_parallel_schedule_csv` to its path and `pipeline_parallel_schedule` to "PipelineScheduleMulti". The last line compares
 the gradients with those of the whole model in one process.
 """

@@ -62,6 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="s3://BUCKET/FOLDER or another fsspec address; default: the run's folder",
     )
+    add("--transport", default="auto", metavar="KIND", help="between replicas: auto, tcp, shared_memory or verbs")
+    add(
+        "--rails",
+        nargs="+",
+        default=(),
+        metavar="NIC",
+        help="network interfaces or RDMA devices between replicas, the default first; a|b: a for replica 0, b for replica 1, "
+        "in turn; default: the interface that leads to the run's store, and every active RDMA port",
+    )
     add("--restarts", type=int, default=100, help="how often a replica may be started again within an hour")
     add("--wait-s", type=float, default=1800.0, help="how long to wait for a replica that is not started, or not started again")
     add(
@@ -90,13 +99,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> JobConfig:
-    from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, OutputConfig
+    from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, OutputConfig, TransportConfig
     from helixrt.job.hosts import serving_host
     from helixrt.job.mesh import Mesh
     from helixrt.job.rules import check_address
     from helixrt.job.services import membership_kind
     from helixrt.job.stored_path import check_storage
     from helixrt.timeouts import derive
+    from helixrt.transport.auto import check_transport
 
     for key in ("replicas", "restarts", "checkpoint_every"):
         least = 1 if key == "replicas" else 0
@@ -118,10 +128,12 @@ def _config(args: argparse.Namespace) -> JobConfig:
         port=args.port,
         mesh=MeshConfig(args.replicas, mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp),
         checkpoint=replace(CheckpointConfig(), every=args.checkpoint_every, path=args.checkpoint_path),
+        transport=TransportConfig(kind=args.transport, rails=tuple(args.rails)),
         output=OutputConfig(str(args.storage.resolve())),
     )
     check_storage("checkpoint_path", args.checkpoint_path)
     membership_kind(config)
+    check_transport(config.transport.kind, "transport")
     check_address(config.host, config.port)
     return config
 

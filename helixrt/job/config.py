@@ -25,37 +25,55 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 50  # steps, and the last step always; 0 turns checkpoints off
-    keep: int = 3  # newest complete ones kept
-    path: str = ""  # where: s3://BUCKET/FOLDER or another address of fsspec, or a folder; "": in the run's folder
-    after_failover: bool = True  # an additional one when a link has lost one of its rails; needs `every` > 0
-    write_s: float = 3600.0  # a checkpoint that is not written after so long has failed
-    retry_s: float = 300.0  # how long the last one is tried again if it fails; then the run ends with exit code 1
+    every: int = 50
+    """Steps between two checkpoints; the last step always has one. 0: no checkpoints."""
+    keep: int = 3
+    """How many of the newest complete checkpoints are kept."""
+    path: str = ""
+    """Where checkpoints are: s3://BUCKET/FOLDER or another address of fsspec, or a folder; empty: in the run's folder."""
+    after_failover: bool = True
+    """Write an additional checkpoint when a link has lost one of its rails; needs `every` > 0."""
+    write_s: float = 3600.0
+    """A checkpoint that is not written after so long has failed."""
+    retry_s: float = 300.0
+    """How long the last checkpoint is tried again if it fails; then the run ends with exit code 1."""
 
 
 @dataclass(frozen=True)
 class CatchupConfig:
-    max_wait_s: float = 0.0  # how long an exchange waits for a replica that is fetching state
-    replay: int = 16  # reduced steps a replica that is behind keeps while it fetches, at most; fewer where memory_gb is less
-    memory_gb: float = 4.0  # GiB of host memory per rank for reduced gradients, snapshots and fetched state, at most
-    hold_s: float = 600.0  # longest wait, once, for a replica whose fetched state was out of date twice
-    serve_cpu: float = 0.0  # most cores that a rank uses to serve state; 0: idle processor time
-    serve_mb_s: float = 0.0  # MB/s that a rank serves, at most; 0: no limit
+    max_wait_s: float = 0.0
+    """How long an exchange waits for a replica that is fetching state."""
+    replay: int = 16
+    """The most reduced steps that a replica which is behind keeps while it fetches; fewer if `memory_gb` allows fewer."""
+    memory_gb: float = 4.0
+    """The most GiB of host memory per rank for reduced gradients, snapshots and fetched state."""
+    hold_s: float = 600.0
+    """The longest wait, once, for a replica whose fetched state was out of date twice."""
+    serve_cpu: float = 0.0
+    """The most cores that a rank uses to serve state; 0: idle processor time only."""
+    serve_mb_s: float = 0.0
+    """The most MB/s that a rank serves; 0: no limit."""
 
 
 @dataclass(frozen=True)
 class TransportConfig:
     """How ranks of different replicas reach each other, with exchange=ftar. The same for all, but for the names of NICs."""
 
-    kind: str = "auto"  # auto | tcp | shared_memory | verbs
-    rails: tuple[str, ...] = ()  # NICs, the default first: eth0, 10.0.1.7, mlx5_0, mlx5_0/1 (a port); a|b: a for replica 0,
-    # b for replica 1, in turn. (): the interface towards the run's store, and every active RDMA port
-    paths: int = 1  # through the network, on each rail; more need hopping
-    hopping: str = "none"  # which path new messages take: none | hopper | flowbender | ecmp
-    rate_mbit: float = 0.0  # rated speed of a path, for hopping: what round-trip times are measured against
-    latency_ms: float = 1.0  # of an idle path, likewise
-    heartbeat_s: float = 0.0  # a peer that does not run, or cannot be reached, is lost within 1.5 of it; 0: half of the
-    # membership's heartbeat_s
+    kind: str = "auto"
+    """`auto` | `tcp` | `shared_memory` | `verbs`."""
+    rails: tuple[str, ...] = ()
+    """NICs, the default first: eth0, 10.0.1.7, mlx5_0, mlx5_0/1 (a port); a|b: a for replica 0, b for replica 1, in turn.
+    Empty: the interface towards the run's store, and every active RDMA port."""
+    paths: int = 1
+    """Paths through the network on each rail; more than one need `hopping`."""
+    hopping: str = "none"
+    """The rule that chooses the path of new messages: `none` | `hopper` | `flowbender` | `ecmp`."""
+    rate_mbit: float = 0.0
+    """The rated speed of a path, for hopping: round-trip times are measured against it."""
+    latency_ms: float = 1.0
+    """The latency of an idle path, for the same purpose."""
+    heartbeat_s: float = 0.0
+    """A peer that does not run or cannot be reached is lost within 1.5 heartbeats; 0: half of that of the membership."""
 
     def rails_of(self, replica: int) -> tuple[str, ...]:
         return tuple(names[replica % len(names)] for names in (rail.split("|") for rail in self.rails))
@@ -65,20 +83,27 @@ class TransportConfig:
 class PipelineConfig:
     """How the stages of a replica reach each other, with mesh.pp above 1."""
 
-    channels: str = "endpoint"  # endpoint (as `transport` says, where exchange=ftar) | gloo
-    queues: int = 2  # connections to each stage, each with a thread; micro-batches take turns
-    direct: int = 0  # sends and receives of a stage that may be unfinished before it waits, in order; 0: sends never hold it up
-    host_mb: int = 1024  # of host memory per rank for messages on their way out
+    channels: str = "endpoint"
+    """`endpoint` (as `transport` says, where exchange=ftar) | `gloo`."""
+    queues: int = 2
+    """Connections to each stage, each with a thread; micro-batches take turns."""
+    direct: int = 0
+    """How many sends and receives of a stage may be unfinished before it waits, in order; 0: sends never delay the stage."""
+    host_mb: int = 1024
+    """Host memory per rank for messages that wait to be sent."""
 
 
 @dataclass(frozen=True)
 class RayConfig:
     """Where ranks are Ray actors: what the cluster keeps for each rank, and which code travels to its nodes."""
 
-    cpus: float = 0.0  # of each rank; 0: one per compute thread
-    gpus: float = -1.0  # of each rank; -1: one where device=cuda, or device=auto and the cluster has GPUs
-    code: str = ""  # a folder, the working directory of ranks; "": that of the program; none: the nodes have it. Not in a Ray
-    # job, which has its own
+    cpus: float = 0.0
+    """CPUs that the cluster reserves for each rank; 0: one per compute thread."""
+    gpus: float = -1.0
+    """GPUs that the cluster reserves for each rank; -1: one with device=cuda, or with device=auto if the cluster has GPUs."""
+    code: str = ""
+    """The folder that is sent to the nodes and is the working directory of ranks; empty: that of the program; none: the nodes
+    have it. Not in a Ray job, which has its own."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +112,8 @@ class KillConfig:
 
     replica: int = 1
     step: int = 20
-    moment: str = "forward"  # see helixrt.job.chaos.MOMENTS
+    moment: str = "forward"
+    """One of `helixrt.job.chaos.MOMENTS`."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +125,16 @@ class FaultConfig:
     gets no memory; a rank that the kernel kills for memory is a `chaos.kill`).
     """
 
-    kind: str = "stop"  # stop | hang | hang_lock | slow | exception | oom
+    kind: str = "stop"
+    """`stop` | `hang` | `hang_lock` | `slow` | `exception` | `oom`."""
     replica: int = 1
-    rank: int = 0  # of the replica; the moments before_quorum, before_commit and after_record are those of rank 0
+    rank: int = 0
+    """The rank of the replica; the moments before_quorum, before_commit and after_record are those of rank 0."""
     step: int = 20
-    moment: str = "forward"  # as for a kill
-    seconds: float = 5.0  # slow: by how much
+    moment: str = "forward"
+    """As for a kill."""
+    seconds: float = 5.0
+    """With `slow`: how much longer the moment takes."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +144,10 @@ class SlowConfig:
 
     stage: int = 0
     factor: float = 1.5
-    steps: tuple[int, ...] = ()  # [first, end]; (): all
-    replica: int = -1  # -1: of all replicas
+    steps: tuple[int, ...] = ()
+    """The first step, and the one after the last; empty: all steps."""
+    replica: int = -1
+    """-1: all replicas."""
     least_ms: float = 0.0
 
 
@@ -123,10 +155,12 @@ class SlowConfig:
 class CommandConfig:
     """Run a command once, at a moment of a step of a replica, on that rank's machine: to cut a cable, or to mend it."""
 
-    command: str = ""  # a program and its arguments; no shell
+    command: str = ""
+    """A program and its arguments; no shell."""
     replica: int = 0
     step: int = 20
-    moment: str = "forward"  # as for a kill
+    moment: str = "forward"
+    """As for a kill."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +169,19 @@ class ChaosConfig:
     kill: tuple[KillConfig, ...] = ()
     run: tuple[CommandConfig, ...] = ()
     fault: tuple[FaultConfig, ...] = ()
-    link: tuple[dict[str, Any], ...] = ()  # {from: 1, to: 2, delay_ms: 60, steps: [20, 60]}: see `helixrt.job.link_delays`
+    link: tuple[dict[str, Any], ...] = ()
+    """{from: 1, to: 2, delay_ms: 60, steps: [20, 60]}: see `helixrt.job.link_delays`."""
 
 
 @dataclass(frozen=True)
 class OutputConfig:
-    root: str = "outputs"  # runs go to root/DATE/TIME
-    peak_tflops: float = 0.0  # of one rank's device in the compute type, for model FLOPs utilisation; 0: it is not shown
-    detail_mb: int = 64  # of each rank's operations and messages the newest that fit; as much of its steps; all that is rare
+    root: str = "outputs"
+    """Runs go to root/DATE/TIME."""
+    peak_tflops: float = 0.0
+    """Of one rank's device in the compute type, for model FLOPs utilisation; 0: utilisation is not shown."""
+    detail_mb: int = 64
+    """MB of events of operations and messages that each rank keeps, the newest ones, and as many of its steps. Rare events are
+    all kept."""
 
 
 @dataclass(frozen=True)
@@ -152,22 +191,37 @@ class JobConfig:
     name: str = "run"
     seed: int = 0
     resume: bool = False
-    launcher: str = "auto"  # local | ray | environment (others start the ranks) | MODULE:NAME | auto (ray in a Ray job)
-    start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
-    threads: int = 1  # compute threads per rank
-    membership: str = "auto"  # decides which replicas take part: torchft | store | auto (torchft where it is installed)
-    exchange: str = "ftar"  # what sums gradients across replicas: ftar | gloo
+    launcher: str = "auto"
+    """`local` | `ray` | `environment` (others start the ranks) | MODULE:NAME | `auto` (ray in a Ray job)."""
+    start: str = "auto"
+    """How local ranks start: `warm` (forks of a process that has done the imports) | `cold` | `auto` (warm on Linux)."""
+    threads: int = 1
+    """Compute threads per rank."""
+    membership: str = "auto"
+    """What decides which replicas take part: `torchft` | `store` | `auto` (torchft where it is installed)."""
+    exchange: str = "ftar"
+    """What sums gradients across replicas: `ftar` | `gloo`."""
     step_timeout_s: float = 60.0
-    heartbeat_s: float = 0.0  # of the membership: a replica that does not run is out within 1.5 of it; 0: derived
-    restarts: int = 3  # how often a lost replica is started again, within restart_window_s
-    restart_window_s: float = 3600.0  # restarts that are longer ago do not count
-    on_poison: str = "stop"  # a batch that ends the same replica twice: stop (the run) | skip (the batch)
-    supersede_after_s: float = 600.0  # how long replicas wait for one that holds newer state and has not ended
-    nonfinite_limit: int = 10  # a replica whose gradient was not finite in more of the last 100 steps is started again
-    host: str = "127.0.0.1"  # that the run's servers bind to; with ranks on other machines, this one's address there
-    port: int = 0  # of the run's store; 0: any free one
-    driver_away_s: float = -1.0  # how long ranks train on without a driver, so that one can attach; 0: they end with it;
-    # -1: 600 where ranks are Ray actors, else 0
+    """No step of a healthy rank takes longer; the other timeouts are derived from it."""
+    heartbeat_s: float = 0.0
+    """Of the membership: a replica that does not run takes no part after 1.5 heartbeats; 0: derived."""
+    restarts: int = 3
+    """How often a lost replica is started again within `restart_window_s`."""
+    restart_window_s: float = 3600.0
+    """Earlier restarts do not count."""
+    on_poison: str = "stop"
+    """What is done about a batch that ends the same replica twice: `stop` the run | `skip` the batch."""
+    supersede_after_s: float = 600.0
+    """How long replicas wait for one that holds newer state and has not ended."""
+    nonfinite_limit: int = 10
+    """A replica whose gradient was not finite in more than so many of the last 100 steps is started again."""
+    host: str = "127.0.0.1"
+    """The address that the run's servers bind to; with ranks on other machines, an address that they can reach."""
+    port: int = 0
+    """Port of the run's store; 0: any free port."""
+    driver_away_s: float = -1.0
+    """How long ranks continue without a driver, so that another one can attach; 0: they end with it; -1: 600 if ranks are Ray
+    actors, else 0."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     catchup: CatchupConfig = field(default_factory=CatchupConfig)
@@ -176,7 +230,8 @@ class JobConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
-    deal: tuple[Deal, ...] = ()  # of a run that was resumed: changes of the number of streams so far
+    deal: tuple[Deal, ...] = ()
+    """Of a run that was resumed: changes of the number of streams so far."""
 
     def to_plain(self) -> dict[str, Any]:
         """As plain containers, for `RankSpec.config`."""

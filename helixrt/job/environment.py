@@ -31,6 +31,7 @@ from helixrt.job.mesh import Mesh
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE, RankRuntime
 from helixrt.job.served import SETTINGS_KEY, fingerprint
+from helixrt.job.served_options import check_as_served
 from helixrt.job.session import Session
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.session_rank import check_loop_ended, opened_session, place_in
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SessionChoices:
     """Settings of `helixrt.init` and `helixrt.run` that are a session's own; those of the run are the server's. `replicas`: 0
-    if the program does not say how many. `mesh`: the ranks of a replica."""
+    if the program does not say how many. `mesh`: the ranks of a replica. `runtime`: what the program's options ask for."""
 
     seed: int = 0
     device: str = "auto"
@@ -59,9 +60,13 @@ class SessionChoices:
     loader_every: int = 100
     replicas: int = 0
     mesh: Mesh = field(default_factory=Mesh)
+    runtime: JobConfig | None = None
 
     def config(self, served: JobConfig) -> SessionConfig:
-        """The settings of a rank: the server's, and these. Compute threads stay as they are in this process."""
+        """The settings of a rank: the server's, and these. Compute threads stay as they are in this process. Raises ConfigError
+        for options that the server does not have alike."""
+        if self.runtime is not None:
+            check_as_served(self.runtime, served)
         config = SessionConfig.of(
             replace(served, seed=self.seed, threads=torch.get_num_threads()),
             device=self.device,

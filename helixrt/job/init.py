@@ -60,8 +60,9 @@ def init(
     `mesh`: the ranks of a replica, each a process of one torchrun or srun; `session.parallelize` places the model on them.
     `launcher`: "environment" joins the run that HELIXRT_STORE names, as replica HELIXRT_REPLICA (see `helixrt.job.starters`);
     "local" is a run of this one replica, of one rank; "auto" is "environment" where HELIXRT_STORE is set or torchrun, Slurm or
-    Ray started this process, else "local". The settings are those of `helixrt.run`; in a run that
-    `helixrt serve` serves, `storage`, `name` and the options of the runtime are the server's. Compute threads stay as they are.
+    Ray started this process, else "local". The settings are those of `helixrt.run`; in a run that `helixrt serve` serves,
+    `storage` and `name` are the server's, and an option of the runtime that the server does not have alike is refused. Compute
+    threads stay as they are.
 
     The replica ends with the process: after an exception it is lost, and joins again when it is started again.
     Raises ConfigError for settings that cannot work, and MisuseError for a second call.
@@ -75,7 +76,10 @@ def init(
     mesh.check_supported()
     if launcher not in ("auto", "environment", "local"):
         raise ConfigError("launcher", launcher, "must be auto, environment or local")
-    choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, mesh=mesh)
+    config = options.job(name, seed, storage, MeshConfig(1, 1))
+    choices = SessionChoices(
+        seed, device, dtype, policy.lr, options.buffers, options.loader_every, mesh=mesh, runtime=config
+    )
     outside = launcher == "environment" or (launcher == "auto" and (STORE in os.environ or starter() != ""))
     stack = ExitStack()
     with ExitStack() as failing:
@@ -89,7 +93,6 @@ def init(
             if multiprocessing.parent_process() is not None:
                 guard = 'put the program under `if __name__ == "__main__":`, since worker processes import the script'
                 raise MisuseError(f"helixrt.init was called in a worker process; {guard}")
-            config = options.job(name, seed, storage, MeshConfig(1, 1))
             choices.config(config)  # wrong settings are refused before anything is started
             config.check_runtime()
             place = stack.enter_context(_local_server(config))

@@ -54,16 +54,26 @@ class RunOptions:
     """Settings of the runtime that most runs leave alone; `base` has those without a name of their own here (transport, rails,
     catch-up, chaos, the address of the servers: `helixrt.job.config.JobConfig`)."""
 
-    threads: int = 1  # compute threads per rank
-    step_timeout_s: float = 60.0  # no step of a healthy rank takes longer; the other timeouts follow from it
-    restarts: int = 3  # of a lost replica, within an hour
-    checkpoint_every: int = 50  # steps, and the last one always; 0: no checkpoints
-    checkpoint_path: str = ""  # s3://BUCKET/FOLDER or another address of fsspec, or a folder; "": in the run's folder
-    loader_every: int = 100  # batches between two published states of the data loader
-    buffers: str = "mean"  # running buffers of contributors: mean | first
-    membership: str = "auto"  # decides who takes part: torchft | store | auto (torchft where it is installed, else store)
-    start: str = "auto"  # of local ranks: warm (forks of a process that has done the imports) | cold | auto (warm on Linux)
-    exit_grace_s: float = 600.0  # for the code behind the loop: a rank that has not ended so long after the run is killed
+    threads: int = 1
+    """Compute threads per rank."""
+    step_timeout_s: float = 60.0
+    """No step of a healthy rank takes longer; the other timeouts follow from it."""
+    restarts: int = 3
+    """How often a lost replica is started again within an hour."""
+    checkpoint_every: int = 50
+    """Steps between two checkpoints; the last step always has one. 0: no checkpoints."""
+    checkpoint_path: str = ""
+    """Where checkpoints are: s3://BUCKET/FOLDER or another address of fsspec, or a folder; empty: in the run's folder."""
+    loader_every: int = 100
+    """Batches between two published states of the data loader."""
+    buffers: str = "mean"
+    """How running buffers of contributors are united: `mean` | `first`."""
+    membership: str = "auto"
+    """What decides which replicas take part: `torchft` | `store` | `auto` (torchft where it is installed)."""
+    start: str = "auto"
+    """How local ranks start: `warm` (forks of a process that has done the imports) | `cold` | `auto` (warm on Linux)."""
+    exit_grace_s: float = 600.0
+    """Time for the code behind the loop: a rank that has not ended so long after the run is killed."""
     base: JobConfig = field(default_factory=JobConfig)
 
     @staticmethod
@@ -142,11 +152,11 @@ def run(
     per thread, and a GPU with device="cuda", or "auto" where the cluster has GPUs (`ray` in `options.base`); a replica stays on
     one node that has room for it, and replicas are spread. The run waits for replicas that the cluster has no resources for.
     With "environment" this process is itself one rank of the run that `helixrt serve` serves (`helixrt.job.starters`), and
-    calls `train` here: the processes of one torchrun, or of one srun, are a replica. `storage`, `name` and options of the
-    runtime are the server's then. "auto" is "environment" where HELIXRT_STORE is set or torchrun or Slurm started this
-    process, "ray" inside a Ray job or with RAY_ADDRESS, else "local". "MODULE:NAME" names a function of yours that gets a
-    `helixrt.job.launchers.RankProgram` and gives a `helixrt.replica.contracts.Launcher`, for ranks that are started in another
-    way; the driver calls it, or the keeper if the run has one.
+    calls `train` here: the processes of one torchrun, or of one srun, are a replica. `storage` and `name` are the server's, and
+    an option of the runtime that the server does not have alike is refused. "auto" is "environment" where HELIXRT_STORE is
+    set or torchrun or Slurm started this process, "ray" inside a Ray job or with RAY_ADDRESS, else "local". "MODULE:NAME" names
+    a function of yours that gets a `helixrt.job.launchers.RankProgram` and gives a `helixrt.replica.contracts.Launcher`, for
+    ranks that are started in another way; the driver calls it, or the keeper if the run has one.
 
     A lost replica is started again and catches up while the others train. Raises ConfigError or MisuseError before anything is
     started, for settings that cannot work; Fatal if the run failed (the reason is printed, with the log that shows it).
@@ -162,7 +172,8 @@ def run(
         if resume is not None:
             rule = "is the server's here: start it with `helixrt serve --resume RUN_FOLDER`, and leave it out in the program"
             raise ConfigError("resume", resume, rule)
-        choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas, mesh)
+        asked = options.job(name, seed, storage, MeshConfig(replicas), launcher)
+        choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, replicas, mesh, asked)
         return _run_here(train, checked(train, arguments), choices)
     if replicas < 1:
         raise ConfigError("replicas", replicas, "must be at least 1")

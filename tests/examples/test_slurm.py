@@ -23,6 +23,7 @@ from tests.examples.runs import KILLED
 from tests.examples.slurm_cluster import PATH, ROOT, Cluster, lacking
 from tests.examples.test_existing_loop import STEPS as LOOP_STEPS
 from tests.examples.test_existing_loop import check_rejoined
+from tests.job.hosts_script import EVERY
 from tests.job.lineage_oracle import chain, reported
 
 # The daemons, and in each test the server and three to six processes that import torch.
@@ -30,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 SCRIPT = ROOT / "examples" / "slurm_replicas.sh"
 REPLICAS, STEPS, LIMIT_S, STEP_TIMEOUT_S = 2, 1_000, 400.0, 240  # steps are slow until a test has seen enough of them
+OFTEN = f"--checkpoint-every {EVERY}"  # as the program has it
 DONE = ("COMPLETED", "0:0")
 
 
@@ -44,7 +46,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @contextmanager
 def serving(cluster: Cluster, folder: Path, *options: str | int) -> Iterator[subprocess.Popen[str]]:
     """`helixrt serve`; what it prints is in FOLDER/variables."""
-    serve = ["helixrt", "serve", "--replicas", REPLICAS, "--storage", folder, "--step-timeout-s", STEP_TIMEOUT_S, *options]
+    serve = ["helixrt", "serve", "--replicas", REPLICAS, "--storage", folder, "--step-timeout-s", STEP_TIMEOUT_S]
+    serve += [*OFTEN.split(), *options]
     server = cluster.start(serve, folder / "variables")
     try:
         cluster.until(lambda: "HELIXRT_REPLICA" in said(folder) or server.poll() is not None, "no server", LIMIT_S)
@@ -197,7 +200,7 @@ def guide_script(folder: Path, steps: int) -> str:
     script = next(block.code for block in blocks_of(ROOT / "docs" / "guides" / "hosts.md") if "#SBATCH" in block.code)
     for written, here in (
         ("--nodes=9 --ntasks-per-node=8", "--nodes=5 --ntasks-per-node=1"),
-        ("--replicas 4 --dp-shard 16", f"--replicas 2 --dp-shard 2 --step-timeout-s {STEP_TIMEOUT_S}"),
+        ("--replicas 4 --dp-shard 16", f"--replicas 2 --dp-shard 2 --step-timeout-s {STEP_TIMEOUT_S} {OFTEN}"),
         ("/shared/runs", str(folder)),
         ("0 1 2 3", "0 1"),
         ("--ntasks=16", "--ntasks=2"),

@@ -14,9 +14,10 @@ from helixrt.commands import serve
 from helixrt.errors import ConfigError, Departed, Fatal, MisuseError, Retryable, StartAgain
 from helixrt.job import environment, init
 from helixrt.job.claims import Claim, claim
-from helixrt.job.config import JobConfig, MeshConfig
+from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, TransportConfig
 from helixrt.job.environment import SessionChoices
 from helixrt.job.external_launcher import ExternalLauncher, Patience
+from helixrt.job.launch import RunOptions
 from helixrt.job.mesh import Mesh
 from helixrt.job.places import coordinates
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
@@ -63,6 +64,29 @@ def test_one_process_is_no_replica_of_several_ranks(tmp_path: Path) -> None:
 
 def test_threads_stay_as_they_are() -> None:
     assert SessionChoices(seed=3).config(JobConfig(threads=77)).threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (RunOptions(checkpoint_every=20), "checkpoint.every=20: `helixrt serve` has 50; start it with --checkpoint-every, or"),
+        (RunOptions(base=JobConfig(transport=TransportConfig(rails=("eth1",)))), "`helixrt serve` has .*start it with --rails"),
+        (RunOptions(base=JobConfig(on_poison="skip")), "on_poison=skip: cannot be set .* which has stop; leave it out"),
+        (RunOptions(threads=torch.get_num_threads() + 2), "threads=.*: this process has .*; set OMP_NUM_THREADS"),
+    ],
+)
+def test_an_option_that_the_server_does_not_have_is_refused(options: RunOptions, said: str) -> None:
+    served = JobConfig(launcher="environment", mesh=MeshConfig(replicas=4), restarts=100)
+    choices = SessionChoices(runtime=options.job("a name", 5, "a folder", MeshConfig(), "environment"))
+    with pytest.raises(ConfigError, match=said):
+        choices.config(served)
+
+
+def test_options_that_the_server_has_alike_or_decides_are_none_of_the_programs_concern() -> None:
+    options = RunOptions(checkpoint_every=20, start="cold", exit_grace_s=5.0)
+    choices = SessionChoices(runtime=options.job("a name", 5, "a folder", MeshConfig(), "environment"))
+    served = JobConfig(launcher="environment", checkpoint=CheckpointConfig(every=20), restarts=100, heartbeat_s=2.0)
+    assert choices.config(JobConfig.from_plain(json.loads(json.dumps(served.to_plain())))).checkpoint.every == 20
 
 
 # ---------------------------------------------------------------- the server's side
@@ -358,7 +382,7 @@ def test_a_rank_that_leaves_waits_for_the_others_of_its_replica() -> None:
 # ---------------------------------------------------------------- places and devices
 
 
-def test_the_server_is_told_the_ranks_of_a_replica() -> None:
+def test_the_server_is_told_the_ranks_of_a_replica_and_how_replicas_reach_each_other() -> None:
     def config(*arguments: str) -> JobConfig:
         parser = argparse.ArgumentParser()
         serve.add_arguments(parser)
@@ -369,6 +393,10 @@ def test_the_server_is_told_the_ranks_of_a_replica() -> None:
     assert config("--pp", "2", "--cp", "4", "--tp", "8").mesh == MeshConfig(3, 2, 1, 4, 8)
     with pytest.raises(ConfigError, match="mesh.dp_shard=0: must be at least 1"):
         config("--dp-shard", "0")
+    rails = config("--transport", "tcp", "--rails", "eth0|eth1", "eth2").transport
+    assert rails == TransportConfig("tcp", rails=("eth0|eth1", "eth2")) and config().transport == TransportConfig()
+    with pytest.raises(ConfigError, match="transport=pigeon: "):
+        config("--transport", "pigeon")
 
 
 def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

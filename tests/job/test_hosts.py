@@ -30,6 +30,7 @@ from helixrt.protocol.step.lineage import audit
 from helixrt.replica.store import host_store
 from helixrt.transport.auto import AutoEndpoint
 from tests.examples.test_existing_loop import ROOT, variables
+from tests.job.hosts_script import EVERY
 from tests.job.lineage_oracle import chain, reported
 from tests.job.listening import listening
 from tests.ranks_context import ranks_context
@@ -186,6 +187,7 @@ class Hosts:
         self.runs: list[subprocess.Popen[str]] = []
         serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", str(replicas), "--dp-shard", str(shards)]
         serve += ["--host", network.address(0), "--storage", str(folder), "--step-timeout-s", str(STEP_TIMEOUT_S)]
+        serve += ["--checkpoint-every", str(EVERY)]
         self.server = self._start(0, serve, {}, stdout=subprocess.PIPE)
         self.told = variables(self.server)
         self.folder = Path(self.told["HELIXRT_SECRET_FILE"]).parent
