@@ -50,15 +50,24 @@ class Adaptation:
     Raises ConfigError for values out of their range.
     """
 
-    least_gain: float = 0.02  # of a step's time: what another order must save
-    band: float = 0.1  # of a stage's longest forward and backward: a cost that changes by less is taken for the same
-    spreads: float = 3.0  # of the measurement: a cost that changes by less is taken for the same
-    payback: float = 1.5  # the gain that is expected must be so many times what the switch costs
-    dwell: int = 3  # steps between two switches, at least
-    loss_share: float = 0.02  # of the run's time, lost against the first order, before it is returned to
-    switch_ms: float = 500.0  # what making an order ready is taken to cost, until it has been measured
-    effort: float = 0.1  # of the planner
-    memory: float = 0.0  # activations that a stage may hold, 1 per micro-batch of all its layers; 0: no cap
+    least_gain: float = 0.02
+    """The share of a step's time that another order must save."""
+    band: float = 0.1
+    """A cost that changes by less than this share of a stage's longest forward and backward is taken for the same."""
+    spreads: float = 3.0
+    """A cost that changes by less than so many spreads of the measurement is taken for the same."""
+    payback: float = 1.5
+    """The expected gain must be so many times what the switch costs."""
+    dwell: int = 3
+    """The least number of steps between two switches."""
+    loss_share: float = 0.02
+    """The share of the run's time that may be lost against the first order before the run returns to it."""
+    switch_ms: float = 500.0
+    """The assumed cost of making an order ready, until it has been measured."""
+    effort: float = 0.1
+    """How long the planner searches, relative to its default."""
+    memory: float = 0.0
+    """How many activations a stage may hold, 1 per micro-batch of all its layers; 0: no cap."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
