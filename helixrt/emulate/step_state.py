@@ -79,7 +79,7 @@ class States:
         def attempt() -> None:
             if not node.alive or node.machine.following.fetching != action.lineage:
                 return
-            donors = [world.nodes[d.replica] for d in action.donors if self._serves(d, node, action)]
+            donors = [other for d in action.donors if (other := self._server(d, node, action)) is not None]
             if donors and world.now >= ready:
                 self._receive(node, donors[0], action)
                 return
@@ -91,13 +91,16 @@ class States:
 
         attempt()
 
-    def _serves(self, donor: Member, node: Node, action: p.FetchState | p.FetchReduced) -> bool:
+    def _server(self, donor: Member, node: Node, action: p.FetchState | p.FetchReduced) -> Node | None:
+        """The donor, if it serves that now; one that was declared ended does so as long as its process lives."""
         world = self.world
-        other = world.nodes.get(donor.replica)
-        if other is None or not other.alive or other.incarnation != donor.incarnation or other.paused_until > world.now:
-            return False
+        every = (*world.nodes.values(), *world.fenced)
+        found = [n for n in every if (n.replica, n.incarnation) == (donor.replica, donor.incarnation)]
+        if not found or not found[0].alive or found[0].paused_until > world.now:
+            return None
+        other = found[0]
         has = action.lineage in other.offers if isinstance(action, p.FetchState) else other.offered_reduced[0] == action.lineage
-        return has and world.reaches(other, node)
+        return other if has and world.reaches(other, node) else None
 
     def _receive(self, node: Node, donor: Node, action: p.FetchState | p.FetchReduced) -> None:
         world = self.world

@@ -51,8 +51,9 @@ class Checkpointer:
     `may_delete` is asked before old ones are deleted.
 
     `maybe_save` never waits for the disk: at most one checkpoint is being written and the next one
-    is given up by all ranks if one of them is not done with it, but for the run's last, which waits its turn. What
-    goes wrong while writing never stops training: on rank 0, which knows of it, `trouble` has it until one succeeds.
+    is given up by all ranks if one of them is not done with it, but for the run's last and that of a departure, which wait
+    their turn. What goes wrong while writing never stops training: on rank 0, which knows of it, `trouble` has it until one
+    succeeds.
     A rank that has not written its part after `write_s` counts as failed.
     """
 
@@ -108,12 +109,14 @@ class Checkpointer:
         read_part: Callable[[], RankPart],
         flush_lineage: Callable[[], object],
         after_failover: bool,
+        departs: bool = False,
     ) -> bool:
-        """As `maybe_save`, out of turn. All ranks of the replica that writes must be told to, in the same order."""
+        """As `maybe_save`, out of turn. All ranks of the replica that writes must be told to, in the same order. `departs`: no
+        other checkpoint will have this state, so it waits its turn."""
         if self._closed.is_set():
             return False
         with self._changed:
-            busy = self._unfinished > 0 and not self._ends(commit_record)
+            busy = self._unfinished > 0 and not (departs or self._ends(commit_record))
             self._unfinished += 1
             attempt = self._newest[1] if self._newest[0] == commit_record.hash else 0
             self._newest = (commit_record.hash, attempt + 1)

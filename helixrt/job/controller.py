@@ -25,7 +25,7 @@ from helixrt.job.policies import Options, Phase, RunState, StopRun
 from helixrt.job.stuck import Limits
 from helixrt.job.watch import ProgressWatch
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
-from helixrt.replica.run_keys import EXIT_KEY, done_key, ended_key, leave_key, poison_key, running_key
+from helixrt.replica.run_keys import EXIT_KEY, done_key, ended_key, leave_key, poison_key, running_key, saves_key
 from helixrt.timeouts import Timeouts
 
 
@@ -175,6 +175,9 @@ class Controller:
         for exit_ in ended:
             self._alive.discard((exit_.incarnation, str(exit_.coordinate)))
             self._feed(self._event_of(exit_))
+            replica = self.state.replicas[exit_.coordinate.replica]
+            if replica.phase is Phase.FINISHED and replica.incarnation == exit_.incarnation:
+                self._tell_survivors(exit_.coordinate.replica, exit_.incarnation)  # one that catches up may wait for it
         self._look_for_stuck_ranks()
         self._look_at_launches()
         self._feed(policies.Tick())
@@ -270,7 +273,14 @@ class Controller:
             position = self._watch.position(replica, exit_.incarnation, rank)
             stuck = self._watch.complaint(replica, exit_.incarnation, rank) if exit_.code > 0 else ""
             reason += f"; {stuck}" if stuck else ""
-        return policies.RankEnded(replica, exit_.incarnation, rank, exit_.code, reason, position)
+        saves = exit_.code == policies.LEFT_EXIT and self._saves(replica, exit_.incarnation)
+        return policies.RankEnded(replica, exit_.incarnation, rank, exit_.code, reason, position, saves)
+
+    def _saves(self, replica: int, incarnation: int) -> bool:
+        try:
+            return self._store.get(saves_key(replica, incarnation)) is not None
+        except Retryable:
+            return True  # it may
 
     def _let_go(self, poll_s: float, tick: Callable[[], None]) -> None:
         """Tell the ranks to exit and wait for them; who stays longer than the grace is killed by close."""

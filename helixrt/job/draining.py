@@ -87,14 +87,14 @@ def request(folder: Path, replica: int, back: bool) -> Path:
 
 
 def take_requests(folder: Path, replicas: int) -> list[DrainAsked]:
-    """What the user has asked for since the last call."""
+    """What the user has asked for since the last call; a request that cannot be read, or not be taken away, waits."""
     found = []
     for replica in range(replicas):
         file = folder / _FILE.format(replica)
         try:
             text = file.read_text(encoding="utf-8")
             file.unlink()
-        except FileNotFoundError:
+        except OSError:
             continue
         found.append(DrainAsked(replica, back=text == _BACK))
     return found

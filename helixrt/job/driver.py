@@ -240,6 +240,7 @@ class Driver:
             restart_window_s=self.config.restart_window_s,
             on_poison=self.config.on_poison,
             start_timeout_s=self.timeouts.start_s,
+            save_s=self.config.checkpoint.write_s if self.config.checkpoint.every else 0.0,
         )
         grace_s = self.program.exit_grace_s
         ours = self._standing is None  # a run that this driver cannot attach to is left as it is

@@ -25,7 +25,7 @@ from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError, Departed, MisuseError, Retryable, StartAgain
 from helixrt.job.claims import LOOK_S, Claim, check_open, claim
 from helixrt.job.config import JobConfig
-from helixrt.job.group_watch import AWAY_S, LEAVE_S, GroupWatch
+from helixrt.job.group_watch import AWAY_S, GroupWatch
 from helixrt.job.hosts import is_loopback
 from helixrt.job.mesh import Mesh
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
@@ -137,8 +137,8 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
             with suppress(Retryable):  # the server is gone, too
                 told = json.dumps({"code": code, "why": why})
                 store.put_if_absent(exit_key(place.replica, claimed.incarnation, place.rank), told)
-                if session is not None and session.departed is not None:
-                    _leave_together(store, place, claimed.incarnation, LEAVE_S)
+                if session is not None and session.departed is not None and runtime is not None:
+                    _leave_together(store, place, claimed.incarnation, runtime.leave_s)
 
 
 def _watch(store: RunStore, life: tuple[int, int], place: Place, runtime: RankRuntime) -> GroupWatch:

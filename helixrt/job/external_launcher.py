@@ -22,19 +22,23 @@ from helixrt.job.claims import claimant
 from helixrt.job.config import MeshConfig
 from helixrt.job.places import group_rank, group_world_size
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
+from helixrt.replica.progress import ProgressReport
 from helixrt.replica.run_keys import CLOSED_KEY, claim_key, ended_key, exit_key, formed_key, progress_key, spec_key
 
 _LOST = -9  # exit code of a process that has told none
+_MOST_LOOK_S = 5.0  # of the time between two looks that counts: this process may have been stopped
 
 
 @dataclass(frozen=True)
 class Patience:
-    """In seconds. `silent_s`: a rank that has not reported for so long is over. `wait_s`: a replica that nobody starts (again)
+    """In seconds. `silent_s`: a rank that has not reported for so long is over, if it has not asked for more time; `start_s`:
+    the same before its first step. `wait_s`: a replica that nobody starts (again)
     for so long is no longer waited for without limit. `close_s`: how long `close` waits for ranks to end."""
 
     silent_s: float
     wait_s: float
     close_s: float = 10.0
+    start_s: float = 0.0
 
 
 @dataclass
@@ -43,9 +47,11 @@ class _Rank:
 
     spec: RankSpec
     group_rank: int
-    since_s: float  # of the start, later of the newest report
+    since_s: float  # of the start
     process: str = ""  # that has come as this rank; "" while the incarnation is not formed
     report: str | None = None
+    silent_s: float = 0.0  # observed, since the newest report
+    looked_s: float | None = None
 
     @property
     def life(self) -> tuple[int, int]:
@@ -139,12 +145,23 @@ class ExternalLauncher(Launcher):
         if not rank.process:
             return None
         report, now = self._store.get(progress_key(str(rank.spec.coordinate), incarnation)), self._clock()
-        if report != rank.report:
-            rank.report, rank.since_s = report, now
-        elif now - rank.since_s >= self._patience.silent_s:
+        if report != rank.report or rank.looked_s is None:
+            rank.report, rank.silent_s = report, 0.0
+        else:
+            rank.silent_s += min(now - rank.looked_s, _MOST_LOOK_S)  # this process may have been stopped meanwhile
+        rank.looked_s = now
+        if rank.silent_s >= self._may_be_silent_s(report):
             self._fence(rank)
-            return self._ended(rank, _LOST, f"has not reported for {self._patience.silent_s:g} s")
+            return self._ended(rank, _LOST, f"has not reported for {rank.silent_s:.0f} s")
         return None
+
+    def _may_be_silent_s(self, text: str | None) -> float:
+        """How long the rank that sent this report last may say nothing: a call of its own may hold the interpreter lock for as
+        long as it has asked for (`session.busy`)."""
+        report = None if text is None else ProgressReport.from_json(text)
+        started = report is not None and report.committed
+        asked_s = 0.0 if report is None else max((thread.limit_s for thread in report.threads), default=0.0)
+        return max(self._patience.silent_s, asked_s, 0.0 if started else self._patience.start_s)
 
     def _fence(self, rank: _Rank) -> None:
         with suppress(Retryable):

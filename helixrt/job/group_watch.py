@@ -19,6 +19,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from helixrt.errors import HelixError, Retryable, StartAgain
+from helixrt.job.leaving import LEAVE_S
 from helixrt.job.policies import RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
 from helixrt.replica.contracts import RunStore
@@ -27,7 +28,6 @@ from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
 LOOK_S = 0.5
 GRACE_S = 15.0
 AWAY_S = 60.0  # for the run's server to answer again
-LEAVE_S = 120.0  # for a replica that leaves at a step boundary, and may save its state before
 
 
 class GroupWatch:

@@ -6,6 +6,7 @@ In: the reports of the replica's ranks. Out: commands to them; lines for the dri
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -76,6 +77,7 @@ class Leading:
         """What the ranks of this replica have measured."""
         self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
         self._said_silent = False  # of the coordination thread
+        self._telling = threading.RLock()  # commands reach all ranks in one order
         self._orders = Channel(store, f"orders/{context.life}", patience_s)
         self._reports = [
             Channel(store, f"reports/{context.life}/{rank}", patience_s) for rank in range(1, context.group_world_size)
@@ -206,10 +208,11 @@ class Leading:
     # ---------------------------------------------------------------- commands and reports
 
     def tell(self, command: RankCommand) -> None:
-        """Send a command to all ranks of the replica, in order."""
-        if self._context.group_world_size > 1:
-            self._orders.put(command)
-        self._parts.worker.dispatch(command)
+        """Send a command to all ranks of the replica, in order; from any thread."""
+        with self._telling:
+            if self._context.group_world_size > 1:
+                self._orders.put(command)
+            self._parts.worker.dispatch(command)
 
     def report(self, report: RankReport) -> None:
         """The leading rank's own report; from any thread."""
@@ -234,7 +237,7 @@ class Leading:
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 
     def _ordered(self, command: RankCommand) -> None:
-        if isinstance(command, p.Exchange):
+        if isinstance(command, p.Exchange | p.FetchState | p.FetchReduced):  # the last step may be done: only a fetch follows
             self._say_running()
         if isinstance(command, p.Apply) and self._adapter is not None:
             self._adapter.step_done(command.record.step)

@@ -20,11 +20,13 @@ from types import FrameType
 
 from helixrt.errors import Departed, Retryable
 from helixrt.job.finish import ObservedMembership
+from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.replica.commands import Exit, RankCommand, Save
 from helixrt.replica.contracts import RunStore
-from helixrt.replica.run_keys import ended_key, leave_key
+from helixrt.replica.run_keys import ended_key, leave_key, saves_key
 
+LEAVE_S = 120.0  # for the ranks of a replica that leaves at a step boundary to end
 ASK_S = 0.05  # between two quorums before which the key is read
 _PAUSE_S = 0.2  # before an unanswered store is asked again
 
@@ -114,15 +116,22 @@ class Departure:
         """Leave: in the leader's event thread, between two quorums. The state is saved if nobody stays who holds it."""
         record = machine.log.get(machine.held)
         if self._saves and record is not None and record.step > 0 and not machine.following.fetching:
-            with suppress(Retryable):
-                if not self._someone_stays():
-                    self._tell(Save(record))
+            if not self._someone_stays(record):
+                with suppress(Retryable):  # then its ranks have the time of a departure without a checkpoint
+                    self._store.put_if_absent(saves_key(*self._me), "yes")
+                with suppress(Retryable):
+                    self._tell(Save(record, departs=True))
         with suppress(Retryable):  # then the others wait for its heartbeats to pass
             self._store.put_if_absent(ended_key(*self._me), "yes")
         self._membership.close()
         self._tell(Exit(f"{why}; the replica left after step {machine.held_step}"))
 
-    def _someone_stays(self) -> bool:
-        """Whether another member of the newest quorum that had a state is not to leave."""
-        others = [(m.replica, m.incarnation) for m in self._membership.members if m.replica != self._me[0] and m.lineage]
-        return any(self._store.get(leave_key(*who)) is None and self._store.get(ended_key(*who)) is None for who in others)
+    def _someone_stays(self, record: CommitRecord) -> bool:
+        """Whether another member of the newest quorum that holds the state of this record is not to leave. A member that is
+        behind does not count: what it fetches ends with this replica. False where the store does not answer."""
+        others = {(m.replica, m.incarnation): m.lineage for m in self._membership.members if m.replica != self._me[0]}
+        holders = [who for who, lineage in others.items() if lineage == record.hash or who in record.committers]
+        try:
+            return any(self._store.get(leave_key(*who)) is None and self._store.get(ended_key(*who)) is None for who in holders)
+        except Retryable:
+            return False

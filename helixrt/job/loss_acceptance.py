@@ -34,9 +34,9 @@ def note_waiting(folder: Path, text: str) -> None:
 
 
 def take_acceptance(folder: Path) -> bool:
-    """Whether the user has accepted a loss since the last call."""
+    """Whether the user has accepted a loss since the last call; not, as long as the folder cannot be read."""
     try:
         (folder / _ACCEPTED).unlink()
-    except FileNotFoundError:
+    except OSError:
         return False
     return True

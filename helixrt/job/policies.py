@@ -9,8 +9,8 @@ all of them, and a new incarnation of all is started. The new one waits until th
 are known to be gone (for at most `gone_s`: a rank on a lost node never reports).
 
 A replica that leaves at a step boundary, because one of its ranks got SIGTERM or because the user drains it, is not killed:
-its ranks end by themselves within `leave_s` (LEFT_EXIT). It is started again, unless it is drained: then only when the user
-says so.
+its ranks end by themselves within `leave_s` (LEFT_EXIT), or `save_s` if nobody else holds its state. It is started again; if it
+is drained, only when the user says so.
 
 Restarts have a budget within a sliding window (`restart_window_s`). A reload that the step protocol
 asked for (RELOAD_EXIT), a departure (LEFT_EXIT) and time without resources for the ranks do not count against it.
@@ -58,8 +58,8 @@ class ReplicaState:
     `ended` names the ranks of the newest incarnation that ended. `losses`, `failures` and `fatals` are
     times within the window as of the newest loss: every loss, those that count against the budget,
     those with FATAL_EXIT or CONFIG_EXIT. `counted`: the newest loss is in `failures`. `batch`: the position that
-    the newest incarnation that ended during work was working on, and why it ended. `left`: the newest loss was a departure.
-    `drained`: the user wants it to leave, and to stay away.
+    the newest incarnation that ended during work was working on, and why it ended. `left`: the newest loss was a departure,
+    before which the replica `saves` its state. `drained`: the user wants it to leave, and to stay away.
     """
 
     phase: Phase = Phase.STARTING
@@ -73,6 +73,7 @@ class ReplicaState:
     counted: bool = True
     batch: tuple[int, str] | None = None
     left: bool = False
+    saves: bool = False
     drained: bool = False
 
 
@@ -90,6 +91,7 @@ class Options:
     backoff_max_s: float = 30.0
     gone_s: float = 5.0  # how long a restart waits for the old incarnation's ranks to be gone
     leave_s: float = 120.0  # how long the ranks of a replica that leaves have to end by themselves
+    save_s: float = 120.0  # the same for a replica that saves its state before
     on_poison: str = STOP  # what happens to a batch that ends the same replica twice: stop | skip
 
 
@@ -117,7 +119,8 @@ class ReplicaDone:
 class RankEnded:
     """A rank's process ended; `code` as in subprocess, `reason` names the rank and its log.
 
-    `position`: of the batch that the rank was working on, None if it did something else.
+    `position`: of the batch that the rank was working on, None if it did something else. `saves`: the replica leaves, and the
+    other ranks may still write their parts of a checkpoint.
     """
 
     replica: int
@@ -126,6 +129,7 @@ class RankEnded:
     code: int
     reason: str
     position: int | None = None
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -305,6 +309,7 @@ def _lose(
     losses = (*_recent(replica.losses, now, options), now)
     left = isinstance(event, RankEnded) and event.code == LEFT_EXIT
     replica = replace(replica, phase=Phase.LOST, since_s=now, why=why, losses=losses, counted=False, left=left)
+    replica = replace(replica, saves=isinstance(event, RankEnded) and event.saves)
     if left:
         return replica, ()
     if not (isinstance(event, RankEnded) and event.code == RELOAD_EXIT):
@@ -360,7 +365,8 @@ def _give_up(index: int, replica: ReplicaState, now: float) -> tuple[ReplicaStat
 
 def _may_restart(replica: ReplicaState, now: float, options: Options) -> bool:
     waited = now - replica.since_s
-    gone = len(replica.ended) >= options.ranks_per_replica or waited >= (options.leave_s if replica.left else options.gone_s)
+    leave_s = max(options.leave_s, options.save_s) if replica.saves else options.leave_s
+    gone = len(replica.ended) >= options.ranks_per_replica or waited >= (leave_s if replica.left else options.gone_s)
     return gone and waited >= backoff_s(len(replica.losses) - 1, options)
 
 

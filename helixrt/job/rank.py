@@ -31,7 +31,7 @@ from helixrt.job.genesis import GenesisDigest
 from helixrt.job.heap import keep_freed_memory
 from helixrt.job.leader_reports import MetricsSender
 from helixrt.job.leading import LeaderParts, Leading, address_key
-from helixrt.job.leaving import TermSignal
+from helixrt.job.leaving import LEAVE_S, TermSignal
 from helixrt.job.lineage_files import LineageWriter
 from helixrt.job.machine import boot_identity
 from helixrt.job.measuring import Measuring
@@ -52,6 +52,7 @@ from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
 
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
+_CLOSE_S = 60.0  # for a checkpoint that was begun, when the rank ends
 
 
 class RankRuntime:
@@ -90,6 +91,7 @@ class RankRuntime:
         self._term = TermSignal(context.store, context.replica, spec.incarnation, context.label)
         self._side: Leading | Following | None = None
         self._checkpointer: Checkpointer | None = None
+        self.saves_to_leave = False  # the replica leaves, and no other one holds its state
         self._worker: RankWorker | None = None
 
     def __enter__(self) -> RankRuntime:
@@ -101,10 +103,15 @@ class RankRuntime:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if (kind is None or issubclass(kind, Departed)) and self._checkpointer is not None:
-                self._checkpointer.close()
+                self._checkpointer.close(self.leave_s if self.saves_to_leave else _CLOSE_S)
         finally:
             self._term.__exit__()
             self._close()
+
+    @property
+    def leave_s(self) -> float:
+        """How long the ranks of a replica that leaves wait for each other, and for their checkpoint, if they write one."""
+        return max(LEAVE_S, self.context.config.checkpoint.write_s) if self.saves_to_leave else LEAVE_S
 
     # ---------------------------------------------------------------- parts
 
@@ -218,7 +225,8 @@ class RankRuntime:
             self._measuring.step_done(done.record.step)
 
     def _save(self, job: RankJob, checkpointer: Checkpointer, command: Save) -> None:
-        checkpointer.save(command.record, lambda: _part_of(job.engine), self._flush, command.after_failover)
+        self.saves_to_leave = command.departs
+        checkpointer.save(command.record, lambda: _part_of(job.engine), self._flush, command.after_failover, command.departs)
 
     def _writes(self, record: CommitRecord) -> bool:
         return self.context.replica == checkpoints.writer_of(record)

@@ -139,11 +139,15 @@ def deals_of(config: SessionConfig, folder: Path, record: CommitRecord) -> tuple
 
 
 def keep_stream(store: RunStore, folder: Path, replicas: int = 0, life: int = 0, shards: int = 1) -> bool:
-    """Write what the streams of this life agreed on into the run's folder, and how many there are; whether that is done."""
+    """Write what the streams of this life agreed on into the run's folder, and how many there are; whether that is done. A disk
+    that cannot be written is no error: it is tried again."""
     text = store.get(LENGTH_KEY)
     if text is None:
         return False
-    write_durably(_file(folder, life), json.dumps(json.loads(text) | {"replicas": replicas, "shards": shards}))
+    try:
+        write_durably(_file(folder, life), json.dumps(json.loads(text) | {"replicas": replicas, "shards": shards}))
+    except OSError:
+        return False
     return True
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -56,13 +57,15 @@ class ServedDriver(Driver):
         self.store.put_if_absent(SERVED_KEY, json.dumps(known))
 
     def launcher(self) -> Launcher:
-        return ExternalLauncher(self.store, self.config.mesh, Patience(1.5 * self.timeouts.step_s, self._wait_s))
+        patience = Patience(1.5 * self.timeouts.step_s, self._wait_s, start_s=self.timeouts.start_s)
+        return ExternalLauncher(self.store, self.config.mesh, patience)
 
     def _tick(self) -> None:
         super()._tick()
         if not self._settings_kept and (agreed := self.store.get(SETTINGS_KEY)) is not None:
-            write_durably(self.run_.folder / SETTINGS_FILE, agreed)
-            self._settings_kept = True
+            with suppress(OSError):  # it is tried again
+                write_durably(self.run_.folder / SETTINGS_FILE, agreed)
+                self._settings_kept = True
 
     def run(self) -> int:
         """As the base's; ended by Ctrl-C or SIGTERM it still writes the report."""

@@ -39,10 +39,11 @@ class Evaluate:
 @dataclass(frozen=True)
 class Save:
     """Write a checkpoint of the state, which is that of `record`, as the job does it; `after_failover`: because a link
-    has lost a rail."""
+    has lost a rail; `departs`: the replica leaves, and nobody else holds this state."""
 
     record: CommitRecord
     after_failover: bool = False
+    departs: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ _KEPT = 256  # commands left in the store behind the newest: far more than any r
 class Channel:
     """Numbered messages of one writer through the run's store; many readers may follow.
 
-    `put` from one thread; it tries an unreachable store again for `patience_s`, then raises Retryable.
+    `put` tries an unreachable store again for `patience_s`, then raises Retryable.
     `follow` calls `take(message)` in a thread of its own, from message 0 on, until `close`; a store that is
     unreachable for longer than `patience_s`, or a `take` that raises, ends it with `broken(reason)`.
     """
@@ -204,10 +205,15 @@ class Channel:
     def __init__(self, store: RunStore, prefix: str, patience_s: float) -> None:
         self._store, self._prefix, self._patience_s = store, prefix, patience_s
         self._next = 0
+        self._putting = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def put(self, message: RankCommand | RankReport) -> None:
+        with self._putting:
+            self._put(message)
+
+    def _put(self, message: RankCommand | RankReport) -> None:
         deadline = time.monotonic() + self._patience_s
         while True:
             try:

@@ -72,6 +72,11 @@ def poison_key(replica: int, position: int) -> str:
     return f"poison/{replica}/{position}"
 
 
+def saves_key(replica: int, incarnation: int) -> str:
+    """Put by the leader of a replica that leaves: its ranks write a checkpoint before they end."""
+    return f"saves/{replica}/{incarnation}"
+
+
 def ended_key(replica: int, incarnation: int) -> str:
     """Put by the driver when a process of this incarnation has ended too early, and by the leader of its successor:
     it takes part no more. A rank reads its own at every quorum and before every append, and stops if it is there."""

@@ -5,6 +5,7 @@ import resource
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -122,18 +123,15 @@ class Replica:
         ]
         self.flushed: list[int] = []
 
-    def save(self, record: CommitRecord, me_writes: bool = True) -> list[bool]:
+    def save(self, record: CommitRecord, me_writes: bool = True, departs: bool = False) -> list[bool]:
         begun = []
         for stage, saver in enumerate(self.savers):
             state = state_of(stage, record.step)
-            begun.append(
-                saver.maybe_save(
-                    record,
-                    lambda state=state: RankPart.of(State(state), {}),
-                    me_writes,
-                    lambda: self.flushed.append(record.step),
-                )
-            )
+            part, flush = partial(RankPart.of, State(state), {}), partial(self.flushed.append, record.step)
+            if departs:
+                begun.append(saver.save(record, part, flush, after_failover=False, departs=True))
+            else:
+                begun.append(saver.maybe_save(record, part, me_writes, flush))
             state[WEIGHT].zero_()  # the engine trains on
         return begun
 
@@ -250,12 +248,13 @@ def test_rank_that_never_writes_leaves_no_checkpoint_and_training_goes_on(place:
     replica.close()
 
 
-def test_the_last_checkpoint_of_a_run_waits_for_one_that_is_being_written(place: Place) -> None:
-    replica = Replica(place, last_step=4)
+@pytest.mark.parametrize("departs", [False, True], ids=["last", "departure"])
+def test_the_last_checkpoint_of_a_run_or_a_replica_waits_for_one_that_is_being_written(place: Place, departs: bool) -> None:
+    replica = Replica(place, last_step=400 if departs else 4)
     go = threading.Event()
     replica.savers[1]._write_part = lambda *a, write=replica.savers[1]._write_part: (go.wait(20), write(*a))  # type: ignore[assignment,misc]
     assert replica.save(record_of(2)) == [True, True]
-    assert replica.save(record_of(4)) == [True, True]
+    assert replica.save(record_of(4), departs=departs) == [True, True]
     go.set()
     replica.close()
     found = newest_complete(place)

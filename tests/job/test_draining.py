@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,16 @@ def test_a_replica_that_leaves_is_not_killed_costs_no_budget_and_is_started_agai
 def test_a_rank_that_does_not_end_is_killed_after_leave_s() -> None:
     state, _ = decide(running(), left(1, 0), 1.0, OPTIONS)
     state, made = decide(state, Tick(), 31.0, OPTIONS)
+    assert made == (KillReplica(1), StartReplica(1, 1))
+
+
+def test_the_ranks_of_a_replica_that_saves_its_state_have_the_time_that_a_checkpoint_may_take() -> None:
+    options = replace(OPTIONS, save_s=900.0)
+    state, _ = decide(running(), replace(left(1, 0), saves=True), 1.0, options)
+    for now in (31.5, 890.0):
+        state, made = decide(state, Tick(), now, options)
+        assert made == (), "they write their parts"
+    state, made = decide(state, Tick(), 901.5, options)
     assert made == (KillReplica(1), StartReplica(1, 1))
 
 

@@ -28,6 +28,7 @@ from helixrt.job.session_host import SessionSettings
 from helixrt.job.starters import Place
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
+from helixrt.replica.progress import ProgressReport, ThreadReport
 from helixrt.replica.run_keys import CLOSED_KEY, SERVED_KEY, claim_key, ended_key, exit_key, progress_key, seat_key, spec_key
 from helixrt.replica.store import MemoryRunStore
 from tests.job.session_world import LocalHost
@@ -218,13 +219,38 @@ def test_one_that_is_silent_for_too_long_has_ended_and_is_fenced() -> None:
     store, clock = MemoryRunStore(), Clock()
     served = begun(store, clock)
     for report in range(5):
-        clock.now_s += 80.0
-        store.set(progress_key(str(Coordinate(1)), 0), f"report {report}")
-        assert served.poll() == []
-    clock.now_s += 80.0
-    assert served.poll() == [] and store.get(ended_key(1, 0)) is None
-    clock.now_s += 20.0
-    assert "has not reported for 90 s" in only(served.poll()).reason and store.get(ended_key(1, 0)) == "yes"
+        assert silent(served, clock, 76) == []
+        told(store, ProgressReport(report))
+        assert silent(served, clock, 4) == []
+    assert silent(served, clock, 80) == [] and store.get(ended_key(1, 0)) is None
+    assert "has not reported for 90 s" in only(silent(served, clock, 20)).reason and store.get(ended_key(1, 0)) == "yes"
+
+
+def told(store: MemoryRunStore, report: ProgressReport) -> None:
+    store.set(progress_key(str(Coordinate(1)), 0), report.to_json())
+
+
+def silent(served: ExternalLauncher, clock: Clock, seconds: int) -> list[RankExit]:
+    """What the server finds in so many seconds of looks."""
+    found: list[RankExit] = []
+    for _ in range(seconds):
+        clock.now_s += 1.0
+        found += served.poll()
+    return found
+
+
+def test_a_rank_is_silent_for_as_long_as_it_has_asked_for_and_time_that_nobody_observed_does_not_count() -> None:
+    store, clock = MemoryRunStore(), Clock()
+    served = begun(store, clock)
+    told(store, ProgressReport(1, True, (ThreadReport("main", "load", 7, 600.0),)))
+    assert silent(served, clock, 590) == []
+    clock.now_s += 3600.0  # the server's machine was suspended
+    assert served.poll() == []
+    told(store, ProgressReport(2, True))
+    served.poll()
+    clock.now_s += 3600.0
+    assert silent(served, clock, 80) == []
+    assert "has not reported for 90 s" in only(silent(served, clock, 20)).reason
 
 
 def test_a_replica_that_nobody_starts_is_not_waited_for_without_limit() -> None:

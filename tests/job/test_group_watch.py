@@ -9,7 +9,8 @@ import pytest
 
 from helixrt.errors import Retryable, StartAgain
 from helixrt.job import group_watch
-from helixrt.job.group_watch import LEAVE_S, GroupWatch
+from helixrt.job.group_watch import GroupWatch
+from helixrt.job.leaving import LEAVE_S
 from helixrt.job.policies import LEFT_EXIT, RELOAD_EXIT
 from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
 from helixrt.replica.store import MemoryRunStore

@@ -102,8 +102,8 @@ def leaving(members: tuple[Member, ...], store: MemoryRunStore, saves: bool = Tr
     return told
 
 
-def account(replica: int, lineage: str = ROOT.hash) -> Member:
-    return Member(replica, 0, 0, lineage)
+def account(replica: int, lineage: str = ROOT.hash, incarnation: int = 0) -> Member:
+    return Member(replica, incarnation, 0, lineage)
 
 
 GONE = Exit("drained by the user; the replica left after step 1")
@@ -113,17 +113,23 @@ def test_while_another_one_stays_nothing_is_saved() -> None:
     assert leaving((account(0), account(1)), MemoryRunStore()) == [GONE]
 
 
-@pytest.mark.parametrize("why", ["alone", "the other leaves too", "the other has ended", "the other holds nothing"])
+OTHERS = ("alone", "the other leaves", "the other has ended", "the other holds nothing", "the other is behind")
+
+
+@pytest.mark.parametrize("why", OTHERS)
 def test_if_nobody_stays_the_state_is_saved_first(why: str) -> None:
     store = MemoryRunStore()
-    members = (
-        (account(1),) if why == "alone" else (account(0, "" if why == "the other holds nothing" else ROOT.hash), account(1))
-    )
-    if why == "the other leaves too":
+    other = {
+        "alone": (),
+        "the other holds nothing": (account(0, "", incarnation=1),),
+        "the other is behind": (account(0, ROOT.hash, incarnation=1),),  # it fetches, or took part in the first step with zeros
+    }.get(why, (account(0),))
+    members = (*other, account(1))
+    if why == "the other leaves":
         store.put_if_absent(leave_key(0, 0), "SIGTERM")
     if why == "the other has ended":
         store.put_if_absent(ended_key(0, 0), "yes")
-    assert leaving(members, store) == [Save(FIRST), GONE]
+    assert leaving(members, store) == [Save(FIRST, departs=True), GONE]
 
 
 def test_without_checkpoints_nothing_is_saved() -> None:

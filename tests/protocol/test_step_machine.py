@@ -204,6 +204,16 @@ def test_members_that_read_the_log_at_different_moments_agree() -> None:
     assert again == p.Append(3, append.record)
 
 
+def test_a_member_that_could_not_read_what_all_others_know_takes_no_part() -> None:
+    """Its reader believes that the log has no more entries: they are deleted, or the store gives nothing."""
+    held = CommitRecord(1, 3, ROOT.hash, ((0, 0), (1, 0)), {0: 1, 1: 1}, "run")
+    m = machine(1, 1, Log([ROOT, held]), held.hash)
+    m.on(p.Begin())
+    ahead = Member(0, 0, 900, "of step 900", entries=901)
+    actions = m.on(p.Formed(2000, (ahead, member(1, held, entries=2))))
+    assert not actions_of(p.Exchange, actions) and len(actions_of(p.Join, actions)) == 1
+
+
 def test_reduced_buckets_of_a_superseded_record_are_not_taken_for_a_state() -> None:
     decided = CommitRecord(1, 3, ROOT.hash, ((1, 0),), {0: 0, 1: 1}, "run")
     other = CommitRecord(1, 4, ROOT.hash, ((2, 0),), {0: 0, 1: 0, 2: 1}, "run")

@@ -151,6 +151,26 @@ def test_the_machine_waits_with_evidence_looks_and_goes_on() -> None:
     assert isinstance(append, p.Append) and append.record.parent == entries[3].hash
 
 
+def test_what_was_being_fetched_when_a_checkpoint_is_read_is_no_state_to_load() -> None:
+    """The donor is declared ended while its process lives on and serves: its state may come while the checkpoint is read."""
+    entries = chain(*[BOTH] * 5)
+    head = entries[-1]
+    machine, me = stranded_machine(entries, "")
+    donor = Member(1, 0, head.step, head.hash, entries=len(entries))
+    (fetch,) = actions_of(p.FetchState, machine.on(p.Formed(100, (me, donor))))
+    assert isinstance(fetch, p.FetchState) and fetch.lineage == head.hash
+    (join,) = actions_of(p.Join, machine.on(p.RankFailed(100, 0, "peer died")) and machine.on(p.LogRead(())))
+    assert isinstance(join, p.Join) and join.me.fetching == head.hash
+    machine.on(p.Formed(101, (join.me,)))
+    (join,) = machine.on(p.WaitEnded(Evidence(head.hash, ended=BOTH)))
+    assert isinstance(join, p.Join)
+    (reload,) = actions_of(p.Reload, machine.on(p.Formed(102, (join.me,))))
+    assert reload == p.Reload(-1) and machine.phase is Phase.RELOADING
+    assert machine.on(p.Fetched(head.hash)) == []
+    machine.on(p.Reloaded(entries[3].hash))
+    assert machine.held == entries[3].hash
+
+
 def test_behind_a_standing_record_the_rule_is_checked_again() -> None:
     """Before, a proposal went behind any record of an older generation, however much that superseded."""
     entries = chain(BOTH, BOTH)

@@ -34,6 +34,10 @@ class Following:
         self.overtaken = self.held_since = 0
         return self._end()
 
+    def abandon(self) -> list[Action]:
+        """Another state is read in place of what is under way, which is no state to load when it comes."""
+        return self._end()
+
     def keep(self, record: CommitRecord) -> None:
         """The buckets of the exchange just done are kept for `record`."""
         self.kept[record.hash] = record

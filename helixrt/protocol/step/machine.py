@@ -229,8 +229,8 @@ class StepMachine:
         self.seen = max(self.seen, generation)
         # A straggler's entry may stand in the log by now for some of us and not for others: a common view of it.
         common = max(m.entries for m in event.members)
-        if 0 < common <= self.log.behind.begin:
-            return [*actions, self._join()]  # what they said is older than what the log begins with
+        if 0 < common <= self.log.behind.begin or len(self.log) < common:
+            return [*actions, self._join()]  # what they said is older than what the log begins with, or could not be read here
         view = self.log.first(common) if common else self.log
         assessment = assess(event.members, view, generation, self.rules, self.life, self.steps)
         if isinstance(assessment, Stranded):
@@ -278,7 +278,7 @@ class StepMachine:
         ruling, head = stranded.ruling, stranded.head
         if ruling.look and self.looked != head.hash:
             self.phase = Phase.RELOADING
-            return [Reload(stranded.base.step if stranded.base is not None else -1)]
+            return [*self.following.abandon(), Reload(stranded.base.step if stranded.base is not None else -1)]
         self.phase = Phase.WAITING
         return [Wait(generation, head, ruling.missing, ruling.waited_s)]
 
