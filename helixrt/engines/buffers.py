@@ -4,7 +4,7 @@ A *running* buffer has a committed value, which is replicated state. A batch beg
 and the changed values travel in the exchange; at commit the committed value becomes the mean over the contributors and
 their dp_shard ranks (`"mean"`) or that of the lowest contributor's first rank (`"first"`), for integers and booleans the
 maximum. A batch that is begun again begins with the committed value again. Values need not be finite (an attention mask, a
-minimum so far): whether gradients are is looked for elsewhere in the exchange.
+minimum so far): whether gradients are is looked for elsewhere in the exchange. What the update does to any buffer is committed.
 
 Which buffers are running is fixed at registration, because the layout of the exchange must be known to a replica that
 has computed nothing yet: persistent ones with at most `LARGEST_FLOAT` (integers: `LARGEST_INTEGER`) elements, and those that
@@ -134,7 +134,10 @@ class Buffers:
                     f"buffer {buffer.name} was changed. It does not travel between replicas, because it is not persistent or "
                     f"is large: name it in register(running_buffers=[{buffer.name!r}])"
                 )
-        for buffer in self._running:
+        self._check_kinds(self._running)
+
+    def _check_kinds(self, buffers: Sequence[_Buffer]) -> None:
+        for buffer in buffers:
             now = buffer.current
             if not isinstance(now, torch.Tensor) or now.shape != buffer.tensor.shape or now.dtype != buffer.tensor.dtype:
                 raise MisuseError(f"buffer {buffer.name} was replaced by something of another shape or dtype")
@@ -196,6 +199,21 @@ class Buffers:
         """Nothing of the batch counts."""
         if self._running:
             self._restore()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """The update may have changed any buffer, an average of the parameters say: as a function of what is committed, so its
+        values are. Raises MisuseError for one that has another shape or dtype now."""
+        self._check_kinds(self._running)
+        self._check_kinds(self._constant)
+        for buffer in (*self._running, *self._constant):
+            if (now := buffer.current) is not buffer.tensor:
+                assert now is not None
+                buffer.tensor.copy_(now)
+                setattr(buffer.owner, buffer.key, buffer.tensor)
+            if buffer.committed is not None:
+                buffer.committed.copy_(buffer.tensor)
+            buffer.version = buffer.tensor._version
 
     @torch.no_grad()
     def _restore(self) -> None:

@@ -251,6 +251,7 @@ class ModuleEngine(Engine):
             self._gradients.install(reduced[len(self._book.tensors) :], totals.weight, totals.present)
             self._buffers.commit(totals.changed, totals.floats, totals.integers, record.summed)
         update = self._run_update(record, totals)
+        self._buffers.adopt()
         self._unchanged.record()
         self._failed = self._checked = False
         return update

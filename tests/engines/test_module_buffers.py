@@ -91,6 +91,52 @@ def test_a_buffer_with_nan_that_no_forward_changes_keeps_its_bits(loops: Any, mo
         assert loops.equal_bits(model.table, before)
 
 
+class Averaged(nn.Module):
+    """A model with an average of its weights beside it, as `torch.optim.swa_utils.AveragedModel` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+        self.average.requires_grad_(False)
+        self.register_buffer("large", torch.zeros(1 << 17))
+        self.register_buffer("updates", torch.zeros(()))
+
+
+def test_what_the_update_does_to_buffers_stays_done_and_is_state(loops: Any) -> None:
+    def made(replica: int) -> tuple[Averaged, ModuleEngine]:
+        torch.manual_seed(0)
+        model = Averaged()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        engine = ModuleEngine(Registered.of(model, [optimizer]), replica=replica, replicas=2)
+
+        def update(record: Any) -> None:
+            if record.applied:
+                optimizer.step()
+            model.average.update_parameters(model.net)
+            model.large.add_(1.0)
+            model.updates = model.updates + 1.0  # replaced, not changed in place
+
+        engine.set_update(update)
+        return model, engine
+
+    model, engine = made(0)
+    weights = [model.net.weight.detach().clone()]
+    for step in range(1, 4):
+        engine.begin(lambda bucket: None)
+        engine.backward(model.net(torch.full((4, 3), float(step))).square().sum(), last=True)
+        engine.end()
+        engine.apply(loops.record(step), [bucket.clone() for bucket in engine.buckets])
+        weights.append(model.net.weight.detach().clone())
+    assert int(model.average.n_averaged) == 3 and float(model.large[7]) == 3.0 and float(model.updates) == 3.0
+    torch.testing.assert_close(model.average.module.weight, torch.stack(weights[1:]).mean(0))
+    other, joiner = made(1)
+    joiner.load(engine.state())
+    joiner.begin(lambda bucket: None)
+    assert all(torch.equal(a, b) for a, b in zip(other.buffers(), model.buffers(), strict=True))
+
+
 @pytest.mark.parametrize("name", ["large", "scratch"])
 def test_a_buffer_that_does_not_travel_may_not_change_and_can_be_named(loops: Any, name: str) -> None:
     model, engine = counting()
