@@ -47,6 +47,7 @@ from helixrt.replica.contracts import RunStore
 
 LENGTH_KEY = "loader/length"  # what all streams of the run must agree on
 _EPOCH, _BATCH, _GENERATOR = 1, 2, 3  # what a seed is for
+_WORKERS = "helixrt/num_workers"  # in a state: of the loader that gave it
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ class Stream:
         epoch = self.epoch_of(position)
         first = self._begin_of(epoch)
         self._iterator = None  # ends the workers of the iteration before
-        found = self._states.newest((epoch, position - first)) if self._stateful else None
+        found = self._newest((epoch, position - first)) if self._stateful else None
         if found is None and self._begun and self._next != first and keeps_position(self._loader):
             raise StartAgain(f"the data set keeps a position, and has no state at or before batch {position} to go back to")
         self._begin(epoch, found[1] if found is not None else None)
@@ -309,6 +310,20 @@ class Stream:
                 text = f"the loader ended at batch {self._next}, before batch {position}, which this run has used"
                 raise Fatal(text) from None
             self._next += 1
+
+    def _newest(self, place: tuple[int, int]) -> tuple[int, dict[str, Any]] | None:
+        """The newest state at or before this place, if the loader can take it: torchdata's takes one of as many workers alone.
+        Raises ConfigError (num_workers) if it cannot, and the data set cannot be read from the beginning."""
+        found, workers = self._states.newest(place), _workers(self._loader)
+        if found is None:
+            return None
+        then = found[1].pop(_WORKERS, workers)
+        if then == workers:
+            return found
+        if keeps_position(self._loader):
+            raise ConfigError("num_workers", workers, f"the run was begun with {then}, and its data set keeps a position")
+        self._say(f"the loader has {workers} workers, and its states are of {then}: the epoch is read from its beginning")
+        return None
 
     def _learn_length(self) -> None:
         if self._length is None and (text := self._store.get(LENGTH_KEY)) is not None:
@@ -332,7 +347,12 @@ class Stream:
     def _publish(self) -> None:
         if self._stateful:
             epoch = self.epoch_of(self._next)
-            self._states.put((epoch, self._next - self._begin_of(epoch)), self._loader.state_dict())
+            state = {**self._loader.state_dict(), _WORKERS: _workers(self._loader)}
+            self._states.put((epoch, self._next - self._begin_of(epoch)), state)
+
+
+def _workers(loader: Any) -> int:
+    return int(getattr(loader, "num_workers", 0))
 
 
 def _len(loader: Any) -> int | None:

@@ -329,6 +329,28 @@ def test_a_restart_skips_from_the_newest_state_before_its_position() -> None:
     assert any("skips 3 batches" in line for line in said)
 
 
+@pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 0), (2, 1)])
+def test_a_loader_with_other_workers_reads_its_epoch_from_the_beginning(before: int, now: int) -> None:
+    """torchdata's loader takes a state of as many workers alone."""
+    store, said = MemoryRunStore(), list[str]()
+    first = Stream(StatefulDataLoader(Numbers(), 1, num_workers=before), StreamSettings(0, every=5), store)
+    for position in range(8):
+        list(first.take(position))
+    first.close()
+    other = Stream(StatefulDataLoader(Numbers(), 1, num_workers=now), StreamSettings(0, every=5), store, said.append)
+    (batch,) = other.take(7)
+    other.close()
+    assert plain(batch) == [7]
+    assert f"the loader has {now} workers, and its states are of {before}: the epoch is read from its beginning" in said
+    if not before:
+        keeping = Stream(StatefulDataLoader(Resumable(), 1, num_workers=now), StreamSettings(1, every=5), store)
+        alone = Stream(StatefulDataLoader(Resumable(), 1), StreamSettings(1, every=5), store)
+        list(alone.take(0))
+        alone.close()
+        with pytest.raises(ConfigError, match="num_workers=2: the run was begun with 0, and its data set keeps a position"):
+            list(keeping.take(0))
+
+
 def test_states_that_cannot_be_published_cost_a_message_and_nothing_else() -> None:
     class Odd(Resumable):
         def state_dict(self) -> dict[str, Any]:
