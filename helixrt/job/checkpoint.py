@@ -19,7 +19,9 @@ its own, with its number behind a dot. `checkpoint_writer` writes them.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -40,6 +42,8 @@ from helixrt.replica.portions import Portion
 MANIFEST, PART = "complete.json", "part.json"
 _BLOCK = 1 << 20  # bytes that are read at a time
 LAYOUT = 2  # of the files in a checkpoint's folder; 1 was one DCP checkpoint for each stage
+_FOR_NOW = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_log = logging.getLogger(__name__)
 _FOLDER = re.compile(r"^step_(\d{8,})_([0-9a-f]{8})(\.[\w.-]+)?$")
 
 
@@ -105,6 +109,10 @@ def record_part(folder: Place) -> str:
     return folder.name.partition(".")[0]
 
 
+def _step_of(folder: Place) -> int:
+    return int(folder.name.split("_")[1])
+
+
 def step_folders(folder: Place) -> list[Place]:
     """The checkpoint folders, whole or not, newest step first."""
     if isinstance(folder, Path) and not folder.is_dir():
@@ -117,13 +125,14 @@ def step_folders(folder: Place) -> list[Place]:
 
 
 def prune(folder: Place, keep: int, newest_step: int) -> None:
-    """Delete what is older than the newest `keep` complete ones, half-written ones included. Those of steps above
-    `newest_step`, which was just saved, are left alone and do not count: the run has gone back behind them."""
-    known = [f for f in step_folders(folder) if int(f.name.split("_")[1]) <= newest_step]
-    complete = list(dict.fromkeys(record_part(f) for f in known if is_complete(f)))
+    """Delete what is older than the newest `keep` steps with a complete one, half-written ones included. All of a step stay, of
+    which one may have been superseded. Those of steps above `newest_step`, which was just saved, are left alone and do not
+    count: the run has gone back behind them."""
+    known = [f for f in step_folders(folder) if _step_of(f) <= newest_step]
+    complete = list(dict.fromkeys(_step_of(f) for f in known if is_complete(f)))
     if len(complete) <= keep:
         return
-    for old in [f for f in known if record_part(f) < complete[keep - 1]]:
+    for old in [f for f in known if _step_of(f) < complete[keep - 1]]:
         (old / MANIFEST).unlink(missing_ok=True)  # first of all: from now on it is not complete
         delete_all(old)
 
@@ -158,7 +167,7 @@ def complete_of(folder: Place, record: CommitRecord) -> Place | None:
 
 def saved_since(folder: Place, step: int) -> bool:
     """Whether there is a complete checkpoint of this step or a later one. Reads names alone."""
-    return any(is_complete(f) for f in step_folders(folder) if int(f.name.split("_")[1]) >= step)
+    return any(is_complete(f) for f in step_folders(folder) if _step_of(f) >= step)
 
 
 def newest_complete(folder: Place, wanted: Callable[[CommitRecord], bool] = lambda record: True) -> Checkpoint | None:
@@ -179,6 +188,7 @@ def newest_complete(folder: Place, wanted: Callable[[CommitRecord], bool] = lamb
             if not is_complete(candidate):
                 return newest_complete(folder, wanted)  # pruned while it was read: there are newer ones
             damage = damage or error.rule
+            _log.warning("%s; an older one is looked for", error.rule)
     if damage and not whole:
         raise ConfigError("resume", "true", damage)
     return None
@@ -212,10 +222,14 @@ def read_manifest(folder: Place) -> Checkpoint:
 
 
 def _raise_if_silent(folder: Place, error: BaseException) -> None:
-    """A storage that does not answer says nothing of what it holds: raises OSError for such an error, also inside DCP's."""
+    """A storage that does not answer, or a file system that does not for now, says nothing of what it holds: raises OSError for
+    such an error, also inside DCP's."""
     failures = [inner for inner, _ in getattr(error, "failures", {}).values()]
     for each in (error, *failures):
-        if isinstance(folder, StoredPath) and isinstance(each, OSError) and not isinstance(each, FileNotFoundError):
+        silent = isinstance(each, OSError) and (
+            not isinstance(each, FileNotFoundError) if isinstance(folder, StoredPath) else each.errno in _FOR_NOW
+        )
+        if silent:
             raise each  # as it is: a missing right is another thing than a broken connection
 
 

@@ -48,7 +48,8 @@ class _Job:
 class Checkpointer:
     """One rank's side of writing checkpoints. `folder` is where the run's are, `mesh` has the sizes of the replica's axes,
     `life` names this incarnation of the replica and `run_life` numbers that of the run, `last_step` is the run's last;
-    `may_delete` is asked before old ones are deleted.
+    `may_delete` is asked before old ones are deleted,
+    and whether the record that was just saved `is_settled`: no other can supersede it.
 
     `maybe_save` never waits for the disk: at most one checkpoint is being written and the next one
     is given up by all ranks if one of them is not done with it, but for the run's last and that of a departure, which wait
@@ -72,10 +73,11 @@ class Checkpointer:
         say: Callable[[str], None] = lambda text: None,
         run_life: int = 0,
         may_delete: Callable[[], bool] = lambda: True,
+        is_settled: Callable[[CommitRecord], bool] = lambda record: True,
     ) -> None:
         self.trouble = StorageTrouble("checkpoint", record, say)
         self._folder, self._rank, self._mesh, self._life = folder, rank, dict(mesh), life
-        self._run_life, self._may_delete = run_life, may_delete
+        self._run_life, self._may_delete, self._is_settled = run_life, may_delete, is_settled
         self.newest_step = 0  # of those that this rank has completed
         self._may_be_complete = False  # the newest attempt: its manifest may have been written
         self._ranks = prod(mesh.values())
@@ -239,9 +241,9 @@ class Checkpointer:
             after_failover=job.after_failover,
         )
         self.trouble.worked(job.record.step)
-        with suppress(OSError):  # the next one deletes what is left
+        with suppress(OSError, Retryable):  # the next one deletes what is left
             delete_unfinished(target)
-            if self._may_delete():
+            if (self._ends(job.record) or self._is_settled(job.record)) and self._may_delete():
                 prune(self._folder, self._keep, job.record.step)
 
     def _await(self, key: str, deadline: float, rank: int) -> str:

@@ -21,7 +21,7 @@ import torch
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.checkpoint_layout import Entry, dcp_key
-from helixrt.job.lineage_files import sync_folder, write_durably
+from helixrt.job.lineage_files import read_log, sync_folder, write_durably
 from helixrt.job.stored_path import Place, StoredPath
 from helixrt.replica.manifest import ITEM_BYTES
 from helixrt.replica.portions import MODEL, Portion
@@ -117,7 +117,11 @@ def _chosen(source: Place, step: int | None) -> checkpoints.Checkpoint:
     if step is None:
         found = checkpoints.checkpoint_of(source)
     else:
-        found = checkpoints.newest_complete(checkpoints.checkpoints_of(source), lambda record: record.step == step)
+        log = read_log(source / "lineage")
+        found = checkpoints.newest_complete(
+            checkpoints.checkpoints_of(source),
+            lambda record: record.step == step and (not len(log) or log.on_chain(record.hash)),
+        )
     if found is None:
         which = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise ConfigError("run", source, f"has no complete {which}")

@@ -292,6 +292,11 @@ class Leading:
             self._parts.metrics.say(text)
             note_waiting(self._context.output, text)
 
+    def is_settled(self, record: CommitRecord) -> bool:
+        """Others were committed behind it, so no other record takes its place. From any thread."""
+        log = self._leader.machine.log
+        return log.on_chain(record.hash) and log.head.hash != record.hash
+
     def close(self) -> None:
         """End the leader's threads and the membership; idempotent."""
         for reports in self._reports:

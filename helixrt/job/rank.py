@@ -196,8 +196,13 @@ class RankRuntime:
             self.say,
             context.spec.life,
             DeletionGuard(context.checkpoints, token_in(context.output), self.say),
+            self._is_settled,
         )
         return self._checkpointer
+
+    def _is_settled(self, record: CommitRecord) -> bool:
+        """Of the leading rank: as `Leading.is_settled`."""
+        return isinstance(self._side, Leading) and self._side.is_settled(record)
 
     def say(self, text: str) -> None:
         """Have the driver print a line, if this rank has a way to tell it."""

@@ -1,5 +1,7 @@
 """A checkpoint is found again bit for bit when it is whole, and never used when it is not."""
 
+import dataclasses
+import errno
 import json
 import resource
 import shutil
@@ -215,6 +217,47 @@ def test_newest_is_found_and_older_ones_go(place: Place) -> None:
     assert [f.name[:13] for f in checkpoints.step_folders(place)] == ["step_00000008", "step_00000006"]
     found = newest_complete(place)
     assert found is not None and found.record.step == 8
+
+
+def test_older_ones_stay_until_the_newest_cannot_be_superseded(place: Place) -> None:
+    replica, settled = Replica(place, keep=1), set[int]()
+    for saver in replica.savers:
+        saver._is_settled = lambda record: record.step in settled
+    for step in (2, 4):
+        replica.save_and_wait(record_of(step))
+    assert len(checkpoints.step_folders(place)) == 2, "others may go on behind step 3"
+    settled.add(6)
+    replica.save_and_wait(record_of(6))
+    replica.close()
+    assert [f.name[:13] for f in checkpoints.step_folders(place)] == ["step_00000006"]
+
+
+def test_all_of_a_step_stay(tmp_path: Path) -> None:
+    """One of two is of a record that was superseded; which one its name does not say."""
+    replica = Replica(tmp_path, keep=1)
+    one, other = record_of(4), dataclasses.replace(record_of(4), generation=99)
+    for record in (record_of(2), one, other):
+        replica.save_and_wait(record)
+    replica.close()
+    assert {f.name for f in checkpoints.step_folders(tmp_path)} == {checkpoints.folder_name(r) for r in (one, other)}
+
+
+def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an older checkpoint would be taken."""
+    replica = Replica(tmp_path)
+    for step in (2, 4):
+        replica.save_and_wait(record_of(step))
+    replica.close()
+    read = checkpoints.file_sum
+
+    def stale(path: Place) -> list[int]:
+        if "step_00000004" in str(path):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(checkpoints, "file_sum", stale)
+    with pytest.raises(OSError, match="Stale file handle"):
+        newest_complete(tmp_path)
 
 
 def test_pruned_while_it_is_read_is_no_damage(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
