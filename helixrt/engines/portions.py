@@ -63,7 +63,10 @@ def portions_of(state: ReplicatedState, mesh: ReplicaMesh, places: Places = NOTH
         elif kind == "optimizer" and rest[1] == "state" and (name := key_of(rest[2])) in parameters:
             own = _renamed(path, places)
             if not _follows(tensor, parameters[name]):
-                if tensor.numel() == 1 or not (name in places.cuts or name in places.unknown):
+                if is_sharded(parameters[name]) and tensor.numel() > 1:  # a rank's own part, but where it says how it lies
+                    if is_sharded(tensor) and not (name in places.cuts or name in places.unknown):
+                        found[path] = _portion(own, tensor, mesh, (), name not in places.copies)
+                elif tensor.numel() == 1 or not (name in places.cuts or name in places.unknown):
                     found[path] = _one_of_each(own, tensor, mesh, name in places.copies)
                 continue  # else it may be the part of a tensor of another shape than the parameter
         elif is_sharded(tensor):

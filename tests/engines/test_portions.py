@@ -79,6 +79,24 @@ def test_portions_of_dtensors_are_their_local_parts(rank: int) -> None:
         assert [portions[f"parameter/p{number}"].writes for number in range(3)] == [False, False, True]
 
 
+def test_optimizer_state_of_another_shape_than_its_sharded_parameter_is_not_that_of_one_rank(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    model, whole = nn.Module(), torch.arange(8.0)
+    weight = nn.Parameter(distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)], src_data_rank=None))
+    model.register_parameter("weight", weight)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    factor = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    optimizer.state[weight] = {"own": torch.zeros(2, 6), "factor": factor, "step": torch.tensor(3.0)}
+    registered = Registered.of(model, [optimizer])
+    state = ReplicatedState(registered, Buffers(registered, "mean", 0, 1))
+    portions = portions_of(state, ReplicaMesh({"dp_shard": 4}, rank))
+    at = "optimizer/0/state/weight"
+    assert f"{at}/own" not in portions, "each rank has another one, and keeps it"
+    assert portions[f"{at}/factor"].shape == (8,) and portions[f"{at}/factor"].writes
+    assert torch.equal(assembled(portions[f"{at}/factor"], whole, factor.to_local()), factor.to_local())
+    assert portions[f"{at}/step"].shape == () and not portions[f"{at}/step"].writes, "rank 0 has the same"
+
+
 def test_an_engine_says_where_all_that_belongs_to_parameters_lies() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model.register_buffer("table", torch.zeros(5), persistent=False)
