@@ -91,7 +91,7 @@ def _gathered(
 ) -> list[bytes]:
     """What stands under `keys`, one of each rank, once all have set theirs. Rank 0 looks at all of them, and puts what it found
     under the key `together`, the only one that the others look at: so a look costs the store as much as there are ranks, and
-    not the square."""
+    not the square. The keys of the ranks are deleted then, since a run forms many groups in one store."""
     if rank > 0:
         _await(store, [together], keys, deadline, aborted)
         return _parts(bytes(store.get(together)))
@@ -99,6 +99,8 @@ def _gathered(
     found = [bytes(value) for value in store.multi_get(keys)]
     put: Any = store
     put.set(together, b"".join(_LENGTH.pack(len(part)) + part for part in found))
+    for key in keys:
+        store.delete_key(key)
     return found
 
 
@@ -156,6 +158,8 @@ def _await(store: dist.Store, keys: list[str], ranks: list[str], deadline: Deadl
             raise Retryable(Cause("aborted"))
         if deadline.over:
             missing = _missing(store, ranks, range(len(ranks)))
+            if store.check(keys):  # set, and the ranks' deleted, meanwhile
+                return
             what = f"members number {missing} of {len(ranks)} did not come within {deadline.limit_s:g} s"
             raise Retryable(Cause(what, peers=tuple(missing)))
         time.sleep(min(max(_POLL_S, _POLL_PART * (time.monotonic() - begin)), slowest_s))

@@ -138,8 +138,10 @@ class Controller:
         no rank left.
 
         `tick` is called each round. Ctrl-C raises KeyboardInterrupt and SIGTERM raises `Terminated`
-        from here, once every rank is gone; so does whatever `tick`, the store or the launcher raise.
+        from here, once every rank is gone; so does whatever `tick` or the launcher raise. Raises Retryable when the store has
+        been away for too long: ranks that outlive this process go on then.
         """
+        goes_on = False
         with self._signals():
             try:
                 if not self._attached:
@@ -147,12 +149,17 @@ class Controller:
                 while self.state.stopped is None:
                     self._pause(poll_s)
                     self._round()
-                    tick()
+                    with suppress(Retryable):  # `_round` knows for how long the store has been away
+                        tick()
                 if self.state.stopped.ok:
                     self._let_go(poll_s, tick)
+            except Retryable:
+                goes_on = self._launcher.outlives_driver and self.state.stopped is None
+                raise
             finally:
-                with self._undisturbed():
-                    self._launcher.close()
+                if not goes_on:
+                    with self._undisturbed():
+                        self._launcher.close()
             tick()
         return self.state.stopped
 

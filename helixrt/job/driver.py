@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, Retryable
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.chaos import driver_is_due
 from helixrt.job.compaction import Compaction
@@ -254,12 +254,21 @@ class Driver:
             stopped = self.controller.run(tick=self._tick)
             self._tick()
             return self._end(stopped)
+        except Retryable as lost:
+            if ours and self._kept:
+                ours = False  # the keeper, if it lives, waits for another driver
+                how = f"the ranks may go on without this driver; `helixrt attach {self.run_.folder}` attaches another one"
+                lost.add_note(how)
+                self.output.say(f"{lost}; {how}")
+            raise
         finally:
             self.output.close()
             if self.run_.lock is not None:
                 self.run_.lock.close()
             if ours:
                 self._services.close()
+            else:
+                self._services.leave()
 
     def _attach(self, standing: Standing) -> None:
         """Say what happened without a driver, and go on from there."""

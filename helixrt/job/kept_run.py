@@ -60,9 +60,12 @@ class KeptServices(Services):
     def launcher(self) -> Launcher:
         return KeptLauncher(self.store, self._orders, self._exits)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         if self._watch is not None:
             self._watch.close()
+
+    def close(self) -> None:
+        self.leave()
         with suppress(Retryable):
             self.store.put_if_absent(DONE_KEY, "yes")
 

@@ -106,6 +106,8 @@ class KeptLauncher(Launcher):
     """Of a driver: `orders` and `exits` are how many there are already, when it attaches to a run that goes on. `poll` tells
     the keeper that the driver lives. Calls come from one thread."""
 
+    outlives_driver = True
+
     def __init__(self, store: RunStore, orders: int = 0, exits: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._orders, self._exits, self._clock = store, orders, exits, clock
         self._started: set[tuple[Coordinate, int]] = set()

@@ -40,6 +40,9 @@ class Services(ABC):
     def close(self) -> None:
         """At the end of the run: nothing of it is needed any more."""
 
+    def leave(self) -> None:  # noqa: B027 nothing to do where they end with this process
+        """At the end of a driver whose run may go on without it."""
+
 
 class ServedHere(Services):
     """In this process, with whose end they end. Raises ConfigError for an address or a port that cannot be used."""

@@ -364,6 +364,9 @@ class Launcher(ABC):
     def poll(self) -> list[RankExit]:
         """The ranks that ended since the last call."""
 
+    outlives_driver: bool = False
+    """Whether the ranks go on, for a while, when the process that calls this ends without `close`."""
+
     awaits: str = "no resources yet for its ranks"
     """What a replica that is `waiting` waits for, as text for the user."""
 

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -229,6 +230,24 @@ def test_of_many_ranks_one_alone_looks_at_all_the_others(store_address: str) -> 
         assert met[rank].peers == {other: bytes([other]) * other for other in range(size) if other != rank}
     for rank in range(1, size):
         assert clients[rank].keys == {f"address/{rank}", "addresses", f"connected/{rank}", "all-connected"}
+
+
+def test_what_a_group_leaves_in_the_store_does_not_grow_with_its_ranks(store_address: str) -> None:
+    def come(prefix: str, rank: int, ranks: int) -> None:
+        store = StoreClients().at(f"{store_address}/{prefix}", LIMIT_S)
+        meeting = meet(store, rank, ranks, b"address", 1, Deadline(LIMIT_S), lambda: False)
+        assert sorted(meeting.peers) == [r for r in range(ranks) if r != rank]
+        all_connected(store, rank, ranks, Deadline(LIMIT_S), lambda: False)
+
+    server = StoreClients().at(f"{store_address}/count", LIMIT_S)
+    left = []
+    for ranks in (2, 9):
+        before = server.num_keys()
+        with ThreadPoolExecutor(ranks) as pool:
+            for done in [pool.submit(come, f"of {ranks}", rank, ranks) for rank in range(ranks)]:
+                done.result(LIMIT_S)
+        left.append(server.num_keys() - before)
+    assert left == [2, 2]
 
 
 def test_who_is_missing_is_found_by_every_rank(store_address: str) -> None:

@@ -224,6 +224,23 @@ def test_the_store_may_be_away_for_a_while_but_not_for_ever() -> None:
     assert lost.launcher.closed and not lost.launcher.alive
 
 
+def test_ranks_that_outlive_their_driver_go_on_when_that_loses_the_store() -> None:
+    world = World()
+    world.launcher.outlives_driver = True
+    with pytest.raises(Retryable, match="store did not answer for 30 s"):
+        world.run(lambda: setattr(world.store, "down", True))
+    assert not world.launcher.closed and len(world.launcher.alive) == 4
+
+
+def test_a_tick_that_does_not_reach_the_store_ends_nothing() -> None:
+    world = World()
+
+    def away() -> None:
+        raise Retryable("connection refused")
+
+    assert world.run(*[away] * 20, lambda: (world.finish(0), world.finish(1))).ok
+
+
 @pytest.mark.parametrize(("number", "raises"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
 def test_a_signal_ends_every_rank_and_is_raised_again(number: signal.Signals, raises: type[BaseException]) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)

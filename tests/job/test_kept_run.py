@@ -404,7 +404,7 @@ def test_a_keeper_takes_over_from_one_that_was_lost(tmp_path: Path, monkeypatch:
     assert "keeper of the run was lost" in told[1].reason
     assert keeper._round(ranks) and ranks.started == [spec(1, 1)]
     store.put_if_absent(order_key(4), order_text(Close()))
-    assert not keeper._round(ranks)
+    until(lambda: not keeper._round(ranks), "its end")  # the store of a busy machine may be slow
     keeper._services.close()
     keeper._lock.close()
 
