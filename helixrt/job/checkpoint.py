@@ -25,7 +25,9 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -283,9 +285,18 @@ def load(
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The run folders `DATE/TIME` under an output root, newest first."""
+    """The run folders `DATE/TIME` under an output root, that of the run that began last first."""
     found = [run for run in root.glob("[0-9]*/[0-9]*") if run.is_dir() and not run.parent.is_symlink()]
-    return sorted(found, key=lambda run: (run.parent.name, run.name), reverse=True)
+    return sorted(found, key=lambda run: (_begun_s(run), run.parent.name, run.name), reverse=True)
+
+
+def _begun_s(run: Path) -> float:
+    """As it has written down itself: names are local times, which machines may have differently."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return float(json.loads((run / "run.json").read_text(encoding="utf-8"))["epoch_s"])
+    with suppress(ValueError):
+        return datetime.strptime(f"{run.parent.name} {run.name[:8]}", "%Y-%m-%d %H-%M-%S").timestamp()
+    return 0.0
 
 
 def find_resume(root: Path, name: str = "") -> tuple[Path, Checkpoint]:

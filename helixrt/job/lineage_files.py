@@ -215,6 +215,8 @@ class LineageWriter:
         """Have the records from `index` on in a file of that name, these or what another replica has put there. Returns the
         index behind them."""
         path = self._folder / f"{index:08d}.json"
+        if path.exists() and _is_of_a_life_before(path, records[0]):
+            write_durably(path, "\n".join(record.to_json() for record in records))
         if not path.exists():
             texts = [record.to_json() for record in records]
             if not write_durably(path, "\n".join(texts), replace=False):
@@ -245,9 +247,22 @@ class LineageWriter:
             self._changed.notify_all()
 
 
+def _is_of_a_life_before(path: Path, record: CommitRecord) -> bool:
+    """Whether a rank of a life of the run that has ended has put another record there, late: the run was resumed without it."""
+    try:
+        theirs = CommitRecord.from_json(path.read_text(encoding="utf-8").partition("\n")[0])
+    except (ValueError, KeyError, TypeError):
+        return False  # who reads the lineage says what is wrong with it
+    return theirs.hash != record.hash and theirs.life < record.life
+
+
 def read_log(folder: Path) -> Log:
     """The log as far as `read_lineage` reads it. Raises ConfigError (resume) for a damaged file."""
-    return Log(read_lineage(folder), _behind(folder))
+    entries = read_lineage(folder)
+    try:
+        return Log(entries, _behind(folder))
+    except ValueError as error:
+        raise ConfigError("resume", "true", f"the lineage in {folder} is damaged: {error}") from error
 
 
 def read_lineage(folder: Path) -> list[CommitRecord]:

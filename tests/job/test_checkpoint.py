@@ -635,3 +635,14 @@ def test_a_folder_whose_run_cannot_be_read_is_not_taken_for_one_without_checkpoi
     (tmp_path / "run.json").mkdir()  # as an error of the file system
     with pytest.raises(Retryable, match=r"run.json cannot be read: .*Is a directory"):
         checkpoints.checkpoints_of(tmp_path)
+
+
+def test_the_newest_run_is_the_one_that_began_last_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    """Folders have local times, and machines may be in other zones."""
+    begun = {"2026-01-01/09-00-00": 300.0, "2026-01-01/15-00-00": 100.0, "2026-01-01/12-00-00": 200.0}
+    for name, epoch_s in begun.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text(json.dumps({"epoch_s": epoch_s}))
+    assert [run.name for run in checkpoints.run_folders(tmp_path)] == ["09-00-00", "12-00-00", "15-00-00"]
+    (tmp_path / "2026-01-01" / "10-00-00").mkdir()
+    assert checkpoints.run_folders(tmp_path)[0].name == "10-00-00", "without a word of its own, by its name"

@@ -7,13 +7,15 @@ import os
 import random
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helixrt.errors import ConfigError
 from helixrt.job import lineage_files
-from helixrt.job.lineage_files import LineageWriter, read_lineage
+from helixrt.job.lineage_files import LineageWriter, read_lineage, read_log, write_durably
 from helixrt.protocol.step.lineage import CommitRecord
 from tests.job.chains import chain_of
 
@@ -112,6 +114,36 @@ def test_a_writer_that_comes_later_takes_what_is_there_and_goes_on_behind_it(tmp
         second.append(index, entry)
     second.close()
     assert read_lineage(tmp_path) == entries and {p.name for p in tmp_path.iterdir()} == {"00000000.json", "00000006.json"}
+
+
+def test_a_record_that_a_rank_of_an_ended_life_wrote_late_gives_way(tmp_path: Path) -> None:
+    """The run was resumed without it, while the rank still tried to write: the lineage could not be read any more."""
+    entries = chain_of(3)
+    late = replace(entries[2], generation=999)
+    mine = replace(entries[2], life=1)
+    write_durably(tmp_path / "00000002.json", late.to_json())
+    for records in ([*entries[:2], mine], [*entries[:2], mine]):
+        writer = LineageWriter(tmp_path, gather_s=0.0)
+        writer.append(0, records[0])
+        writer.flush(20)
+        writer.append(1, records[1])
+        writer.flush(20)
+        writer.append(2, records[2])
+        writer.close()
+    assert read_log(tmp_path).head == mine
+    early = LineageWriter(tmp_path, gather_s=0.0)
+    for index, record in enumerate((*entries[:2], late)):
+        early.append(index, record)
+        early.flush(20)
+    early.close()
+    assert read_log(tmp_path).head == mine, "of a life before, it changes nothing"
+
+
+def test_a_lineage_that_is_no_chain_is_refused_with_one_line(tmp_path: Path) -> None:
+    entries = chain_of(3)
+    write_durably(tmp_path / "00000000.json", "\n".join(e.to_json() for e in (entries[0], replace(entries[2], parent="x"))))
+    with pytest.raises(ConfigError, match=r"resume=true: the lineage in .* is damaged: "):
+        read_log(tmp_path)
 
 
 def test_files_that_overlap_are_read_as_one_log(tmp_path: Path) -> None:
