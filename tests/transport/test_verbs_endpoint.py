@@ -15,7 +15,7 @@ import pytest
 
 from helixrt.errors import Cause, Retryable
 from helixrt.lab.nics import NicPair
-from helixrt.transport.contract import Endpoint, Lost
+from helixrt.transport.contract import Endpoint, Lost, PeerAborted
 from tests.transport.conformance import MIB, EndpointConformance
 from tests.transport.worlds import Inbox, Message, World
 
@@ -90,8 +90,9 @@ def wait_for_all_rails(world: World) -> None:
 
 
 @pytest.fixture
-def two(nic_pairs: list[NicPair]) -> Iterator[World]:
-    world = World(make, 2)
+def two(request: pytest.FixtureRequest, nic_pairs: list[NicPair]) -> Iterator[World]:
+    """With heartbeats where the parameter asks for them."""
+    world = World(make, 2, getattr(request, "param", None))
     world.connect()
     wait_for_all_rails(world)
     yield world
@@ -122,7 +123,16 @@ HOW: dict[str, Callable[[World, NicPair], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["local down", *(pytest.param(how, marks=pytest.mark.slow) for how in list(HOW)[1:])])
+# After an error of its own device Soft-RoCE may complete nothing more, if an acknowledgement is lost at the same moment: it sends
+# nothing again then (seen in one of four tries on a busy machine). The rail's silence shows in heartbeats alone.
+_HEARTBEATS = {"wrong request": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("how", "two"),
+    [pytest.param(how, _HEARTBEATS.get(how), marks=() if how == "local down" else pytest.mark.slow, id=how) for how in HOW],
+    indirect=["two"],
+)
 def test_a_stream_goes_on_over_the_backup_and_comes_back(two: World, nic_pairs: list[NicPair], how: str) -> None:
     rng = random.Random(how)
     stream = Stream(two, [rng.choice([100, 40_000, 300_000, MIB]) for _ in range(40)])
@@ -203,8 +213,8 @@ def test_without_tcp_a_link_with_no_rail_left_is_lost_in_time(nic_pairs: list[Ni
         for pair in nic_pairs[:2]:
             pair.down("a")
         world.run(lambda: bool(world.ended(0)) and bool(world.ended(1)))
-        (lost,) = world.ended(0)
-        assert isinstance(lost, Lost) and "rail" in lost.cause.what
+        (lost,) = world.ended(0)  # seen here, or at the other end before
+        assert isinstance(lost, Lost | PeerAborted) and "rail" in lost.cause.what
     finally:
         world.close()
 
