@@ -123,8 +123,8 @@ HOW: dict[str, Callable[[World, NicPair], object]] = {
 }
 
 
-# After an error of its own device Soft-RoCE may complete nothing more, if an acknowledgement is lost at the same moment: it sends
-# nothing again then (seen in one of four tries on a busy machine). The rail's silence shows in heartbeats alone.
+# After an error of its own device Soft-RoCE may complete nothing more, if an acknowledgement is lost at that moment: then it
+# sends nothing again (seen in one of four tries on a busy machine). The rail's silence shows in heartbeats alone.
 _HEARTBEATS = {"wrong request": 0.5}
 
 
