@@ -277,5 +277,5 @@ def test_a_replica_that_is_killed_in_a_validation(tmp_path: Path) -> None:
 def test_the_part_of_a_replica_that_is_given_up_is_evaluated_by_another(tmp_path: Path) -> None:
     told = launch("given up", tmp_path)
     check(tmp_path, told)
-    assert not any(line["partial"] for line in told)
-    assert told[-1]["step"] == STEPS and told[-1]["rank"] == "r0,r2" and told[-1]["parts"] == 3
+    (last,) = [line for line in told if line["step"] == STEPS]  # what it told of the state before may be lost with it
+    assert not last["partial"] and last["rank"] == "r0,r2" and last["parts"] == 3
