@@ -1,4 +1,4 @@
-"""The start of many ranks, emulated: each is a thread of this process that does what a rank does until its first exchange.
+"""The start of many ranks, emulated: each is a fork of one process that does what a rank does until its first exchange.
 
 In: how many replicas of one rank. Out: the time to the first quorum and to the exchange's rendezvous, and what that asks of the
 run's store. The store, the server's launcher, claims, settings, the manifest of the state, the log, the step machine, quorums
@@ -12,13 +12,17 @@ the places of the list of members one after another.
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +31,7 @@ import torch.distributed as dist
 
 from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.rendezvous import all_connected, meet
-from helixrt.errors import Retryable
+from helixrt.errors import Fatal, Retryable
 from helixrt.job.agreements import LayoutAgreement, agree_on_plan
 from helixrt.job.claims import Claim, claim
 from helixrt.job.config import JobConfig, MeshConfig
@@ -42,6 +46,7 @@ from helixrt.protocol.step.lineage import Log, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.replica.contracts import RankSpec, RunStore, State
 from helixrt.replica.evidence import Holders
+from helixrt.replica.orphan import PARENT_VARIABLE, die_with_parent
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.state_shards import digest
 from helixrt.replica.store import TcpRunStore, host_store, split_address
@@ -49,7 +54,7 @@ from helixrt.replica.store_membership import StoreMembership
 from helixrt.timeouts import derive
 
 SECRET, RUN = "of the emulated ranks", "starting"
-LIMIT_S, BEAT_S = 240.0, 60.0  # threads of one process share an interpreter, so none is lost for being slow
+LIMIT_S, BEAT_S = 240.0, 60.0  # many processes share few cores, so none is lost for being slow
 ADDRESS_BYTES, POLL_S = 200, 0.05
 QUORUM = ("quorum/", "ended/")  # keys of the membership (`protocol.store_quorum`)
 
@@ -125,64 +130,82 @@ class CountedClient:
         return counted
 
 
-@dataclass
-class _Rank:
-    """One emulated rank; its thread writes the last three fields."""
-
-    replica: int
-    store: CountedRunStore
-    quorum_s: float = 0.0  # since the start
-    connected_s: float = 0.0
-    members: tuple[int, ...] = ()
-
-
 def start(ranks: int) -> Start:
-    """Start so many ranks at one moment. Raises what a rank raises first."""
+    """Start so many ranks at one moment, as forks of a process of their own. Raises Fatal with what a rank raised first."""
+    command = [sys.executable, "-m", "helixrt.replica.orphan", "helixrt.bench._starting_ranks", str(ranks)]
+    # For each connection to its store torch looks up the other end's name: with many at a time, some wait for a name server.
+    names = {"RES_OPTIONS": "timeout:1 attempts:1"}
+    environment = {**names, **os.environ, PARENT_VARIABLE: str(os.getpid()), "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        raise Fatal(f"{ranks} ranks did not start: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+    return Start(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Of the process whose forks the ranks are: print the `Start` of so many as JSON."""
+    ranks = int(arguments[0])
+    torch.set_num_threads(1)
+    told, tell = os.pipe()
+    orders = [_forked(replica, ranks, told, tell) for replica in range(ranks)]  # before this process has threads
+    os.close(tell)
     server, address = host_store()
-    failed, over = list[BaseException](), threading.Event()
     counted = CountedRunStore(TcpRunStore(address))
     RunLog(counted).restore(Log([genesis(RUN, ranks)]))
-    every = [_Rank(replica, CountedRunStore(TcpRunStore(address))) for replica in range(ranks)]
-    together = threading.Barrier(ranks + 2)
-    begun_s = time.time()
-
-    def guarded(run: Callable[[], None]) -> Callable[[], None]:
-        def one() -> None:
-            try:
-                together.wait(LIMIT_S)
-                run()
-            except BaseException as error:
-                failed.append(error)
-
-        return one
-
-    with tempfile.TemporaryDirectory() as folder:
-        specs = _specs(ranks, address, folder, begun_s)
+    over = threading.Event()
+    with tempfile.TemporaryDirectory() as folder, os.fdopen(told, encoding="utf-8") as results:
         launcher = ExternalLauncher(counted, MeshConfig(ranks, 1), Patience(LIMIT_S, LIMIT_S, 0.0))
-        serving = threading.Thread(target=guarded(partial(_serve, launcher, specs, over)), name="server")
-        threads = [threading.Thread(target=guarded(partial(_begin, each, ranks, address))) for each in every]
-        for thread in (serving, *threads):
-            thread.start()
-        together.wait(LIMIT_S)
+        serving = threading.Thread(target=_serve, args=(launcher, _specs(ranks, address, folder, time.time()), over))
+        serving.start()
         begin_s = time.monotonic()
-        for thread in threads:
-            thread.join()
+        for order in orders:
+            os.write(order, address.encode())
+            os.close(order)
+        found = [json.loads(line) for line in results]  # until the last rank has ended
         over.set()
         serving.join()
     del server
-    if failed:
-        raise failed[0]
+    if failed := [each["failed"] for each in found if "failed" in each]:
+        raise Fatal(failed[0])
+    assert len(found) == ranks, f"{ranks - len(found)} ranks ended without a word"
+    print(json.dumps(asdict(_united(found, begin_s, counted.requests))))
+
+
+def _united(found: Sequence[Mapping[str, Any]], begin_s: float, by_server: int) -> Start:
     return Start(
-        ranks,
-        max(each.quorum_s for each in every) - begin_s,
-        max(each.connected_s for each in every) - begin_s,
-        min(len(each.members) for each in every),
-        sum(each.store.things(False) for each in every),
-        max(each.store.things(False) for each in every),
-        sum(each.store.things(True) for each in every),
-        sum(each.store.requests for each in every),
-        counted.requests,
+        len(found),
+        max(each["quorum_s"] for each in found) - begin_s,
+        max(each["connected_s"] for each in found) - begin_s,
+        min(each["members"] for each in found),
+        sum(each["asked"] for each in found),
+        max(each["asked"] for each in found),
+        sum(each["quorum_asked"] for each in found),
+        sum(each["requests"] for each in found),
+        by_server,
     )
+
+
+def _forked(replica: int, ranks: int, told: int, tell: int) -> int:
+    """A fork that is this replica's rank, and begins when the address of the store is written to the descriptor returned."""
+    reading, order = os.pipe()
+    parent = os.getpid()
+    if os.fork():
+        os.close(reading)
+        return order
+    try:
+        die_with_parent(parent)
+        os.close(told)
+        os.close(order)
+        address = os.read(reading, 1000).decode()
+        store = CountedRunStore(TcpRunStore(address, LIMIT_S))
+        signal.alarm(int(LIMIT_S))  # ends it
+        quorum_s, connected_s, members = _begin(replica, store, ranks, address)
+        word: dict[str, Any] = {"quorum_s": quorum_s, "connected_s": connected_s, "members": members}
+        word |= {"asked": store.things(False), "quorum_asked": store.things(True), "requests": store.requests}
+    except BaseException as error:
+        word = {"failed": f"rank of replica {replica}: {error!r}"[:1000]}
+    os.write(tell, (json.dumps(word) + "\n").encode())  # at once: it is less than a pipe's buffer
+    os._exit(0)
 
 
 def _specs(ranks: int, address: str, folder: str, epoch_s: float) -> list[RankSpec]:
@@ -203,43 +226,46 @@ def _serve(launcher: ExternalLauncher, specs: list[RankSpec], over: threading.Ev
         launcher.poll()
 
 
-def _begin(me: _Rank, ranks: int, address: str) -> None:
-    """What a process that joins a run does, in its order."""
-    store, place = me.store, Place(address, me.replica, SECRET)
-    incarnation = claim(Claim(store, place, f"emulated:{me.replica}"), place, LIMIT_S)
+def _begin(replica: int, store: CountedRunStore, ranks: int, address: str) -> tuple[float, float, int]:
+    """What a process that joins a run does, in its order: when it had its first quorum and was connected, and how many members
+    the quorum had."""
+    place = Place(address, replica, SECRET)
+    incarnation = claim(Claim(store, place, f"emulated:{replica}"), place, LIMIT_S)
     spec = admitted(store, place, incarnation)
     agree_on_settings(store, SessionChoices())
     agree_on_plan(store, 1_000, 1)
     state = State({f"parameter/layer{layer}.weight": torch.zeros(4) for layer in range(8)}, {"scheduler/step": 0})
     engine: Any = SimpleNamespace(state=lambda: state, registered=SimpleNamespace(optimizers={}))
     LayoutAgreement(store, 0, engine).initial()
-    life, timeouts = f"{me.replica}/{incarnation}", derive(LIMIT_S, BEAT_S)
-    store.put_if_absent(address_key(life, 0), f"http://10.0.0.{me.replica}:1")
+    life, timeouts = f"{replica}/{incarnation}", derive(LIMIT_S, BEAT_S)
+    store.put_if_absent(address_key(life, 0), f"http://10.0.0.{replica}:1")
     digested = GenesisDigest(store, life, 0, 1, digest(state).state, timeouts.start_s)
     log = RunLog(store).read()
-    Holders(store, me.replica, incarnation).end_predecessors()
-    machine = StepMachine(me.replica, incarnation, 1, log, log.genesis if digested.holds() else "", 1_000)
-    membership = StoreMembership(me.replica, incarnation, store, timeouts, spec.run_epoch_s)
+    Holders(store, replica, incarnation).end_predecessors()
+    machine = StepMachine(replica, incarnation, 1, log, log.genesis if digested.holds() else "", 1_000)
+    membership = StoreMembership(replica, incarnation, store, timeouts, spec.run_epoch_s)
     try:
         membership.announce()
-        await_the_others(store, me.replica, ranks, timeouts.start_s)
-        exchange = _first_exchange(me, machine, membership, digested)
-        me.quorum_s, me.members = time.monotonic(), exchange.members
+        await_the_others(store, replica, ranks, timeouts.start_s)
+        exchange = _first_exchange(store, machine, membership, digested)
+        quorum_s = time.monotonic()
         host, port = split_address(address)
         client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
         met: Any = CountedClient(dist.PrefixStore(f"exchange/{exchange.generation}", client), store)
-        number = exchange.members.index(me.replica)
+        number = exchange.members.index(replica)
         size, limit = len(exchange.members), Deadline(LIMIT_S)
         meet(met, number, size, b"x" * ADDRESS_BYTES, exchange.generation, limit, lambda: False)
         all_connected(met, number, size, limit, lambda: False)
-        me.connected_s = time.monotonic()
+        return quorum_s, time.monotonic(), len(exchange.members)
     finally:
         membership.close()
 
 
-def _first_exchange(me: _Rank, machine: StepMachine, membership: StoreMembership, digested: GenesisDigest) -> p.Exchange:
+def _first_exchange(
+    store: CountedRunStore, machine: StepMachine, membership: StoreMembership, digested: GenesisDigest
+) -> p.Exchange:
     """Join until the machine has a quorum with which to exchange."""
-    log, holders = RunLog(me.store), Holders(me.store, me.replica, machine.incarnation)
+    log, holders = RunLog(store), Holders(store, machine.replica, machine.incarnation)
     actions = machine.on(p.Begin())
     while True:
         exchange = next((action for action in actions if isinstance(action, p.Exchange)), None)
@@ -255,3 +281,7 @@ def _first_exchange(me: _Rank, machine: StepMachine, membership: StoreMembership
             instead = digested.agree(formed.members, account, machine.log.genesis, print)
             event = instead or p.Formed(formed.generation, formed.members, entries, log.begin)
         actions = machine.on(event)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -243,8 +243,9 @@ class Checkpointer:
         self.trouble.worked(job.record.step)
         with suppress(OSError, Retryable):  # the next one deletes what is left
             delete_unfinished(target)
-            if (self._ends(job.record) or self._is_settled(job.record)) and self._may_delete():
-                prune(self._folder, self._keep, job.record.step)
+            settled = self._ends(job.record) or self._is_settled(job.record)
+            if self._may_delete():  # one that may be superseded does not count
+                prune(self._folder, self._keep + (not settled), job.record.step)
 
     def _await(self, key: str, deadline: float, rank: int) -> str:
         """What another rank says. Raises Retryable when it says nothing until the deadline, or the end."""

@@ -216,11 +216,12 @@ class Controller:
 
     def drain(self, event: DrainAsked) -> None:
         """Carry out the user's request, or say why not. From `tick` alone."""
-        self.state, decision = asked(self.state, event, self._clock())
+        state, decision = asked(self.state, event, self._clock())
+        if isinstance(decision, AskToLeave):  # first: without it the replica would not leave, and be taken for one that does
+            self._put_surely(leave_key(decision.replica, decision.incarnation), decision.reason)
+        self.state = state
         if isinstance(decision, Refuse):
             self._tell(Happening.REFUSED, event.replica, self.state.replicas[event.replica].incarnation, decision.reason)
-        elif isinstance(decision, AskToLeave):
-            self._put_surely(leave_key(decision.replica, decision.incarnation), decision.reason)
 
     def _feed(self, event: policies.Event) -> None:
         before = self.state

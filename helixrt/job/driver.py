@@ -26,7 +26,7 @@ from helixrt.job.compaction import Compaction
 from helixrt.job.config import ChaosConfig, JobConfig
 from helixrt.job.controller import Controller, LifeEvent
 from helixrt.job.description import Description
-from helixrt.job.draining import take_requests
+from helixrt.job.draining import DrainAsked, take_requests
 from helixrt.job.keeper import LOCK_FILE
 from helixrt.job.keeper_start import kept_run
 from helixrt.job.kept_run import Standing, absence_of
@@ -199,6 +199,8 @@ class Driver:
         )
         self._validations = SharedValidations()
         self._plan: dict[str, int] | None = None  # how far the loops go, once a rank has said so
+        self._asked: list[DrainAsked] = []  # by the user, and not carried out yet
+        self._accepts = False  # a loss, likewise
         self._stream_kept = run.agreed >= 0 and restore_stream(self.store, run.folder, run.agreed, run.life)
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
         self.started_s = time.monotonic()
@@ -255,7 +257,8 @@ class Driver:
             self._tick()
             return self._end(stopped)
         except Retryable as lost:
-            if ours and self._kept:
+            controller = getattr(self, "controller", None)  # not yet, if the launcher could not be made
+            if ours and self._kept and controller is not None and controller.state.stopped is None:
                 ours = False  # the keeper, if it lives, waits for another driver
                 how = f"the ranks may go on without this driver; `helixrt attach {self.run_.folder}` attaches another one"
                 lost.add_note(how)
@@ -288,19 +291,23 @@ class Driver:
             while (part := self.store.get(metrics_key(replica, incarnation, number))) is not None:
                 for line in lines_of(part):
                     self._show(read_metrics_line(line))
-                if self._kept:
-                    self.store.set(shown_key(replica, incarnation), str(number + 1))
-                self.store.delete(metrics_key(replica, incarnation, number))
                 number += 1
-            self._next[(replica, incarnation)] = number
+                self._next[(replica, incarnation)] = number  # at once: the store may not answer what follows
+                if self._kept:
+                    self.store.set(shown_key(replica, incarnation), str(number))
+                self.store.delete(metrics_key(replica, incarnation, number - 1))
         self.output.tick()
         if not self._stream_kept:
             mesh = self.config.mesh
             self._stream_kept = keep_stream(self.store, self.run_.folder, mesh.replicas, self.run_.life, mesh.dp_shard)
-        for asked in take_requests(self.run_.folder, self.config.mesh.replicas):
-            self.controller.drain(asked)
-        if take_acceptance(self.run_.folder):
+        self._asked += take_requests(self.run_.folder, self.config.mesh.replicas)
+        while self._asked:  # what the store does not take now is tried again
+            self.controller.drain(self._asked[0])
+            del self._asked[0]
+        self._accepts = self._accepts or take_acceptance(self.run_.folder)
+        if self._accepts:
             self.store.put_if_absent(accepted_key(self.seen.head.hash), "yes")
+            self._accepts = False
             step = self.seen.head.step
             self.output.say(f"the loss of step {step}, and of those before it that only missing replicas hold, is accepted")
         for entry in self.log.read_from(len(self.seen)):

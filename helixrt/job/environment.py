@@ -63,10 +63,7 @@ class SessionChoices:
     runtime: JobConfig | None = None
 
     def config(self, served: JobConfig) -> SessionConfig:
-        """The settings of a rank: the server's, and these. Compute threads stay as they are in this process. Raises ConfigError
-        for options that the server does not have alike."""
-        if self.runtime is not None:
-            check_as_served(self.runtime, served)
+        """The settings of a rank: the server's, and these. Compute threads stay as they are in this process."""
         config = SessionConfig.of(
             replace(served, seed=self.seed, threads=torch.get_num_threads()),
             device=self.device,
@@ -214,6 +211,8 @@ def _check_run(store: RunStore, place: Place, choices: SessionChoices, limit_s: 
         sizes = " ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in asdict(choices.mesh).items() if size > 1)
         how = f"start it with {sizes}" if sizes else "start it without --pp and --dp-shard"
         raise ConfigError("mesh", choices.mesh, f"`helixrt serve` serves replicas of {served_mesh}; {how}")
+    if choices.runtime is not None and "config" in known:
+        check_as_served(choices.runtime, known["config"])
 
 
 def _served(store: RunStore, place: Place, limit_s: float, sleep: Callable[[float], None] = time.sleep) -> str:

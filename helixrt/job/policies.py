@@ -286,6 +286,8 @@ def _decide_replica(
             replica = _count(replace(replica, why=event.reason), event, now, options)
             if _is_over_budget(replica, options):
                 replica, decisions = _give_up(index, replica, now)
+        if replica.phase is Phase.LOST and replica.left and event.code not in (0, LEFT_EXIT):
+            replica = replace(replica, saves=False)  # its part of the checkpoint will not come
     elif isinstance(event, RankStuck):
         if event.incarnation != replica.incarnation or replica.phase not in ACTIVE:
             return replica, ()

@@ -54,6 +54,7 @@ class ServedDriver(Driver):
         self._settings_kept = _restore_settings(self.store, run)
         mesh = asdict(config.mesh)
         known = {"run": run.name, "replicas": mesh.pop("replicas"), "mesh": mesh, "secret": fingerprint(run.name, self.secret)}
+        known["config"] = config.to_plain()
         self.store.put_if_absent(SERVED_KEY, json.dumps(known))
 
     def launcher(self) -> Launcher:

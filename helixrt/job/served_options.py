@@ -6,6 +6,10 @@ settings that the server has: the same script then also runs where `helixrt.run`
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,7 +17,9 @@ import torch
 from helixrt.errors import ConfigError
 from helixrt.job.config import JobConfig
 
-_ELSEWHERE = ("name", "seed", "resume", "launcher", "start", "mesh", "output", "deal")  # a session's own, or of no effect here
+# A session's own, or of no effect where others start the ranks: one script may serve several launchers.
+_ELSEWHERE = ("name", "seed", "resume", "launcher", "start", "mesh", "output", "deal", "ray", "driver_away_s")
+_log = logging.getLogger(__name__)
 _OPTIONS = {
     "step_timeout_s": "--step-timeout-s",
     "heartbeat_s": "--heartbeat-s",
@@ -28,25 +34,31 @@ _OPTIONS = {
 }
 
 
-def check_as_served(asked: JobConfig, served: JobConfig) -> None:
+def check_as_served(asked: JobConfig, served: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first setting of the runtime that is neither the default nor what the server has."""
-    usual, there = _settings(JobConfig()), _settings(served)
-    there["threads"] = torch.get_num_threads()
-    for key, value in _settings(asked).items():
-        if value in (usual[key], there[key]) or key.partition(".")[0] in _ELSEWHERE:
+    usual, there = _settings(JobConfig().to_plain()), _settings(served)
+    for key, value in _settings(asked.to_plain()).items():
+        if value in (usual[key], there[key]):
             continue
         if key == "threads":
-            rule = f"this process has {there[key]}; set OMP_NUM_THREADS before it starts, or leave it out"
-        elif key in _OPTIONS:
+            found = torch.get_num_threads()
+            if value != found:
+                _log.warning("threads=%s has no effect in a process that others start, which has %s threads", value, found)
+            continue
+        if key in _OPTIONS:
             rule = f"`helixrt serve` has {there[key]}; start it with {_OPTIONS[key]}, or leave it out in the program"
         else:
             rule = f"cannot be set in a run that `helixrt serve` serves, which has {there[key]}; leave it out"
         raise ConfigError(key, value, rule)
 
 
-def _settings(config: JobConfig) -> dict[str, Any]:
-    """By name, those of a component as `checkpoint.every`."""
+def _settings(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the runtime, by name, as they are after their way through JSON; those of a component as `checkpoint.every`."""
     found: dict[str, Any] = {}
-    for name, value in config.to_plain().items():
-        found |= {f"{name}.{each}": inner for each, inner in value.items()} if isinstance(value, dict) else {name: value}
+    for field in fields(JobConfig):  # a program's configuration may have more
+        value = json.loads(json.dumps(plain[field.name]))
+        if field.name in _ELSEWHERE:
+            continue
+        parts = value if isinstance(value, dict) else {"": value}
+        found |= {f"{field.name}.{name}".rstrip("."): inner for name, inner in parts.items()}
     return found

@@ -145,7 +145,7 @@ def _stuck(rank: str, watch: RankWatch, limits: Limits, loops: bool) -> Stuck | 
     loop = [t for t in every if t.doing == LOOP]
     if not still and not (loops and loop):
         return None
-    waits = {t.thread for t in still if t.waits_for_peer or (t.thread == EXCHANGE and _waits(watch))}
+    waits = {t.thread for t in (*still, *loop) if t.waits_for_peer or (t.thread == EXCHANGE and _waits(watch))}
     thread = min([*still, *loop], key=lambda t: (t.thread in waits, t.thread != MAIN, t.thread))
     suspicion = Suspicion.WAITING if thread.thread in waits else Suspicion.COMPUTING
     why = f"has made no progress for {watch.still_s[thread.thread]:.0f} s: {_said(thread)}"

@@ -226,10 +226,12 @@ def test_older_ones_stay_until_the_newest_cannot_be_superseded(place: Place) -> 
     for step in (2, 4):
         replica.save_and_wait(record_of(step))
     assert len(checkpoints.step_folders(place)) == 2, "others may go on behind step 3"
-    settled.add(6)
     replica.save_and_wait(record_of(6))
+    assert [f.name[:13] for f in checkpoints.step_folders(place)] == ["step_00000006", "step_00000004"]
+    settled.add(8)
+    replica.save_and_wait(record_of(8))
     replica.close()
-    assert [f.name[:13] for f in checkpoints.step_folders(place)] == ["step_00000006"]
+    assert [f.name[:13] for f in checkpoints.step_folders(place)] == ["step_00000008"]
 
 
 def test_all_of_a_step_stay(tmp_path: Path) -> None:

@@ -68,6 +68,14 @@ def test_the_ranks_of_a_replica_that_saves_its_state_have_the_time_that_a_checkp
     assert made == (KillReplica(1), StartReplica(1, 1))
 
 
+def test_a_rank_that_dies_meanwhile_leaves_no_checkpoint_to_wait_for() -> None:
+    options = replace(OPTIONS, ranks_per_replica=3, save_s=900.0)
+    state, _ = decide(running(), replace(left(1, 0), saves=True), 1.0, options)
+    state, _ = decide(state, RankEnded(1, 0, "r1.pp1", -9, "killed"), 5.0, options)
+    state, made = decide(state, Tick(), 31.0, options)
+    assert made == (KillReplica(1), StartReplica(1, 1)), "after leave_s"
+
+
 def test_a_drained_replica_stays_away_until_it_is_asked_back() -> None:
     state, decision = asked(running(), DrainAsked(1), 1.0)
     assert decision == AskToLeave(1, 0, "drained by the user")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import threading
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ from helixrt.commands import serve
 from helixrt.errors import ConfigError, Departed, Fatal, MisuseError, Retryable, StartAgain
 from helixrt.job import environment, init
 from helixrt.job.claims import Claim, claim
-from helixrt.job.config import CheckpointConfig, JobConfig, MeshConfig, TransportConfig
+from helixrt.job.config import (
+    ChaosConfig,
+    CheckpointConfig,
+    JobConfig,
+    MeshConfig,
+    RayConfig,
+    SlowConfig,
+    TransportConfig,
+)
 from helixrt.job.environment import SessionChoices
 from helixrt.job.external_launcher import ExternalLauncher, Patience
 from helixrt.job.launch import RunOptions
@@ -23,6 +32,7 @@ from helixrt.job.places import coordinates
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
 from helixrt.job.served import fingerprint
+from helixrt.job.served_options import check_as_served
 from helixrt.job.session import Session
 from helixrt.job.session_host import SessionSettings
 from helixrt.job.starters import Place
@@ -73,21 +83,39 @@ def test_threads_stay_as_they_are() -> None:
         (RunOptions(checkpoint_every=20), "checkpoint.every=20: `helixrt serve` has 50; start it with --checkpoint-every, or"),
         (RunOptions(base=JobConfig(transport=TransportConfig(rails=("eth1",)))), "`helixrt serve` has .*start it with --rails"),
         (RunOptions(base=JobConfig(on_poison="skip")), "on_poison=skip: cannot be set .* which has stop; leave it out"),
-        (RunOptions(threads=torch.get_num_threads() + 2), "threads=.*: this process has .*; set OMP_NUM_THREADS"),
     ],
 )
 def test_an_option_that_the_server_does_not_have_is_refused(options: RunOptions, said: str) -> None:
     served = JobConfig(launcher="environment", mesh=MeshConfig(replicas=4), restarts=100)
-    choices = SessionChoices(runtime=options.job("a name", 5, "a folder", MeshConfig(), "environment"))
     with pytest.raises(ConfigError, match=said):
-        choices.config(served)
+        check_as_served(options.job("a name", 5, "a folder", MeshConfig(), "environment"), served.to_plain())
+
+
+def test_it_is_refused_before_the_process_takes_a_place_in_the_run() -> None:
+    store = MemoryRunStore()
+    known = {"run": "run", "replicas": 2, "mesh": asdict(Mesh()), "secret": fingerprint("run", SECRET)}
+    store.put_if_absent(SERVED_KEY, json.dumps(known | {"config": JobConfig(mesh=ONE).to_plain()}))
+    choices = SessionChoices(runtime=RunOptions(checkpoint_every=7).job("x", 0, "y", MeshConfig(2, 1)))
+    with pytest.raises(ConfigError, match="checkpoint.every=7: `helixrt serve` has 50"):
+        environment._check_run(store, Place("host:1", 1, SECRET), choices)
+
+
+@dataclass(frozen=True)
+class Own(JobConfig):
+    """A program's configuration with settings of its own."""
+
+    layers: int = 12
 
 
 def test_options_that_the_server_has_alike_or_decides_are_none_of_the_programs_concern() -> None:
-    options = RunOptions(checkpoint_every=20, start="cold", exit_grace_s=5.0)
-    choices = SessionChoices(runtime=options.job("a name", 5, "a folder", MeshConfig(), "environment"))
-    served = JobConfig(launcher="environment", checkpoint=CheckpointConfig(every=20), restarts=100, heartbeat_s=2.0)
-    assert choices.config(JobConfig.from_plain(json.loads(json.dumps(served.to_plain())))).checkpoint.every == 20
+    slow = SlowConfig(1, 2.0, steps=(20, 60))
+    chaos = ChaosConfig(slow=(slow,), link=({"from": 0, "to": 1, "delay_ms": 60, "steps": (20, 60)},))
+    base = Own(ray=RayConfig(cpus=2.0), driver_away_s=600.0, chaos=chaos, layers=3)
+    options = RunOptions(checkpoint_every=20, start="cold", exit_grace_s=5.0, threads=torch.get_num_threads() + 2, base=base)
+    served = JobConfig(launcher="environment", checkpoint=CheckpointConfig(every=20), heartbeat_s=2.0, chaos=chaos)
+    asked = options.job("a name", 5, "a folder", MeshConfig(), "environment")
+    check_as_served(asked, json.loads(json.dumps(served.to_plain())))
+    check_as_served(asked, served.to_plain())
 
 
 # ---------------------------------------------------------------- the server's side
