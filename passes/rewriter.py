@@ -7,7 +7,7 @@ treated in the same way, and an operator that would run before its inputs is det
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,20 +46,22 @@ class GraphRewriter:
         name: str = "",
         target: Any = None,
         ahead: Iterable[Any] = (),
+        arguments: Sequence[Any] | None = None,
         taken: Callable[[fx.Node], fx.Node] | None = None,
     ) -> fx.Node:
         """`node` at the present end of the graph, under its own name if that is free or under `name`, with its metadata.
 
-        `target` replaces its operator, and the arguments `ahead` come before its own. `taken` gives the replacement of a node
-        that it takes (by default `of`, after `check_ready`). The copy stands for the node from now on.
+        `target` replaces its operator, and the arguments `ahead` come before its own, or before `arguments`. `taken` gives the
+        replacement of a node that it takes (by default `of`, after `check_ready`). The copy stands for the node from now on.
         """
-        if taken is None:
+        if taken is None and arguments is None:
             self.check_ready(node)
-        arguments, keywords = fx.node.map_arg((node.args, node.kwargs), taken or self.of)
+        own = node.args if arguments is None else tuple(arguments)
+        given, keywords = fx.node.map_arg((own, node.kwargs), taken or self.of)
         copy = self.graph.create_node(
             node.op,
             node.target if target is None else target,
-            (*ahead, *arguments),
+            (*ahead, *given),
             keywords,
             name=name or node.name,
             type_expr=node.type,

@@ -26,6 +26,7 @@ from helixrt.passes.errors import CaptureError
 from helixrt.passes.nodes import Origin, set_origin
 from helixrt.passes.parts import Part, Port, Role
 from helixrt.passes.replay import LIBRARY, random_state, replayed_operator, set_state, state_of
+from helixrt.passes.rewriter import GraphRewriter
 from helixrt.passes.verify import verify
 
 SEED = Port(Role.INPUT, "<seed>")  # an int64 scalar on the processor
@@ -52,44 +53,38 @@ def seeded(joint: Part) -> Part:
     if not any(map(nodes.is_random, joint.graph.nodes)):
         return joint
     began = time.perf_counter()
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    rewriter = GraphRewriter(whose="seeding")
     numbers: dict[fx.Node, int] = {}  # by the node of a state: the number of the operator that draws from it first
     seed, count = None, 0
     for node in joint.graph.nodes:
         if seed is None and node.op != "placeholder":
-            seed = graph.placeholder("random_seed")
+            seed = rewriter.graph.placeholder("random_seed")
             seed.meta["val"] = example_seed(joint)
             set_origin(seed, Origin(source=seed.name))
         again = replayed_operator(node.target)
         if node.target is random_state:
             numbers[node] = count  # it stands right before the operator that it is the state for
         elif again is not None:
-            copies[node] = _drawing(graph, node, again, seed, numbers[node.args[0]], node.args[2:], copies)
+            _draw(rewriter, node, again, seed, numbers[node.args[0]], node.args[2:])
         elif nodes.is_random(node):
             if not isinstance(node.target, torch._ops.OpOverload):
                 reason = f"random numbers are drawn inside {node.target}, which runs a graph of its own"
                 raise CaptureError(place_of(node) or str(node), reason, "draw them outside of it, or train with pp=1")
-            copies[node] = _drawing(graph, node, node.target, seed, count, node.args, copies)
+            _draw(rewriter, node, node.target, seed, count, node.args)
             count += 1
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            rewriter.copy(node)
     inputs = (*joint.inputs, SEED)
-    module = fx.GraphModule(joint.module, graph, class_name=type(joint.module).__name__)
+    module = rewriter.module(joint.module, joint.module)
     result = replace(joint, module=module, inputs=inputs).stamped("seeded", time.perf_counter() - began)
     verify(result)
     return result
 
 
-def _drawing(
-    graph: fx.Graph, node: fx.Node, drawn: Any, seed: Any, order: int, arguments: Any, copies: dict[fx.Node, fx.Node]
-) -> fx.Node:
+def _draw(rewriter: GraphRewriter, node: fx.Node, drawn: Any, seed: Any, order: int, arguments: Any) -> None:
     value = node.meta["val"]
     device = (value[0] if isinstance(value, list | tuple) else value).device
-    given, keywords = fx.node.map_arg((arguments, node.kwargs), copies.__getitem__)
-    copy = graph.create_node(node.op, seeded_operator(drawn), (seed, order, device, *given), keywords, name=node.name)
-    copy.meta = dict(node.meta)
-    return copy
+    rewriter.copy(node, target=seeded_operator(drawn), ahead=(seed, order, device), arguments=arguments)
 
 
 def order_of(node: fx.Node) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +67,24 @@ def test_a_replica_of_two_ranks_is_lost_and_comes_back(
     assert {"r0.pp0.inc0.log", log} <= logs
 
 
+@pytest.mark.slow
+def test_the_experiment_of_ci_runs_with_tensor_ranks(tmp_path: Path) -> None:
+    """Eight ranks, one replica of which is lost, as the guide says."""
+    command = [sys.executable, "-m", "helixrt.train", "+experiment=ci", "mesh.tp=2", f"output.root={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "latest" / "report.json").read_text())
+    audit = report["data_audit"]
+    assert (audit["gaps"], audit["repeats"]) == (0, 0) and len(report["replicas"]) == 2
+    assert len({replica["state_sha256"] for replica in report["replicas"]}) == 1
+    assert [failure["rejoined_after_s"] is not None for failure in report["failures"]] == [True]
+
+
 SHAPES = {
     "pp 2 x tp 2": ("mesh.pp=2", "mesh.tp=2", "model.family=llama", "model.tied=true"),
+    "pp 2 x tp 2, gpt": ("mesh.pp=2", "mesh.tp=2"),
     "pp 2 x cp 2": ("mesh.pp=2", "mesh.cp=2", "model.tied=true"),
+    "pp 2 x cp 2, ring": ("mesh.pp=2", "mesh.cp=2", "model.context=ring"),
     "pp 2 x ep 2": ("mesh.pp=2", "mesh.cp=2", "model.experts=4", "model.capacity=8", "model.auxiliary=0"),
     "cp 2 x tp 2": ("mesh.pp=1", "mesh.cp=2", "mesh.tp=2", "parallel.sequence=false"),
 }

@@ -69,6 +69,9 @@ CASES = {
     "cp 2 x tp 2, gpt, no sequence parallelism": Case(CP_TP, MODELS[1], sequence=False),
     "tp 4, llama": Case({"tp": 4}, replace(MODELS[2], kv_heads=4)),
     "cp 4, gpt": Case({"cp": 4}, MODELS[0]),
+    "cp 4, gpt, ring": Case({"cp": 4}, replace(MODELS[0], context="ring")),
+    "pp 2 x cp 2, llama, ring": Case(PP_CP, replace(MODELS[2], context="ring")),
+    "cp 2 x tp 2, llama, tied, ring": Case(CP_TP, replace(MODELS[3], context="ring")),
     "pp 2 x dp_shard 2, gpt, tied": Case(PP_DP, MODELS[1]),
     "pp 2 x dp_shard 2, llama, interleaved": Case(PP_DP, MODELS[2], "interleaved"),
     "pp 2 x dp_shard 2, llama, both copies of a tied weight on one stage": Case(PP_DP, MODELS[3], "dualpipev"),
@@ -84,6 +87,7 @@ WOVEN = {
     "tp 2, llama": Case(PP_TP, replace(MODELS[2], layers=4), "w", 4, graphs="always"),
     "tp 2, w": Case(PP_TP, replace(MODELS[0], **SMALL), "zb-h1", 4, graphs="always"),
     "cp 2": Case(PP_CP, replace(MODELS[3], layers=4), "w", 4, graphs="always"),
+    "cp 2, ring": Case(PP_CP, replace(MODELS[3], layers=4, context="ring"), "w", 4, graphs="always"),
     "ep 2": Case(PP_CP, replace(MODELS[0], layers=4, **MOE), "dualpipev", 4, graphs="always"),
 }
 UNPAIRED = {"zb-h1": "1f1b", "w": "zbv", "dualpipev": "zbv"}  # of the same placement, without pairs
@@ -332,7 +336,9 @@ def test_woven_graphs_give_the_same_bits(woven_answers: Any, name: str) -> None:
     woven_answers.check(name)
 
 
+_SEQUENCE = [name for name, case in CASES.items() if name.startswith("pp 2 x tp 2") and case.sequence]
 REPLICATED = [name for name in CASES if name.startswith("pp 2 x dp_shard 2")] + ["dp_shard 2 x tp 2, gpt"]
+REPLICATED += [next(n for n in _SEQUENCE if CASES[n].model == model) for model in (MODELS[0], MODELS[3])]
 
 
 @pytest.fixture(scope="module")
