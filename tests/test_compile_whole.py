@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helixrt.compile.fake_model import capture_whole, fake_model
+from helixrt.compile.whole_model import WholeModel
 from helixrt.errors import ConfigError
 from helixrt.passes.capture import capture
 from helixrt.passes.chunk_times import ChunkTimes
@@ -18,6 +19,8 @@ from helixrt.passes.cut import cut
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Part, Role
 from helixrt.passes.unit_costs import balanced
+from helixrt.schedule.generators.classic import build
+from helixrt.schedule.ir import Schedule
 
 SEQ, VOCAB = 6, 17
 TOKENS = torch.arange(2 * SEQ).view(2, SEQ) % VOCAB
@@ -138,6 +141,40 @@ def test_a_transformers_model_on_meta_with_caches_and_an_auxiliary_loss() -> Non
     assert len(cut(joint, (2,)).boundaries[0].values) == 2  # the hidden state and the router's logits
     with pytest.raises(ConfigError, match="use_cache"):
         capture_whole(model, (), {"input_ids": TOKENS, "labels": TOKENS, "use_cache": True})
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "zb", "gpipe"])
+def test_a_cut_keeps_each_stage_within_its_memory(policy: str) -> None:
+    """A wide embedding, and layers that save much: without a limit the first stage of GPipe holds too much."""
+    with torch.device("meta"):
+        model = Tied().double()
+    schedule = build(policy, 4, 8)
+    call = ((torch.zeros(2, SEQ, dtype=torch.int64),), {}, torch.zeros(2, SEQ, dtype=torch.int64))
+    joint = WholeModel(model, token_loss, call).joint()
+    free = balanced(joint, schedule, in_flight=schedule.in_flight)
+    most = max(free.bytes)
+
+    def chunks_within(limit_bytes: float) -> list[tuple[int, ...]]:
+        found = WholeModel(model, token_loss, call, limit_bytes=limit_bytes).cut(schedule)
+        return [chunk.layers for chunk in found.chunks]
+
+    assert chunks_within(most) == [chunk.layers for chunk in cut(joint, free.starts).chunks], "it fits"
+    with pytest.raises(ConfigError, match="memory_gb=.*is too little for any cut of this model into 4 chunks on 4 stages"):
+        chunks_within(0.1 * most)
+    fitting = [share for share in (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5) if fits(joint, schedule, share * most)]
+    for share in fitting:
+        found = balanced(joint, schedule, limit_bytes=share * most, in_flight=schedule.in_flight)
+        assert max(found.bytes) <= share * most and found.starts != free.starts
+        assert chunks_within(share * most) == [chunk.layers for chunk in cut(joint, found.starts).chunks]
+    assert fitting or policy != "gpipe", "the cut moves"
+
+
+def fits(joint: Part, schedule: Schedule, limit_bytes: float) -> bool:
+    try:
+        balanced(joint, schedule, limit_bytes=limit_bytes, in_flight=schedule.in_flight)
+    except ConfigError:
+        return False
+    return True
 
 
 @pytest.mark.slow

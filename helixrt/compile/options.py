@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -33,6 +34,7 @@ class Keywords(TypedDict, total=False):
     autocast: torch.dtype | None
     shapes: int
     chunk_dims: Mapping[int | str, int | None] | None
+    memory_gb: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class Options:
     - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule` knows, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
       balances chunks. `train_step` runs one stage, and takes neither.
+    - `memory_gb`: the most GiB that a stage may take for its parameters, their gradients and the optimizer's state (taken as
+      four times the parameters) and for what its micro-batches save, by estimate; chunks are balanced within it. 0: no limit.
     - `adapt`: the job may change the order of the schedule while it runs, by measured costs, under the rules of this
       `helixrt.Adaptation`; None: the order is fixed.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".
@@ -74,6 +78,7 @@ class Options:
     autocast: torch.dtype | None = None
     shapes: int = 8
     chunk_dims: Mapping[int | str, int | None] | None = None
+    memory_gb: float = 0.0
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -100,6 +105,9 @@ class Options:
         ):
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise ConfigError(key, value, f"must be one of {', '.join(map(str, allowed))}")
+        memory = self.memory_gb
+        if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
+            raise ConfigError("memory_gb", memory, "must be a number of GiB, at least 0")
         if self.adapt is not None and not isinstance(self.adapt, Adaptation):
             raise ConfigError("adapt", self.adapt, "must be a helixrt.Adaptation, or None")
         if not isinstance(self.schedule, Schedule) and self.schedule not in ("auto", *POLICIES):

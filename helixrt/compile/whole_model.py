@@ -7,6 +7,7 @@ of the same shapes, on meta too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -48,23 +49,31 @@ class WholeModel:
         autocast: torch.dtype | None = None,
         times: Times | None = None,
         agreed: Agreed = tuple,
+        limit_bytes: float = math.inf,
     ) -> None:
         self.model, self.loss, self.device, self.autocast = model, loss, device, autocast
-        self._times, self._agreed = times, agreed
+        self._times, self._agreed, self._limit_bytes = times, agreed, limit_bytes
         self.args, self.kwargs, self.target = shapes_of(call)
 
     def cut(self, schedule: Schedule, cuts: Sequence[str] | None = None) -> CutModel:
-        """The chunks that `schedule` runs; `cuts` are the modules that later ones begin with, else chunks are balanced. The
-        model is captured in the mode that it is in.
+        """The chunks that `schedule` runs; `cuts` are the modules that later ones begin with, else chunks are balanced, with at
+        most `limit_bytes` on each stage. The model is captured in the mode that it is in.
 
-        Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none.
+        Raises CaptureError for a model that cannot be captured or cut, ConfigError for cuts that are none, or where none fits.
         """
         joint = self.joint()
         if schedule.chunks == 1:
             return uncut(joint)
         if cuts is None:
             measured = None if self._times is None else self._times(joint, schedule)
-            return cut(joint, self._agreed(balanced(joint, schedule, measured=measured).starts))
+            limit, flying = self._limit_bytes, schedule.in_flight
+            try:
+                found = balanced(joint, schedule, measured=measured, limit_bytes=limit, in_flight=flying)
+            except ConfigError as error:
+                if error.key != "limit_bytes":
+                    raise
+                raise ConfigError("memory_gb", limit / (1 << 30), error.rule) from error
+            return cut(joint, self._agreed(found.starts))
         try:
             return cut(joint, cuts)
         except ConfigError as error:

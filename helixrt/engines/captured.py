@@ -8,6 +8,7 @@ With tp ranks a plan cuts the model before (`captured_tensor`), so that a rank c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -92,7 +93,16 @@ class CapturedModel(PipelinedModel):
             over = self._over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
             captured, call = model if over is None else over.model, self._example.calls[0]
             measured = None if options.profile == Profile.ESTIMATE else times
-            self._whole = WholeModel(captured, options.loss, call, autocast=self._autocast, times=measured, agreed=self._agreed)
+            limit = options.memory_gb * (1 << 30) or math.inf
+            self._whole = WholeModel(
+                captured,
+                options.loss,
+                call,
+                autocast=self._autocast,
+                times=measured,
+                agreed=self._agreed,
+                limit_bytes=limit,
+            )
             self._cut = self._whole.cut(self._schedule, options.cuts)
             self._agree(self._cut)
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)

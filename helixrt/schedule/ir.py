@@ -105,6 +105,19 @@ class Schedule:
             homes[stage].append(chunk)
         return tuple(map(tuple, homes))
 
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """By chunk: the most micro-batches whose activations it holds at a time. W needs them, too."""
+        held, most = [0] * self.chunks, [0] * self.chunks
+        for stage in range(self.stages):
+            for operation in self.operations(stage):
+                if operation.op is Op.F:
+                    held[operation.chunk] += 1
+                    most[operation.chunk] = max(most[operation.chunk], held[operation.chunk])
+                elif operation.op is not Op.B:
+                    held[operation.chunk] -= 1
+        return tuple(most)
+
     def operations(self, stage: int) -> Iterator[Operation]:
         """The stage's operations in order, pairs taken apart."""
         for entry in self.entries[stage]:

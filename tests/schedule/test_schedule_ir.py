@@ -153,6 +153,13 @@ def test_generators_keep_micro_batches_in_order(policy: str, seed: int) -> None:
     assert made
 
 
+def test_how_many_micro_batches_each_chunk_holds() -> None:
+    assert build("1f1b", 4, 8).in_flight == (4, 3, 2, 1)
+    assert build("gpipe", 3, 8).in_flight == (8, 8, 8)
+    f, b, w = ([Operation(op, 0, m) for m in range(3)] for op in (Op.F, Op.B, Op.W))
+    assert Schedule("late W", 1, 3, (0,), ((f[0], b[0], f[1], b[1], w[0], w[1], f[2], b[2], w[2]),)).in_flight == (2,)
+
+
 def test_schedule_imports_no_torch() -> None:
     code = "import sys, helixrt.schedule.generators.classic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
