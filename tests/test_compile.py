@@ -218,10 +218,12 @@ def test_batches_are_split_as_asked() -> None:
     [
         ({"microbatches": 0}, None, r"microbatches=0: must be a whole number"),
         ({"strands": 3}, None, r"strands=3: must be one of 1, 2"),
+        ({"memory_gb": -1.0}, None, r"memory_gb=-1.0: must be a number of GiB, at least 0"),
         ({"microbatch": 2}, None, r"microbatch=2: is no option"),
         ({"schedule": "2f2b"}, None, r"schedule=2f2b: must be auto, a Schedule, or one of gpipe, 1f1b"),
         ({"schedule": "1f1b"}, (X, Y), r"schedule=1f1b: is for a pipeline"),
         ({"cuts": ["layers.1"]}, (X, Y), r"cuts=.*: is for a pipeline"),
+        ({"memory_gb": 8.0}, (X, Y), r"memory_gb=8.0: is for a pipeline"),
         ({"cuts": "layers.1"}, None, r"cuts=layers\.1: must be a list"),
         ({"microbatches": 3}, (X, Y), r"8 rows.*must be a multiple of microbatches=3"),
         ({"microbatches": 2}, (X, Y[:6]), r"6 rows.*0 has 8 rows"),

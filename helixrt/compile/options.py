@@ -46,9 +46,10 @@ class Options:
     - `strands`: 2 runs the backward of one micro-batch woven with the forward of the next, 1 one after the other.
     - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule` knows, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
-      balances chunks. `train_step` runs one stage, and takes neither.
+      balances chunks.
     - `memory_gb`: the most GiB that a stage may take for its parameters, their gradients and the optimizer's state (taken as
       four times the parameters) and for what its micro-batches save, by estimate; chunks are balanced within it. 0: no limit.
+      `train_step` runs one stage, and takes none of these three.
     - `adapt`: the job may change the order of the schedule while it runs, by measured costs, under the rules of this
       `helixrt.Adaptation`; None: the order is fixed.
     - `codegen`: what runs the graphs' operators, "eager" or "inductor".

@@ -92,9 +92,10 @@ class TrainStep:
             raise ConfigError("inference_mode", True, "there are no gradients in it; call train_step outside")
         if options.loss is lost_loss:
             lost_loss(None, None)
-        if options.schedule != "auto" or options.cuts is not None:
-            name, value = ("cuts", options.cuts) if options.schedule == "auto" else ("schedule", options.schedule)
-            raise ConfigError(name, value, "is for a pipeline: session.parallelize(model, example=...), then step.train")
+        chosen = {"schedule": options.schedule != "auto", "cuts": options.cuts is not None, "memory_gb": options.memory_gb > 0}
+        for name in (name for name, given in chosen.items() if given):
+            rule = "is for a pipeline: session.parallelize(model, example=...), then step.train"
+            raise ConfigError(name, getattr(options, name), rule)
         if target is not None and options.loss is None:
             raise ConfigError("target", type(target).__name__, "needs a loss: helixrt.compile(..., loss=...)")
         batch = Batch(inputs, kwargs, target, options.microbatches, options.chunk_dims)
