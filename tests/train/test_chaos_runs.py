@@ -1,7 +1,8 @@
 """Whole runs of the main job in local processes, with a kill or another fault at every moment of a step: each ends
 consistent, none leaves a process.
 
-Three of the kills and three of the faults run on every commit, all of them with `make test-slow`.
+A kill and three of the faults run on every commit, all of them with `make test-slow`: those of a kind in one run, one after the
+other.
 """
 
 import json
@@ -41,28 +42,39 @@ def job(tmp_path: Path) -> Iterator[Any]:
         one.end()
 
 
-EVERY_COMMIT = ("exchange_late",)  # and the driver
-STEP_MOMENTS = [
-    pytest.param(moment, marks=() if moment in EVERY_COMMIT else pytest.mark.slow)
-    for moment in MOMENTS
-    if moment not in ("checkpoint", "fetch", "driver")
-]
+STEP_MOMENTS = [moment for moment in MOMENTS if moment not in ("checkpoint", "fetch", "driver")]
+APART = 15  # steps between two faults of a run: whoever was lost before is back
 
 
-@pytest.mark.parametrize("moment", STEP_MOMENTS)
-def test_replica_killed_in_a_step_comes_back(moment: str, job: Any, seed: int) -> None:
-    choice = random.Random(seed)
-    replica, step = choice.randrange(2), choice.randint(3, 16)
-    run = job(kills((replica, step, moment)), patient=True)
-    report = assert_consistent(run, run.run(), lost=[replica])
-    (failure,) = report["failures"]
-    assert failure["step"] == step and moment in failure["reason"]
+def check_killed(run: Job, failure: dict[str, Any], replica: int, step: int, moment: str) -> None:
+    assert (failure["replica"], failure["step"]) == (replica, step) and moment in failure["reason"]
     assert failure["detected_after_s"] is not None and failure["survivors_stalled_s"] is not None
     assert failure["rejoined_after_s"] is not None
     assert failure["survivors_recomputed"] == 0, "a broken exchange is tried again with the gradients that were kept"
     chain = run.log().chain()
-    assert any(r.replicas == (1 - replica,) for r in chain), "the survivor went on alone"
+    alone = [r.step for r in chain if r.replicas == (1 - replica,) and step <= r.step < step + APART]
+    assert alone, "the survivor went on alone"
     assert chain[-1].replicas == (0, 1), "and not to the end"
+
+
+def test_replica_killed_in_a_step_comes_back(job: Any, seed: int) -> None:
+    choice = random.Random(seed)
+    replica, step = choice.randrange(2), choice.randint(3, 16)
+    run = job(kills((replica, step, "exchange_late")), patient=True)
+    report = assert_consistent(run, run.run(), lost=[replica])
+    check_killed(run, report["failures"][0], replica, step, "exchange_late")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_replicas_killed_in_turn_at_every_moment_of_a_step_come_back(job: Any, seed: int) -> None:
+    moments = random.Random(seed).sample(STEP_MOMENTS, len(STEP_MOMENTS))
+    chosen = [(number % 2, 5 + APART * number, moment) for number, moment in enumerate(moments)]
+    steps = chosen[-1][1] + 2 * APART
+    run = job(kills(*chosen), f"steps={steps}", "restarts=20", patient=True)
+    report = assert_consistent(run, run.run(deadline_s=440.0), [replica for replica, _, _ in chosen], steps)
+    for failure, kill in zip(report["failures"], chosen, strict=True):
+        check_killed(run, failure, *kill)
 
 
 @pytest.mark.slow
@@ -146,12 +158,10 @@ def test_all_replicas_lost_then_resumed_from_the_whole_checkpoint(job: Any) -> N
     assert_resumed_from(run, saved, before)
 
 
-FAULTS_EVERY_COMMIT = {("stop", "exchange_early"), ("exception", "before_commit"), ("slow", "forward")}
-FAULTS_AT_MOMENTS = [
-    pytest.param(kind, moment, marks=() if (kind, moment) in FAULTS_EVERY_COMMIT else pytest.mark.slow)
-    for kind in FAULTS
-    for moment in fault_moments(kind)
-    if moment != "fetch"
+FAULTS_EVERY_COMMIT = [("stop", "exchange_early"), ("exception", "before_commit"), ("slow", "forward")]
+FAULTS_ALONE = [
+    *FAULTS_EVERY_COMMIT,
+    *(pytest.param(kind, "checkpoint", marks=pytest.mark.slow) for kind in FAULTS if "checkpoint" in fault_moments(kind)),
 ]
 SEEN = {  # by the driver; a rank that waits for a stuck one may give up first, and then names it
     "stop": r"has not reported for \d+ s: it is stopped",
@@ -168,7 +178,29 @@ def faults(*chosen: tuple[str, int, int, int, str]) -> str:
     return f"chaos.fault=[{', '.join(each)}]"
 
 
-@pytest.mark.parametrize(("kind", "moment"), FAULTS_AT_MOMENTS)
+def check_failed(failure: dict[str, Any], kind: str, replica: int, rank: int, step: int, moment: str) -> None:
+    assert failure["reason"] == f"chaos: {kind} at {moment} on rank {rank}" and failure["step"] >= step
+    assert f"r{replica}.pp{rank}." in failure["seen"] and re.search(SEEN[kind], failure["seen"])
+    assert failure["rejoined_after_s"] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_ranks_that_fail_in_turn_at_every_moment_of_a_step_are_named_and_replaced(kind: str, job: Any, seed: int) -> None:
+    choice = random.Random(seed)
+    moments = choice.sample(STEP_MOMENTS, len(STEP_MOMENTS))
+    ranks = [0 if moment in LEADER_MOMENTS else choice.randrange(2) for moment in moments]
+    chosen = [(kind, n % 2, ranks[n], 5 + APART * n, moment) for n, moment in enumerate(moments)]
+    steps = chosen[-1][3] + 2 * APART
+    lost = [] if kind == SLOW else chosen
+    run = job(faults(*chosen), "step_timeout_s=6", f"steps={steps}", "restarts=20", patient=kind != SLOW)
+    report = assert_consistent(run, run.run(deadline_s=440.0), [replica for _, replica, *_ in lost], steps)
+    for failure, fault in zip(report["failures"], lost, strict=True):
+        check_failed(failure, *fault)
+
+
+@pytest.mark.parametrize(("kind", "moment"), FAULTS_ALONE)
 def test_rank_that_fails_otherwise_than_by_a_kill_is_named_and_replaced(kind: str, moment: str, job: Any, seed: int) -> None:
     choice = random.Random(seed)
     step = EVERY if moment == "checkpoint" else choice.randint(3, 12)
@@ -180,9 +212,7 @@ def test_rank_that_fails_otherwise_than_by_a_kill_is_named_and_replaced(kind: st
     report = assert_consistent(run, run.run(), lost=[] if survives else [replica])
     if not survives:
         (failure,) = report["failures"]
-        assert failure["reason"] == f"chaos: {kind} at {moment} on rank {rank}" and failure["step"] >= step
-        assert f"r{replica}.pp{rank}." in failure["seen"] and re.search(SEEN[kind], failure["seen"])
-        assert failure["rejoined_after_s"] is not None
+        check_failed(failure, kind, replica, rank, step, moment)
 
 
 @pytest.mark.slow
