@@ -161,6 +161,8 @@ def test_a_cut_keeps_each_stage_within_its_memory(policy: str) -> None:
     assert chunks_within(most) == [chunk.layers for chunk in cut(joint, free.starts).chunks], "it fits"
     with pytest.raises(ConfigError, match="memory_gb=.*is too little for any cut of this model into 4 chunks on 4 stages"):
         chunks_within(0.1 * most)
+    with pytest.raises(ConfigError, match="memory_gb=.*: needs several chunks to balance"):
+        WholeModel(model, token_loss, call, limit_bytes=most).cut(build(policy, 1, 8))
     fitting = [share for share in (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5) if fits(joint, schedule, share * most)]
     for share in fitting:
         found = balanced(joint, schedule, limit_bytes=share * most, in_flight=schedule.in_flight)

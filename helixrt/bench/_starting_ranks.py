@@ -136,9 +136,9 @@ def start(ranks: int) -> Start:
     # For each connection to its store torch looks up the other end's name: with many at a time, some wait for a name server.
     names = {"RES_OPTIONS": "timeout:1 attempts:1"}
     environment = {**names, **os.environ, PARENT_VARIABLE: str(os.getpid()), "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * LIMIT_S)
     if done.returncode != 0:
-        raise Fatal(f"{ranks} ranks did not start: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+        raise Fatal(f"{ranks} ranks did not start: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}")
     return Start(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -155,7 +155,8 @@ def main(arguments: Sequence[str]) -> None:
     over = threading.Event()
     with tempfile.TemporaryDirectory() as folder, os.fdopen(told, encoding="utf-8") as results:
         launcher = ExternalLauncher(counted, MeshConfig(ranks, 1), Patience(LIMIT_S, LIMIT_S, 0.0))
-        serving = threading.Thread(target=_serve, args=(launcher, _specs(ranks, address, folder, time.time()), over))
+        specs = _specs(ranks, address, folder, time.time())
+        serving = threading.Thread(target=_serve, args=(launcher, specs, over), name="server", daemon=True)
         serving.start()
         begin_s = time.monotonic()
         for order in orders:
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str]) -> None:
             os.close(order)
         found = [json.loads(line) for line in results]  # until the last rank has ended
         over.set()
-        serving.join()
+        serving.join(LIMIT_S)
     del server
     if failed := [each["failed"] for each in found if "failed" in each]:
         raise Fatal(failed[0])

@@ -158,7 +158,7 @@ def _await(store: dist.Store, keys: list[str], ranks: list[str], deadline: Deadl
             raise Retryable(Cause("aborted"))
         if deadline.over:
             missing = _missing(store, ranks, range(len(ranks)))
-            if store.check(keys):  # set, and the ranks' deleted, meanwhile
+            if store.check(keys):  # it was set just now, and the keys of the ranks were deleted
                 return
             what = f"members number {missing} of {len(ranks)} did not come within {deadline.limit_s:g} s"
             raise Retryable(Cause(what, peers=tuple(missing)))

@@ -109,6 +109,8 @@ class Options:
         memory = self.memory_gb
         if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 <= memory < math.inf:
             raise ConfigError("memory_gb", memory, "must be a number of GiB, at least 0")
+        if memory and self.cuts is not None:
+            raise ConfigError("memory_gb", memory, "is for chunks that are balanced; with cuts= nothing is")
         if self.adapt is not None and not isinstance(self.adapt, Adaptation):
             raise ConfigError("adapt", self.adapt, "must be a helixrt.Adaptation, or None")
         if not isinstance(self.schedule, Schedule) and self.schedule not in ("auto", *POLICIES):

@@ -63,6 +63,8 @@ class WholeModel:
         """
         joint = self.joint()
         if schedule.chunks == 1:
+            if self._limit_bytes < math.inf:
+                raise ConfigError("memory_gb", self._limit_bytes / (1 << 30), "needs several chunks to balance: pp above 1")
             return uncut(joint)
         if cuts is None:
             measured = None if self._times is None else self._times(joint, schedule)

@@ -48,8 +48,8 @@ class _Job:
 class Checkpointer:
     """One rank's side of writing checkpoints. `folder` is where the run's are, `mesh` has the sizes of the replica's axes,
     `life` names this incarnation of the replica and `run_life` numbers that of the run, `last_step` is the run's last;
-    `may_delete` is asked before old ones are deleted,
-    and whether the record that was just saved `is_settled`: no other can supersede it.
+    `may_delete` is asked before old ones are deleted. `is_settled` tells whether no other record can supersede one that was
+    saved; until then it does not count among the `keep` that stay.
 
     `maybe_save` never waits for the disk: at most one checkpoint is being written and the next one
     is given up by all ranks if one of them is not done with it, but for the run's last and that of a departure, which wait

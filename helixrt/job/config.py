@@ -28,7 +28,7 @@ class CheckpointConfig:
     every: int = 50
     """Steps between two checkpoints; the last step always has one. 0: no checkpoints."""
     keep: int = 3
-    """How many of the newest complete checkpoints are kept."""
+    """How many of the newest complete checkpoints are kept; one more as long as the newest step may be superseded."""
     path: str = ""
     """Where checkpoints are: s3://BUCKET/FOLDER or another address of fsspec, or a folder; empty: in the run's folder."""
     after_failover: bool = True

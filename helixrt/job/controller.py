@@ -217,7 +217,7 @@ class Controller:
     def drain(self, event: DrainAsked) -> None:
         """Carry out the user's request, or say why not. From `tick` alone."""
         state, decision = asked(self.state, event, self._clock())
-        if isinstance(decision, AskToLeave):  # first: without it the replica would not leave, and be taken for one that does
+        if isinstance(decision, AskToLeave):  # before the state changes: the store may not take it
             self._put_surely(leave_key(decision.replica, decision.incarnation), decision.reason)
         self.state = state
         if isinstance(decision, Refuse):

@@ -32,8 +32,8 @@ _MOST_LOOK_S = 5.0  # of the time between two looks that counts: this process ma
 @dataclass(frozen=True)
 class Patience:
     """In seconds. `silent_s`: a rank that has not reported for so long is over, if it has not asked for more time; `start_s`:
-    the same before its first step. `wait_s`: a replica that nobody starts (again)
-    for so long is no longer waited for without limit. `close_s`: how long `close` waits for ranks to end."""
+    the same before its first step. `wait_s`: a replica that nobody starts (again) for so long is no longer waited for without
+    limit. `close_s`: how long `close` waits for ranks to end."""
 
     silent_s: float
     wait_s: float

@@ -43,7 +43,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
 
 
 STEP_MOMENTS = [moment for moment in MOMENTS if moment not in ("checkpoint", "fetch", "driver")]
-APART = 15  # steps between two faults of a run: whoever was lost before is back
+APART = 15  # steps between two faults of a run: the replica that was lost before has rejoined
 
 
 def check_killed(run: Job, failure: dict[str, Any], replica: int, step: int, moment: str) -> None:

@@ -53,9 +53,9 @@ class Adaptation:
     least_gain: float = 0.02
     """The share of a step's time that another order must save."""
     band: float = 0.1
-    """A cost that changes by less than this share of a stage's longest forward and backward is taken for the same."""
+    """A cost that changes by less than this share of a stage's longest forward and backward counts as unchanged."""
     spreads: float = 3.0
-    """A cost that changes by less than so many spreads of the measurement is taken for the same."""
+    """A cost that changes by less than so many spreads of the measurement counts as unchanged."""
     payback: float = 1.5
     """The expected gain must be so many times what the switch costs."""
     dwell: int = 3
