@@ -30,7 +30,7 @@ from tests.job.lineage_oracle import chain, reported
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 SCRIPT = ROOT / "examples" / "slurm_replicas.sh"
-REPLICAS, STEPS, LIMIT_S, STEP_TIMEOUT_S = 2, 1_000, 400.0, 240  # steps are slow until a test has seen enough of them
+REPLICAS, STEPS, LIMIT_S, STEP_TIMEOUT_S = 2, 400, 400.0, 240  # steps are slow until a test has seen enough of them
 OFTEN = f"--checkpoint-every {EVERY}"  # as the program has it
 DONE = ("COMPLETED", "0:0")
 

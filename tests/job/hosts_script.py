@@ -16,7 +16,7 @@ from torch import nn
 import helixrt
 from tests.job.listening import listening
 
-PACE_S, EVERY = 0.2, 5
+PACE_S, EVERY = 0.5, 5
 
 
 def main(folder: Path, shards: int, steps: int, storage: str = "outputs") -> None:

@@ -174,7 +174,7 @@ def test_all_gloo_groups_listen_on_the_address_that_was_given() -> None:
 
 # ---------------------------------------------------------------- torchrun on hosts without a loopback address
 
-STEPS, STEP_TIMEOUT_S, DEADLINE_S, PORT = 300, 8.0, 180.0, 29400
+STEPS, STEP_TIMEOUT_S, DEADLINE_S, PORT = 120, 8.0, 180.0, 29400
 
 
 class Hosts:

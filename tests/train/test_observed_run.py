@@ -16,7 +16,9 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="counts processes through /proc: Linux only"),
 ]
-SLOW_FROM, STEPS = 8, 14
+SLOW_FROM, STEPS = 8, 16
+# Two steps in a row confirm a change: a step that another program held up may be the first of them, or hide the true first.
+FOUND_IN = range(SLOW_FROM - 1, SLOW_FROM + 3)
 
 
 @pytest.fixture
@@ -35,14 +37,13 @@ def test_a_slow_stage_is_seen_live_and_told_afterwards(job: Job, capsys: pytest.
     assert {(each["op"], each["stage"]) for each in found["operations"]} == {("F", 0), ("BW", 0), ("F", 1), ("BW", 1)}
     assert {(link["from"], link["to"]) for link in found["links"]} == {(0, 1), (1, 0)}
     assert all(link["clock_offset_ms"] == 0 for link in found["links"]), "one machine has one clock"
-    changes = {each["what"]: each for each in found["changes"] if each["step"] == SLOW_FROM}
+    changes = {each["what"]: each for each in found["changes"] if each["step"] in FOUND_IN}
     assert {"F of chunk 1", "BW of chunk 1"} <= changes.keys()
-    assert all(2 < each["after_ms"] / each["before_ms"] for what, each in changes.items() if "chunk 1" in what)
+    assert all(2 < changes[what]["after_ms"] / changes[what]["before_ms"] for what in ("F of chunk 1", "BW of chunk 1"))
     assert "stage 1" in {each["place"] for each in found["stragglers"] if each["cause"] == "compute"}
-    live = [
-        e for e in read_flight(job.folder / "flight") if e.kind is Kind.COSTS_CHANGED and e.detail["what"] == "F of chunk 1"
-    ]
-    assert live and live[0].rank == "r0.pp0" and live[0].detail["since"] == SLOW_FROM, "the leader knew it during the run"
+    told = [e for e in read_flight(job.folder / "flight") if e.kind is Kind.COSTS_CHANGED]
+    live = [e for e in told if e.detail["what"] == "F of chunk 1" and e.detail["since"] in FOUND_IN]
+    assert live and live[0].rank == "r0.pp0", "the leader knew it during the run"
     assert live[0].step <= SLOW_FROM + 5
     page = (job.folder / "report.html").read_text(encoding="utf-8")
     assert "Measured costs, replica 0" in page and "Straggler: stage 1" in page

@@ -1,7 +1,7 @@
 """What every endpoint does, whatever carries its bytes: the contract (`helixrt/transport/contract.py`) as tests.
 
-A test module of an implementation subclasses `EndpointConformance` under a name that starts with Test and sets
-`make`. What a stranger is, only the implementation knows: that, it tests itself.
+A test module of an implementation subclasses `EndpointConformance`, or `TrafficConformance` for another way of the same
+implementation, under a name that starts with Test and sets `make`. What a stranger is, only the implementation knows: that, it tests itself.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class PauseConformance(Endpoints):
         self.a_process_ends(world, process, "paused", heartbeat_s=0.5)
 
 
-class EndpointConformance(Endpoints):
-    """Every endpoint's."""
+class TrafficConformance(Endpoints):
+    """Of endpoints that meet as others do, and carry messages in another way: messages, generations and ends."""
 
     # ---------------------------------------------------------------- messages
 
@@ -198,30 +198,6 @@ class EndpointConformance(Endpoints):
         before = three.turns
         three.settle(0.5)
         assert three.turns - before < 50
-
-    # ---------------------------------------------------------------- what was not agreed
-
-    @pytest.mark.parametrize("size, posted", [(100, 99), (99, 100), (3 * MIB, 3 * MIB - 1), (0, 1), (1, 0), (10, 2 * MIB)])
-    @pytest.mark.parametrize("late", [False, True])
-    def test_a_length_that_was_not_agreed_loses_the_link_and_touches_no_memory(
-        self, world: NewWorld, size: int, posted: int, late: bool
-    ) -> None:
-        three = world(3)
-        message = Message(0, 1, 0, 0, size)
-        if late:
-            three.send(message)
-            three.settle(0.05)
-        inbox = Inbox(posted)
-        three.endpoints[1].receive(0, 0, 0, inbox.view)
-        if not late:
-            three.send(message)
-        three.run(lambda: bool(three.ended(0)) and bool(three.ended(1)))
-        inbox.check_guards()
-        assert [o.peer for o in three.ended(0)] == [1] and [o.peer for o in three.ended(1)] == [0]
-        # The end that finds it names the message. The other one may learn only that this link is over, when it dials a rail.
-        causes = [o.cause.what for rank in (0, 1) for o in three.ended(rank) if isinstance(o, Lost)]
-        assert any("(0, 0)" in what for what in causes), causes
-        three.exchange([Message(0, 2, 1, 0, 1000), Message(2, 1, 1, 0, 2 * MIB)], random.Random(5))  # the others go on
 
     # ---------------------------------------------------------------- forget
 
@@ -318,70 +294,6 @@ class EndpointConformance(Endpoints):
             for outcomes in three.outcomes:
                 outcomes.clear()
 
-    def test_an_older_generation_is_refused_and_counted(self, world: NewWorld) -> None:
-        three = world(3)
-        three.driven = {0, 1}
-        three.connect(generation=5)
-        before = [three.endpoints[rank].refused().stale for rank in (0, 1)]
-        late = three.attempt(2, 4, 2, {rank: three.addresses[rank] for rank in (0, 1)}, 1.0)
-        error = three.until(late)
-        assert isinstance(error, Retryable) and re.search(r"\b0\b", str(error)), error
-        after = [three.endpoints[rank].refused() for rank in (0, 1)]
-        assert any(now.stale > then for now, then in zip(after, before, strict=True))
-        assert all(now.strangers == 0 for now in after)
-        three.exchange([Message(0, 1, 0, 0, MIB), Message(1, 0, 0, 0, MIB)], random.Random(9))
-        three.driven = {0, 1, 2}
-        three.connect(generation=6)  # the one that was late joins the next
-        three.exchange([Message(a, b, 0, 0, 1000) for a in range(3) for b in range(3) if a != b], random.Random(10))
-
-    def test_a_peer_that_is_ahead_waits_for_the_others(self, world: NewWorld) -> None:
-        three = world(3)
-        others = {me: {peer: three.addresses[peer] for peer in range(3) if peer != me} for me in range(3)}
-        early = three.attempt(0, 2, 0, others[0])
-        three.driven = {1, 2}
-        three.settle(0.3)  # these are still in generation 1
-        attempts = [early, *(three.attempt(me, 2, me, others[me]) for me in (1, 2))]
-        assert [attempt.finish() for attempt in attempts] == [None, None, None]
-        three.driven = {0, 1, 2}
-        for outcomes in three.outcomes:
-            outcomes.clear()
-        three.exchange([Message(a, b, 0, 0, 1000) for a in range(3) for b in range(3) if a != b], random.Random(11))
-
-    def test_connect_names_who_did_not_come(self, world: NewWorld) -> None:
-        three = world(3, connected=False)
-        attempts = [
-            three.attempt(me, 1, me, {peer: three.addresses[peer] for peer in range(3) if peer != me}, 0.5) for me in (0, 1)
-        ]
-        for attempt in attempts:
-            error = attempt.finish()
-            assert isinstance(error, Retryable) and re.search(r"\b2\b", str(error)), error
-        three.driven = {0, 1}
-        three.connect(2)
-        three.exchange([Message(0, 1, 0, 0, 10)], random.Random(12))
-
-    @pytest.mark.parametrize(
-        "garbage",
-        [b"", b"{}", b"\x00" * 100, b"[1, 2", b"x" * 5000, b'{"rails": [["a", 1]]}'],
-        ids=lambda raw: f"{len(raw)} bytes",
-    )
-    def test_an_address_that_is_none_is_refused(self, world: NewWorld, garbage: bytes) -> None:
-        one = world(2, connected=False)
-        assert len(one.addresses[0]) <= 4096
-        with pytest.raises(Retryable, match=r"\b1\b"):
-            one.endpoints[0].connect(1, 0, {1: garbage}, 1.0)
-
-    def test_who_does_not_know_the_secret_does_not_connect(self, world: NewWorld) -> None:
-        two = world(2)
-        other: Endpoint = type(self).make(b"another run's", None)
-        try:
-            peers = {rank: two.addresses[rank] for rank in (0, 1)}
-            assert isinstance(two.until(Attempt(lambda: other.connect(1, 2, peers, 0.5))), Retryable)
-        finally:
-            other.close()
-        assert not two.ended(0) and not two.ended(1)
-        assert sum(two.endpoints[rank].refused().strangers for rank in (0, 1)) > 0
-        two.exchange([Message(0, 1, 0, 0, MIB), Message(1, 0, 0, 0, MIB)], random.Random(13))
-
     # ---------------------------------------------------------------- ends
 
     def test_abort_tells_the_reason_even_when_the_link_is_busy(self, world: NewWorld) -> None:
@@ -401,50 +313,6 @@ class EndpointConformance(Endpoints):
             outcomes.clear()
         three.connect(2)
         three.exchange([Message(0, 1, 0, 0, 10), Message(2, 0, 0, 0, MIB)], random.Random(14))
-
-    def test_an_endless_reason_is_cut(self, world: NewWorld) -> None:
-        two = world(2)
-        two.endpoints[0].abort(Cause("x" * 100_000))
-        two.driven = {1}
-        two.run(lambda: bool(two.ended(1)))
-        (aborted,) = two.ended(1)
-        assert isinstance(aborted, PeerAborted) and aborted.cause.what.startswith("xxx") and len(aborted.cause.what) < 5000
-
-    def test_close_is_no_failure_and_what_was_sent_arrives(self, world: NewWorld) -> None:
-        three = world(3)
-        messages = [Message(0, 1, 0, index, size) for index, size in enumerate((10, EAGER_BYTES, 1000))]
-        big, back = Message(0, 1, 1, 0, 3 * MIB), Message(1, 0, 1, 0, 3 * MIB)
-        inboxes = [three.receive(each) for each in (big, back)]
-        for message in (*messages, big, back):
-            three.send(message)
-        three.run(lambda: three.sent([*messages, big, back]) and three.received([big, back]))
-        three.endpoints[0].close()
-        three.driven = {1, 2}
-        inboxes += [three.receive(message) for message in messages]
-        three.run(lambda: three.received(messages))
-        three.settle(0.1)
-        for message, inbox in zip((big, back, *messages), inboxes, strict=True):
-            inbox.check(message.content())
-        assert not three.ended(1) and not three.ended(2)
-        three.exchange([Message(1, 2, 2, 0, MIB)], random.Random(15))
-        three.send(Message(1, 0, 3, 0, 10))  # nobody there
-        three.run(lambda: bool(three.ended(1)))
-        assert [o.peer for o in three.ended(1)] == [0] and not three.ended(2)
-
-    def test_close_while_someone_waits_is_a_loss(self, world: NewWorld) -> None:
-        two = world(2)
-        two.receive(Message(0, 1, 0, 0, 10))
-        two.turn()
-        two.endpoints[0].close()
-        two.driven = {1}
-        two.run(lambda: bool(two.ended(1)))
-        (lost,) = two.ended(1)
-        assert isinstance(lost, Lost) and lost.peer == 0
-
-    def test_close_twice_and_without_connect(self, world: NewWorld) -> None:
-        two = world(2, connected=False)
-        two.endpoints[0].close()
-        two.endpoints[0].close()
 
     def test_nothing_is_left_behind(self, world: NewWorld) -> None:
         def here() -> tuple[int, int]:
@@ -521,3 +389,143 @@ class EndpointConformance(Endpoints):
     )
     def test_a_process_that_ends(self, world: NewWorld, process: Callable[..., Process], how: str) -> None:
         self.a_process_ends(world, process, how, heartbeat_s=30.0)
+
+
+class EndpointConformance(TrafficConformance):
+    """Every endpoint's: messages, and also how they meet, what they refuse and how they close."""
+
+    # ---------------------------------------------------------------- what was not agreed
+
+    @pytest.mark.parametrize("size, posted", [(100, 99), (99, 100), (3 * MIB, 3 * MIB - 1), (0, 1), (1, 0), (10, 2 * MIB)])
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_length_that_was_not_agreed_loses_the_link_and_touches_no_memory(
+        self, world: NewWorld, size: int, posted: int, late: bool
+    ) -> None:
+        three = world(3)
+        message = Message(0, 1, 0, 0, size)
+        if late:
+            three.send(message)
+            three.settle(0.05)
+        inbox = Inbox(posted)
+        three.endpoints[1].receive(0, 0, 0, inbox.view)
+        if not late:
+            three.send(message)
+        three.run(lambda: bool(three.ended(0)) and bool(three.ended(1)))
+        inbox.check_guards()
+        assert [o.peer for o in three.ended(0)] == [1] and [o.peer for o in three.ended(1)] == [0]
+        # The end that finds it names the message. The other one may learn only that this link is over, when it dials a rail.
+        causes = [o.cause.what for rank in (0, 1) for o in three.ended(rank) if isinstance(o, Lost)]
+        assert any("(0, 0)" in what for what in causes), causes
+        three.exchange([Message(0, 2, 1, 0, 1000), Message(2, 1, 1, 0, 2 * MIB)], random.Random(5))  # the others go on
+
+    # ---------------------------------------------------------------- generations
+
+    def test_an_older_generation_is_refused_and_counted(self, world: NewWorld) -> None:
+        three = world(3)
+        three.driven = {0, 1}
+        three.connect(generation=5)
+        before = [three.endpoints[rank].refused().stale for rank in (0, 1)]
+        late = three.attempt(2, 4, 2, {rank: three.addresses[rank] for rank in (0, 1)}, 1.0)
+        error = three.until(late)
+        assert isinstance(error, Retryable) and re.search(r"\b0\b", str(error)), error
+        after = [three.endpoints[rank].refused() for rank in (0, 1)]
+        assert any(now.stale > then for now, then in zip(after, before, strict=True))
+        assert all(now.strangers == 0 for now in after)
+        three.exchange([Message(0, 1, 0, 0, MIB), Message(1, 0, 0, 0, MIB)], random.Random(9))
+        three.driven = {0, 1, 2}
+        three.connect(generation=6)  # the one that was late joins the next
+        three.exchange([Message(a, b, 0, 0, 1000) for a in range(3) for b in range(3) if a != b], random.Random(10))
+
+    def test_a_peer_that_is_ahead_waits_for_the_others(self, world: NewWorld) -> None:
+        three = world(3)
+        others = {me: {peer: three.addresses[peer] for peer in range(3) if peer != me} for me in range(3)}
+        early = three.attempt(0, 2, 0, others[0])
+        three.driven = {1, 2}
+        three.settle(0.3)  # these are still in generation 1
+        attempts = [early, *(three.attempt(me, 2, me, others[me]) for me in (1, 2))]
+        assert [attempt.finish() for attempt in attempts] == [None, None, None]
+        three.driven = {0, 1, 2}
+        for outcomes in three.outcomes:
+            outcomes.clear()
+        three.exchange([Message(a, b, 0, 0, 1000) for a in range(3) for b in range(3) if a != b], random.Random(11))
+
+    def test_connect_names_who_did_not_come(self, world: NewWorld) -> None:
+        three = world(3, connected=False)
+        attempts = [
+            three.attempt(me, 1, me, {peer: three.addresses[peer] for peer in range(3) if peer != me}, 0.5) for me in (0, 1)
+        ]
+        for attempt in attempts:
+            error = attempt.finish()
+            assert isinstance(error, Retryable) and re.search(r"\b2\b", str(error)), error
+        three.driven = {0, 1}
+        three.connect(2)
+        three.exchange([Message(0, 1, 0, 0, 10)], random.Random(12))
+
+    @pytest.mark.parametrize(
+        "garbage",
+        [b"", b"{}", b"\x00" * 100, b"[1, 2", b"x" * 5000, b'{"rails": [["a", 1]]}'],
+        ids=lambda raw: f"{len(raw)} bytes",
+    )
+    def test_an_address_that_is_none_is_refused(self, world: NewWorld, garbage: bytes) -> None:
+        one = world(2, connected=False)
+        assert len(one.addresses[0]) <= 4096
+        with pytest.raises(Retryable, match=r"\b1\b"):
+            one.endpoints[0].connect(1, 0, {1: garbage}, 1.0)
+
+    def test_who_does_not_know_the_secret_does_not_connect(self, world: NewWorld) -> None:
+        two = world(2)
+        other: Endpoint = type(self).make(b"another run's", None)
+        try:
+            peers = {rank: two.addresses[rank] for rank in (0, 1)}
+            assert isinstance(two.until(Attempt(lambda: other.connect(1, 2, peers, 0.5))), Retryable)
+        finally:
+            other.close()
+        assert not two.ended(0) and not two.ended(1)
+        assert sum(two.endpoints[rank].refused().strangers for rank in (0, 1)) > 0
+        two.exchange([Message(0, 1, 0, 0, MIB), Message(1, 0, 0, 0, MIB)], random.Random(13))
+
+    # ---------------------------------------------------------------- ends
+
+    def test_an_endless_reason_is_cut(self, world: NewWorld) -> None:
+        two = world(2)
+        two.endpoints[0].abort(Cause("x" * 100_000))
+        two.driven = {1}
+        two.run(lambda: bool(two.ended(1)))
+        (aborted,) = two.ended(1)
+        assert isinstance(aborted, PeerAborted) and aborted.cause.what.startswith("xxx") and len(aborted.cause.what) < 5000
+
+    def test_close_is_no_failure_and_what_was_sent_arrives(self, world: NewWorld) -> None:
+        three = world(3)
+        messages = [Message(0, 1, 0, index, size) for index, size in enumerate((10, EAGER_BYTES, 1000))]
+        big, back = Message(0, 1, 1, 0, 3 * MIB), Message(1, 0, 1, 0, 3 * MIB)
+        inboxes = [three.receive(each) for each in (big, back)]
+        for message in (*messages, big, back):
+            three.send(message)
+        three.run(lambda: three.sent([*messages, big, back]) and three.received([big, back]))
+        three.endpoints[0].close()
+        three.driven = {1, 2}
+        inboxes += [three.receive(message) for message in messages]
+        three.run(lambda: three.received(messages))
+        three.settle(0.1)
+        for message, inbox in zip((big, back, *messages), inboxes, strict=True):
+            inbox.check(message.content())
+        assert not three.ended(1) and not three.ended(2)
+        three.exchange([Message(1, 2, 2, 0, MIB)], random.Random(15))
+        three.send(Message(1, 0, 3, 0, 10))  # nobody there
+        three.run(lambda: bool(three.ended(1)))
+        assert [o.peer for o in three.ended(1)] == [0] and not three.ended(2)
+
+    def test_close_while_someone_waits_is_a_loss(self, world: NewWorld) -> None:
+        two = world(2)
+        two.receive(Message(0, 1, 0, 0, 10))
+        two.turn()
+        two.endpoints[0].close()
+        two.driven = {1}
+        two.run(lambda: bool(two.ended(1)))
+        (lost,) = two.ended(1)
+        assert isinstance(lost, Lost) and lost.peer == 0
+
+    def test_close_twice_and_without_connect(self, world: NewWorld) -> None:
+        two = world(2, connected=False)
+        two.endpoints[0].close()
+        two.endpoints[0].close()

@@ -33,7 +33,7 @@ from helixrt.transport.tcp.handshake import (
     parse_hello,
 )
 from helixrt.transport.tcp.rails import MAX_RAILS, TcpRail, parse_address, rail_on
-from tests.transport.conformance import MIB, EndpointConformance, NewWorld, size_at_random
+from tests.transport.conformance import MIB, EndpointConformance, NewWorld, TrafficConformance, size_at_random
 from tests.transport.worlds import SECRET, Message, World
 
 
@@ -53,7 +53,7 @@ class TestTcpEndpoint(EndpointConformance):
 
 
 @pytest.mark.slow
-class TestTcpEndpointOverThreeRails(EndpointConformance):
+class TestTcpEndpointOverThreeRails(TrafficConformance):
     make = staticmethod(tcp_three_rails)
 
 

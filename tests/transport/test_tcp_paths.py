@@ -12,7 +12,7 @@ from helixrt.protocol.link.options import LinkOptions
 from helixrt.transport.contract import Endpoint
 from helixrt.transport.tcp.endpoint import TcpEndpoint, TcpOptions
 from helixrt.transport.tcp.rails import TcpRail
-from tests.transport.conformance import MIB, EndpointConformance
+from tests.transport.conformance import MIB, TrafficConformance
 from tests.transport.worlds import Message, World
 
 PATHS = 3
@@ -37,12 +37,12 @@ def calm(secret: bytes, heartbeat_s: float | None) -> Endpoint:
 
 
 @pytest.mark.slow
-class TestTcpEndpointThatHopsAllTheTime(EndpointConformance):
+class TestTcpEndpointThatHopsAllTheTime(TrafficConformance):
     make = staticmethod(restless)
 
 
 @pytest.mark.slow
-class TestTcpEndpointWithPaths(EndpointConformance):
+class TestTcpEndpointWithPaths(TrafficConformance):
     make = staticmethod(calm)
 
 

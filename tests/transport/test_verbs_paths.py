@@ -25,7 +25,7 @@ from helixrt.transport.verbs.connection import VerbsConnection
 from helixrt.transport.verbs.devices import VerbsRail
 from helixrt.transport.verbs.endpoint import VerbsEndpoint, VerbsOptions
 from helixrt.transport.verbs.queue_pair import Patience, Sizes
-from tests.transport.conformance import EndpointConformance
+from tests.transport.conformance import TrafficConformance
 from tests.transport.worlds import SECRET, Message, World
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(400)]
@@ -197,7 +197,7 @@ def restless(secret: bytes, heartbeat_s: float | None) -> Endpoint:
 
 
 @pytest.mark.slow
-class TestVerbsEndpointThatHopsAllTheTime(EndpointConformance):
+class TestVerbsEndpointThatHopsAllTheTime(TrafficConformance):
     make = staticmethod(restless)
 
     @pytest.fixture(autouse=True)
