@@ -1,7 +1,8 @@
 """What every endpoint does, whatever carries its bytes: the contract (`helixrt/transport/contract.py`) as tests.
 
 A test module of an implementation subclasses `EndpointConformance`, or `TrafficConformance` for another way of the same
-implementation, under a name that starts with Test and sets `make`. What a stranger is, only the implementation knows: that, it tests itself.
+implementation, under a name that starts with Test and sets `make`. What a stranger is, only the implementation knows: that,
+it tests itself.
 """
 
 from __future__ import annotations
