@@ -1,11 +1,28 @@
-"""No autocast, for work whose types are fixed: captured graphs, updates."""
+"""Autocast, as captured graphs and the stages of a pipeline use it; and none, for work whose types are fixed: captured graphs,
+backwards, updates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+
+
+def autocast_to(dtype: torch.dtype | None, device: torch.device | str) -> AbstractContextManager[object]:
+    """Autocast to this type on the device's kind; of None the autocast that is active stays."""
+    return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype=dtype)
+
+
+@contextmanager
+def autocast_pass(dtype: torch.dtype | None, device: torch.device | str) -> Iterator[None]:
+    """As `autocast_to`, around the forwards and backwards of all micro-batches of a step: each weight is cast once."""
+    with autocast_to(dtype, device):
+        try:
+            yield
+        finally:
+            if dtype is not None:  # also where an autocast of the caller goes on, whose end alone would clear it
+                torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -38,6 +38,7 @@ def pipeline_engine(
     validation: Callable[[int], torch.Tensor],
     record: FlightRecord,
     dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
     mesh: ReplicaMesh | None = None,
     groups: ParallelGroups = ALONE,
 ) -> PipelineEngine:
@@ -45,7 +46,8 @@ def pipeline_engine(
     `mesh`, share the stage.
 
     `batch_at(position)` and `validation(i)` give int64 tokens [batch, seq_len + 1]; see `Batches`. `steps` is the run's
-    number of updates (the learning rate decays towards it).
+    number of updates (the learning rate decays towards it). `dtype` is that of parameters, `autocast` that of forward and
+    loss where it is another one.
 
     Raises ConfigError for a model or a schedule that cannot be built (see `job_schedule`) or captured.
     """
@@ -70,7 +72,7 @@ def pipeline_engine(
         dtype=dtype,
         groups=groups,
     )
-    staged = StagedModel(whole, StagePlace(stage, stages, group, record, mesh or ReplicaMesh({})))
+    staged = StagedModel(whole, StagePlace(stage, stages, group, record, mesh or ReplicaMesh({})), autocast)
     optimizer = adamw(staged.parameters(), optim)
     scheduler = cosine_with_warmup(optimizer, steps, optim)
     registered = Registered.of(staged, [optimizer], [scheduler], clip_norm=optim.clip or None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -121,8 +120,3 @@ class Options:
         for name, dim in dims.items() if isinstance(dims, Mapping) else [(None, None)]:
             if type(name) not in (int, str) or type(dim) not in (int, type(None)):
                 raise ConfigError("chunk_dims", self.chunk_dims, "must map positions and keywords to dimensions or None")
-
-
-def autocast_to(dtype: torch.dtype | None, device: torch.device | str) -> AbstractContextManager[object]:
-    """Autocast to this type on the device's kind; of None the autocast that is active stays."""
-    return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype=dtype)

@@ -28,12 +28,12 @@ from torch import nn
 
 from helixrt.compile.explanation import Explanation, explained, with_times
 from helixrt.compile.microbatches import Batch
-from helixrt.compile.options import Options, autocast_to
+from helixrt.compile.options import Options
 from helixrt.compile.recapture import Together
 from helixrt.compile.state_key import ambient_key, state_key, value_key
 from helixrt.errors import ConfigError
 from helixrt.passes import nodes
-from helixrt.passes.autocast import without_autocast
+from helixrt.passes.autocast import autocast_to, without_autocast
 from helixrt.passes.capture import capture
 from helixrt.passes.errors import CaptureError
 from helixrt.passes.groups import group_name

@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from helixrt.compile.fake_model import capture_whole
-from helixrt.compile.options import autocast_to
 from helixrt.errors import ConfigError
-from helixrt.passes.autocast import without_autocast
+from helixrt.passes.autocast import autocast_to, without_autocast
 from helixrt.passes.chunk_times import ChunkTimes
 from helixrt.passes.cut import cut
 from helixrt.passes.cut_model import CutModel

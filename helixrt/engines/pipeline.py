@@ -29,6 +29,7 @@ from helixrt.engines.stage_ranks import StageRanks
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import StepGuard, UpdateFunction
 from helixrt.errors import ConfigError, Fatal, MisuseError
+from helixrt.passes.autocast import autocast_pass
 from helixrt.passes.errors import CaptureError
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import Channel, GroupChannel
@@ -110,7 +111,7 @@ class PipelineEngine(BatchEngine):
         self.schedule, self.adaptation = schedule, parts.adaptation  # the one in use; how readily the job changes it
         self._autograd = AutogradStage(self._chunks)
         self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs
-        self._profile = parts.profile
+        self._profile, self._autocast = parts.profile, parts.autocast
         self._graphs: JointStage | None = None
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
@@ -199,7 +200,9 @@ class PipelineEngine(BatchEngine):
             for number, chunk in self._chunks.items()
         }
         try:
-            return GraphStage(self._chunks, examples, mode=self._profile, group=self._ranks.group)
+            return GraphStage(
+                self._chunks, examples, mode=self._profile, group=self._ranks.group, autocast=self._autocast
+            )
         except CaptureError as error:
             rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
             raise ConfigError("schedule.graphs", self._graphs_when, rule) from error
@@ -270,7 +273,8 @@ class PipelineEngine(BatchEngine):
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs, targets = self._microbatches(batch, program.schedule.microbatches)
         pass_, factor = self._passes, None if items is None else 1.0
-        losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor)
+        with autocast_pass(self._autocast, self._buckets.flat[0].device):
+            losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor)
         if self._sharded is not None:
             self._sharded.end_pass()
         for name, finish in finish_tied.items():

@@ -61,7 +61,8 @@ class PipelineParts:
     `names` what parameters and buffers of a chunk are called in the whole model (None: as they are registered). A schedule that
     moves W or has pairs runs by graphs of the chunks, others by autograd; `graphs`, one of GRAPHS, may say otherwise.
     `profile`, one of PROFILES: how the times are found by which pairs that communicate are woven. With `adaptation` the job may
-    change the schedule; then all run by graphs, which give the same bits.
+    change the schedule; then all run by graphs, which give the same bits. `autocast`: the type that forwards and loss compute
+    in, under autocast; None: that of the parameters.
     """
 
     modules: Mapping[int, nn.Module]
@@ -89,6 +90,7 @@ class PipelineParts:
     layouts: LayoutsOf | None = None
     names: NamesOf | None = None
     adaptation: Adaptation | None = None
+    autocast: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,10 +140,12 @@ class StagePlace:
 
 
 class StagedModel(PipelinedModel):
-    """The parts of a model that are on this rank. Made by `session.parallelize(Stages(...))`."""
+    """The parts of a model that are on this rank. Made by `session.parallelize(Stages(...))`. `autocast`: see
+    `PipelineParts`."""
 
-    def __init__(self, stages: Stages, place: StagePlace) -> None:
+    def __init__(self, stages: Stages, place: StagePlace, autocast: torch.dtype | None = None) -> None:
         super().__init__()
+        self._autocast = autocast
         self.stages, self.place, self.schedule = stages, place, stages.scheduled(place.stages)
         mine = [number for number, home in enumerate(self.schedule.placement) if home == place.stage]
         found = self._found(mine)
@@ -203,6 +205,7 @@ class StagedModel(PipelinedModel):
                 layouts=stages.layouts,
                 names=stages.names,
                 adaptation=stages.adapt,
+                autocast=self._autocast,
             )
         )
         return self._engine

@@ -83,14 +83,11 @@ class Placement:
 
     def _staged(self, stages: Stages) -> StagedModel:
         self._check_stage_device()
-        if self._dtype is not torch.float32:
-            rule = "a model in stages trains in the type of its parameters (float32)"
-            raise ConfigError("dtype", self._settings.dtype, rule)
         mesh = self._settings.mesh
         mesh.check_supported()  # errors are found before the ranks connect
         check_shards(stages.scheduled(mesh.pp), stages.graphs, mesh.dp_shard)
         check_layouts(asdict(mesh), stages.layouts)
-        model = StagedModel(stages, self._host.connect_stages())
+        model = StagedModel(stages, self._host.connect_stages(), None if self._dtype is torch.float32 else self._dtype)
         if mesh.dp_shard > 1:
             self.shard_group()  # an evaluation's mean is taken over it
         return model

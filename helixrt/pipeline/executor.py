@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from helixrt.errors import MisuseError
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import AHEAD_BYTES, Channel, Lane, RecvHandle, SendHandle, Tag
 from helixrt.pipeline.program import Action, Arrival, Program, Transfer
@@ -110,6 +111,7 @@ class Executor:
             if action.gives is None:
                 return
             assert tensor is not None and action.target is not None
+            self._check(action, tensor, self.like(action.gives))
             tensor = tensor.contiguous()  # also for a chunk on this stage: all get what a message would bring
             if action.target == program.stage:
                 local[action.gives] = tensor
@@ -152,6 +154,16 @@ class Executor:
         if isinstance(self.boundary, torch.Tensor):
             return self.boundary
         return self.boundary[transfer.chunk - 1 if transfer.lane is Lane.F else transfer.chunk]
+
+    @staticmethod
+    def _check(action: Action, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        """Raise MisuseError for what no receiver expects: over a link it would be a lost message."""
+        if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+            of = "gives" if action.op is Op.F else "gives, as the gradient of its input,"
+            raise MisuseError(
+                f"part {action.chunk} {of} {tensor.dtype} {list(tensor.shape)}, and the boundary between parts was declared as "
+                f"{like.dtype} {list(like.shape)}. Declare the boundary as parts give it; dtype='bfloat16' may change its type"
+            )
 
     def _note(self, entry: Sequence[Action], begin_s: float) -> None:
         woven = {"woven": True} if len(entry) > 1 else {}

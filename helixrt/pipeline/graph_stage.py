@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 from helixrt.errors import ConfigError
+from helixrt.passes.autocast import autocast_to
 from helixrt.passes.capture import capture
 from helixrt.passes.early import early
 from helixrt.passes.executable import Executable
 from helixrt.passes.flat import Memory, lying_in
+from helixrt.passes.lift import Cast, lift
 from helixrt.passes.pair import Rules
 from helixrt.passes.parts import Layout, Part, Port, Role
 from helixrt.passes.pieces import Piece
@@ -31,6 +33,7 @@ from helixrt.passes.profile import Mode
 from helixrt.passes.split import split, whole_backward
 from helixrt.passes.weave import weave
 from helixrt.pipeline.buckets import GradientBuckets
+from helixrt.pipeline.casts import Casts
 from helixrt.pipeline.gradients import BucketGradients
 from helixrt.pipeline.held import Strand, Values, lasting_of, parameters_of, run_held
 from helixrt.pipeline.program import Program
@@ -209,7 +212,7 @@ class GraphStage(JointStage):
 
     `chunks` are this stage's by number, in the training mode that their graphs are to have; `examples` are of what
     comes in for each. A forward without a backward is the module's own. Raises CaptureError for a chunk that cannot be
-    captured.
+    captured. With `autocast` they are captured under autocast to this type, and each weight is cast once per pass.
     """
 
     def __init__(
@@ -220,21 +223,30 @@ class GraphStage(JointStage):
         mode: Mode | str = Mode.AUTO,
         rules: Rules | None = None,
         group: Any = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         joints: dict[int, Part] = {}
         lasting: Values = {}
+        casts: list[Cast] = []
         for number, chunk in chunks.items():
             prefix = f"{number}."
             example = examples[number]
             x = example.x.detach().requires_grad_(number > 0)
-            joints[number] = renamed(capture(chunk.module, (x,), loss=chunk.loss, target=example.target), prefix)
+            with autocast_to(autocast, x.device):
+                joint = capture(chunk.module, (x,), loss=chunk.loss, target=example.target)
+            lifted = lift(renamed(joint, prefix))
+            joints[number] = lifted.part
+            casts += lifted.casts
             lasting |= lasting_of(chunk.module, chunk.loss, prefix)
         super().__init__(joints, lasting, mode=mode, rules=rules, group=group)
+        self.casts = Casts(lasting, casts)
         self.eager = AutogradStage(chunks)
 
     def reset(self) -> None:
         super().reset()
         self.eager.reset()
+        self.casts.forget()
+        self.casts.refresh()
 
     def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:
         return self.eager.compute(tasks, None) if buckets is None else super().compute(tasks, buckets)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from helixrt.passes.autocast import without_autocast
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.schedule.ir import Op
 
@@ -86,9 +87,11 @@ class StageChunk:
         return y.detach()
 
     def backward(self, microbatch: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """Gradient of the input (None for tokens), given that of the output or a scale for the loss."""
+        """Gradient of the input (None for tokens), given that of the output or a scale for the loss. It computes in the types
+        of the forward, without autocast."""
         x, edge = self._stash.pop(microbatch)
-        torch.autograd.backward((edge,), (grad,))
+        with without_autocast():
+            torch.autograd.backward((edge,), (grad,))
         return x.grad
 
 

@@ -13,6 +13,7 @@ from helixrt.job.config import JobConfig, job_parts
 from helixrt.schedule.adaptation.policy import Adaptation
 
 CONTEXTS = ("gathered", "ring")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class TrainConfig(JobConfig):
     """The whole job. `steps` counts optimizer updates."""
 
     steps: int = 200
+    dtype: str = "float32"  # what forward and loss compute in: float32 | bfloat16; weights and optimizer states stay float32
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)

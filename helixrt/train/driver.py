@@ -23,7 +23,7 @@ def describe(config: TrainConfig) -> helixrt.Description:
     microbatches, shards = config.schedule.microbatches, config.mesh.dp_shard
     whose = "replica" if shards == 1 else "shard"
     return helixrt.Description(
-        model=f"{model.family}, {model.layers} layers x {model.dim}",
+        model=f"{model.family}, {model.layers} layers x {model.dim}" + (", in bfloat16" if config.dtype == "bfloat16" else ""),
         work=(
             f"schedule {config.schedule.name} with {microbatches} micro-batch{'es' if microbatches != 1 else ''},"
             f" {data.batch} x {data.seq_len} bytes per {whose} and step"
@@ -61,6 +61,7 @@ def train(config: TrainConfig, function: Callable[..., Any] = run_rank) -> int:
             storage=config.output.root,
             seed=config.seed,
             device="cpu",
+            dtype=config.dtype,
             launcher=config.launcher,
             name=config.name,
             resume=helixrt.saved_run(config.output.root).folder if config.resume else None,

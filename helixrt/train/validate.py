@@ -14,7 +14,7 @@ from pathlib import Path
 
 import helixrt
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.train.config import CONTEXTS, TrainConfig
+from helixrt.train.config import CONTEXTS, DTYPES, TrainConfig
 
 FAMILIES = ("gpt", "llama")
 LAUNCHERS = ("auto", "local", "ray")
@@ -91,6 +91,7 @@ def _relations(config: TrainConfig) -> Iterator[ConfigError]:
     for key, value, known in (
         ("model.family", model.family, FAMILIES),
         ("model.context", model.context, CONTEXTS),
+        ("dtype", config.dtype, DTYPES),
     ):
         if value not in known:
             yield ConfigError(key, value, f"must be one of {', '.join(known)}")

@@ -247,7 +247,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         staged(parts(1), graphs="always"),
         r"mesh\.dp_shard=2: cannot be with schedule 1f1b run by captured graphs, .* or graphs=never",
     ),
-    "type": ({"dtype": "bfloat16"}, staged(parts(1)), "dtype=bfloat16: a model in stages trains in the type of its parameters"),
 }
 
 

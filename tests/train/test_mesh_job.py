@@ -43,13 +43,18 @@ def losses(root: Path, until: int, replica: int = 0) -> dict[int, float]:
     return {e["step"]: e["loss_nats"] for e in steps}
 
 
+def rounding(shape: str) -> float:
+    """How far losses may be apart, relatively, where other ranks add up in another order."""
+    return 1e-2 if "bfloat16" in shape else 1e-4
+
+
 @pytest.mark.parametrize(
     ("shape", "said", "log"),
     [
-        (TP, "2 replicas x 1 stage x 2 tensor ranks", "r1.pp0.tp1.inc0.log"),
+        ((*TP, "dtype=bfloat16"), "2 replicas x 1 stage x 2 tensor ranks", "r1.pp0.tp1.inc0.log"),
         (("mesh.pp=1", "mesh.dp_shard=2"), "2 replicas x 2 shards", "r1.pp0.dp1.inc0.log"),
     ],
-    ids=["tp", "dp_shard"],
+    ids=["tp, bfloat16", "dp_shard"],
 )
 def test_a_replica_of_two_ranks_is_lost_and_comes_back(
     shape: tuple[str, ...], said: str, log: str, job: Any, seed: int
@@ -83,6 +88,7 @@ def test_the_experiment_of_ci_runs_with_tensor_ranks(tmp_path: Path) -> None:
 SHAPES = {
     "pp 2 x tp 2": ("mesh.pp=2", "mesh.tp=2", "model.family=llama", "model.tied=true"),
     "pp 2 x tp 2, gpt": ("mesh.pp=2", "mesh.tp=2"),
+    "pp 2 x tp 2, bfloat16": ("mesh.pp=2", "mesh.tp=2", "model.family=llama", "schedule.graphs=always", "dtype=bfloat16"),
     "pp 2 x cp 2": ("mesh.pp=2", "mesh.cp=2", "model.tied=true"),
     "pp 2 x cp 2, ring": ("mesh.pp=2", "mesh.cp=2", "model.context=ring"),
     "pp 2 x ep 2": ("mesh.pp=2", "mesh.cp=2", "model.experts=4", "model.capacity=8", "model.auxiliary=0"),
@@ -103,7 +109,7 @@ def test_eight_ranks_train_as_two_do_and_survive_a_kill(shape: str, job: Any, tm
     assert run.log().head.replicas == (0, 1)
     expected, got = losses(tmp_path / "plain", 12), losses(run.root, 12)
     assert expected.keys() == got.keys() == set(range(1, 12))
-    assert got == pytest.approx(expected, rel=1e-4)
+    assert got == pytest.approx(expected, rel=rounding(shape))
 
 
 # One chunk on each stage, and two. Clipping is off: the norm adds up buckets, which are other ones with other chunks.
@@ -133,6 +139,7 @@ def test_graph_schedules_train_alike_over_tensor_parallel_stages(job: Any, tmp_p
 SHARDED = {
     "pp 2 x dp_shard 2": ("mesh.pp=2", "mesh.dp_shard=2", "model.family=llama", "model.tied=true"),
     "dp_shard 2 x tp 2": ("mesh.pp=1", "mesh.dp_shard=2", "mesh.tp=2"),
+    "pp 2 x dp_shard 2, bfloat16": ("mesh.pp=2", "mesh.dp_shard=2", "dtype=bfloat16"),
     "pp 2 x dp_shard 2, experts": (
         "mesh.pp=2", "mesh.dp_shard=2", "model.experts=4", "model.capacity=8", "model.auxiliary=0", "schedule.graphs=never"
     ),
