@@ -232,7 +232,7 @@ class Leading:
                 after_ms=change.after_ms,
             )
         if self._adapter is not None:
-            self._adapter.measured(times.rank, times.step, bool(shifts))
+            self._adapter.measured(times.rank, times.step, max((shift.change.step for shift in shifts), default=None))
 
     # ---------------------------------------------------------------- what the leader calls, one call at a time
 

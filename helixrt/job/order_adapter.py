@@ -45,7 +45,7 @@ class _StepDone:
 class _Measured:
     rank: str
     step: int
-    changed: bool
+    changed_at: int | None  # the step with which a cost became another one
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,13 @@ class OrderAdapter:
         self._judged = 0  # the newest step of which all ranks' measurements were judged: both ends of a link are in them
         self._judged_s = -math.inf
         self._changed = False  # a cost, since then
+        self._changed_at = 0  # the step with which the newest of all changes of costs began
         self._answered_s, self._answer_took_s = -math.inf, 0.0  # the last question
         self._ready = {self._first}  # orders that all ranks have made ready
         self._rehearsed: bool | None = None  # False: the ranks are at it
         self._pending: Switch | None = None  # the ranks make it ready
         self._done = _StepDone(0, record.clock())
-        self._took_ms: deque[float] = deque(maxlen=_GAIN_STEPS)  # of the newest steps by the order in use
+        self._took_ms: deque[tuple[int, float]] = deque(maxlen=_GAIN_STEPS)  # of the newest steps by the order in use
         self._gain: tuple[Switch, float] | None = None  # that is not told yet: the last switch, the steps' median before it
 
     # ---------------------------------------------------------------- news, from any thread
@@ -108,9 +109,10 @@ class OrderAdapter:
         """Update number `step` was ordered."""
         self._news.put(_StepDone(step, self._record.clock()))
 
-    def measured(self, rank: str, step: int, changed: bool = False) -> None:
-        """A rank has measured this step, and maybe some before it; `changed`: a cost is known to be another one by it."""
-        self._news.put(_Measured(rank, step, changed))
+    def measured(self, rank: str, step: int, changed_at: int | None = None) -> None:
+        """A rank has measured this step, and maybe some before it; `changed_at`: by it a cost is known to be another one since
+        that step."""
+        self._news.put(_Measured(rank, step, changed_at))
 
     def prepared(self, order: str, seconds: float, failed: str) -> None:
         """All ranks have answered `prepare`."""
@@ -135,7 +137,8 @@ class OrderAdapter:
                         self._prepared(news)
                     case _Measured():
                         self._heard[news.rank] = news.step
-                        self._changed |= news.changed
+                        if news.changed_at is not None:
+                            self._changed, self._changed_at = True, max(self._changed_at, news.changed_at)
                         if self._due(self._record.clock()):
                             self._judge()
         except BaseException as error:
@@ -225,17 +228,18 @@ class OrderAdapter:
             return
         self._policy.switched(self._done.step, switch.key, 0.0 if switch.key in self._ready else news.seconds * 1e3)
         self._ready.add(switch.key)
-        self._gain = (switch, statistics.median(self._took_ms)) if self._took_ms else None
+        before = [ms for step, ms in self._took_ms if step >= self._changed_at]  # steps before the costs changed were others
+        self._gain = (switch, statistics.median(before)) if before else None
         self._took_ms.clear()
 
     def _count(self, done: _StepDone) -> None:
         """The time of a step; and what the last switch has brought, when enough steps were measured after it."""
-        self._took_ms.append((done.at_s - self._done.at_s) * 1e3)
+        self._took_ms.append((done.step, (done.at_s - self._done.at_s) * 1e3))
         self._done = done
         if self._gain is None or len(self._took_ms) < _GAIN_STEPS:
             return
         (switch, before_ms), self._gain = self._gain, None
-        after_ms = statistics.median(list(self._took_ms)[1:])  # the first one began before the switch
+        after_ms = statistics.median([ms for _, ms in self._took_ms][1:])  # the first one began before the switch
         self._record.write(
             Kind.ORDER_GAIN,
             step=done.step,

@@ -28,6 +28,7 @@ from helixrt.engines.staged import StagePlace
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
 from helixrt.job.session_host import Plan
+from helixrt.passes.autocast import autocast_to
 from helixrt.passes.cut_model import CutModel
 from helixrt.passes.errors import DisagreementError
 from helixrt.record import FlightRecord
@@ -220,7 +221,9 @@ def trained(
     return {name: value.clone() for name, value in part.state_dict().items()}, found
 
 
-def plain(model: nn.Module, loss: Any, batches: Batches) -> tuple[dict[str, torch.Tensor], list[Any], float]:
+def plain(
+    model: nn.Module, loss: Any, batches: Batches, autocast: torch.dtype | None = None
+) -> tuple[dict[str, torch.Tensor], list[Any], float]:
     """The same by autograd on one process; the last is the loss in evaluation mode."""
     both = nn.ModuleDict({"loss": loss} if isinstance(loss, nn.Module) else {})
     parameters = [*model.parameters(), *both.parameters()]
@@ -231,8 +234,9 @@ def plain(model: nn.Module, loss: Any, batches: Batches) -> tuple[dict[str, torc
         found = []
         for at in range(MICROBATCHES):
             part = slice(at * BATCH // MICROBATCHES, (at + 1) * BATCH // MICROBATCHES)
-            output = model(*(x[part] for x in args), **{name: x[part] for name, x in kwargs.items()})
-            found.append(output.loss if loss is None else loss(output, target[part]))
+            with autocast_to(autocast, "cpu"):
+                output = model(*(x[part] for x in args), **{name: x[part] for name, x in kwargs.items()})
+                found.append(output.loss if loss is None else loss(output, target[part]))
         return found
 
     figures = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,33 @@ def test_a_slow_link_changes_the_order_of_a_replica_and_its_end_takes_the_first_
     assert f"the schedule's order becomes {key}" in found.said[0]
 
 
+def test_the_gain_compares_steps_under_the_costs_that_the_order_was_changed_for(replica: Callable[..., Replica]) -> None:
+    """The order changes soon after a link has become slow: of the steps before, most were fast."""
+    found, now = replica(), [100.0]
+    found.record.clock = lambda: now[0]
+
+    def steps(count: int, delay_ms: float, took_s: float, changed_at: int | None = None) -> None:
+        for _ in range(count):
+            now[0] += took_s
+            found.adapter.measured("r0", found.step, changed_at)
+            found.steps(1, delay_ms)
+
+    steps(6, 0.0, 0.5)
+    steps(1, 60.0, 0.9)
+    key = ""
+    for _ in range(100):
+        steps(1, 60.0, 0.9, changed_at=7)
+        with suppress(queue.Empty):
+            key = found.asked.get(timeout=0.2)
+            break
+    found.adapter.prepared(key, 0.01, "")
+    steps(8, 60.0, 0.6)
+    found.adapter.close()
+    (gain,) = [e.detail for e in found.record.events() if e.kind is Kind.ORDER_GAIN]
+    assert gain["order"] == key != ""
+    assert gain["before_ms"] == pytest.approx(900.0) and gain["after_ms"] == pytest.approx(600.0)
+
+
 @pytest.mark.parametrize(("rehearsal_s", "pays"), [(0.01, True), (1e4, False)])
 def test_what_a_switch_costs_is_known_from_a_rehearsal_before_the_first_judgement(
     replica: Callable[..., Replica], rehearsal_s: float, pays: bool
@@ -296,6 +324,6 @@ def test_while_costs_stay_they_are_judged_now_and_then_and_at_once_when_one_has_
 
     found.adapter._estimates = estimates
     for step in range(1, 9):
-        found.adapter.measured("r0", step, changed=step in (4, 5))
+        found.adapter.measured("r0", step, changed_at=step if step in (4, 5) else None)
     found.adapter.close()
     assert judged == [1, 4, 5]
