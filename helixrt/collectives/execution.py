@@ -234,7 +234,7 @@ class Execution:
         if op < 0:
             op, index = self._points.pop((sent, outcome.peer, op, index))
         else:
-            op &= NUMBER
+            op = self.submitted - ((self.submitted - (op & NUMBER)) & NUMBER)  # the newest that is called so on the wire
         if self._stages and not sent:
             running = self.running.get(op)
             if running is not None and running.staged is not None:
@@ -294,7 +294,7 @@ class Execution:
             op, index = running.wire.op, running.wire.first + action.index
             self._points[sends, action.peer, op, index] = action.op, action.index
         else:
-            op |= running.call
+            op = op & NUMBER | running.call
         memory = running.memory
         if isinstance(action, Transmit):
             self._endpoint.send(action.peer, op, index, memory.view(action.region))

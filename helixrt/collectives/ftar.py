@@ -20,7 +20,7 @@ from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.memory import flat
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
-from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, forget_addresses, meet
 from helixrt.errors import Cause, Fatal, Retryable
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
@@ -67,6 +67,8 @@ class FtarExchange(Exchange):
                 store = self._stores.at(rendezvous, min(_STORE_S, deadline.left_s), aborted)
                 peers = meet(store, rank, size, communicator.address, generation, deadline, aborted).peers
             communicator.configure(generation, rank, peers, deadline.left_s)
+            if size > 1:
+                forget_addresses(store, rank)
         except (StoreSilent, RuntimeError) as error:  # RuntimeError: torch's errors of a store
             self._stores.forget()
             self._fail(error)

@@ -26,7 +26,7 @@ from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import interface_towards
 from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.gloo_private import GlooConnections, GlooDevice, make_group, pack_address, unpack_address
-from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, forget_addresses, meet
 from helixrt.errors import Cause, Retryable
 
 _CONNECT_S = 4.0  # once all members are there, connecting takes milliseconds
@@ -143,6 +143,8 @@ class GlooExchange(Exchange):
             with self._lock:
                 self._connections = GlooConnections(self._device.address, known)
         group = self._join_group(store, rank, size, max(_LEAST_S, min(_CONNECT_S, deadline.left_s)))
+        if size > 1:
+            forget_addresses(store, rank)
         with self._lock:
             if self._connections is not None:
                 self._connections.connected()

@@ -30,6 +30,7 @@ _POLL_PART = 0.1  # of the time waited so far: how much longer it may take to no
 _LEAST_S = 0.01  # of a store's own limits
 _GRACE_S = 0.25  # for a wait in the store that ends by itself at the deadline, with a better message than a time-out
 _MOST_LOOKS_PER_S = 5000.0  # of all ranks that wait, at the store
+_ADDRESSES = "addresses"
 _GENERATION, _LENGTH = struct.Struct("<q"), struct.Struct("<I")
 
 
@@ -63,7 +64,7 @@ def meet(
         keys = [f"address/{r}" for r in range(size)]
         put: Any = store  # typed for text, takes bytes
         put.set(keys[rank], _GENERATION.pack(generation) + address)
-        published = _gathered(store, rank, keys, "addresses", deadline, aborted)
+        published = _gathered(store, rank, keys, _ADDRESSES, deadline, aborted)
         generations = [_GENERATION.unpack_from(value)[0] for value in published]
         peers = {r: value[_GENERATION.size :] for r, value in enumerate(published) if r != rank}
         return Meeting(max(generations), peers)
@@ -81,9 +82,17 @@ def all_connected(store: dist.Store, rank: int, size: int, deadline: Deadline, a
         keys = [f"connected/{r}" for r in range(size)]
         store.set(keys[rank], "1")
         _gathered(store, rank, keys, "all-connected", deadline, aborted)
+        forget_addresses(store, rank)
 
     if size > 1:
         in_time(publish_and_wait, deadline, aborted)
+
+
+def forget_addresses(store: dist.Store, rank: int) -> None:
+    """After `meet`, once this rank knows that all others are connected, and so have read them: else the store of a long run
+    would grow with each group."""
+    if rank == 0:
+        store.delete_key(_ADDRESSES)
 
 
 def _gathered(

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from helixrt.errors import Fatal, Retryable
 from helixrt.job.starters import Place
 from helixrt.replica.contracts import RunStore
-from helixrt.replica.run_keys import CLOSED_KEY, claim_key, formed_key, seat_key
+from helixrt.replica.run_keys import CLOSED_KEY, claim_key, ended_key, formed_key, seat_key
 
 LOOK_S = 0.05
 
@@ -54,7 +54,7 @@ class Claim:
 
     def _lead(self) -> int | None:
         replica = self._place.replica
-        if self.incarnation is None:
+        if self.incarnation is None or self._store.get(ended_key(replica, self.incarnation)) is not None:
             self.incarnation = self._claim()
         if (successor := self._store.get(claim_key(replica, self.incarnation + 1))) is not None:
             raise Retryable(f"{claimant(successor)} has begun in place of this process")
@@ -65,8 +65,13 @@ class Claim:
         return self.incarnation
 
     def _claim(self) -> int:
-        mine = json.dumps({"who": self._who, "attempt": self._place.attempt})
-        while self._store.put_if_absent(claim_key(self._place.replica, self._claims), mine) != mine:
+        """The next incarnation that nobody has claimed and that the server has not ended: of one for which nobody came in time
+        the claim is put all the same, so that the claims have no gaps."""
+        mine, replica = json.dumps({"who": self._who, "attempt": self._place.attempt}), self._place.replica
+        while (
+            self._store.put_if_absent(claim_key(replica, self._claims), mine) != mine
+            or self._store.get(ended_key(replica, self._claims)) is not None
+        ):
             self._claims += 1
         return self._claims
 

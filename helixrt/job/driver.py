@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from helixrt.job import checkpoint as checkpoints
 from helixrt.job.chaos import driver_is_due
 from helixrt.job.compaction import Compaction
 from helixrt.job.config import ChaosConfig, JobConfig
-from helixrt.job.controller import Controller, LifeEvent
+from helixrt.job.controller import Controller, Happening, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.draining import DrainAsked, take_requests
 from helixrt.job.keeper import LOCK_FILE
@@ -51,6 +50,7 @@ from helixrt.replica.contracts import Launcher, RankSpec, RunStore
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store_client import run_store
+from helixrt.replica.telling import tell
 from helixrt.timeouts import derive
 
 
@@ -281,6 +281,10 @@ class Driver:
 
     def _lived(self, event: LifeEvent) -> None:
         self.output.life(event)
+        if event.kind is Happening.RUNNING:  # of lives before its predecessor all was shown
+            over = [key for key in self._next if key[0] == event.replica and key[1] < event.incarnation - 1]
+            for key in over:
+                del self._next[key]
 
     def _tick(self) -> None:
         """Print what the leaders have reported since the last time; die if chaos says so."""
@@ -349,14 +353,14 @@ class Driver:
         at_head = all(f.lineage == self.seen.head.hash for f in finished)
         self._report(finished, advance)
         if not stopped.ok:
-            print(f"the run failed: {stopped.reason}", file=sys.stderr)
+            tell(f"the run failed: {stopped.reason}")
             return 1
         if finished and all(f.unsaved for f in finished):
             lost = f"the weights of step {finished[0].step} are lost: their checkpoint could not be written"
-            print(f"{lost} ({finished[0].unsaved})", file=sys.stderr)
+            tell(f"{lost} ({finished[0].unsaved})")
             return 1
         if not (equal and at_head and found.clean):
-            print(f"the replicas did not end alike: {finished}, audit {found}", file=sys.stderr)
+            tell(f"the replicas did not end alike: {finished}, audit {found}")
             return 1
         return 0
 

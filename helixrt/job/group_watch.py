@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from helixrt.job.policies import RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
+from helixrt.replica.telling import tell
 
 LOOK_S = 0.5
 GRACE_S = 15.0
@@ -98,7 +98,7 @@ class GroupWatch:
         if self._closed.wait(GRACE_S):
             return
         code = RELOAD_EXIT if isinstance(found, StartAgain) else RETRY_CODE
-        print(f"helixrt: {found}; this rank did not end within {GRACE_S:g} s, so its process ends", file=sys.stderr, flush=True)
+        tell(f"helixrt: {found}; this rank did not end within {GRACE_S:g} s, so its process ends")
         told = json.dumps({"code": code, "why": str(found)})
         with suppress(Retryable):
             self._store.put_if_absent(exit_key(*self._life, self._rank), told)

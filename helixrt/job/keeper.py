@@ -58,11 +58,13 @@ from helixrt.replica.contracts import Launcher, RankExit, RunStore
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store_client import DurableRunStore
 from helixrt.replica.store_file import FILE as JOURNAL
+from helixrt.replica.telling import tell
 
 FILE = "keeper.json"  # in the run's folder while the run has a keeper
 LOCK_FILE = "keeper.lock"  # there: locked by the keeper as long as it lives
 SECRET_FILE = "keeper.secret"  # there, for its user alone: the run's secret, which a driver needs that attaches
 LOOK_S = 0.05
+_MOST_ROUND_S = 5.0  # a round that takes longer was suspended
 STORE_S = 1.0  # how long the keeper tries a store that is away, before it looks at its process again
 BEGIN_S = 60.0  # for a store to begin
 LINGER_S = 60.0  # how long a driver that has ended the ranks may take for its report
@@ -131,7 +133,7 @@ class Progress:
         self._step, self._longest_s, self._mark_s = step, max(self._longest_s, now - self._mark_s), now
 
     def not_observed(self, seconds: float) -> None:
-        """The store was away for so long: whether a driver is there was not to be seen."""
+        """For so long it was not to be seen whether a driver is there: the store was away, or this process was suspended."""
         self.alive_s += seconds
 
     def unattended(self, now: float) -> Unattended:
@@ -162,6 +164,7 @@ class Keeper:
         self._replicas: dict[int, bool] = {}  # that were started -> whether it was told that they wait
         self._alive, self._entries, self._told_s = "", 0, clock()
         self._progress = Progress(clock())
+        self._round_s = clock()  # when the newest round began
         if before is not None:
             self._take_over()
 
@@ -239,6 +242,9 @@ class Keeper:
         """See what was ordered and what happened; False at the end. A store that is away is started again, and has everything
         then; the time without it is nobody's absence."""
         begun = self._clock()
+        if begun - self._round_s > _MOST_ROUND_S:  # this process was suspended, and the driver with it perhaps
+            self._progress.not_observed(begun - self._round_s)
+        self._round_s = begun
         self._services.look()
         self._untold += launcher.poll()
         try:
@@ -321,7 +327,7 @@ class Keeper:
             self._progress.driver_lives(self._clock())
         alone = self._clock() - self._progress.alive_s >= limit_s
         if alone:
-            print(f"no driver has been there for {limit_s:g} s: the run's processes end", flush=True)
+            tell(f"no driver has been there for {limit_s:g} s: the run's processes end", sys.stdout)
         return alone
 
 

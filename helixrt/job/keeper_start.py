@@ -30,6 +30,7 @@ from helixrt.job.warm_up import rank_environment
 from helixrt.protocol.store_journal import Identity, Refused, replay
 from helixrt.replica.rank_log import last_error
 from helixrt.replica.store_file import FILE as JOURNAL
+from helixrt.replica.telling import tell
 
 if TYPE_CHECKING:
     from helixrt.job.config import JobConfig
@@ -97,7 +98,13 @@ def _start(order: KeeperOrder) -> KeptRun:
 
         name = f"{order.run}/keeper.{order.life}.{order.number}"
         environment = rank_environment(order.config["threads"])
-        start_detached(name, "helixrt.job.keeper:keep_plain", asdict(order), log, environment)
+        try:
+            start_detached(name, "helixrt.job.keeper:keep_plain", asdict(order), log, environment)
+        except HelixError:
+            raise
+        except Exception as error:  # of Ray
+            why = f"{type(error).__name__}: {error}; {last_error(log)}"
+            raise Fatal(Cause(f"the keeper of the run could not be started by Ray: {why}", log=str(log))) from error
     else:
         process = _as_process(order, log)
     deadline = time.monotonic() + STARTED_S
@@ -177,6 +184,7 @@ class KeeperWatch:
 
     def _run(self) -> None:
         lost_s: list[float] = []
+        told = ""
         while not self._closed.wait(self._period_s):
             try:
                 kept = kept_run(self._folder)
@@ -185,13 +193,15 @@ class KeeperWatch:
                 lost_s = [at for at in lost_s if time.monotonic() - at < WITHIN_S] + [time.monotonic()]
                 if len(lost_s) > MOST:
                     said = f"was lost {len(lost_s)} times in {WITHIN_S:g} s, and is not started again"
-                    print(f"the keeper of the run {said}", file=sys.stderr, flush=True)
+                    tell(f"the keeper of the run {said}")
                     return
                 again = start_again(self._folder, kept)
-                print(f"the keeper of the run ({kept.where}) was lost; now it is {again.where}", file=sys.stderr, flush=True)
-            except HelixError as error:
-                print(f"the keeper of the run is lost: {error}", file=sys.stderr, flush=True)
-                return
+                tell(f"the keeper of the run ({kept.where}) was lost; now it is {again.where}")
+                told = ""
+            except Exception as error:  # of Ray, too; the next look may succeed, and MOST bounds the attempts
+                if str(error) != told:
+                    tell(f"the keeper of the run is lost, and is not back yet: {error}")
+                told = str(error)
 
     def close(self) -> None:
         """Idempotent; does not wait for a keeper that is just being started."""

@@ -65,6 +65,8 @@ class LocalLauncher(Launcher):
         self._started: set[tuple[Coordinate, int]] = set()
         self._waiting: dict[tuple[Coordinate, int], RankSpec] = {}  # the system gave no process yet
         self._groups: set[int] = set()  # of ranks that have ended, with children of theirs that this process has adopted
+        self._has_started = False  # any rank
+        self._refused = ""  # why the system refuses to start one now
         self._closed = False
         log_folder.mkdir(parents=True, exist_ok=True)
         if warm:
@@ -80,14 +82,20 @@ class LocalLauncher(Launcher):
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Start what waits, as far as the system has processes and memory for it."""
+        """Start what waits, as far as the system has processes and memory for it, and the log's file system takes a file. Once
+        a rank was started, no other error of the system is taken to be lasting either: the ranks that live go on."""
         for key, spec in list(self._waiting.items()):
             try:
                 self._launch(key, spec)
             except OSError as error:
                 if error.errno not in _NO_RESOURCES:
-                    raise
+                    if not self._has_started:
+                        raise
+                    if str(error) != self._refused:
+                        log.warning("%s (incarnation %d) cannot be started yet: %s", rank_label(key[0]), key[1], error)
+                    self._refused = str(error)
                 return
+            self._has_started, self._refused = True, ""
             del self._waiting[key]
 
     def _launch(self, key: tuple[Coordinate, int], spec: RankSpec) -> None:

@@ -7,6 +7,7 @@ them. A logger serves a run: it can never end one (`Guarded`).
 from __future__ import annotations
 
 import csv
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from helixrt.errors import MissingExtra
+
+_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,27 @@ class TensorBoardLogger(MetricsLogger):
             raise MissingExtra("tensorboard", "train", "TensorBoardLogger") from error
         self._writer: Callable[..., Any] = SummaryWriter
         self._board: Any = None
+        self._path = ""
+        self._failure: Exception | None = None  # of the newest attempt
+        self._again_s = 0.0  # when the next one is made
 
     def begin(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
-        self._board = self._writer(str(folder / "tensorboard"), flush_secs=5)
+        self._path = str(folder / "tensorboard")
+        self._board = self._writer(self._path, flush_secs=5)
 
     def log(self, point: MetricsPoint) -> None:
-        for name, value in point.values.items():
-            self._board.add_scalar(f"{name}/{point.of}", value, point.step)
+        """A writer that has failed once, on a full disk say, writes nothing more: a new one takes its place."""
+        if self._failure is not None and time.monotonic() < self._again_s:
+            raise self._failure
+        try:
+            if self._failure is not None:
+                self._board = self._writer(self._path, flush_secs=5)
+            for name, value in point.values.items():
+                self._board.add_scalar(f"{name}/{point.of}", value, point.step)
+            self._failure = None
+        except Exception as error:
+            self._board, self._failure, self._again_s = None, error, time.monotonic() + _AGAIN_S
+            raise
 
     def close(self) -> None:
         if self._board is not None:

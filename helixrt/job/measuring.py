@@ -31,9 +31,10 @@ class ReplicaCosts:
     def add(self, times: RankTimes) -> list[Shift]:
         """What a rank of the replica measured; the changes that it confirms."""
         with self._lock:
-            before = len(self._estimator.shifts)
+            before = self._estimator.shifted
             self._estimator.add(times)
-            return self._estimator.shifts[before:]
+            found = self._estimator.shifts
+            return list(found)[max(0, len(found) - (self._estimator.shifted - before)) :]
 
     def estimates(self) -> MeasuredCosts | None:
         """As of now; None until every stage has reported more than its warm-up."""

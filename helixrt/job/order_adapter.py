@@ -13,6 +13,7 @@ import math
 import queue
 import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ class OrderAdapter:
                         self._heard[news.rank] = news.step
                         if news.changed_at is not None:
                             self._changed, self._changed_at = True, max(self._changed_at, news.changed_at)
-                        if self._due(self._record.clock()):
+                        if self._due(time.monotonic()):
                             self._judge()
         except BaseException as error:
             self._broken(error)
@@ -161,7 +162,7 @@ class OrderAdapter:
         return min(self._heard.values()) > self._judged
 
     def _judge(self) -> None:
-        self._judged, self._judged_s, self._changed = min(self._heard.values()), self._record.clock(), False
+        self._judged, self._judged_s, self._changed = min(self._heard.values()), time.monotonic(), False
         measured = self._estimates()
         if measured is None or measured.lacking():
             return
@@ -173,9 +174,9 @@ class OrderAdapter:
         decision = self._policy.observed(self._done.step, observed)
         if isinstance(decision, Ask):
             self._record.write(Kind.REPLAN, step=self._done.step, why=decision.why)
-            begin_s = self._record.clock()
+            begin_s = time.monotonic()
             answer = self._planner.ask(decision.question)
-            self._answered_s = self._record.clock()
+            self._answered_s = time.monotonic()
             self._answer_took_s = self._answered_s - begin_s
             if isinstance(answer, Answer):
                 decision = self._policy.answered(self._done.step, answer)

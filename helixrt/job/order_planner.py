@@ -29,7 +29,10 @@ class OrderPlanner:
 
     def ask(self, question: Question) -> Answer | str | None:
         """The answer, or why there is none: blocks for `limit_s` at most. None after `close`."""
-        process = self._running()
+        try:
+            process = self._running()
+        except OSError as error:  # no process or no memory for it now
+            return f"the planner cannot be started: {error}"
         if process is None:
             return None
         assert process.stdin is not None and process.stdout is not None
@@ -51,8 +54,7 @@ class OrderPlanner:
         with self._lock:
             self._closed, process = True, self._process
         if process is not None:
-            process.kill()
-            process.wait(_END_S)
+            _kill(process)
 
     def _running(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
@@ -65,9 +67,14 @@ class OrderPlanner:
         """The next question has a new one."""
         with self._lock:
             self._process = None
-        process.kill()
-        process.wait(_END_S)
+        _kill(process)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):  # what was not written yet has nobody to read it
                     pipe.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; nothing of the rank waits for it
+        process.wait(_END_S)

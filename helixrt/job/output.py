@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -25,10 +26,12 @@ from helixrt.job.loggers import Guarded, MetricsLogger, MetricsPoint, TensorBoar
 from helixrt.job.means import Joined, Line, StepMeans
 from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
 from helixrt.job.step_rules import SHOWN_EXCLUSIONS
+from helixrt.replica.telling import tell
 
 _EXPLAINED = {
     Happening.LOST, Happening.GIVEN_UP, Happening.WAITING, Happening.SKIPPED, Happening.LEFT, Happening.REFUSED
 }  # fmt: skip
+_BLOCK_BYTES = 1 << 16
 _TOLD = {Happening.RESTARTED, Happening.RUNNING, Happening.DRAINED, *_EXPLAINED}
 
 
@@ -104,7 +107,8 @@ class RunOutput:
         self._steps = steps
         if self._bar is not None:
             self._bar.total = steps
-            self._bar.refresh()
+            with suppress(OSError):
+                self._bar.refresh()
 
     def step(self, line: Line) -> None:
         """Keep one replica's figures of one step; print the mean over replicas once all have told theirs."""
@@ -185,21 +189,23 @@ class RunOutput:
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._bar is None:
-            print(text, file=self._stream, flush=True)
+            tell(text, self._stream)
         else:
-            self._bar.write(text, file=self._stream)
+            with suppress(OSError):
+                self._bar.write(text, file=self._stream)
 
     def problem(self, what: str, error: BaseException) -> None:
         """Say on stderr that something of the output could not be written. Training does not depend on it."""
         said = str(error).strip().splitlines()
-        print(f"{what} could not be written: {type(error).__name__}: {said[0] if said else ''}", file=sys.stderr, flush=True)
+        tell(f"{what} could not be written: {type(error).__name__}: {said[0] if said else ''}")
 
     def close(self) -> None:
         """Finish the files and take the bar away; idempotent. A file that cannot be written costs a message."""
         self._tell(self._means.rest())
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(OSError):
+                bar.close()
         try:
             self._metrics.close()
         except OSError as error:
@@ -225,7 +231,8 @@ class RunOutput:
         if self._bar is not None and line.step > self._bar.n:
             if isinstance(line, StepMetrics) and line.bits_per_byte is not None:
                 self._bar.set_postfix_str(f"{line.bits_per_byte:.3f} bits/byte", refresh=False)
-            self._bar.update(line.step - self._bar.n)
+            with suppress(OSError):
+                self._bar.update(line.step - self._bar.n)
 
 
 def logged_line_of(line: Logged, steps: int, replicas: int) -> str:
@@ -295,7 +302,18 @@ def _seconds(value: float | None) -> str:
 
 
 def _drop_cut_line(path: Path) -> None:
-    """A run that is resumed goes on in the same file, whose last line a kill may have cut."""
-    if path.exists():
-        text = path.read_bytes()
-        os.truncate(path, text.rfind(b"\n") + 1)
+    """A run that is resumed goes on in the same file, whose last line a kill may have cut. The file may be large: it is read
+    from its end on."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            begin = max(0, end - _BLOCK_BYTES)
+            file.seek(begin)
+            found = file.read(end - begin).rfind(b"\n")
+            if found >= 0:
+                end = begin + found + 1
+                break
+            end = begin
+        file.truncate(end)

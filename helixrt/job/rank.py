@@ -50,6 +50,7 @@ from helixrt.replica.contracts import Engine, RankSpec
 from helixrt.replica.layout_book import LayoutBook
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
+from helixrt.replica.telling import tell
 
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
 _CLOSE_S = 60.0  # for a checkpoint that was begun, when the rank ends
@@ -206,7 +207,7 @@ class RankRuntime:
 
     def say(self, text: str) -> None:
         """Have the driver print a line, if this rank has a way to tell it."""
-        print(f"{self.context.label}: {text}", flush=True)
+        tell(f"{self.context.label}: {text}", sys.stdout)
         if self.metrics is not None:
             self.metrics.say(text)
 
@@ -245,7 +246,7 @@ class RankRuntime:
 
     def _stuck(self, why: str) -> None:
         """The main thread hangs, and so would every orderly way out."""
-        print(f"{self.context.spec.coordinate}: {why}; compute hangs, so this process ends", file=sys.stderr, flush=True)
+        tell(f"{self.context.spec.coordinate}: {why}; compute hangs, so this process ends")
         os._exit(RETRY_CODE)
 
     def _claims(self, name: str) -> bool:
@@ -290,13 +291,13 @@ def _part_of(engine: Engine) -> RankPart:
 def exit_code(spec: RankSpec, error: BaseException) -> int:
     """Print why a rank ends, and give the process's exit code for it."""
     if isinstance(error, Departed):
-        print(f"{spec.coordinate}: {error}", file=sys.stderr, flush=True)
+        tell(f"{spec.coordinate}: {error}")
         return LEFT_EXIT
     if isinstance(error, ConfigError):
-        print(error, file=sys.stderr, flush=True)
+        tell(str(error))
         return CONFIG_EXIT
     traceback.print_exception(error)
-    print(f"{spec.coordinate}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    tell(f"{spec.coordinate}: {type(error).__name__}: {error}")
     if isinstance(error, StartAgain):
         return RELOAD_EXIT
     return RETRY_CODE if isinstance(error, Retryable) else FATAL_EXIT

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -28,11 +29,12 @@ from helixrt.observe.run_costs import Observed, observed, profile
 from helixrt.observe.run_costs import to_plain as costs_to_plain
 from helixrt.observe.timeline import Timeline, timeline, typical_step
 from helixrt.protocol.step.lineage import Audit, Behind, CommitRecord, Log, audit
-from helixrt.record import Event, Kind, read_events
+from helixrt.record import DETAIL, ROUTINE, Event, Kind, read_events
 from helixrt.replica.rank_log import last_traceback
 
 _TAKEN_UP = 3  # steps after the decision, at most, an order is worked by
 _MOST_FIGURES = 200_000  # of steps that are loaded, of all replicas
+_MOST_ROUTINE, _LEAST_ROUTINE = 1_000_000, 5_000  # events that each step writes, of all ranks and of one
 _MOST_TRACEBACK = 8000  # characters of one in the report
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
 
@@ -240,10 +242,27 @@ def to_plain(found: Figures) -> dict[str, Any]:
     }
 
 
-def read_flight(folder: Path) -> list[Event]:
-    """All events of all ranks and lives, by time."""
-    events = [event for path in sorted(folder.glob("*.jsonl")) for event in read_events(path)]
+def read_flight(folder: Path, most: int = _MOST_ROUTINE) -> list[Event]:
+    """The events of all ranks and lives, by time: all that are rare, and of each rank the newest of those that each step writes
+    (of `ROUTINE` and of `DETAIL` `most` each, of all ranks), so that the report of a run of months fits into memory."""
+    files: dict[str, list[Path]] = {}  # of each rank
+    for path in folder.glob("*.jsonl"):
+        files.setdefault(path.name.partition(".inc")[0], []).append(path)
+    events: list[Event] = []
+    for paths in files.values():
+        newest = max(_LEAST_ROUTINE, most // len(files))
+        routine, detail = deque[Event](maxlen=newest), deque[Event](maxlen=newest)
+        for path in sorted(paths, key=_age):
+            for event in read_events(path):
+                (routine if event.kind in ROUTINE else detail if event.kind in DETAIL else events).append(event)
+        events += (*routine, *detail)
     return sorted(events, key=lambda e: e.end_s)
+
+
+def _age(path: Path) -> tuple[int, bool, str]:
+    """Orders the files of a rank by their age, oldest first."""
+    life, _, rest = path.name.partition(".inc")[2].partition(".")
+    return (int(life) if life.isdigit() else 0, "old" not in rest, path.name)
 
 
 def versions() -> dict[str, str]:

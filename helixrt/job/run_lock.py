@@ -12,11 +12,11 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
 from helixrt.errors import ConfigError
+from helixrt.replica.telling import tell
 
 FILE = "run.lock"
 _TAKEN = (errno.EAGAIN, errno.EACCES)
@@ -40,7 +40,7 @@ class RunLock:
             if error.errno not in _NONE:
                 self.close()
                 raise
-            print(f"{folder}: its file system has no locks, so a second driver of this run is not noticed", file=sys.stderr)
+            tell(f"{folder}: its file system has no locks, so a second driver of this run is not noticed")
         text = {"host": socket.gethostname(), "pid": os.getpid(), "since_s": time.time(), "run": name, "life": life}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(text).encode(), 0)

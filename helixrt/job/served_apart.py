@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,7 @@ from helixrt.replica.contracts import Launcher
 from helixrt.replica.orphan import PARENT_VARIABLE, command
 from helixrt.replica.rank_log import last_error
 from helixrt.replica.store import address_of, listener_on, split_address
+from helixrt.replica.telling import tell
 
 READY_S = 120.0  # for the process's first word, on a busy machine
 _PORT_S, _PORT_PAUSE_S = 30.0, 0.2  # how long a port of before is tried, and how often
@@ -139,7 +141,7 @@ class ServedApart(Services):
         self._failures = self._failures + 1 if self._clock() - self._begun_s < _SOON_S else 0
         if code == REFUSED_CODE or self._failures >= _MOST:
             raise Fatal(self._cause(f"ended with code {code}, and cannot go on"))
-        print(f"the process of the run's store ended with code {code}; it is started again", flush=True)
+        tell(f"the process of the run's store ended with code {code}; it is started again", sys.stdout)
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process, told = self._start(begun=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +42,7 @@ from helixrt.replica.commands import Evaluate, StopAsked
 from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.rank import Done
 from helixrt.replica.state_shards import digest
+from helixrt.replica.telling import tell
 
 
 class RankHost:
@@ -217,7 +217,7 @@ def _print(spec: RankSpec, session: Session | None, error: BaseException, code: 
     """The user's own traceback first, without the frame of this module; then where it happened."""
     below = error.__traceback__.tb_next if error.__traceback__ is not None else None
     traceback.print_exception(type(error), error, below if below is not None else error.__traceback__)
-    print(f"{type(error).__name__} in {place_in(spec, session)}: {error}", file=sys.stderr, flush=True)
+    tell(f"{type(error).__name__} in {place_in(spec, session)}: {error}")
     return code
 
 

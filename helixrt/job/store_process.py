@@ -29,6 +29,7 @@ from helixrt.protocol.store_journal import Identity, Refused
 from helixrt.replica.lighthouse import begin_lighthouse
 from helixrt.replica.store_file import StoreFile
 from helixrt.replica.store_server import StoreServer
+from helixrt.replica.telling import tell
 from helixrt.timeouts import derive
 
 REFUSED_CODE = 78  # it is of no use to start it again: its journal cannot be taken
@@ -109,7 +110,7 @@ def serve(order: StoreOrder) -> int:
         identity = Identity(order.run, order.life, boot_identity())
         file = StoreFile(Path(order.folder) / FOLDER, identity, begun=order.begun)
     except (Refused, OSError) as why:
-        print(f"the run's store is lost: {why}", flush=True)
+        tell(f"the run's store is lost: {why}", sys.stdout)
         return REFUSED_CODE
     members = members_of(file.values)
     # Without its thread the process is of no use; the keeper starts another one.

@@ -7,7 +7,7 @@ links the slowest. Pure: all times come in with the summaries.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -94,7 +94,8 @@ class Estimator:
         self._unmatched = _Unmatched()
         self._homes: dict[int, int] = {}  # chunk -> stage
         self._microbatches = self._step = 0
-        self.shifts: list[Shift] = []
+        self.shifts: deque[Shift] = deque(maxlen=_MOST_SHIFTS)  # the newest ones, oldest first
+        self.shifted = 0  # how many there were in all
 
     def add(self, times: RankTimes) -> None:
         """Take in a rank's newest step or steps."""
@@ -185,8 +186,9 @@ class Estimator:
         self._shifted("link", way, delay.add(step, sample, offset))
 
     def _shifted(self, what: str, key: Key, change: Change | None) -> None:
-        if change is not None and len(self.shifts) < _MOST_SHIFTS:
+        if change is not None:
             self.shifts.append(Shift(what, key, change))
+            self.shifted += 1
 
     # ---------------------------------------------------------------- out
 

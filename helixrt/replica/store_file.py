@@ -11,13 +11,13 @@ in memory alone.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from helixrt.protocol.store_journal import Change, Identity, Refused, is_due, line_of, replay, written_anew
+from helixrt.replica.telling import tell
 
 FILE = "journal"
 AGAIN_S = 10.0  # between two tries to write what the file system refused
@@ -76,7 +76,7 @@ class StoreFile:
             self._lost(error)
             return
         if said:
-            _print(said)
+            tell(said)
 
     def _write_anew(self) -> None:
         data, part = written_anew(self._identity, self.values), self._path.with_name(f".{FILE}")
@@ -101,14 +101,9 @@ class StoreFile:
                 path.unlink(missing_ok=True)
         if first:
             lost = "the run's store is in memory alone, and does not outlive its process, until its journal can be written"
-            _print(f"{lost}: {error}")
+            tell(f"{lost}: {error}")
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _print(text: str) -> None:
-    with suppress(OSError):  # the log may be on the file system that refuses
-        print(text, file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from helixrt.collectives.handle import CollectiveError, End, Handle
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
 from helixrt.errors import Cause, Retryable
+from helixrt.protocol.calls import NUMBER
 from helixrt.transport.contract import Lost, PeerAborted
 from tests.collectives.queue_group import DEADLINE_S, SUM, Group, tensor
 
@@ -532,3 +533,25 @@ def test_operations_end_though_the_endpoint_cannot_abort(group: Group, monkeypat
         group.ranks[0].communicator.abort(Cause("enough"))
     with pytest.raises(CollectiveError, match="enough"):
         handle.wait(DEADLINE_S / 2)
+
+
+@pytest.mark.parametrize("group", [2, 3], indirect=True)
+def test_the_numbers_of_collectives_have_no_end(group: Group) -> None:
+    """A month of them in one generation: more than the bits of a message's name hold."""
+    for calls in group.ranks:
+        execution = calls.communicator._execution
+        assert execution is not None
+        execution.submitted = execution._machine._next_op = NUMBER - 1
+
+    def run(me: int) -> list[torch.Tensor]:
+        found = []
+        for _ in range(4):
+            out = torch.zeros(3000)
+            assert group.ranks[me].all_reduce(tensor(me, 3000), out, SUM, How(DEADLINE_S)).wait(DEADLINE_S)
+            found.append(out)
+        return found
+
+    expected = sum((tensor(rank, 3000) for rank in range(1, group.size)), tensor(0, 3000))
+    for results in group.on_each(run):
+        for result in results:
+            torch.testing.assert_close(result, expected)

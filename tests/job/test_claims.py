@@ -253,3 +253,33 @@ def test_a_claim_that_another_has_followed_is_given_up() -> None:
     assert stale.look() is None and new._claim() == 1
     with pytest.raises(Retryable, match="has begun in place of this process"):
         stale.look()
+
+
+def test_a_replica_that_comes_after_the_server_has_ended_its_turns_takes_the_present_one() -> None:
+    """It waited in a queue for hours; meanwhile the server has given up the lives that nobody began."""
+    store, clock = MemoryRunStore(), [0.0]
+    mesh = MeshConfig(1, 1, dp_shard=2)
+    launcher = ExternalLauncher(store, mesh, Patience(SILENT_S, 100.0, 0.0), lambda: clock[0])
+    plain = JobConfig(mesh=mesh).to_plain()
+    for incarnation in range(20):
+        for at in coordinates(mesh, 0):
+            launcher.start(RankSpec("r", at, incarnation, "h:1", "", "", "", 0.0, plain))
+        if incarnation < 19:
+            clock[0] += 2000.0
+            launcher.kill(0)
+            assert len(launcher.poll()) == 2
+    late = processes(store, "a")
+    first, second = late(0), late(1)
+    assert first.look() is None and second.look() is None and (first.look(), second.look()) == (19, 19)
+    launcher.poll()
+    assert store.get(spec_key(0, 19, 0)) is not None and store.get(spec_key(0, 19, 1)) is not None
+
+
+def test_a_claim_that_the_server_ends_while_it_waits_is_followed_by_another() -> None:
+    store = MemoryRunStore()
+    first = processes(store, "a")(0)
+    assert first.look() is None and first.incarnation == 0
+    store.put_if_absent(ended_key(0, 0), "yes")
+    assert first.look() is None and first.incarnation == 1
+    second = processes(store, "a")(1)
+    assert second.look() is None and (first.look(), second.look()) == (1, 1)

@@ -622,3 +622,29 @@ def test_what_is_inherited_changes_with_the_process_and_with_nothing_else(
     assert difference(before, inherited(os.environ), {}) == ""
     monkeypatch.chdir(tmp_path)
     assert difference(before, inherited(os.environ), {}) == "the working directory"
+
+
+def test_a_rank_whose_log_cannot_be_opened_waits_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is full for a while. Before any rank was started the error ends the launch."""
+    logs, quick = tmp_path / "logs", [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with_nothing = LocalLauncher(quick, tmp_path / "other")
+    (tmp_path / "other").rmdir()
+    with pytest.raises(FileNotFoundError):
+        with_nothing.start(spec(0))
+    launcher = LocalLauncher(quick, logs)
+    try:
+        launcher.start(spec(0))
+        moved = logs.rename(tmp_path / "away")
+        launcher.start(spec(1))
+        for _ in range(3):
+            launcher.poll()
+        assert launcher.waiting(1) and not launcher.waiting(0)
+        assert caplog.text.count("cannot be started yet") == 1
+        moved.rename(logs)
+        ended = []
+        until(lambda: ended.extend(launcher.poll()) or len(ended) == 2, "the end of both")
+        assert not launcher.waiting(1) and {e.code for e in ended} == {0}
+    finally:
+        launcher.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import helixrt
+from helixrt.job import loggers
 from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
 from helixrt.job.output import RunOutput
 
@@ -107,3 +108,39 @@ def test_goodput_counts_committed_steps_once_with_what_is_usual() -> None:
             goodput.add(line)
     assert goodput.share(20.0) == pytest.approx(20 / 40), "ten steps of a second on each of two replicas, in 20 s"
     assert goodput.share(0.0) == 0.0
+
+
+def test_tensorboard_has_a_new_writer_after_its_own_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the package writes nothing any more after a full disk."""
+    made: list[Any] = []
+
+    class Writer:
+        def __init__(self, path: str, flush_secs: int) -> None:
+            made.append(self)
+            self.steps: list[int] = []
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            if self is made[0] and step >= 2:
+                raise OSError("no space left on device")
+            self.steps.append(step)
+
+        def close(self) -> None:
+            pass
+
+    logger = loggers.TensorBoardLogger()
+    logger._writer = Writer
+    said: list[str] = []
+    guarded = loggers.Guarded(logger, lambda name, error: said.append(f"{name}: {error}"))
+    guarded.begin(tmp_path, "run", {})
+    for step in (1, 2, 3):
+        guarded.log(helixrt.MetricsPoint("step", step, None, {"loss": 1.0}))
+    assert len(made) == 1, "not at once"
+    monkeypatch.setattr(loggers, "_AGAIN_S", 0.0)
+    logger._again_s = 0.0
+    for step in (4, 5):
+        guarded.log(helixrt.MetricsPoint("step", step, None, {"loss": 1.0}))
+    guarded.close()
+    assert [writer.steps for writer in made] == [[1], [4, 5]]
+    assert said == ["TensorBoardLogger: no space left on device"]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from helixrt.errors import Retryable
 from helixrt.job.measuring import Measuring, ReplicaCosts
 from helixrt.observe.stamps import RankTimes
+from helixrt.observe.windows import Change
 from helixrt.record import Event
 from helixrt.replica.commands import Channel, Measured, decode, encode
 from helixrt.replica.store import MemoryRunStore
 from helixrt.schedule.costs import uniform, with_delays
 from helixrt.schedule.generators import policies
+from helixrt.schedule.ir import Op
 from tests.observe.measured_world import World
 
 TRUE = with_delays(uniform(3, 10.0, 12.0, 8.0), {(0, 1): 1.0, (1, 0): 1.0, (1, 2): 1.0, (2, 1): 1.0})
@@ -98,3 +102,17 @@ def test_a_followers_summary_reaches_the_costs_of_the_leader_through_the_store()
     found = costs.estimates()
     assert found is not None and found.step == 4 and found.stages == 3 and len(found.links) == 4
     assert not costs.shifts()
+
+
+def test_changes_of_costs_are_told_however_many_there_were_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the whole run are kept up to a number, the newest."""
+    costs, number = ReplicaCosts(2), iter(range(10_000))
+
+    def add(times: object) -> None:
+        for _ in range(2):
+            costs._estimator._shifted("op", (Op.F, 0), Change(next(number), 1.0, 2.0))
+
+    monkeypatch.setattr(costs._estimator, "add", add)
+    found = [[shift.change.step for shift in costs.add(None)] for _ in range(700)]  # type: ignore[arg-type]
+    assert found == [[2 * n, 2 * n + 1] for n in range(700)]
+    assert [shift.change.step for shift in costs.shifts()] == list(range(400, 1400))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,13 @@ def test_a_planner_that_does_not_answer_in_time_is_ended_and_the_next_question_h
     with monkeypatch.context() as silent:
         silent.setattr(module.sys, "executable", "/bin/cat")  # ends at once: it knows no -m
         assert "has ended, or has not answered" in str(planner.ask(question))
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no resources")
+
+    with monkeypatch.context() as full:
+        full.setattr(module.subprocess, "Popen", refused)
+        assert "cannot be started" in str(planner.ask(question)), "an answer, and no end of the rank"
     planner = OrderPlanner(DEADLINE_S)
     assert isinstance(planner.ask(question), Answer)
     planner.close()

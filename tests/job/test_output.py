@@ -5,7 +5,9 @@ import errno
 import io
 import json
 import math
+import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -155,3 +157,57 @@ def test_a_clock_that_steps_back_does_not_shorten_the_run(ended_run: Driver, mon
     monkeypatch.setattr(time, "time", lambda: now - 7200.0)
     assert ended_run._end(StopRun(True, "")) == 0
     assert json.loads((ended_run.run_.folder / "report.json").read_text())["seconds"] >= 0
+
+
+def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log on a full disk, or a pipe whose reader has gone; of a terminal too, which has a bar."""
+
+    class Full(io.StringIO):
+        def __init__(self, terminal: bool) -> None:
+            super().__init__()
+            self.terminal = terminal
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def isatty(self) -> bool:
+            return self.terminal
+
+    monkeypatch.setattr(sys, "stderr", Full(False))
+    for number, terminal in enumerate((False, True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        output = RunOutput(folder, 1, Terminal() if terminal else Full(False))
+        output._stream = Full(terminal)
+        if output._bar is not None:
+            output._bar.fp = Full(terminal)
+        output.plan(200)
+        for step in (20, 21):
+            output.step(dataclasses.replace(ONE, step=step, participants=1, replica=0))
+        output.tick()
+        output.life(LifeEvent(Happening.LOST, 1, 2, 0.0, "why"))
+        output.problem("metrics.jsonl", OSError("no space"))
+        output.close()
+        assert len(list(read_metrics(folder / "metrics.jsonl"))) == 2
+
+
+def test_of_a_large_file_of_figures_only_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(40 << 30)  # a sparse file, larger than the memory of the machine
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + ONE.to_json().encode() + b"\n" + b"cut " * 50_000)
+    whole = path.stat().st_size
+    RunOutput(tmp_path, 2, io.StringIO()).close()
+    assert path.stat().st_size == whole - 200_000
+    path.write_bytes(b"one line that a kill has cut")
+    RunOutput(tmp_path, 2, io.StringIO()).close()
+    assert path.stat().st_size == 0
+
+
+def test_the_driver_asks_the_store_for_the_newest_lives_alone(ended_run: Driver) -> None:
+    """Else each look would cost as many calls as replicas ever were lost."""
+    for incarnation in range(50):
+        ended_run.specs(0, incarnation)
+        ended_run._lived(LifeEvent(Happening.RUNNING, 0, incarnation, 0.0, ""))
+    assert list(ended_run._next) == [(0, 48), (0, 49)]

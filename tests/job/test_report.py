@@ -17,11 +17,11 @@ from helixrt.job.description import Corpus, Description
 from helixrt.job.leader_reports import Finished
 from helixrt.job.metrics import StepMetrics, ValidationMetrics
 from helixrt.job.output import summary_of
-from helixrt.job.report import RunFacts, write_report
+from helixrt.job.report import RunFacts, read_flight, write_report
 from helixrt.job.report_charts import loss_chart, ticks
 from helixrt.job.storage_trouble import StorageTrouble
 from helixrt.protocol.step.lineage import CommitRecord, genesis
-from helixrt.record import FlightRecord, JsonLinesSink, Kind
+from helixrt.record import BoundedSink, FlightRecord, JsonLinesSink, Kind
 
 STEPS, LOST_IN, BACK_IN, STEP_S = 120, 20, 38, 0.5
 BEGIN_S = 1_800_000_000.0
@@ -323,3 +323,24 @@ def test_losses_that_are_not_finite_are_left_out_of_the_chart(worst: float) -> N
     drawn = re.findall(r'(?:points|cx|cy|y1|y2|x)="([^"]*)"', chart)
     assert not any("nan" in text or "inf" in text for text in drawn)
     assert "no step was recorded" in loss_chart([dataclasses.replace(steps[1])], validations[:1], None, [])
+
+
+def test_of_what_each_step_writes_the_newest_is_read_and_of_the_rest_all(tmp_path: Path) -> None:
+    """The report of a run of months fits into memory."""
+    for rank in ("r0.pp0", "r1.pp0"):
+        for life in (0, 1):
+            record = FlightRecord(rank)
+            record.attach(BoundedSink(tmp_path / f"{rank}.inc{life}.jsonl", 64 << 20))
+            for step in range(9_000):
+                record.step = 10_000 * life + step
+                record.write(Kind.STEP_BEGIN)
+                record.write(Kind.SEND, tag="t")
+                if step % 1000 == 0:
+                    record.write(Kind.COSTS_CHANGED, what="F of chunk 1", since=step, before_ms=1.0, after_ms=2.0)
+    events = read_flight(tmp_path, most=10)
+    for rank in ("r0.pp0", "r1.pp0"):
+        mine = [event for event in events if event.rank == rank]
+        begins = [event.step for event in mine if event.kind is Kind.STEP_BEGIN]
+        assert begins == list(range(14_000, 19_000)), "the newest 5,000"
+        assert len([event for event in mine if event.kind is Kind.SEND]) == 5_000
+        assert len([event for event in mine if event.kind is Kind.COSTS_CHANGED]) == 18, "all"

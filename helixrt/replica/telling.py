@@ -1,0 +1,17 @@
+"""Messages of processes that go on: what cannot be printed is lost, and nothing else.
+
+Standard output and standard error may be files on a full disk, or pipes whose reader has gone. A thread that ended because it
+could not print a message would take checkpoints or the run with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print a line, to standard error by default, at once."""
+    with suppress(OSError, ValueError):  # ValueError: the stream is closed
+        print(text, file=sys.stderr if stream is None else stream, flush=True)
