@@ -123,7 +123,13 @@ class ModuleEngine(Engine):
     def set_update(self, update: UpdateFunction) -> None:
         """Run `update(record)` instead of the default. Gradients are in `p.grad`, divided by the total weight; where no
         contributor had one, or `record.applied` is False, `p.grad` is None. It is a function of registered state, gradients and
-        record. It runs without the loop's autocast."""
+        record. It runs without the loop's autocast. Raises MisuseError beside a registered `clip_norm`, which it would not
+        use."""
+        if self.registered.clip_norm is not None:
+            raise MisuseError(
+                "clip_norm= is used by the default update alone: leave it out, and clip in the update function, before the "
+                "optimizer's step"
+            )
         self._update, self._update_checked = update, False
 
     @property

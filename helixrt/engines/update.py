@@ -172,7 +172,8 @@ def default_update(
         if scaler is not None and overflowed:
             lower_scale(scaler)
         return 0.0
-    if scaler is not None:
+    if scaler is not None:  # it asserts that an optimizer has gradients; one that has none is not stepped without it either
+        optimizers = [optimizer for optimizer in optimizers if _has_gradient(optimizer)]
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
     norm = gradient_norm(parameters, None, group, tensor)
@@ -184,11 +185,15 @@ def default_update(
             optimizer.step()
         else:
             scaler.step(optimizer)
-    if scaler is not None:
+    if scaler is not None and optimizers:
         scaler.update()
     for scheduler in registered.schedulers.values():
         scheduler.step()
     return norm
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def lower_scale(scaler: Any) -> None:

@@ -40,7 +40,7 @@ from helixrt.job.places import coordinates, group_world_size
 from helixrt.job.policies import Options, StopRun
 from helixrt.job.ray_run import Reserved
 from helixrt.job.report import RunFacts, write_report
-from helixrt.job.resume import keep_stream, restore_stream
+from helixrt.job.resume import keep_accumulation, keep_stream, restore_accumulation, restore_stream
 from helixrt.job.run_lock import RunLock, lock_on
 from helixrt.job.services import ServedHere, Services
 from helixrt.job.shared_validation import SharedValidations
@@ -185,6 +185,8 @@ class Driver:
         self.store: RunStore = run_store(self.address, self._services.durable, self.secret)
         self.log = RunLog(self.store)
         self.seen = Log(run.entries, run.behind)
+        self.reached = self.seen.head
+        """The record whose state the replicas have ended with, once the run has ended."""
         self._compaction = Compaction(self.log, run.folder, config.mesh.replicas)
         if standing is None:
             self._compaction.restore(self.seen)
@@ -202,6 +204,9 @@ class Driver:
         self._asked: list[DrainAsked] = []  # by the user, and not carried out yet
         self._accepts = False  # a loss, likewise
         self._stream_kept = run.agreed >= 0 and restore_stream(self.store, run.folder, run.agreed, run.life)
+        self._accumulation_kept = False
+        if run.agreed >= 0:
+            restore_accumulation(self.store, run.folder)
         self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
         self.started_s = time.monotonic()
 
@@ -291,6 +296,8 @@ class Driver:
         if self._plan is None and (plan := self.store.get(PLAN_KEY)) is not None:
             self._plan = json.loads(plan)
             self.output.plan(self._plan["until"])
+        if not self._accumulation_kept and self._plan is not None:
+            self._accumulation_kept = keep_accumulation(self.run_.folder, self._plan["accumulate"])
         for (replica, incarnation), number in list(self._next.items()):
             while (part := self.store.get(metrics_key(replica, incarnation, number))) is not None:
                 for line in lines_of(part):
@@ -342,6 +349,15 @@ class Driver:
         said = [self.store.get(done_key(replica)) for replica in range(self.config.mesh.replicas)]
         return [Finished.from_json(text) for text in said if text is not None]
 
+    def _reached(self, finished: Sequence[Finished]) -> CommitRecord:
+        """The record whose state the replicas end with: the newest one; of a life that had no step to make, the one that it
+        began with, behind which an earlier life may have left others."""
+        if finished and not any(entry.life == self.run_.life for entry in self.seen.entries):
+            held = self.seen.get(finished[0].lineage)
+            if held is not None and self.seen.on_chain(held.hash):
+                return held
+        return self.seen.head
+
     def _advance(self) -> int:
         """Batches of a stream that a step takes."""
         return 1 if self._plan is None else self._plan["accumulate"]
@@ -350,7 +366,8 @@ class Driver:
         finished, advance = self._finished(), self._advance()
         found = audit(self.seen.chain(), advance, self.seen.behind.audit)
         equal = len({(f.lineage, f.parameters_sha256, f.state_sha256) for f in finished}) == 1
-        at_head = all(f.lineage == self.seen.head.hash for f in finished)
+        self.reached = self._reached(finished)
+        at_head = all(f.lineage == self.reached.hash for f in finished)
         self._report(finished, advance)
         if not stopped.ok:
             tell(f"the run failed: {stopped.reason}")

@@ -139,8 +139,10 @@ def joined(place: Place, choices: SessionChoices) -> Iterator[Joined]:
 
 
 def _watch(store: RunStore, life: tuple[int, int], place: Place, runtime: RankRuntime) -> GroupWatch:
-    away_s = max(AWAY_S, 2.0 * runtime.context.timeouts.step_s)
-    return GroupWatch(store, life, place.rank, place.ranks, runtime.fail, away_s=away_s)
+    step_s = runtime.context.timeouts.step_s  # of the batch that a rank may be in when its replica leaves
+    leave_s = lambda: step_s + runtime.leave_s  # noqa: E731
+    away_s = max(AWAY_S, 2.0 * step_s)
+    return GroupWatch(store, life, place.rank, place.ranks, runtime.fail, away_s=away_s, leave_s=leave_s)
 
 
 def _leave_together(

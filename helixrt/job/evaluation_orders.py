@@ -35,7 +35,7 @@ class EvaluationOrders:
         if not self.every:
             return None
         record: CommitRecord | None = None
-        if isinstance(command, p.Apply) or (self.shared and isinstance(command, p.Replay)):
+        if isinstance(command, p.Apply | p.Replay):  # a committer replays if its own exchange broke
             record = command.record
         elif self.shared and isinstance(command, p.Load):
             record = log.get(command.lineage)

@@ -34,7 +34,8 @@ class GroupWatch:
     """A context manager around the life of one rank: `rank` of `ranks` of the incarnation `life` (replica, incarnation).
 
     `end(error)` makes the main thread raise the error when it comes to it. `leave(code)` ends the process. `away_s`: how long
-    the store may be away.
+    the store may be away. `leave_s()`: how long a rank may take to end after its replica has left its quorum; it may be in the
+    middle of a batch, and write a checkpoint then.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class GroupWatch:
         leave: Callable[[int], None] = os._exit,
         clock: Callable[[], float] = time.monotonic,
         away_s: float = AWAY_S,
+        leave_s: Callable[[], float] = lambda: LEAVE_S,
     ) -> None:
         self._store, self._life, self._rank = store, life, rank
         self._others = [other for other in range(ranks) if other != rank]
         self._end, self._leave, self._clock, self._away_s = end, leave, clock, away_s
-        self._leaves_s: float | None = None  # since when it is known that the replica leaves
+        self._leave_s = leave_s
+        self._left_s: float | None = None  # since when it is known that the replica has left its quorum
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -67,19 +70,21 @@ class GroupWatch:
 
     def look(self) -> str:
         """Why this rank is to end; "" if it is not. Raises Retryable without the store."""
-        if self._store.get(EXIT_KEY) is not None or not self._others or self._is_leaving():
+        if self._store.get(EXIT_KEY) is not None or not self._others:
             return ""  # a replica of one rank sees at its quorums that it has ended
+        ended = self._store.get(ended_key(*self._life)) is not None
+        if ended and self._is_leaving():
+            return ""
         for other in self._others:
             if (said := self._store.get(exit_key(*self._life, other))) is not None and json.loads(said)["code"] != 0:
                 return f"rank {other} of this replica has ended: {json.loads(said)['why']}"
-        if self._store.get(ended_key(*self._life)) is not None:
-            return "this incarnation of the replica has ended"
-        return ""
+        return "this incarnation of the replica has ended" if ended else ""
 
     def _is_leaving(self) -> bool:
-        if self._leaves_s is None and self._store.get(leave_key(*self._life)) is not None:
-            self._leaves_s = self._clock()
-        return self._leaves_s is not None and self._clock() - self._leaves_s < LEAVE_S
+        """Of a replica that has ended: by itself, as it was asked to, and a short time ago."""
+        if self._left_s is None and self._store.get(leave_key(*self._life)) is not None:
+            self._left_s = self._clock()
+        return self._left_s is not None and self._clock() - self._left_s < self._leave_s()
 
     def _run(self) -> None:
         found: HelixError | None = None

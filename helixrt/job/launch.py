@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ from helixrt.job.starters import place_of
 from helixrt.job.train_function import check_not_in_rank, name_of
 from helixrt.job.warm_up import PROGRAM, warm_up
 from helixrt.replica.runlog import RunLog
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,17 @@ class RunOptions:
     exit_grace_s: float = 600.0
     """Time for the code behind the loop: a rank that has not ended so long after the run is killed."""
     base: JobConfig = field(default_factory=JobConfig)
+    """The other settings of the runtime."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a setting of `base` that would be overwritten by an option of its own here."""
+        names = ("threads", "step_timeout_s", "restarts", "membership", "start", "checkpoint.every", "checkpoint.path")
+        for name in names:
+            ours = getattr(self, name.replace(".", "_"))
+            given, usual = (attrgetter(name)(each) for each in (self.base, JobConfig()))
+            if given not in (usual, ours):
+                option = name.replace(".", "_")
+                raise ConfigError(f"base.{name}", given, f"would be overwritten: give {option}={given!r} in RunOptions instead")
 
     @staticmethod
     def of(
@@ -169,6 +184,8 @@ def run(
         if loggers:
             rule = "are used by the process that serves the run; `helixrt serve` has those that are built in"
             raise ConfigError("loggers", [type(each).__name__ for each in loggers], rule)
+        if description != Description():
+            log.warning("description= is not used here: console and report are those of the process that serves the run")
         if resume is not None:
             rule = "is the server's here: start it with `helixrt serve --resume RUN_FOLDER`, and leave it out in the program"
             raise ConfigError("resume", resume, rule)
@@ -207,7 +224,7 @@ def run(
             driver = started_driver(config, begun, program)
         if driver.run() != 0:
             raise Fatal(f"the run failed; its folder is {driver.run_.folder}")
-    head = driver.seen.head
+    head = driver.reached
     return RunResult(driver.run_.folder, head.step, head.hash, head.last)
 
 

@@ -218,7 +218,7 @@ class RunOutput:
         try:
             self._metrics.write(metrics.to_json() + "\n")
             self._unwritten = False
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: it is closed, and the report still gathers what is there
             if not self._unwritten:
                 self.problem("metrics.jsonl", error)
             self._unwritten = True

@@ -78,6 +78,12 @@ class PerReplicaState:
             self._saved.put((0, position), self._kept[position])
             self._publish(position)
 
+    def left(self, position: int) -> None:
+        """This replica leaves, and the work that was begun at this position was dropped: what it began with is published."""
+        if self._things and position in self._kept:
+            self._saved.put((0, position), self._kept[position])
+            self._publish(position)
+
     def _find(self, position: int) -> None:
         each = [states.newest((0, position)) for states in (self._states, self._saved)]
         found = max((one for one in each if one is not None), key=lambda one: one[0], default=None)

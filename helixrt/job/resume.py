@@ -21,11 +21,12 @@ from helixrt.job.config import JobConfig
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.stored_path import place_in
-from helixrt.job.stream import LENGTH_KEY
+from helixrt.job.stream import ACCUMULATE_KEY, LENGTH_KEY
 from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.replica.contracts import RunStore
 
+_ACCUMULATE = "accumulate.json"  # in the run's folder
 LATEST = "latest"  # the newest run with the same name
 
 
@@ -160,6 +161,21 @@ def restore_stream(store: RunStore, folder: Path, before: int = 0, life: int = 0
     write_durably(_file(folder, life), json.dumps(agreed))
     store.put_if_absent(LENGTH_KEY, json.dumps(agreed | {"stream": "of the run that is resumed"}))
     return True
+
+
+def keep_accumulation(folder: Path, accumulate: int) -> bool:
+    """Write into the run's folder how many batches a step takes; whether that is done, as `keep_stream`."""
+    try:
+        write_durably(folder / _ACCUMULATE, json.dumps(accumulate))
+    except OSError:
+        return False
+    return True
+
+
+def restore_accumulation(store: RunStore, folder: Path) -> None:
+    """Put it into the new store, so that another one is refused also where the length of an epoch was never known."""
+    with suppress(FileNotFoundError):
+        store.put_if_absent(ACCUMULATE_KEY, str(json.loads((folder / _ACCUMULATE).read_text(encoding="utf-8"))))
 
 
 def _agreed(folder: Path, life: int) -> dict[str, Any] | None:

@@ -243,6 +243,8 @@ class Session(RankPlace):
     def _set_evaluation(self, evaluation: Evaluation) -> None:
         if self._began:
             raise MisuseError("session.evaluate was called after session.steps had begun")
+        if self._evaluation is not None:
+            raise MisuseError("a session has one evaluation: session.evaluate or session.evaluate_shared was called before")
         self._evaluation = evaluation
 
     # ---------------------------------------------------------------- the loop
@@ -286,7 +288,10 @@ class Session(RankPlace):
             own.end(self._after(accumulate))
             self._ended = True
         except Departed as left:
-            own.end(self._after(accumulate))
+            behind = self._after(accumulate)
+            if behind is None and self._step is not None:
+                own.left(self._step.position)
+            own.end(behind)
             self.departed = left
             raise
         finally:
@@ -352,6 +357,7 @@ class Session(RankPlace):
         if self._evaluation is not None:
             with self._registered().evaluating():
                 measured = self._evaluation.run(order, self._placement.connected)
+            torch.clear_autocast_cache()  # of an autocast around the loop: casts that were made without gradients
             self._host.validation(order, measured)
 
     def _own_state(self, stream: StreamSettings, until: int) -> PerReplicaState:

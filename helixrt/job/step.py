@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,6 +66,7 @@ class Step:
         self._engine, self._worker, self._order = engine, worker, order
         self._batches, self._accumulate = batches, accumulate
         self._yielded = self._backwards = 0
+        self._failed = ""  # what was left by an exception, so that its gradients are in part there
         self._committed: Committed | None = None
 
     @property
@@ -99,6 +101,7 @@ class Step:
             self._yielded += 1
             self._engine.seed(self.position + offset)
             yield batch
+            self._check_whole()
             if self._backwards != self._yielded:
                 raise MisuseError(
                     f"micro-batch {self._yielded} of step {self.number} had {self._backwards - self._yielded + 1} calls of "
@@ -116,7 +119,8 @@ class Step:
         if isinstance(self._engine, PipelineEngine):
             raise MisuseError("step.backward was called for a model in stages; use step.train(model, x, target=y)")
         self._check_turn("step.backward", "add the losses, and call it once")
-        self._engine.backward(loss, weight, last=self._yielded == self._accumulate)
+        with self._whole("step.backward"):
+            self._engine.backward(loss, weight, last=self._yielded == self._accumulate)
         self._backwards += 1
 
     def expect_backward(self) -> None:
@@ -164,9 +168,27 @@ class Step:
         if not isinstance(model, PipelinedModel) or model.engine_in_use is not self._engine:
             raise MisuseError("step.train was called with another model than the registered one")
         self._check_turn("step.train", "call it once for each batch")
-        loss = model.train_batch(inputs, named, target, weight)
+        with self._whole("step.train"):
+            loss = model.train_batch(inputs, named, target, weight)
         self._backwards += 1
         return loss
+
+    @contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """Around what adds gradients: if an exception leaves it, nothing of this step counts any more."""
+        try:
+            yield
+        except BaseException:
+            self._failed = what
+            raise
+
+    def _check_whole(self) -> None:
+        if self._failed:
+            raise MisuseError(
+                f"{self._failed} in micro-batch {self._yielded} of step {self.number} has raised an exception, so gradients of "
+                "this step are incomplete and cannot be taken back. Do not catch it within the step: let it end this rank, and "
+                "the replica is started again"
+            )
 
     def _module_engine(self) -> ModuleEngine:
         assert isinstance(self._engine, ModuleEngine)  # `prepare` takes no model in stages
@@ -174,6 +196,7 @@ class Step:
 
     def _check_turn(self, what: str, instead: str) -> None:
         self._not_after_commit(f"{what} was called")
+        self._check_whole()
         if self._backwards >= self._yielded:
             if self._yielded == 0:
                 raise MisuseError(f"{what} was called before a micro-batch was taken: `for batch in step:` comes first")
@@ -186,6 +209,7 @@ class Step:
         cannot go on (the job starts it again).
         """
         self._not_after_commit("step.commit was called a second time")
+        self._check_whole()
         if self._backwards != self._accumulate:
             raise MisuseError(
                 f"step {self.number} was committed after {self._backwards} of {self._accumulate} backwards; iterate over all "

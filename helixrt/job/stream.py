@@ -46,6 +46,7 @@ from helixrt.protocol.step.deal import Deal
 from helixrt.replica.contracts import RunStore
 
 LENGTH_KEY = "loader/length"  # what all streams of the run must agree on
+ACCUMULATE_KEY = "loader/accumulate"  # the same; known before the length of a loader that has none
 _EPOCH, _BATCH, _GENERATOR = 1, 2, 3  # what a seed is for
 _WORKERS = "helixrt/num_workers"  # in a state: of the loader that gave it
 
@@ -104,6 +105,10 @@ class Stream:
         known = _len(loader)
         if known is not None:
             self._agree(known)
+        first = store.put_if_absent(ACCUMULATE_KEY, str(settings.accumulate))
+        if int(first) != settings.accumulate:
+            rule = f"is {first} in the streams that began first, or in the run that is resumed; must be equal in all"
+            raise ConfigError("accumulate", settings.accumulate, rule)
 
     @property
     def usable(self) -> int | None:

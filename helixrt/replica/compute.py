@@ -173,7 +173,8 @@ class Compute:
                 case PrepareOrder():
                     self._prepare(command)
                 case Evaluate():
-                    self._parts.hooks.evaluate(command)
+                    with self._serving.held():
+                        self._parts.hooks.evaluate(command)
                     self._idle_since = time.monotonic()
                 case Save():
                     self._parts.engine.check_copies()

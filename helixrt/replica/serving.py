@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +44,8 @@ class Serving:
         self._lock = threading.Lock()  # guards everything below
         self._changed = threading.Condition(self._lock)
         self._updates_done = 0
+        self._held = False  # the state may be another one for a while: no snapshot begins
+        self._taking = 0  # snapshots that are just being copied
         self._snapshots: list[_Snapshot] = []
         self._wanted: set[str] = set()  # lineages of the states that are offered, or will be after their snapshot
         self._copies: dict[str, list[torch.Tensor]] = {}  # of the states that are offered
@@ -86,6 +89,22 @@ class Serving:
             if not snapshot.done.wait(self._step_s):
                 raise Fatal(f"the snapshot of {snapshot.lineage[:8]} did not end in {self._step_s} s")
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around user code that may change the state and put it back, as an evaluation of averaged weights does. Snapshots that
+        were ordered before are taken first, later ones after it. Raises Fatal as `settle`."""
+        self.settle()
+        with self._changed:
+            self._held = True
+            if not self._changed.wait_for(lambda: self._taking == 0, self._step_s):  # ordered meanwhile, and begun
+                raise Fatal(f"a snapshot did not end in {self._step_s} s")
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held = False
+                self._changed.notify_all()
+
     def update_done(self) -> None:
         """The state is that of the next record."""
         with self._lock:
@@ -125,10 +144,17 @@ class Serving:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._closed or self._updates_done >= snapshot.after, self._step_s):
                     raise Fatal(f"the update to {snapshot.lineage[:8]} was not done in {self._step_s} s")
+                self._changed.wait_for(lambda: self._closed or not self._held)
                 if self._closed:
                     return
+                self._taking += 1
             begin_s = self._record.clock()
-            copy = {name: host_copy(shard) for name, shard in shards_of(self._engine.state()).items()}
+            try:
+                copy = {name: host_copy(shard) for name, shard in shards_of(self._engine.state()).items()}
+            finally:
+                with self._changed:
+                    self._taking -= 1
+                    self._changed.notify_all()
             self._write_layout(snapshot.lineage, layout_of(copy))
             with self._changed:
                 if snapshot.lineage not in self._wanted or self._transport.offers(state_name(snapshot.lineage)):

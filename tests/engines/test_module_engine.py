@@ -337,6 +337,23 @@ def test_a_scaler_scales_gradients_and_lowers_its_scale_when_a_step_is_not_appli
     assert other_scaler.get_scale() == 2048.0
 
 
+def test_a_scaler_leaves_out_an_optimizer_whose_parameters_have_no_gradient(loops: Any) -> None:
+    """As loops that train one part of a model at a time need it; without a scaler such an optimizer's step does nothing."""
+    found = []
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=8.0), None):
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(3, 1) for _ in range(2))
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+        engine = ModuleEngine(Registered.of(model, optimizers, scaler=scaler))
+        for step in range(1, 5):
+            engine.begin(lambda bucket: None)
+            engine.backward(model[step % 2](torch.full((2, 3), float(step))).sum(), last=True)
+            engine.end()
+            engine.apply(loops.record(step), loops.summed([engine]))
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_a_scaler_keeps_its_scale_where_nothing_overflowed(loops: Any) -> None:
     """All batches are left out by order, or the total weight is 0."""
     model, scaler, engine = scaled(loops)

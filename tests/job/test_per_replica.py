@@ -127,6 +127,32 @@ def test_a_replica_that_leaves_publishes_its_newest_state() -> None:
     assert int(again.seen) == 10
 
 
+def test_a_replica_that_leaves_with_its_next_step_begun_publishes_what_that_began_with() -> None:
+    """As the leader has it: the next batch was ordered before the replica heard that it is to leave."""
+    host = LocalHost()
+    session = session_with(host)
+    model, count = tiny(), Count()
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], per_replica={"count": count})
+
+    def leave() -> None:
+        raise Departed("SIGTERM")
+
+    with pytest.raises(Departed):
+        for step in session.steps(batches(), until=9, accumulate=2):
+            if step.number == 6:
+                assert host.worker is not None
+                host.worker.outcome = lambda order: None  # type: ignore[method-assign, assignment]
+                host.worker.next_work = leave  # type: ignore[method-assign, assignment]
+            for x, y in step:
+                count.seen += 1
+                step.backward(summed(model, x, y))
+            step.commit()
+    assert int(count.seen) == 12
+    again, said = Count(), list[str]()
+    made(again, host.store, None, said).begin(10, 6)
+    assert int(again.seen) == 10 and said == ["per-replica state: that of batch 10 is taken, for batch 10"]
+
+
 def test_a_step_back_gives_up_the_states_after_it(tmp_path: Path) -> None:
     """A resumed run goes on from an older checkpoint: states of the abandoned steps must not come back."""
     count = Count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job.config import MeshConfig, OutputConfig
 from helixrt.job.loader_states import LoaderStates
-from helixrt.job.resume import keep_stream, restore_stream, run_to_resume, saved_run
+from helixrt.job.resume import keep_accumulation, keep_stream, restore_accumulation, restore_stream, run_to_resume, saved_run
 from helixrt.job.sampler import stream_sampler
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.stream import Stream, StreamSettings
@@ -177,3 +178,20 @@ def test_states_in_the_folder_outlive_the_store(tmp_path: Path) -> None:
     assert fresh.newest((1, 95)) == (80, {"at": 80}), "a damaged one is passed over"
     fresh.put((1, 72), {"at": 72})
     assert sorted(p.name for p in (tmp_path / "streams" / "0.0").iterdir()) == ["1_0", "1_60", "1_70", "1_72"]
+
+
+def test_a_run_is_not_resumed_with_another_accumulation_where_the_epoch_never_ended(tmp_path: Path) -> None:
+    """A loader without a length: its streams have agreed on nothing else yet."""
+
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            return itertools.count()
+
+    store = MemoryRunStore()
+    Stream(Endless(), StreamSettings(0, 2), store)
+    assert not keep_stream(store, tmp_path) and keep_accumulation(tmp_path, 2)
+    again = MemoryRunStore()
+    restore_accumulation(again, tmp_path)
+    with pytest.raises(ConfigError, match="accumulate=4: is 2 in the streams that began first, or in the run that is resumed"):
+        Stream(Endless(), StreamSettings(0, 4), again)
+    assert list(Stream(Endless(), StreamSettings(0, 2), again).take(2)) == [2, 3]

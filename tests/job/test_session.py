@@ -22,7 +22,7 @@ def trained(host: LocalHost, until: int, accumulate: int, update: bool = False, 
     model = session.parallelize(tiny())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    session.register(model=model, optimizers=[optimizer], schedulers=[scheduler], clip_norm=0.5)
+    session.register(model=model, optimizers=[optimizer], schedulers=[scheduler], clip_norm=None if update else 0.5)
     if update:
 
         @session.update

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import helixrt
 from helixrt.errors import ConfigError, HelixError, MisuseError
 from helixrt.job.agreements import LayoutAgreement
+from helixrt.job.config import CheckpointConfig, JobConfig
 from helixrt.job.session import Session
 from helixrt.job.starters import REPLICA, STORE, place_of
 from helixrt.job.train_function import RANK_VARIABLE
@@ -365,3 +366,67 @@ def test_layouts_are_compared_again_when_optimizers_have_made_their_state() -> N
     expected = r"after the update .*: optimizer/0/state/0\.weight/max_exp_avg_sq is one too many"
     with pytest.raises(MisuseError, match=expected):
         agreements[1].updated(record)
+
+
+class Breaks(torch.autograd.Function):
+    """Its backward raises the first time, when layers behind it have their gradients already."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        Breaks.calls += 1
+        if Breaks.calls == 1:
+            raise RuntimeError("out of memory")
+        return grads[0]
+
+
+@pytest.mark.parametrize("then", ["backward", "commit", "next"])
+def test_a_backward_that_has_failed_is_not_counted_twice(then: str) -> None:
+    """The loop catches an out-of-memory error and tries again."""
+    Breaks.calls = 0
+    session = session_with(LocalHost())
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    with pytest.raises(MisuseError, match="step.backward in micro-batch 1 of step 1 has raised an exception, so gradients"):
+        for step in session.steps([torch.ones(2, 3)] * 4, until=2, accumulate=2):
+            for x in step:
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    step.backward(model[1](Breaks.apply(model[0](x))).sum())
+                if then == "backward":
+                    step.backward(model(x).sum())
+                elif then == "commit":
+                    step.commit()
+
+
+def test_a_second_evaluation_and_a_norm_that_nobody_clips_to_are_refused() -> None:
+    session, _ = ready()
+    session.evaluate(lambda: 1.0, every=2)
+    with pytest.raises(MisuseError, match="a session has one evaluation"):
+        session.evaluate_shared(lambda part: helixrt.PartSums({}, 0.0), every=5)
+    session = session_with(LocalHost())
+    model = tiny()
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)], clip_norm=1.0)
+    with pytest.raises(MisuseError, match="clip_norm= is used by the default update alone"):
+        session.update(lambda record: None)
+
+
+@pytest.mark.parametrize(
+    ("base", "option"),
+    [
+        ({"step_timeout_s": 600.0}, "step_timeout_s=600.0"),
+        ({"checkpoint": CheckpointConfig(every=500)}, "checkpoint_every=500"),
+        ({"restarts": 9}, "restarts=9"),
+    ],
+)
+def test_a_setting_that_an_option_would_overwrite_is_refused(base: dict[str, Any], option: str) -> None:
+    with pytest.raises(ConfigError, match=f"would be overwritten: give {option} in RunOptions instead"):
+        helixrt.RunOptions(base=JobConfig(**base))
+    name, _, value = option.partition("=")
+    kept = helixrt.RunOptions(base=JobConfig(**base), **{name: type(getattr(helixrt.RunOptions(), name))(float(value))})
+    assert str(getattr(kept, name)) == value
+    assert helixrt.RunOptions(base=JobConfig(on_poison="skip")).base.on_poison == "skip"

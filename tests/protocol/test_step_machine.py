@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from helixrt.protocol.step import messages as p
+from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.offers import IDLE_QUORUMS
@@ -224,3 +227,19 @@ def test_reduced_buckets_of_a_superseded_record_are_not_taken_for_a_state() -> N
     m.on(p.RankFailed(5, 0, "peer died"))
     assert p.Forget(decided.hash) in m.on(p.LogRead((other,)))
     assert m.on(p.Fetched(decided.hash)) == [] and m.held == ROOT.hash
+
+
+def test_a_record_that_needs_no_fetch_is_not_followed_into_data_that_is_dealt_anew() -> None:
+    """A run goes on from the checkpoint of step 1 with other streams; step 2 of the life before was not applied."""
+    one = CommitRecord(1, 1, ROOT.hash, ((0, 0), (1, 0)), {0: 1, 1: 1}, "run")
+    two = replace(one, step=2, parent=one.hash, positions={0: 2, 1: 2}, applied=False)
+    three = replace(two, step=3, parent=two.hash, positions={0: 3, 1: 3}, applied=True)
+    deal = Deal((1, 1), 1, 12, False, 1, 6, 0, 1)
+    log = Log([ROOT, one, two, three])
+    m = StepMachine(0, 0, 1, log, one.hash, 9, StepRules(deal=(deal,)), life=1)
+    m.on(p.Begin())
+    actions = m.on(p.Formed(5, (Member(0, 0, 1, one.hash),)))
+    assert not actions_of(p.Replay, actions) and m.held == one.hash
+    same = StepMachine(0, 0, 1, log, one.hash, 9)
+    same.on(p.Begin())
+    assert actions_of(p.Replay, same.on(p.Formed(5, (Member(0, 0, 1, one.hash),)))) == [p.Replay(two)]

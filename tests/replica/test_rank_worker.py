@@ -17,7 +17,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import FlightRecord
-from helixrt.replica.commands import Broken, Channel, Exit, LoadDurable, LoadedDurable, RankReport
+from helixrt.replica.commands import Broken, Channel, Evaluate, Exit, LoadDurable, LoadedDurable, RankReport
 from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, State, StateTransport, layout_of
 from helixrt.replica.evidence import Holders
 from helixrt.replica.layout_book import LayoutBook
@@ -101,6 +101,7 @@ class OneRank:
         plain_engine: Callable[..., object],
         transport: Gated | None = None,
         stuck: Callable[[str], None] = lambda why: None,
+        evaluate: Callable[[Evaluate], None] = lambda order: None,
         **timeouts: float,
     ) -> None:
         self.worked: list[int] = []
@@ -114,7 +115,8 @@ class OneRank:
         self.worker = RankWorker(
             RankParts(
                 0, 0, self.engine, Alone(), self.transport, FlightRecord("r0"),
-                dataclasses.replace(derive(20), **timeouts), "memory", lambda report: self.say(report), Hooks(stuck=stuck),
+                dataclasses.replace(derive(20), **timeouts), "memory", lambda report: self.say(report),
+                Hooks(stuck=stuck, evaluate=evaluate),
             )
         )  # fmt: skip
         self.say: Callable[[RankReport], None] = self.reports.append
@@ -281,6 +283,36 @@ def test_a_state_that_is_withdrawn_before_its_snapshot_is_not_offered(plain_engi
     until(lambda: one.worker.serving.idle)
     assert one.transport.offered == {}
     one.end()
+
+
+def test_no_state_is_offered_as_an_evaluation_has_changed_it(plain_engine: Callable[..., object]) -> None:
+    """The user's function swaps averaged weights in and out again, past the version counters, while a replica catches up."""
+    swapped, go = threading.Event(), threading.Event()
+
+    def evaluate(order: Evaluate) -> None:
+        tensors = list(shards_of(one.engine.state()).values())
+        before = [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor.data.zero_()
+        swapped.set()
+        assert go.wait(DEADLINE_S)
+        for tensor, was in zip(tensors, before, strict=True):
+            tensor.data.copy_(was)
+
+    one = OneRank(plain_engine, evaluate=evaluate)
+    one.worker.dispatch(Evaluate(0, 1))
+    assert swapped.wait(DEADLINE_S)
+    one.worker.dispatch(p.Offer(ROOT.hash))
+    time.sleep(0.2)
+    assert not one.transport.offered, "not before the evaluation has ended"
+    go.set()
+    until(lambda: one.worker.serving.idle)
+    (offered,) = one.transport.offered.values()
+    state = shards_of(one.engine.state())
+    assert offered.keys() == state.keys() and all(torch.equal(offered[name], shard) for name, shard in state.items())
+    assert any(bool(tensor.any()) for tensor in offered.values())
+    one.end()
+    assert one.error is None
 
 
 def test_forgotten_reduced_buckets_are_not_kept_when_they_come(rank: OneRank) -> None:

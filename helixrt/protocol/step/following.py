@@ -95,6 +95,8 @@ class Following:
         """Follow the chain from the state held through what needs no fetch. Returns what is held then."""
         actions: list[Action] = []
         while (following := self.log.after(held)) is not None:
+            if following.deal != self.rules.deal:
+                break  # of before the data was dealt over other streams: the run goes on from what is held
             if self.kept.pop(following.hash, None) is None and following.applied:
                 break
             actions.append(Replay(following))
