@@ -78,9 +78,8 @@ def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 75
 
 
-@pytest.mark.slow  # four processes that import torch, transformers and deepspeed, two of them twice
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_replica_that_loses_a_rank_returns_whole(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_STAGE", str(stage))
     done = run(KILLED, STEPS, tmp_path, EXAMPLE, "", 2, RANKS)

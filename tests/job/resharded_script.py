@@ -21,7 +21,7 @@ import helixrt
 
 FOLDER, REPLICAS, PP, DP_SHARD, STEPS = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 RESUME = sys.argv[6] if len(sys.argv) > 6 else None
-LAYERS, WIDTH, ITEMS, BATCH, MICROBATCHES, CLIP = 4, 6, 1000, 8, 4, 0.5
+LAYERS, WIDTH, ITEMS, BATCH, MICROBATCHES, CLIP = 4, 6, 400, 8, 4, 0.5
 KILLED, BACK = FOLDER / "killed", FOLDER / "back"
 
 
