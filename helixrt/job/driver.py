@@ -29,11 +29,12 @@ from helixrt.job.draining import DrainAsked, take_requests
 from helixrt.job.keeper import LOCK_FILE
 from helixrt.job.keeper_start import kept_run
 from helixrt.job.kept_run import Standing, absence_of
-from helixrt.job.leader_reports import Finished, lines_of, metrics_key, shown_key
+from helixrt.job.leader_reports import Finished
 from helixrt.job.lineage_files import drop_from, read_log, write_durably
+from helixrt.job.lives import Lives
 from helixrt.job.loggers import MetricsLogger
 from helixrt.job.loss_acceptance import take_acceptance
-from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, ValidationPart, read_metrics_line
+from helixrt.job.metrics import Logged, MetricsLine, Notice, StepMetrics, ValidationPart
 from helixrt.job.output import RunOutput, new_run_folder, point_latest_to
 from helixrt.job.place_owner import check_owner, take
 from helixrt.job.places import coordinates, group_world_size
@@ -207,14 +208,12 @@ class Driver:
         self._accumulation_kept = False
         if run.agreed >= 0:
             restore_accumulation(self.store, run.folder)
-        self._next: dict[tuple[int, int], int] = {}  # (replica, incarnation) -> number of the next metrics line
+        self._lives = Lives(self.store, config.mesh, kept=services is not None)
         self.started_s = time.monotonic()
 
     def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
         """What the ranks of one life of a replica are told."""
-        if (replica, incarnation) not in self._next:
-            number = self.store.get(shown_key(replica, incarnation)) if self._standing is not None else None
-            self._next[(replica, incarnation)] = int(number or 0)
+        self._lives.begin(replica, incarnation, before=self._standing is not None)
         return [
             RankSpec(
                 run=self.run_.name,
@@ -286,10 +285,8 @@ class Driver:
 
     def _lived(self, event: LifeEvent) -> None:
         self.output.life(event)
-        if event.kind is Happening.RUNNING:  # of lives before its predecessor all was shown
-            over = [key for key in self._next if key[0] == event.replica and key[1] < event.incarnation - 1]
-            for key in over:
-                del self._next[key]
+        if event.kind is Happening.RUNNING:
+            self._lives.runs(event.replica, event.incarnation)
 
     def _tick(self) -> None:
         """Print what the leaders have reported since the last time; die if chaos says so."""
@@ -298,15 +295,8 @@ class Driver:
             self.output.plan(self._plan["until"])
         if not self._accumulation_kept and self._plan is not None:
             self._accumulation_kept = keep_accumulation(self.run_.folder, self._plan["accumulate"])
-        for (replica, incarnation), number in list(self._next.items()):
-            while (part := self.store.get(metrics_key(replica, incarnation, number))) is not None:
-                for line in lines_of(part):
-                    self._show(read_metrics_line(line))
-                number += 1
-                self._next[(replica, incarnation)] = number  # at once: the store may not answer what follows
-                if self._kept:
-                    self.store.set(shown_key(replica, incarnation), str(number))
-                self.store.delete(metrics_key(replica, incarnation, number - 1))
+        for line in self._lives.news():
+            self._show(line)
         self.output.tick()
         if not self._stream_kept:
             mesh = self.config.mesh
@@ -328,6 +318,7 @@ class Driver:
         for joined in self._validations.due(self.seen, time.monotonic()):
             self._show(joined)
         self._compaction.look(self.seen, self._advance())
+        self._lives.tidy()
 
     def _show(self, line: MetricsLine) -> None:
         figures = self.program.description.figures

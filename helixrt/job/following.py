@@ -7,7 +7,7 @@ import threading
 from helixrt.errors import Fatal
 from helixrt.job.rank_context import RankContext
 from helixrt.observe.stamps import RankTimes
-from helixrt.replica.commands import Channel, Measured, RankReport
+from helixrt.replica.commands import Channel, Measured, RankReport, orders_channel, reports_channel
 from helixrt.replica.rank import RankWorker
 from helixrt.replica.rank_monitor import PublishedMonitor
 
@@ -18,9 +18,9 @@ class Following:
     def __init__(self, context: RankContext) -> None:
         life, patience_s = context.life, context.timeouts.step_s
         self._context = context
-        self._reports = Channel(context.store, f"reports/{life}/{context.group_rank}", patience_s)
+        self._reports = Channel(context.store, reports_channel(life, context.group_rank), patience_s)
         self._lock = threading.Lock()  # exchange, fetch and main threads all report
-        self._orders = Channel(context.store, f"orders/{life}", patience_s)
+        self._orders = Channel(context.store, orders_channel(life), patience_s)
         self._monitor: PublishedMonitor | None = None
 
     def begin(self, worker: RankWorker) -> None:

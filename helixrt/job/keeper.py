@@ -232,11 +232,24 @@ class Keeper:
             try:
                 self._linger()
             finally:
-                for file in (self._folder / FILE, self._folder / SECRET_FILE):
+                mine = [self._folder / FILE, self._folder / SECRET_FILE] if self._has_folder() else []
+                for file in mine:
                     file.unlink(missing_ok=True)
                 self._services.close()
-                (self._folder / STORE_FOLDER / JOURNAL).unlink(missing_ok=True)
+                if mine:
+                    (self._folder / STORE_FOLDER / JOURNAL).unlink(missing_ok=True)
                 self._lock.close()
+
+    def _has_folder(self) -> bool:
+        """Whether the run's files here are of this keeper. Where the file system has no locks, the run may have been resumed
+        already."""
+        try:
+            kept = json.loads((self._folder / FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError):
+            return False
+        return (kept.get("life"), kept.get("number")) == (self._order.life, self._order.number)
 
     def _round(self, launcher: Launcher) -> bool:
         """See what was ordered and what happened; False at the end. A store that is away is started again, and has everything

@@ -44,7 +44,7 @@ from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.protocol.step.machine import StepMachine
 from helixrt.protocol.step.quorum import Member
 from helixrt.record import Kind
-from helixrt.replica.commands import Channel, RankCommand, RankReport
+from helixrt.replica.commands import Channel, RankCommand, RankReport, orders_channel, reports_channel
 from helixrt.replica.contracts import Formed, RunStore
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
@@ -78,9 +78,9 @@ class Leading:
         self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
         self._said_silent = False  # of the coordination thread
         self._telling = threading.RLock()  # commands reach all ranks in one order
-        self._orders = Channel(store, f"orders/{context.life}", patience_s)
+        self._orders = Channel(store, orders_channel(context.life), patience_s)
         self._reports = [
-            Channel(store, f"reports/{context.life}/{rank}", patience_s) for rank in range(1, context.group_world_size)
+            Channel(store, reports_channel(context.life, rank), patience_s) for rank in range(1, context.group_world_size)
         ]
         holders = Holders(store, context.replica, context.spec.incarnation)
         holders.end_predecessors()

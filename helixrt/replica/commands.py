@@ -194,6 +194,22 @@ _PAUSE_S = 0.2  # before an unanswered store is asked again
 _KEPT = 256  # commands left in the store behind the newest: far more than any rank lags
 
 
+def orders_channel(life: str) -> str:
+    """The prefix of what the leader of this life orders."""
+    return f"orders/{life}"
+
+
+def reports_channel(life: str, rank: int) -> str:
+    """The prefix of what this rank of the life reports."""
+    return f"reports/{life}/{rank}"
+
+
+def traces_of(store: RunStore, prefix: str) -> list[str]:
+    """The keys that a channel whose writer is gone may have left in the store. Raises Retryable."""
+    newest = int(store.get(prefix) or 0)  # rounded down
+    return [f"{prefix}/{number}" for number in range(max(0, newest - _KEPT), newest + _KEPT)] + [prefix]
+
+
 class Channel:
     """Numbered messages of one writer through the run's store; many readers may follow.
 
@@ -221,6 +237,8 @@ class Channel:
                 self._store.put_if_absent(f"{self._prefix}/{self._next}", encode(message))
                 if self._next >= _KEPT:
                     self._store.delete(f"{self._prefix}/{self._next - _KEPT}")
+                if self._next and self._next % _KEPT == 0:
+                    self._store.set(self._prefix, str(self._next))  # see `traces_of`
                 break
             except Retryable:
                 if time.monotonic() >= deadline or self._closed.wait(_PAUSE_S):

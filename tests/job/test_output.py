@@ -210,4 +210,4 @@ def test_the_driver_asks_the_store_for_the_newest_lives_alone(ended_run: Driver)
     for incarnation in range(50):
         ended_run.specs(0, incarnation)
         ended_run._lived(LifeEvent(Happening.RUNNING, 0, incarnation, 0.0, ""))
-    assert list(ended_run._next) == [(0, 48), (0, 49)]
+    assert list(ended_run._lives.shown) == [(0, 48), (0, 49)]
