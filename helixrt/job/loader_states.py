@@ -6,7 +6,7 @@ result. `per_replica` keeps states here that are more than that.
 
 Keys: `loader/STREAM` lists the places of the newest states, oldest first; `loader/STREAM/EPOCH/OFFSET` is a state, as torch
 saves it, in base64. There is one writer, the living incarnation of the replica. With a folder the states are files there as
-well, for a run that is resumed: its store is a new one.
+well, for a run that is resumed: its store is a new one. A thread writes them, since a storage may take long to answer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from helixrt.replica.contracts import RunStore
 
 KEPT = 4  # newest states; a record is superseded by few steps, and loader states are many steps apart
 LIMIT_BYTES = 4 << 20  # of one state in the store
+FLUSH_S = 30.0
 
 Place = tuple[int, int]  # (epoch, batches of it that were read)
 
@@ -49,7 +51,10 @@ class LoaderStates:
         self._keep = keep
         self._folder = None if folder is None else folder / "streams" / stream.replace("/", ".")
         self._mine: dict[Place, bytes] = {}  # packed states of this process
-        self._said = False
+        self._said = self._said_unwritten = False
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: list[tuple[Place, str]] = []  # to be written into the folder, oldest first
+        self._writer: threading.Thread | None = None  # as long as there is something to write
 
     def put(self, place: Place, state: dict[str, Any]) -> None:
         """`state` continues at `place`; states of later places are given up. Kept are the newest states and that of the start
@@ -62,8 +67,7 @@ class LoaderStates:
         self._mine = {p: self._mine[p] for p in self._to_keep(self._mine, place[0])}
         encoded = base64.b64encode(content).decode()
         if self._folder is not None:
-            with suppress(OSError):
-                self._write(self._folder, place, encoded)
+            self._begin_to_write(place, encoded)
         if len(content) > LIMIT_BYTES:
             if self._folder is None:
                 self._cannot_publish(f"has {len(content)} bytes, more than {LIMIT_BYTES}")
@@ -90,6 +94,38 @@ class LoaderStates:
             if (text := self._store.get(self._key_of(found))) is not None:
                 return found[1], _unpack(base64.b64decode(text))
         return None
+
+    def flush(self, limit_s: float = FLUSH_S) -> None:
+        """Wait until the folder has all states, for so long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._writer is None, limit_s)
+
+    def _begin_to_write(self, place: Place, encoded: str) -> None:
+        with self._changed:
+            waiting = [(p, text) for p, text in self._waiting if p < place] + [(place, encoded)]
+            kept = self._to_keep((p for p, _ in waiting), place[0])
+            self._waiting = [each for each in waiting if each[0] in kept]
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_all, name="helixrt-loader-states", daemon=True)
+                self._writer.start()
+
+    def _write_all(self) -> None:
+        assert self._folder is not None
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._writer = None
+                    self._changed.notify_all()
+                    return
+                place, encoded = self._waiting.pop(0)
+            try:
+                self._write(self._folder, place, encoded)
+            except OSError as error:
+                if not self._said_unwritten:
+                    self._say(f"the state of {self._what} could not be written to {self._folder}: {error}; the store has it")
+                self._said_unwritten = True
+            else:
+                self._said_unwritten = False
 
     def _cannot_publish(self, why: str) -> None:
         if not self._said:

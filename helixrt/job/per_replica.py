@@ -75,14 +75,12 @@ class PerReplicaState:
         step)."""
         if self._things and position is not None and position not in self._kept:
             self._kept = {position: self._read()}
-            self._saved.put((0, position), self._kept[position])
-            self._publish(position)
+            self._publish_last(position)
 
     def left(self, position: int) -> None:
         """This replica leaves, and the work that was begun at this position was dropped: what it began with is published."""
         if self._things and position in self._kept:
-            self._saved.put((0, position), self._kept[position])
-            self._publish(position)
+            self._publish_last(position)
 
     def _find(self, position: int) -> None:
         each = [states.newest((0, position)) for states in (self._states, self._saved)]
@@ -92,6 +90,17 @@ class PerReplicaState:
             return
         self._restore(found[1])
         self._say(f"per-replica state: that of batch {found[0]} is taken, for batch {position}")
+
+    def _publish_last(self, position: int) -> None:
+        """Before this process ends: it is in the folder, too."""
+        self._saved.put((0, position), self._kept[position])
+        self._publish(position)
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until the run's folder has what was published, or for `FLUSH_S` each."""
+        self._saved.flush()
+        self._states.flush()
 
     def _publish(self, position: int) -> None:
         self._states.put((0, position), self._kept[position])

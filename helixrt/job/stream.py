@@ -159,6 +159,7 @@ class Stream:
 
     def close(self) -> None:
         """Give up the iterator, and with it the loader's workers. Idempotent."""
+        self._states.flush()
         self._iterator = None
         self._kept.clear()
 

@@ -66,6 +66,7 @@ def test_a_replica_that_starts_again_takes_the_newest_state_at_or_before_its_pos
     for step in range(1, 38):
         own.begin(step - 1, step)
         count.seen += 1
+    own.flush()
     said: list[str] = []
     again = Count()
     made(again, store if kept == "store" else MemoryRunStore(), folder, said).begin(37, 38)
@@ -82,6 +83,7 @@ def test_the_state_of_a_checkpoint_is_kept_exactly(tmp_path: Path) -> None:
     for step in range(1, 14):  # checkpoints of steps 5 and 10; two batches a step
         own.begin(2 * (step - 1), step)
         count.seen += 2
+    own.flush()
     for position in (20, 10):  # a process that begins at 10 gives up what comes later
         again = Count()
         made(again, MemoryRunStore(), tmp_path, []).begin(position, position // 2 + 1)
@@ -96,6 +98,7 @@ def test_the_state_of_a_checkpoint_outlives_many_published_after_it(kept: str, t
     for step in range(1, 100):
         own.begin(step - 1, step)
         count.seen += 1
+    own.flush()
     for position in (80, 60, 40):
         again, said = Count(), list[str]()
         made(again, store if kept == "store" else MemoryRunStore(), folder, said).begin(position, position + 1)
@@ -160,6 +163,7 @@ def test_a_step_back_gives_up_the_states_after_it(tmp_path: Path) -> None:
     for step in range(1, 10):
         own.begin(step - 1, step)
         count.seen += 1
+    own.flush()
     later, said = Count(), list[str]()
     resumed = made(later, MemoryRunStore(), tmp_path, said, every=2)
     resumed.begin(4, 5)
@@ -167,6 +171,7 @@ def test_a_step_back_gives_up_the_states_after_it(tmp_path: Path) -> None:
     later.seen += 100
     resumed.begin(5, 6)
     resumed.begin(6, 7)
+    resumed.flush()
     newest = Count()
     made(newest, MemoryRunStore(), tmp_path, said).begin(8, 9)
     assert int(newest.seen) == 104

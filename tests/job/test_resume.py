@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
+from helixrt.job import loader_states
 from helixrt.job.config import MeshConfig, OutputConfig
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.resume import keep_accumulation, keep_stream, restore_accumulation, restore_stream, run_to_resume, saved_run
@@ -170,6 +173,7 @@ def test_states_in_the_folder_outlive_the_store(tmp_path: Path) -> None:
     states = LoaderStates(MemoryRunStore(), "0/0", print, tmp_path)
     for offset in range(0, 100, 10):
         states.put((1, offset), {"at": offset})
+    states.flush()
     fresh = LoaderStates(MemoryRunStore(), "0/0", print, tmp_path)
     assert fresh.newest((1, 95)) == (90, {"at": 90}) and fresh.newest((1, 75)) == (70, {"at": 70})
     assert fresh.newest((1, 9)) == (0, {"at": 0}) and fresh.newest((0, 50)) is None and fresh.newest((2, 50)) is None
@@ -177,6 +181,7 @@ def test_states_in_the_folder_outlive_the_store(tmp_path: Path) -> None:
     newest.write_text("no base64")
     assert fresh.newest((1, 95)) == (80, {"at": 80}), "a damaged one is passed over"
     fresh.put((1, 72), {"at": 72})
+    fresh.flush()
     assert sorted(p.name for p in (tmp_path / "streams" / "0.0").iterdir()) == ["1_0", "1_60", "1_70", "1_72"]
 
 
@@ -195,3 +200,31 @@ def test_a_run_is_not_resumed_with_another_accumulation_where_the_epoch_never_en
     with pytest.raises(ConfigError, match="accumulate=4: is 2 in the streams that began first, or in the run that is resumed"):
         Stream(Endless(), StreamSettings(0, 4), again)
     assert list(Stream(Endless(), StreamSettings(0, 2), again).take(2)) == [2, 3]
+
+
+def test_training_goes_on_while_the_folder_of_states_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hung file server, which refuses then; the store has the states meanwhile."""
+    go, said, store = threading.Event(), list[str](), MemoryRunStore()
+    write, hangs = loader_states.write_durably, [True]
+
+    def hung(path: Path, text: str) -> None:
+        assert go.wait(20.0)
+        if hangs:
+            raise OSError(errno.ESTALE, "stale file handle")
+        write(path, text)
+
+    monkeypatch.setattr(loader_states, "write_durably", hung)
+    states = LoaderStates(store, "0/0", said.append, tmp_path)
+    for offset in range(0, 1000, 10):
+        states.put((1, offset), {"at": offset})
+    assert LoaderStates(store, "0/0", print).newest((1, 995)) == (990, {"at": 990})
+    assert len(states._waiting) <= loader_states.KEPT + 1, "of those that wait the newest"
+    go.set()
+    states.flush()
+    assert len(said) == 1 and "could not be written" in said[0] and "stale file handle" in said[0]
+    hangs.clear()
+    states.put((1, 1000), {"at": 1000})
+    states.flush()
+    assert LoaderStates(MemoryRunStore(), "0/0", print, tmp_path).newest((1, 1005)) == (1000, {"at": 1000})
