@@ -71,10 +71,10 @@ def _prepare_process(settings: SessionSettings, device: torch.device) -> None:
         keep_host_collectives_unbuilt()
 
 
-def wrap_calls(engine: Any, step_of: Callable[[], Step | None]) -> None:
+def wrap_calls(engine: Any, step_of: Callable[[], Step[Any] | None]) -> None:
     """Have `engine.backward` and `engine.step` of the user's loop act on the session's step."""
 
-    def current(call: str) -> Step:
+    def current(call: str) -> Step[Any]:
         step = step_of()
         if step is None:
             raise MisuseError(f"engine.{call} was called outside the loop over session.steps")

@@ -82,7 +82,7 @@ def _kind(thing: Any) -> str:
 class _Turn:
     """The micro-batch that the loop is in: what it has called so far."""
 
-    step: Step
+    step: Step[Any]
     last: bool  # of its step
     optimizers: set[int] = field(default_factory=set)  # that were stepped
     schedulers: set[int] = field(default_factory=set)

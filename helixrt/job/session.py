@@ -19,17 +19,18 @@ in the user's thread, and it yields only what this replica has to compute.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from helixrt.engines.deepspeed import DeepSpeedEngine
 from helixrt.engines.pipeline import PipelineEngine
-from helixrt.engines.registered import Registered
+from helixrt.engines.registered import Registered, Stateful
 from helixrt.engines.staged import StagedModel, Stages
 from helixrt.engines.tensor_plan import TensorPlan
 from helixrt.engines.update import UpdateFunction
@@ -45,9 +46,10 @@ from helixrt.job.rank_place import RankPlace
 from helixrt.job.sampler import StreamSampler, stream_sampler
 from helixrt.job.scalars import scalars
 from helixrt.job.session_host import Host, Plan, SessionSettings
-from helixrt.job.step import Committed, SessionEngine, Step
+from helixrt.job.step import Batch, Committed, SessionEngine, Step
 from helixrt.job.stream import Stream, StreamSettings
 from helixrt.replica.commands import Evaluate
+from helixrt.replica.contracts import Number
 
 if TYPE_CHECKING:
     from helixrt.engines.captured import CapturedModel
@@ -64,15 +66,15 @@ class Session(RankPlace):
         self._placement = Placement(settings, host)
         super().__init__(settings, host, self._placement.device)
         self._engine: SessionEngine | None = None
-        self._per_replica: Mapping[str, Any] = {}
+        self._per_replica: Mapping[str, Stateful] = {}
         self._evaluation: Evaluation | None = None
-        self._step: Step | None = None  # the newest
+        self._step: Step[Any] | None = None  # the newest
         self._last: Committed | None = None  # of the step before it
         self._began = self._ended = False
         self.departed: Departed | None = None  # with what the loop was ended because the replica leaves the run
 
     @property
-    def step(self) -> Step | None:
+    def step(self) -> Step[Any] | None:
         """The step that the loop is in, or was in last."""
         return self._step
 
@@ -150,13 +152,13 @@ class Session(RankPlace):
         self,
         model: nn.Module | Mapping[str, nn.Module],
         optimizers: Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer] = (),
-        schedulers: Sequence[Any] | Mapping[str, Any] = (),
+        schedulers: Sequence[LRScheduler] | Mapping[str, LRScheduler] = (),
         *,
         clip_norm: float | None = None,
-        scaler: Any = None,
-        extra: Mapping[str, Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        extra: Mapping[str, Stateful] | None = None,
         running_buffers: Sequence[str] = (),
-        per_replica: Mapping[str, Any] | None = None,
+        per_replica: Mapping[str, Stateful] | None = None,
     ) -> None:
         """Register what is trained: all objects that the update changes. They are equal on all replicas, bit for bit.
 
@@ -185,7 +187,7 @@ class Session(RankPlace):
         self._engine = self._placement.engine(registered, model)
 
     def deepspeed(
-        self, engine: Any, *, running_buffers: Sequence[str] = (), per_replica: Mapping[str, Any] | None = None
+        self, engine: Any, *, running_buffers: Sequence[str] = (), per_replica: Mapping[str, Stateful] | None = None
     ) -> Any:
         """Train with a DeepSpeed engine in each replica, in place of `parallelize` and `register`; gives the engine back.
 
@@ -223,7 +225,7 @@ class Session(RankPlace):
         given = self.settings
         return stream_sampler(data, self.streams, self.stream, shuffle=shuffle, seed=given.seed, deals=given.deals)
 
-    def evaluate(self, function: Callable[[], Any], *, every: int) -> None:
+    def evaluate(self, function: Callable[[], Number | Mapping[str, Number]], *, every: int) -> None:
         """Run `function()` after every `every` updates and after the last one, on all ranks of one replica, between two steps,
         without gradients. What it returns, a number or a mapping of names to numbers, is averaged over these ranks and logged
         as validation. It must leave registered state as it is; running buffers and the modules' training mode are put back
@@ -249,7 +251,7 @@ class Session(RankPlace):
 
     # ---------------------------------------------------------------- the loop
 
-    def steps(self, loader: Any, *, until: int, accumulate: int = 1) -> Iterator[Step]:
+    def steps(self, loader: Iterable[Batch], *, until: int, accumulate: int = 1) -> Iterator[Step[Batch]]:
         """The steps that this replica has to compute, up to update number `until` of the run; `accumulate` micro-batches each.
 
         `loader`: any iterable of micro-batches that begins anew each time, in a reproducible order; it is begun again at its
@@ -317,7 +319,7 @@ class Session(RankPlace):
         """
         return prepare(self, things, until=until, accumulate=accumulate, clip_norm=clip_norm)
 
-    def log(self, values: Mapping[str, Any]) -> None:
+    def log(self, values: Mapping[str, Number]) -> None:
         """Record figures of the step that was committed last: numbers, or tensors with one element, which are read here. Of a
         step that was not committed nothing is recorded."""
         done = self._committed("session.log")

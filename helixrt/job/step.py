@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -57,11 +57,14 @@ class Committed:
     loss: Number = math.nan
 
 
-class Step:
+Batch = TypeVar("Batch")
+
+
+class Step(Generic[Batch]):
     """Iterate over it for the micro-batches, call `backward` once in each, then `commit`. Made by `Session.steps`."""
 
     def __init__(
-        self, engine: SessionEngine, worker: Worker, order: WorkOrder, batches: Iterator[Any], accumulate: int
+        self, engine: SessionEngine, worker: Worker, order: WorkOrder, batches: Iterator[Batch], accumulate: int
     ) -> None:
         self._engine, self._worker, self._order = engine, worker, order
         self._batches, self._accumulate = batches, accumulate
@@ -89,12 +92,12 @@ class Step:
         """What `commit` returned, if it was called."""
         return self._committed
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         if self._yielded:
             raise MisuseError(f"the micro-batches of step {self.number} were iterated over before; do it once in each step")
         return self._micro_batches()
 
-    def _micro_batches(self) -> Iterator[Any]:
+    def _micro_batches(self) -> Iterator[Batch]:
         for offset in range(self._accumulate):
             self._not_after_commit("its micro-batches were iterated over")
             batch = next(self._batches)
