@@ -3,7 +3,7 @@
 # make docs    the documentation, in build/docs
 #
 # ARGS goes to the command behind a target: make train ARGS="steps=60", make test ARGS="-k lineage",
-# make test-slow ARGS="--seeds 20000".
+# make test-slow ARGS="--whole --seeds 20000".
 # PIP_ARGS goes to pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu".
 
 SHELL := /bin/bash

@@ -38,6 +38,7 @@ settings.register_profile(  # tests never assert time; where CI is set, Hypothes
 settings.load_profile("helixrt")
 
 RunStages = Callable[..., list[Any]]
+GRID_PARTS = 3  # a run of the slow tests draws one of so many cells of each grid
 LONGEST_S = 500  # of one test; at pyproject's faulthandler_timeout the whole run is ended
 
 
@@ -62,6 +63,7 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="all that this run draws at random follows from this number; new by default")
     parser.addoption("--seeds", type=int, default=1_250, help="seeds of each simulated world in the slow tests")
+    parser.addoption("--whole", action="store_true", help="all cells of the tests marked grid, not the third that is drawn")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -85,6 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     compute. Tests that need Ray come late, because its head then runs to the end and uses processor time. They do not come
     last, because one worker runs all of them, and the others need work meanwhile.
     """
+    _draw(config, items)
     for item in items:
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
@@ -97,6 +100,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [*parts["rdma"], *parts["vm"], *rest[:late], *parts["ray"], *rest[late:]]
     else:
         items[:] = [*rest, *parts["rdma"], *parts["vm"], *parts["ray"]]
+
+
+def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked grid a third, another one with each seed of a run; all with `--whole`, or where tests are named."""
+    if config.option.whole or any("::" in argument for argument in config.args):
+        return
+    grids = [item for item in items if item.get_closest_marker("grid") is not None]
+    left_out = [item for item in grids if zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()) % GRID_PARTS]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def group_of(item: pytest.Item) -> str:
@@ -118,7 +133,8 @@ def node_of(item: pytest.Item) -> str:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed of this run: {config.option.seed} (the same numbers again: --seed {config.option.seed})"
+    drawn = "" if config.option.whole else f"; of grids one cell of {GRID_PARTS} is drawn (all: --whole)"
+    return f"seed of this run: {config.option.seed} (the same numbers again: --seed {config.option.seed}){drawn}"
 
 
 @pytest.hookimpl(wrapper=True)

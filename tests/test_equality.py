@@ -230,17 +230,21 @@ def test_two_ranks(name: str, two_ranks: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("name", names(EVERY, alone=True))
 def test_one_rank_all(name: str) -> None:
     check_many(name)
 
 
 @pytest.fixture(scope="module")
-def two_ranks_all(ask_ranks: Any) -> Any:
-    return ask_ranks(check_many, names(EVERY, alone=False))
+def two_ranks_all(ask_ranks: Any, request: pytest.FixtureRequest) -> Any:
+    """Of the cases that this run has drawn."""
+    drawn = [item for item in request.session.items if getattr(item, "function", None) is test_two_ranks_all]
+    return ask_ranks(check_many, [item.callspec.params["name"] for item in drawn])  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", names(EVERY, alone=False))
 def test_two_ranks_all(name: str, two_ranks_all: Any) -> None:

@@ -55,7 +55,7 @@ def run(project: Path, *arguments: str) -> tuple[str, dict[str, int]]:
 
 def test_each_run_draws_a_new_seed_and_replays_with_one_flag(project: Path) -> None:
     said, drawn = run(project)
-    (told,) = re.findall(r"^seed of this run: (\d+) \(.*--seed \1\)$", said, re.MULTILINE)
+    (told,) = re.findall(r"^seed of this run: (\d+) \(.*--seed \1\)", said, re.MULTILINE)
     assert len(drawn) == len({*drawn.values()}) == 3, "each test has a seed of its own"
     replays = re.findall("replay: (.*)", said)
     assert replays == [f"pytest 'test_it.py::test_one[1]' --seed {told}", f"pytest test_it.py::test_it --seed {told}"]
@@ -64,3 +64,29 @@ def test_each_run_draws_a_new_seed_and_replays_with_one_flag(project: Path) -> N
     assert again == {name: number for name, number in drawn.items() if name != "one-0"}, "alone as among others"
     _, other = run(project)
     assert not {*other.values()} & {*drawn.values()}
+
+
+GRID = """
+import pytest
+
+@pytest.mark.grid
+@pytest.mark.parametrize("cell", range(90))
+def test_cell(cell):
+    print(f"cell-{cell} drew {cell}")
+
+def test_that_fails():
+    assert False
+"""
+
+
+def test_of_a_grid_each_run_draws_other_cells_and_all_of_them_when_asked(project: Path) -> None:
+    (project / "test_it.py").write_text(GRID)
+    said, some = run(project, "--seed", "1")
+    assert "of grids one cell of 3 is drawn (all: --whole)" in said and 10 < len(some) < 60
+    _, again = run(project, "--seed", "1")
+    _, other = run(project, "--seed", "2")
+    assert again == some and other.keys() != some.keys()
+    _, whole = run(project, "--whole")
+    assert len(whole) == 90
+    _, named = run(project, "test_it.py::test_cell", "test_it.py::test_that_fails")
+    assert len(named) == 90, "what is named is run"

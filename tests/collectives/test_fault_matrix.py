@@ -55,7 +55,7 @@ def owner() -> Iterator[RankProcesses]:
 
 def _parameters() -> Iterator[object]:
     for cell in ALL_CELLS:
-        marks = [] if cell in EVERY_TIME else [pytest.mark.slow]
+        marks = [] if cell in EVERY_TIME else [pytest.mark.slow, pytest.mark.grid]
         if cell.fault is Fault.HALF_OPEN:
             marks.append(pytest.mark.netns)
         yield pytest.param(cell, id=str(cell).replace(", ", "-").replace(" ", "_"), marks=marks)

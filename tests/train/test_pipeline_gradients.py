@@ -157,6 +157,7 @@ def test_graphs_give_the_single_process_models_gradients(
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_of_every_combination(run_stages: Any, policy: str) -> None:
     for stages in (1, 2, 4):
@@ -165,6 +166,7 @@ def test_gradients_of_every_combination(run_stages: Any, policy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", MODELS, ids=["gpt", "gpt-tied", "llama", "llama-tied"])
 @pytest.mark.parametrize("stages", [1, 2, 4])

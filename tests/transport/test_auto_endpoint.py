@@ -33,6 +33,7 @@ def mixed(secret: bytes, heartbeat_s: float | None) -> Endpoint:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 class TestMixedTransports(EndpointConformance):
     make = staticmethod(mixed)
 

@@ -58,6 +58,7 @@ class TestReadDirectly(EndpointConformance, StopConformance):
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 class TestThroughTheRing(EndpointConformance):
     make = staticmethod(through_the_ring)
 

@@ -53,6 +53,7 @@ class TestTcpEndpoint(EndpointConformance):
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 class TestTcpEndpointOverThreeRails(TrafficConformance):
     make = staticmethod(tcp_three_rails)
 

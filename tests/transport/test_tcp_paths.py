@@ -37,11 +37,13 @@ def calm(secret: bytes, heartbeat_s: float | None) -> Endpoint:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 class TestTcpEndpointThatHopsAllTheTime(TrafficConformance):
     make = staticmethod(restless)
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 class TestTcpEndpointWithPaths(TrafficConformance):
     make = staticmethod(calm)
 

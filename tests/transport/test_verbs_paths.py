@@ -197,6 +197,7 @@ def restless(secret: bytes, heartbeat_s: float | None) -> Endpoint:
 
 
 @pytest.mark.slow
+@pytest.mark.grid
 class TestVerbsEndpointThatHopsAllTheTime(TrafficConformance):
     make = staticmethod(restless)
 
