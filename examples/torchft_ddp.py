@@ -28,7 +28,7 @@ from helixrt.collectives import ProcessGroupHelix
 KINDS = ("helix", "gloo")
 
 
-def train(kind: str, group: int, steps: int, lighthouse: str, folder: Path) -> None:
+def train(kind: str, group: int, steps: int, lighthouse: str, folder: Path, together: object = None) -> None:
     """torchft's loop. Each committed step is a line of a file: its number and the time."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torch.manual_seed(0)
@@ -60,6 +60,8 @@ def train(kind: str, group: int, steps: int, lighthouse: str, folder: Path) -> N
     sampler = DistributedSampler(data, replica_rank=group, num_replica_groups=2, group_rank=0, num_replicas=1)
     loader = StatefulDataLoader(data, batch_size=8, sampler=sampler)
     wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, optim)
+    if together is not None:
+        together.wait()  # else the first group may be through before the second one has started
     with open(folder / f"{kind}-group{group}.txt", "a", buffering=1) as lines:
         while manager.current_step() < steps:
             for batch, target in loader:
@@ -86,7 +88,8 @@ def stall(kind: str, steps: int, folder: Path) -> str:
     context = multiprocessing.get_context("forkserver")  # processes start from one that has imported everything
     context.set_forkserver_preload(["__main__"])
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=200, heartbeat_timeout_ms=1000)
-    groups = [context.Process(target=train, args=(kind, g, steps, lighthouse.address(), folder)) for g in range(2)]
+    together = context.Barrier(2)
+    groups = [context.Process(target=train, args=(kind, g, steps, lighthouse.address(), folder, together)) for g in range(2)]
     for each in groups:
         each.start()
     files = [folder / f"{kind}-group{group}.txt" for group in range(2)]

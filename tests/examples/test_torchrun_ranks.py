@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,16 +36,23 @@ def torchrun(folder: Path, replica: int, told: dict[str, str], script: Path, *ar
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=mine)
 
 
-def run(folder: Path, axis: str, script: Path, *arguments: object) -> None:
-    """Two replicas whose ranks are along this axis of the mesh, each under a torchrun. All must end well."""
+def run(folder: Path, axis: str, script: Path, *arguments: object, options: Sequence[str] = ()) -> None:
+    """Two replicas whose ranks are along this axis of the mesh, each under a torchrun. All must end well. `options`: of the
+    server."""
     serve = [sys.executable, "-m", "helixrt.cli", "serve", "--replicas", str(REPLICAS), axis, str(RANKS)]
-    serve += ["--storage", str(folder), "--step-timeout-s", "240"]
+    serve += ["--storage", str(folder), "--step-timeout-s", "240", *options]
     server = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     replicas: list[subprocess.Popen[str]] = []
     try:
         told = variables(server)
         replicas += [torchrun(folder, replica, told, script, *arguments) for replica in range(REPLICAS)]
-        said, _ = server.communicate(timeout=LIMIT_S)
+        deadline = time.monotonic() + LIMIT_S
+        while server.poll() is None and not any(replica.poll() for replica in replicas):
+            assert time.monotonic() < deadline, "the run does not end"
+            time.sleep(0.1)
+        if any(replica.poll() for replica in replicas):  # nobody would start it again
+            server.terminate()
+        said, _ = server.communicate(timeout=60)
         codes = [replica.wait(60) for replica in replicas]
     finally:
         for process in (server, *replicas):
@@ -85,5 +94,5 @@ def test_a_replica_whose_rank_is_killed_is_started_again_whole_by_torchrun(tmp_p
 @pytest.mark.slow  # as above, without transformers
 @pytest.mark.timeout(500)
 def test_a_pipeline_whose_stage_is_killed_is_started_again_whole_by_torchrun(tmp_path: Path) -> None:
-    run(tmp_path, "--pp", STAGED, tmp_path, RANKS)
+    run(tmp_path, "--pp", STAGED, tmp_path, RANKS, options=("--checkpoint-every", "5"))
     check_lineage((tmp_path / "latest").resolve(), 60, 1, again=1)

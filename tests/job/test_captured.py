@@ -353,20 +353,6 @@ def test_a_model_whose_order_changes_every_step_has_the_same_bits(run_stages: An
         assert state.keys() == state_.keys() and all(torch.equal(value, state_[name]) for name, value in state.items())
 
 
-@pytest.mark.slow
-def test_dropout_is_the_same_for_every_number_of_stages(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "dropout", (lambda: gpt2(0.1), lambda: None, text))
-    whole, *others = (over_stages(run_stages, stages, "dropout")[0] for stages in (1, 2, 4))
-    ((expected, figures),) = whole
-    _, without, _ = plain(gpt2(), None, text())
-    assert figures[0][0] != pytest.approx(without[0][0], rel=1e-6)  # something was dropped
-    for found in others:
-        for state, told in found:
-            assert told == [(pytest.approx(a, rel=1e-12), pytest.approx(b, rel=1e-12)) for a, b in figures]
-            for name, value in state.items():
-                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-14)
-
-
 def test_dropped_work_is_done_again_with_the_same_result() -> None:
     calm, disturbed = (trained(StageHost(dropped=dropped), perceptron(), mse_loss, vectors()) for dropped in (set(), {2, 3}))
     assert calm[1] == disturbed[1] and all(torch.equal(calm[0][name], disturbed[0][name]) for name in calm[0])
