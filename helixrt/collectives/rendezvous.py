@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ _LEAST_S = 0.01  # of a store's own limits
 _GRACE_S = 0.25  # for a wait in the store that ends by itself at the deadline, with a better message than a time-out
 _MOST_LOOKS_PER_S = 5000.0  # of all ranks that wait, at the store
 _ADDRESSES = "addresses"
+_FORGET_S = 1.0
 _GENERATION, _LENGTH = struct.Struct("<q"), struct.Struct("<I")
 
 
@@ -90,9 +92,10 @@ def all_connected(store: dist.Store, rank: int, size: int, deadline: Deadline, a
 
 def forget_addresses(store: dist.Store, rank: int) -> None:
     """After `meet`, once this rank knows that all others are connected, and so have read them: else the store of a long run
-    would grow with each group."""
+    would grow with each group. A store that does not answer soon keeps them."""
     if rank == 0:
-        store.delete_key(_ADDRESSES)
+        with suppress(StoreSilent, RuntimeError):  # RuntimeError: torch's errors of a store
+            in_time(lambda: store.delete_key(_ADDRESSES), Deadline(_FORGET_S))
 
 
 def _gathered(

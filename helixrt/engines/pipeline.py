@@ -273,7 +273,7 @@ class PipelineEngine(BatchEngine):
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs, targets = self._microbatches(batch, program.schedule.microbatches)
         pass_, factor = self._passes, None if items is None else 1.0
-        with autocast_pass(self._autocast, self._buckets.flat[0].device):
+        with autocast_pass(self._autocast, "cpu"):  # as stages are
             losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor)
         if self._sharded is not None:
             self._sharded.end_pass()

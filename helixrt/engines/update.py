@@ -172,8 +172,9 @@ def default_update(
         if scaler is not None and overflowed:
             lower_scale(scaler)
         return 0.0
-    if scaler is not None:  # it asserts that an optimizer has gradients; one that has none is not stepped without it either
-        optimizers = [optimizer for optimizer in optimizers if _has_gradient(optimizer)]
+    if scaler is not None:
+        if scaler.is_enabled():  # it asserts that an optimizer has gradients
+            optimizers = [optimizer for optimizer in optimizers if _has_gradient(optimizer)]
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
     norm = gradient_norm(parameters, None, group, tensor)

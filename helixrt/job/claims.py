@@ -54,10 +54,13 @@ class Claim:
 
     def _lead(self) -> int | None:
         replica = self._place.replica
-        if self.incarnation is None or self._store.get(ended_key(replica, self.incarnation)) is not None:
+        # Read before the successor's claim: the server ends an incarnation also because another has begun in its place.
+        ended = self.incarnation is not None and self._store.get(ended_key(replica, self.incarnation)) is not None
+        if self.incarnation is not None:
+            if (successor := self._store.get(claim_key(replica, self.incarnation + 1))) is not None:
+                raise Retryable(f"{claimant(successor)} has begun in place of this process")
+        if self.incarnation is None or ended:
             self.incarnation = self._claim()
-        if (successor := self._store.get(claim_key(replica, self.incarnation + 1))) is not None:
-            raise Retryable(f"{claimant(successor)} has begun in place of this process")
         members = [self._who, *(self._seat(rank) for rank in range(1, self._place.ranks))]
         if None in members:
             return None

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from helixrt.errors import HelixError, Retryable, StartAgain
 from helixrt.job.leaving import LEAVE_S
-from helixrt.job.policies import RELOAD_EXIT
+from helixrt.job.policies import LEFT_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
@@ -72,13 +72,17 @@ class GroupWatch:
         """Why this rank is to end; "" if it is not. Raises Retryable without the store."""
         if self._store.get(EXIT_KEY) is not None or not self._others:
             return ""  # a replica of one rank sees at its quorums that it has ended
+        codes = {other: json.loads(said)["code"] for other in self._others if (said := self._exit_of(other)) is not None}
         ended = self._store.get(ended_key(*self._life)) is not None
-        if ended and self._is_leaving():
+        if (ended or LEFT_EXIT in codes.values()) and self._is_leaving():
             return ""
-        for other in self._others:
-            if (said := self._store.get(exit_key(*self._life, other))) is not None and json.loads(said)["code"] != 0:
-                return f"rank {other} of this replica has ended: {json.loads(said)['why']}"
+        for other, code in codes.items():
+            if code != 0:
+                return f"rank {other} of this replica has ended: {json.loads(self._exit_of(other) or '{}').get('why', '')}"
         return "this incarnation of the replica has ended" if ended else ""
+
+    def _exit_of(self, rank: int) -> str | None:
+        return self._store.get(exit_key(*self._life, rank))
 
     def _is_leaving(self) -> bool:
         """Of a replica that has ended: by itself, as it was asked to, and a short time ago."""

@@ -58,7 +58,7 @@ from helixrt.replica.contracts import Launcher, RankExit, RunStore
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store_client import DurableRunStore
 from helixrt.replica.store_file import FILE as JOURNAL
-from helixrt.replica.telling import tell
+from helixrt.replica.telling import flush_all, tell
 
 FILE = "keeper.json"  # in the run's folder while the run has a keeper
 LOCK_FILE = "keeper.lock"  # there: locked by the keeper as long as it lives
@@ -121,6 +121,7 @@ class Progress:
 
     def __init__(self, now: float) -> None:
         self.alive_s = now  # when the driver last said so
+        self._round_s = now  # when it was last looked
         self._step = self._first = 0
         self._mark_s, self._longest_s = now, 0.0
 
@@ -132,9 +133,22 @@ class Progress:
         """A new record of this step stands."""
         self._step, self._longest_s, self._mark_s = step, max(self._longest_s, now - self._mark_s), now
 
-    def not_observed(self, seconds: float) -> None:
-        """For so long it was not to be seen whether a driver is there: the store was away, or this process was suspended."""
-        self.alive_s += seconds
+    def begin_round(self, now: float) -> None:
+        """It is looked whether a driver is there. Where the last look was long ago, this process was suspended, and the driver
+        with it perhaps: that time is nobody's absence."""
+        if now - self._round_s > _MOST_ROUND_S:
+            self.alive_s += now - self._round_s - _MOST_ROUND_S
+        self._round_s = now
+
+    def lost_round(self, now: float) -> None:
+        """The store did not answer in this round: neither is this time anybody's absence."""
+        self.alive_s += now - self._round_s
+        self._round_s = now
+
+    @property
+    def alone_s(self) -> float:
+        """For how long no driver has been there, up to the begin of this round."""
+        return self._round_s - self.alive_s
 
     def unattended(self, now: float) -> Unattended:
         return Unattended(self._first, round(max(self._longest_s, now - self._mark_s), 3))
@@ -164,7 +178,6 @@ class Keeper:
         self._replicas: dict[int, bool] = {}  # that were started -> whether it was told that they wait
         self._alive, self._entries, self._told_s = "", 0, clock()
         self._progress = Progress(clock())
-        self._round_s = clock()  # when the newest round began
         if before is not None:
             self._take_over()
 
@@ -245,8 +258,6 @@ class Keeper:
         already."""
         try:
             kept = json.loads((self._folder / FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return True
         except (OSError, ValueError):
             return False
         return (kept.get("life"), kept.get("number")) == (self._order.life, self._order.number)
@@ -255,9 +266,7 @@ class Keeper:
         """See what was ordered and what happened; False at the end. A store that is away is started again, and has everything
         then; the time without it is nobody's absence."""
         begun = self._clock()
-        if begun - self._round_s > _MOST_ROUND_S:  # this process was suspended, and the driver with it perhaps
-            self._progress.not_observed(begun - self._round_s)
-        self._round_s = begun
+        self._progress.begin_round(begun)
         self._services.look()
         self._untold += launcher.poll()
         try:
@@ -267,7 +276,7 @@ class Keeper:
             self._tell_waiting(launcher)
             self._tell_progress()
         except Retryable:
-            self._progress.not_observed(self._clock() - begun)
+            self._progress.lost_round(self._clock())
         return True
 
     def _linger(self) -> None:
@@ -275,6 +284,7 @@ class Keeper:
         until = self._clock() + LINGER_S
         closed = False
         while self._clock() < until:
+            self._progress.begin_round(self._clock())
             try:
                 self._services.look()
                 if not closed:
@@ -338,7 +348,7 @@ class Keeper:
             self._alive = alive
             self._store.delete(UNATTENDED_KEY)
             self._progress.driver_lives(self._clock())
-        alone = self._clock() - self._progress.alive_s >= limit_s
+        alone = self._progress.alone_s >= limit_s
         if alone:
             tell(f"no driver has been there for {limit_s:g} s: the run's processes end", sys.stdout)
         return alone
@@ -370,5 +380,5 @@ def keep_plain(raw: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     keep(KeeperOrder.from_plain(json.loads(sys.stdin.read())))
-    sys.stdout.flush()
+    flush_all()
     os._exit(0)  # threads of torch and of servers must not keep it

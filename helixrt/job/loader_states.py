@@ -120,7 +120,7 @@ class LoaderStates:
                 place, encoded = self._waiting.pop(0)
             try:
                 self._write(self._folder, place, encoded)
-            except OSError as error:
+            except Exception as error:  # of the storage, or of a file that is none of these
                 if not self._said_unwritten:
                     self._say(f"the state of {self._what} could not be written to {self._folder}: {error}; the store has it")
                 self._said_unwritten = True

@@ -29,6 +29,7 @@ from helixrt.replica.orphan import PARENT_VARIABLE, command
 from helixrt.replica.rank_log import describe_code, last_error, log_name, rank_label
 
 _NO_RESOURCES = (errno.EAGAIN, errno.ENOMEM)  # of a fork: too many processes, or too little memory
+_LASTING_S = 600.0
 log = logging.getLogger(__name__)
 
 
@@ -66,7 +67,7 @@ class LocalLauncher(Launcher):
         self._waiting: dict[tuple[Coordinate, int], RankSpec] = {}  # the system gave no process yet
         self._groups: set[int] = set()  # of ranks that have ended, with children of theirs that this process has adopted
         self._has_started = False  # any rank
-        self._refused = ""  # why the system refuses to start one now
+        self._refused_s: float | None = None  # since when the system refuses to start one
         self._closed = False
         log_folder.mkdir(parents=True, exist_ok=True)
         if warm:
@@ -83,19 +84,20 @@ class LocalLauncher(Launcher):
 
     def _start_waiting(self) -> None:
         """Start what waits, as far as the system has processes and memory for it, and the log's file system takes a file. Once
-        a rank was started, no other error of the system is taken to be lasting either: the ranks that live go on."""
+        a rank was started, another error of the system is raised only when it has lasted for `_LASTING_S`: until then the ranks
+        that live go on."""
         for key, spec in list(self._waiting.items()):
             try:
                 self._launch(key, spec)
             except OSError as error:
                 if error.errno not in _NO_RESOURCES:
-                    if not self._has_started:
-                        raise
-                    if str(error) != self._refused:
+                    if self._refused_s is None:
                         log.warning("%s (incarnation %d) cannot be started yet: %s", rank_label(key[0]), key[1], error)
-                    self._refused = str(error)
+                        self._refused_s = time.monotonic()
+                    if not self._has_started or time.monotonic() - self._refused_s >= _LASTING_S:
+                        raise
                 return
-            self._has_started, self._refused = True, ""
+            self._has_started, self._refused_s = True, None
             del self._waiting[key]
 
     def _launch(self, key: tuple[Coordinate, int], spec: RankSpec) -> None:

@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +25,7 @@ from helixrt.job.loggers import Guarded, MetricsLogger, MetricsPoint, TensorBoar
 from helixrt.job.means import Joined, Line, StepMeans
 from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
 from helixrt.job.step_rules import SHOWN_EXCLUSIONS
-from helixrt.replica.telling import tell
+from helixrt.replica.telling import Tolerant, tell
 
 _EXPLAINED = {
     Happening.LOST, Happening.GIVEN_UP, Happening.WAITING, Happening.SKIPPED, Happening.LEFT, Happening.REFUSED
@@ -100,15 +99,14 @@ class RunOutput:
         if self._stream.isatty() and "tqdm" not in missing:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=None, unit="step", file=self._stream, dynamic_ncols=True, leave=False)
+            self._bar = tqdm(total=None, unit="step", file=Tolerant(self._stream), dynamic_ncols=True, leave=False)
 
     def plan(self, steps: int) -> None:
         """The run has so many steps."""
         self._steps = steps
         if self._bar is not None:
             self._bar.total = steps
-            with suppress(OSError):
-                self._bar.refresh()
+            self._bar.refresh()
 
     def step(self, line: Line) -> None:
         """Keep one replica's figures of one step; print the mean over replicas once all have told theirs."""
@@ -191,8 +189,7 @@ class RunOutput:
         if self._bar is None:
             tell(text, self._stream)
         else:
-            with suppress(OSError):
-                self._bar.write(text, file=self._stream)
+            self._bar.write(text, file=self._bar.fp)
 
     def problem(self, what: str, error: BaseException) -> None:
         """Say on stderr that something of the output could not be written. Training does not depend on it."""
@@ -204,8 +201,7 @@ class RunOutput:
         self._tell(self._means.rest())
         bar, self._bar = self._bar, None
         if bar is not None:
-            with suppress(OSError):
-                bar.close()
+            bar.close()
         try:
             self._metrics.close()
         except OSError as error:
@@ -231,8 +227,7 @@ class RunOutput:
         if self._bar is not None and line.step > self._bar.n:
             if isinstance(line, StepMetrics) and line.bits_per_byte is not None:
                 self._bar.set_postfix_str(f"{line.bits_per_byte:.3f} bits/byte", refresh=False)
-            with suppress(OSError):
-                self._bar.update(line.step - self._bar.n)
+            self._bar.update(line.step - self._bar.n)
 
 
 def logged_line_of(line: Logged, steps: int, replicas: int) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -50,7 +49,7 @@ from helixrt.replica.contracts import Engine, RankSpec
 from helixrt.replica.layout_book import LayoutBook
 from helixrt.replica.rank import Done, Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
-from helixrt.replica.telling import tell
+from helixrt.replica.telling import flush_all, tell, tell_traceback
 
 RETRY_CODE = 75  # EX_TEMPFAIL: something else broke (a stage of this replica, the store); start the replica again
 _CLOSE_S = 60.0  # for a checkpoint that was begun, when the rank ends
@@ -296,7 +295,7 @@ def exit_code(spec: RankSpec, error: BaseException) -> int:
     if isinstance(error, ConfigError):
         tell(str(error))
         return CONFIG_EXIT
-    traceback.print_exception(error)
+    tell_traceback(error)
     tell(f"{spec.coordinate}: {type(error).__name__}: {error}")
     if isinstance(error, StartAgain):
         return RELOAD_EXIT
@@ -306,6 +305,5 @@ def exit_code(spec: RankSpec, error: BaseException) -> int:
 def run_as_process(run_rank: Callable[[RankSpec], int]) -> None:
     """The whole life of a rank's process: reads its spec as JSON from standard input, runs, exits."""
     code = run_rank(RankSpec.from_plain(json.loads(sys.stdin.read())))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_all()
     os._exit(code)  # threads of torch and of servers must not keep a finished rank

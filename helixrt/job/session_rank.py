@@ -10,7 +10,6 @@ import hashlib
 import os
 import random
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -42,7 +41,7 @@ from helixrt.replica.commands import Evaluate, StopAsked
 from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.rank import Done
 from helixrt.replica.state_shards import digest
-from helixrt.replica.telling import tell
+from helixrt.replica.telling import tell, tell_traceback
 
 
 class RankHost:
@@ -216,7 +215,7 @@ def _label(spec: RankSpec) -> str:
 def _print(spec: RankSpec, session: Session | None, error: BaseException, code: int) -> int:
     """The user's own traceback first, without the frame of this module; then where it happened."""
     below = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    traceback.print_exception(type(error), error, below if below is not None else error.__traceback__)
+    tell_traceback(error, below)
     tell(f"{type(error).__name__} in {place_in(spec, session)}: {error}")
     return code
 

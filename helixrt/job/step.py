@@ -178,9 +178,12 @@ class Step(Generic[Batch]):
 
     @contextmanager
     def _whole(self, what: str) -> Iterator[None]:
-        """Around what adds gradients: if an exception leaves it, nothing of this step counts any more."""
+        """Around what adds gradients: if an exception leaves it, nothing of this step counts any more. A MisuseError comes
+        before any gradient."""
         try:
             yield
+        except MisuseError:
+            raise
         except BaseException:
             self._failed = what
             raise

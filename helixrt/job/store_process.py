@@ -29,7 +29,7 @@ from helixrt.protocol.store_journal import Identity, Refused
 from helixrt.replica.lighthouse import begin_lighthouse
 from helixrt.replica.store_file import StoreFile
 from helixrt.replica.store_server import StoreServer
-from helixrt.replica.telling import tell
+from helixrt.replica.telling import flush_all, tell
 from helixrt.timeouts import derive
 
 REFUSED_CODE = 78  # it is of no use to start it again: its journal cannot be taken
@@ -130,5 +130,5 @@ def serve(order: StoreOrder) -> int:
 
 if __name__ == "__main__":
     code = serve(StoreOrder.from_line(sys.stdin.readline()))
-    sys.stdout.flush()
+    flush_all()
     os._exit(code)  # threads of torch and of the lighthouse must not keep it

@@ -111,11 +111,11 @@ class Executor:
             if action.gives is None:
                 return
             assert tensor is not None and action.target is not None
-            self._check(action, tensor, self.like(action.gives))
             tensor = tensor.contiguous()  # also for a chunk on this stage: all get what a message would bring
             if action.target == program.stage:
                 local[action.gives] = tensor
             else:
+                self._check(action, tensor, self.like(action.gives))
                 sent[action.gives] = self.channels[action.target].send(expected.tag(action.gives), tensor)
 
         expected.may_come(program.arrivals[0])

@@ -7,11 +7,45 @@ could not print a message would take checkpoints or the run with it.
 from __future__ import annotations
 
 import sys
+import traceback
 from contextlib import suppress
-from typing import TextIO
+from types import TracebackType
+from typing import Any, TextIO
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Print a line, to standard error by default, at once."""
     with suppress(OSError, ValueError):  # ValueError: the stream is closed
         print(text, file=sys.stderr if stream is None else stream, flush=True)
+
+
+def tell_traceback(error: BaseException, at: TracebackType | None = None) -> None:
+    """Print it to standard error; `at`: from this frame on."""
+    with suppress(OSError, ValueError):
+        traceback.print_exception(type(error), error, error.__traceback__ if at is None else at)
+
+
+def flush_all() -> None:
+    """Before a process ends by `os._exit`, or forks."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+class Tolerant:
+    """A stream for a library that writes to it: what cannot be written is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -43,13 +43,9 @@ def test_a_quick_run_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.netns
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("models", "layers"),
-    [(["gpt-tp"], ["2"]), (["gpt-tp", "gpt-cp"], ["2", "4"])],
-    ids=["one", "two models of two sizes"],
-)
-def test_memory_is_counted(models: list[str], layers: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "memory.json"
+def test_memory_is_counted_of_two_sizes_and_kept_beside_that_of_another_model(tmp_path: Path) -> None:
+    path, models, layers = tmp_path / "memory.json", ["gpt-tp"], ["2", "4"]
+    path.write_text(json.dumps({"memory": {}}))
     small = ["--memory", "--layers", *layers, "--dim", "64", "--seq-len", "16", "--microbatches", "2"]
     for model in models:
         assert strands.run(arguments(*small, "--model", model, "--json", str(path))) == 0

@@ -11,7 +11,7 @@ from helixrt.errors import Retryable, StartAgain
 from helixrt.job import group_watch
 from helixrt.job.group_watch import GroupWatch
 from helixrt.job.leaving import LEAVE_S
-from helixrt.job.policies import LEFT_EXIT, RELOAD_EXIT
+from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, RELOAD_EXIT
 from helixrt.replica.run_keys import EXIT_KEY, ended_key, exit_key, leave_key
 from helixrt.replica.store import MemoryRunStore
 
@@ -46,14 +46,39 @@ def test_an_incarnation_that_was_ended_ends_unless_it_leaves_or_the_run_is_over(
     store.put_if_absent(leave_key(*LIFE), "SIGTERM to r3.pp0")
     store.put_if_absent(exit_key(*LIFE, 0), json.dumps({"code": LEFT_EXIT, "why": "left"}))
     leaving = watch(store, clock)
-    clock.now_s = 1000.0
-    assert leaving.look() == "", "it may save its state first, from its departure on"
+    assert leaving.look() == "", "it may save its state first"
     clock.now_s += LEAVE_S - 1
     assert leaving.look() == ""
     clock.now_s += 1
     assert leaving.look() == "rank 0 of this replica has ended: left"
     store.put_if_absent(EXIT_KEY, "ok")
     assert leaving.look() == ""
+
+
+@pytest.mark.parametrize("word", ["ended", "exit"])
+def test_a_departure_counts_from_when_the_replica_has_left_and_not_from_when_it_was_asked_to(word: str) -> None:
+    """Its newest batch may take long, and be computed to its end first. The leader's word that it has ended may be missing."""
+    store, clock = MemoryRunStore(), Clock()
+    store.put_if_absent(leave_key(*LIFE), "SIGTERM to r3.pp0")
+    leaving = watch(store, clock)
+    assert leaving.look() == ""
+    clock.now_s = 1000.0
+    if word == "ended":
+        store.put_if_absent(ended_key(*LIFE), "yes")
+    else:
+        store.put_if_absent(exit_key(*LIFE, 0), json.dumps({"code": LEFT_EXIT, "why": "left"}))
+    assert leaving.look() == ""
+    clock.now_s += LEAVE_S - 1
+    assert leaving.look() == ""
+    clock.now_s += 1
+    assert leaving.look() != ""
+
+
+def test_a_rank_that_fails_before_its_replica_has_left_takes_the_others_with_it() -> None:
+    store, clock = MemoryRunStore(), Clock()
+    store.put_if_absent(leave_key(*LIFE), "SIGTERM to r3.pp0")
+    store.put_if_absent(exit_key(*LIFE, 0), json.dumps({"code": FATAL_EXIT, "why": "out of memory"}))
+    assert watch(store, clock).look() == "rank 0 of this replica has ended: out of memory"
 
 
 @pytest.mark.parametrize("ends", [True, False])

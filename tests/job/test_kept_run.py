@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -12,16 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, Fatal
 from helixrt.job import keeper as keepers
+from helixrt.job import keeper_start
 from helixrt.job.attaching import attached_driver, away_s
 from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.draining import DRAINED_WHY
-from helixrt.job.keeper import FILE, SECRET_FILE, Keeper, KeeperOrder, KeptRun
+from helixrt.job.keeper import FILE, SECRET_FILE, Keeper, KeeperOrder, KeptRun, Progress
 from helixrt.job.keeper_start import keeper_lives, kept_run, secret_of, start_again
 from helixrt.job.kept_run import Absence, absence_of, living, standing_of
 from helixrt.job.launch_orders import (
@@ -477,3 +480,60 @@ def test_a_run_without_living_ranks_cannot_be_attached_to(tmp_path: Path) -> Non
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no ranks of this run live .*helixrt\.run\(resume=\.\.\.\) goes on"):
         attached_driver(tmp_path)
+
+
+# ---------------------------------------------------------------- what counts as the absence of a driver
+
+
+def test_a_driver_is_missing_while_it_is_looked_for_alone() -> None:
+    """Not while this process was suspended, between two looks or in one, or the store was away."""
+    progress, now = Progress(100.0), 100.0
+    for _ in range(40):
+        now += 1.0
+        progress.begin_round(now)
+    assert progress.alone_s == 40.0
+    now += 3600.0
+    progress.begin_round(now)
+    assert 40.0 <= progress.alone_s <= 46.0, "suspended between two rounds: a few seconds of it count"
+    before = progress.alone_s
+    now += 1000.0  # within the round: its verdict is that of its begin
+    assert progress.alone_s == before
+    progress.lost_round(now)
+    assert progress.alone_s == before, "the store has not answered"
+    now += 0.05
+    progress.begin_round(now)
+    assert progress.alone_s == pytest.approx(before + 0.05), "and is not counted twice"
+    for _ in range(30):  # rounds that always take long, on a store that is slow
+        now += 6.0
+        progress.begin_round(now)
+    assert progress.alone_s >= before + 100.0, "a missing driver is noticed all the same"
+    progress.driver_lives(now)
+    assert progress.alone_s == 0.0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale file handle"), Fatal("did not start in 120 s")])
+def test_the_watch_over_a_keeper_goes_on_after_an_error(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file server that answers late, a machine that was busy: later it starts the keeper again."""
+    looks, started = iter([error, error]), threading.Event()
+    lives = SimpleNamespace(where="process 1", number=0)
+    again = SimpleNamespace(where="process 2", number=1)
+
+    def kept(folder: Path) -> Any:
+        for found in looks:
+            raise found
+        return again if started.is_set() else lives
+
+    def start(folder: Path, lost: Any) -> Any:
+        started.set()
+        return again
+
+    monkeypatch.setattr(keeper_start, "kept_run", kept)
+    monkeypatch.setattr(keeper_start, "is_lost", lambda folder, found: found is lives)
+    monkeypatch.setattr(keeper_start, "start_again", start)
+    watch = keeper_start.KeeperWatch(tmp_path, period_s=0.01)
+    assert started.wait(20.0)
+    watch.close()
+    said = capsys.readouterr().err
+    assert said.count(str(error)) == 1 and "was lost; now it is process 2" in said

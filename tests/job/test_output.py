@@ -180,7 +180,7 @@ def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, monkeypatch: p
         output = RunOutput(folder, 1, Terminal() if terminal else Full(False))
         output._stream = Full(terminal)
         if output._bar is not None:
-            output._bar.fp = Full(terminal)
+            output._bar.fp._stream = output._stream
         output.plan(200)
         for step in (20, 21):
             output.step(dataclasses.replace(ONE, step=step, participants=1, replica=0))
