@@ -118,15 +118,33 @@ def test_figures_that_cannot_be_written_cost_a_message_and_not_the_run(
 @pytest.fixture
 def ended_run(tmp_path: Path) -> Iterator[Driver]:
     """A driver whose one replica has done its one step and said so."""
-    folder = tmp_path / "out" / "2026-03-04" / "05-06-07"
-    folder.mkdir(parents=True)
-    config = JobConfig(output=OutputConfig(str(tmp_path / "out")), mesh=MeshConfig(replicas=1, pp=1))
-    first = genesis("run", 1)
-    run = Run(folder, "run", 0.0, (first, CommitRecord(1, 5, first.hash, ((0, 0),), {0: 1}, "run")))
-    driver = Driver(config, run, JobProgram("no.module"))
-    driver.store.put_if_absent(done_key(0), Finished(0, 1, driver.seen.head.hash, "ab", "cd").to_json())
-    driver.controller = SimpleNamespace(history=[])  # type: ignore[assignment]
+    driver = driver_of(tmp_path, life=0, steps=1, held=1)
     yield driver
+    driver.output.close()
+
+
+def driver_of(root: Path, life: int, steps: int, held: int) -> Driver:
+    """Of one replica, which has ended with the record of step `held`; the first life of the run has made so many steps."""
+    folder = root / "out" / "2026-03-04" / "05-06-07"
+    folder.mkdir(parents=True)
+    config = JobConfig(output=OutputConfig(str(root / "out")), mesh=MeshConfig(replicas=1, pp=1))
+    records = [genesis("run", 1)]
+    for step in range(1, steps + 1):
+        records.append(CommitRecord(step, 5, records[-1].hash, ((0, 0),), {0: step}, "run"))
+    driver = Driver(config, Run(folder, "run", 0.0, tuple(records), life), JobProgram("no.module"))
+    driver.store.put_if_absent(done_key(0), Finished(0, held, records[held].hash, "ab", "cd").to_json())
+    driver.controller = SimpleNamespace(history=[])  # type: ignore[assignment]
+    return driver
+
+
+@pytest.mark.parametrize(("life", "code", "step"), [(1, 0, 1), (0, 1, 2)])
+def test_a_life_that_had_no_step_to_make_ends_with_the_record_that_it_began_with(
+    life: int, code: int, step: int, tmp_path: Path
+) -> None:
+    """Resumed from the checkpoint of step 1 with until=1, where the life before had come to step 2; in that life itself a
+    replica that ends behind the head has not ended well."""
+    driver = driver_of(tmp_path, life, steps=2, held=1)
+    assert driver._end(StopRun(True, "")) == code and driver.reached.step == step
     driver.output.close()
 
 
