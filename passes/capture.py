@@ -78,6 +78,7 @@ def capture(
     kwargs = dict(kwargs or {})
     check_gathered(module)
     check_contents(module)
+    check_names(module, loss)
     call = distinct((tuple(args), kwargs, target), module)
     joint = trace_joint(Traced(module, loss), call, module)
     aliased = any(end is not None and end.aliased for end in joint.outputs)
@@ -297,7 +298,11 @@ class Flattening:
             if end is None or not isinstance(value, fx.Node) or end.role is None:
                 continue
             port, node = self.output_port(end), self.copies[value]
-            if port.role is Role.BUFFER and (port in found or not self.changes(port, node)):
+            if port.role is Role.BUFFER and not self.changes(port, node):
+                continue
+            if port.role is Role.BUFFER and port in found:  # changed in place before: what is assigned stands at the end
+                if end.role is Role.OUTPUT and not _copies(node, found[port]):
+                    found[port] = node
                 continue
             if port in found:  # torch gave a tied parameter two gradients
                 first = found[port]
@@ -315,7 +320,7 @@ class Flattening:
         if before is None or before.shape != after.shape or before.dtype != after.dtype:
             what = f"forward replaces the buffer {port.name!r} by a tensor of another shape or dtype"
             raise CaptureError(self.where, what, "create the buffer as it will be")
-        return not (node.target is torch.ops.aten.clone.default and node.args[0] is self.inputs.get(port))
+        return not _copies(node, self.inputs.get(port))
 
     def output_port(self, end: End) -> Port:
         if end.role is Role.OUTPUT and (assigned := self.output_name(int(end.key))).startswith(ASSIGNED):
@@ -378,6 +383,22 @@ def all_buffers(module: nn.Module, loss: Loss | None) -> dict[str, torch.Tensor 
         for path, part in owner.named_modules() if isinstance(owner, nn.Module) else ():
             found |= {f"{prefix}{path}.{name}" if path else f"{prefix}{name}": value for name, value in part._buffers.items()}
     return found
+
+
+def _copies(node: fx.Node, of: fx.Node | None) -> bool:
+    return node is of or (node.target is torch.ops.aten.clone.default and node.args[0] is of)
+
+
+def check_names(module: nn.Module, loss: Loss | None) -> None:
+    """Raise CaptureError where a submodule called `loss` has tensors of the names of the loss's own: ports go by name."""
+    inner = getattr(module, "loss", None)
+    if not isinstance(loss, nn.Module) or not isinstance(inner, nn.Module):
+        return
+    own: dict[str, torch.Tensor] = {**dict(loss.named_parameters()), **dict(loss.named_buffers())}
+    there: dict[str, torch.Tensor] = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+    if same := sorted(name for name in own.keys() & there.keys() if own[name] is not there[name]):
+        reason = f"the model's submodule 'loss' and the loss function both have {same[0]!r}, and they are two tensors"
+        raise CaptureError(location_of(module), reason, "rename the submodule, or give it as the loss (loss=model.loss)")
 
 
 def local_name(traced: str) -> str:

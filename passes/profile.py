@@ -179,6 +179,7 @@ class Run:
 
     def profile(self, setting: Setting, folder: Path, began: float) -> Profile:
         found = profile_cache.load(setting, folder) if self.mode is Mode.AUTO and self.ranks.first else Known()
+        found = found.only({item.name for item in self.items})
         known = self.still_true(Known.from_json(self.ranks.first_says(found.to_json())))
         cached = sum(item.name in known.times for item in self.items)
         known = self.rates(known)

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +27,7 @@ from helixrt.passes.estimate import Rates, Wire
 from helixrt.passes.measure import Together
 
 FORMAT = 4  # of the files, and of signatures
+MOST = 50_000  # operators of a file
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,16 @@ class Known:
         if rates is not None:
             rates = replace(rates, wires={name: wire for name, wire in rates.wires.items() if name != group})
         return Known(times, pairs, rates)
+
+    def only(self, names: Collection[str]) -> Known:
+        """Of operators of these names."""
+        times = {name: time for name, time in self.times.items() if name in names}
+        pairs = {pair: together for pair, together in self.pairs.items() if all(name in times for name in pair)}
+        return Known(times, pairs, self.rates)
+
+    def newest(self, count: int) -> Known:
+        """Of the operators that were measured last, at most so many."""
+        return self if len(self.times) <= count else self.only(frozenset(list(self.times)[-count:]))
 
     def kept(self) -> Known:
         """What is worth keeping: without what was measured on a machine that was too busy to tell."""
@@ -169,7 +180,9 @@ def load(setting: Setting, folder: Path) -> Known:
 def save(setting: Setting, folder: Path, known: Known) -> None:
     """Add what is steady to the setting's file; other processes see the old file or the new one, never half of one."""
     path = setting.file(folder)
-    everything = {"setting": asdict(setting), "known": load(setting, folder).joined(known.kept()).to_json()}
+    before, now = load(setting, folder), known.kept()
+    others = Known({name: time for name, time in before.times.items() if name not in now.times}, before.pairs, before.rates)
+    everything = {"setting": asdict(setting), "known": others.joined(now).newest(MOST).to_json()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, suffix=".part", delete=False) as file:

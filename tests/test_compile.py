@@ -225,6 +225,8 @@ def test_batches_are_split_as_asked() -> None:
         ({"cuts": ["layers.1"]}, (X, Y), r"cuts=.*: is for a pipeline"),
         ({"memory_gb": 8.0}, (X, Y), r"memory_gb=8.0: is for a pipeline"),
         ({"memory_gb": 8.0, "cuts": ["layers.1"]}, None, r"memory_gb=8.0: is for chunks that are balanced"),
+        ({"memory_gb": 8.0, "adapt": helixrt.Adaptation()}, None, r"memory_gb=8.0: would hold for the first order alone"),
+        ({"adapt": helixrt.Adaptation()}, (X, Y), r"adapt=.*: is for a pipeline"),
         ({"cuts": "layers.1"}, None, r"cuts=layers\.1: must be a list"),
         ({"microbatches": 3}, (X, Y), r"8 rows.*must be a multiple of microbatches=3"),
         ({"microbatches": 2}, (X, Y[:6]), r"6 rows.*0 has 8 rows"),

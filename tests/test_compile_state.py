@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import helixrt
 from helixrt.errors import ConfigError
+from helixrt.passes.capture import check_names
 from helixrt.passes.errors import CaptureError
 
 X, Y = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
@@ -109,6 +110,13 @@ def in_place(self: Net, h: torch.Tensor) -> torch.Tensor:
     return h - self.mean
 
 
+def in_place_and_assigned(self: Net, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.mean.mul_(0.9)
+    self.mean = self.mean + 0.1 * h.detach().mean(0)
+    return h - self.mean
+
+
 def checkpointed(self: Net, h: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda x: F.dropout(torch.tanh(x), 0.3), h, use_reentrant=False)
 
@@ -127,7 +135,7 @@ def written(self: Net, h: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "between",
-    [moving_average, old_value_is_used, swapped, in_place, checkpointed, hooked_tensor, written],
+    [moving_average, old_value_is_used, swapped, in_place, in_place_and_assigned, checkpointed, hooked_tensor, written],
     ids=lambda f: f.__name__,
 )
 def test_what_forward_does_between_layers(between: Any) -> None:
@@ -465,3 +473,18 @@ def test_arguments_and_outputs_of_many_kinds() -> None:
         (sum(losses) / MICROBATCHES).backward()
         torch.testing.assert_close(loss, torch.stack(losses).mean().detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(model.a.weight.grad, plain.a.weight.grad, rtol=1e-10, atol=1e-13)
+
+
+class Weighted(nn.CrossEntropyLoss):
+    """A loss of the user's own that is a module with a buffer."""
+
+
+def test_a_submodule_called_loss_is_not_taken_for_the_loss() -> None:
+    """Ports go by name, and both have a buffer `loss.weight`."""
+    model = Net(lambda self, h: h + 0 * self.loss(h, h.detach().softmax(1)))
+    model.loss = nn.CrossEntropyLoss(weight=torch.linspace(1.0, 2.0, 8, dtype=torch.float64))
+    other = Weighted(weight=torch.linspace(2.0, 3.0, 8, dtype=torch.float64))
+    both_have = helixrt.compile(model, loss=other, microbatches=MICROBATCHES, strict=True)
+    with pytest.raises(CaptureError, match="the model's submodule 'loss' and the loss function both have 'weight'"):
+        both_have.train_step(X, target=Y.softmax(1))
+    check_names(model, model.loss)  # one tensor under both names

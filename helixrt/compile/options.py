@@ -112,6 +112,9 @@ class Options:
             raise ConfigError("memory_gb", memory, "is for chunks that are balanced; with cuts= nothing is")
         if self.adapt is not None and not isinstance(self.adapt, Adaptation):
             raise ConfigError("adapt", self.adapt, "must be a helixrt.Adaptation, or None")
+        if memory and self.adapt is not None and not self.adapt.memory:
+            rule = "would hold for the first order alone; give adapt=helixrt.Adaptation(memory=...) a cap for the others"
+            raise ConfigError("memory_gb", memory, rule)
         if not isinstance(self.schedule, Schedule) and self.schedule not in ("auto", *POLICIES):
             raise ConfigError("schedule", self.schedule, f"must be auto, a Schedule, or one of {', '.join(POLICIES)}")
         if self.cuts is not None and not (isinstance(self.cuts, list | tuple) and all(type(each) is str for each in self.cuts)):

@@ -92,7 +92,12 @@ class TrainStep:
             raise ConfigError("inference_mode", True, "there are no gradients in it; call train_step outside")
         if options.loss is lost_loss:
             lost_loss(None, None)
-        chosen = {"schedule": options.schedule != "auto", "cuts": options.cuts is not None, "memory_gb": options.memory_gb > 0}
+        chosen = {
+            "schedule": options.schedule != "auto",
+            "cuts": options.cuts is not None,
+            "memory_gb": options.memory_gb > 0,
+            "adapt": options.adapt is not None,
+        }
         for name in (name for name, given in chosen.items() if given):
             rule = "is for a pipeline: session.parallelize(model, example=...), then step.train"
             raise ConfigError(name, getattr(options, name), rule)

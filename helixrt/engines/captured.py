@@ -39,7 +39,7 @@ from helixrt.passes.errors import CaptureError
 from helixrt.passes.parts import Port, Role
 from helixrt.passes.profile import Mode as Profile
 from helixrt.pipeline.held import Values
-from helixrt.schedule.ir import Schedule
+from helixrt.schedule.ir import Pair, Schedule
 
 
 def pipeline_schedule(options: Options, stages: int) -> Schedule:
@@ -50,6 +50,8 @@ def pipeline_schedule(options: Options, stages: int) -> Schedule:
         raise ConfigError("strict", False, "there is no plain loop for a pipeline: a model is captured, or it is an error")
     schedule = scheduled("1f1b" if options.schedule == "auto" else options.schedule, stages, options.microbatches)
     check_adaptation(options.adapt, schedule)
+    if options.strands == 1 and any(isinstance(entry, Pair) for line in schedule.entries for entry in line):
+        raise ConfigError("strands", 1, f"cannot be with schedule {schedule.name}, which weaves a forward with a backward")
     if options.cuts is not None and len(options.cuts) + 1 != schedule.chunks:
         rule = f"must name {schedule.chunks - 1} modules: {schedule.name} over mesh.pp={stages} has {schedule.chunks} chunks"
         raise ConfigError("cuts", list(options.cuts), rule)
@@ -85,6 +87,11 @@ class CapturedModel(PipelinedModel):
         options = step.options
         self.place, self._options, self._busy = place, options, busy
         self._schedule = pipeline_schedule(options, place.stages)
+        if not step.model.training:
+            raise MisuseError(
+                "the model is in evaluation mode, in which its graphs would be captured for training: call model.train() "
+                "before session.parallelize (transformers' from_pretrained gives models in evaluation mode)"
+            )
         args, kwargs, target = shapes_of((example.inputs, dict(example.named), example.target))
         self._example = Batch(args, kwargs, target, options.microbatches, options.chunk_dims)
         model = step.model
@@ -140,6 +147,13 @@ class CapturedModel(PipelinedModel):
         assert batches is None, "a user's loop gives the batches"
         if self.place.mesh.size("tp") > 1:
             check_optimizers(registered)
+        trained = {id(self._tensors.parameters[name]) for name in self._trained}
+        for name, parameter in self._tensors.parameters.items():
+            if parameter.requires_grad != (id(parameter) in trained):
+                what = "made trainable" if parameter.requires_grad else "frozen"
+                raise MisuseError(
+                    f"{name} was {what} after session.parallelize, which has captured the model's gradients: do so before it"
+                )
         mine = self._mine(self._cut)
         self._engine = engine = CapturedEngine(
             CapturedParts(

@@ -86,6 +86,8 @@ class PipelineEngine(BatchEngine):
         self._shards, self._shard = parts.mesh.size("dp_shard"), parts.mesh.rank("dp_shard")
         buckets = GradientBuckets if self._shards == 1 else ShardedBuckets
         self._buckets = buckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
+        trained = {slot.name for slot in self._buckets.slots}
+        self._summed_ties = [tie for tie in self._ties if tie.name in trained]  # the others are frozen
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
         self._check_registered()
@@ -113,6 +115,7 @@ class PipelineEngine(BatchEngine):
         self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs
         self._profile, self._autocast = parts.profile, parts.autocast
         self._graphs: JointStage | None = None
+        self._modes: list[bool] = []  # of the modules when graphs of them were captured
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
         self._programs: dict[Schedule, Program] = {}
@@ -189,7 +192,11 @@ class PipelineEngine(BatchEngine):
         elif isinstance(comm, Direct):
             raise MisuseError("channels over Gloo know delegated communication only; run with pipeline.channels=endpoint")
 
+    def _training_modes(self) -> list[bool]:
+        return [module.training for number in sorted(self.modules) for module in self.modules[number].modules()]
+
     def _captured(self) -> JointStage:
+        self._modes = self._training_modes()
         from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
 
         boundary = self._executor.boundary
@@ -212,6 +219,11 @@ class PipelineEngine(BatchEngine):
         return self._buckets.flat
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
+        if self._modes and self._modes != self._training_modes():
+            raise MisuseError(
+                "the training mode of a module was changed (train() or eval()) after the graphs of its part were captured, "
+                "which have the mode of before. Set it before session.register, or train with graphs='never'"
+            )
         self._passes += 1
         if self._sharded is not None:
             self._sharded.begin()
@@ -247,7 +259,7 @@ class PipelineEngine(BatchEngine):
         if self._loaded:
             self.check_copies()
         finish_tied = {}
-        for tie in self._ties:
+        for tie in self._summed_ties:
             grad = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == tie.name)
             finish_tied[tie.name] = sum_tied(self._channels, tie.stages, tie.number, grad, self.generation, self._passes)
         self._loss = self._forward_pass(self._executor, self._program, batch, self._buckets, finish_tied, items)

@@ -74,6 +74,7 @@ class CapturedStage(JointStage):
 
     def reset(self) -> None:
         super().reset()
+        self.casts.forget()  # an evaluation may have swapped weights in and out again, past their version counters
         self.casts.refresh()
 
     def given(self, task: Task) -> Mapping[Port, torch.Tensor | None]:
@@ -90,6 +91,7 @@ class EvaluationStage(Stage):
 
     def reset(self) -> None:
         """Nothing but casts is kept between operations."""
+        self.casts.forget()
         self.casts.refresh()
 
     def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:

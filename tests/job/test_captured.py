@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 import helixrt
 from helixrt.compile.fake_tensors_private import is_fake
 from helixrt.compile.whole_model import WholeModel
-from helixrt.engines.captured import CapturedModel
+from helixrt.engines.captured import CapturedModel, pipeline_schedule
 from helixrt.engines.captured_tensor import check_optimizers
 from helixrt.engines.registered import Registered
 from helixrt.engines.replica_mesh import ReplicaMesh
@@ -431,6 +431,41 @@ def test_parameters_without_a_gradient_are_not_trained() -> None:
     first, second = (part_of(copy.deepcopy(model), stage, 2) for stage in range(2))
     assert {name for name, p in first.named_parameters() if not p.requires_grad} == {"spare.weight", "spare.bias"}
     assert [name for name, p in second.named_parameters() if not p.requires_grad] == ["layers.3.bias"]
+
+
+def frozen_tied() -> nn.Module:
+    model = gpt2()
+    model.transformer.wte.weight.requires_grad_(False)  # the head's too
+    return model
+
+
+def test_a_frozen_parameter_that_two_stages_share_is_left_alone(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "frozen tied", (frozen_tied, lambda: None, text))
+    check_equal("frozen tied", *over_stages(run_stages, 2, "frozen tied"))
+
+
+@pytest.mark.parametrize("what", ["frozen", "made trainable"])
+def test_what_is_trained_is_decided_before_the_model_is_captured(what: str) -> None:
+    model = perceptron()
+    model.layers[3].bias.requires_grad_(what == "frozen")
+    session = session_with(StageHost())
+    (x,), named, target = vectors()[0]
+    compiled = helixrt.compile(model, loss=mse_loss, microbatches=MICROBATCHES)
+    part = session.parallelize(compiled, example=helixrt.ExampleBatch(x, target=target, **named))
+    part.get_parameter("layers.3.bias").requires_grad_(what != "frozen")
+    with pytest.raises(MisuseError, match=rf"layers\.3\.bias was {what} after session\.parallelize, which has captured"):
+        session.register(model=part, optimizers=[torch.optim.SGD(part.parameters(), lr=0.1)])
+
+
+def test_a_model_in_evaluation_mode_is_not_captured_for_training() -> None:
+    with pytest.raises(MisuseError, match=r"the model is in evaluation mode, .* call model\.train\(\) before"):
+        started(perceptron().eval())
+
+
+def test_schedules_that_weave_are_refused_with_one_strand() -> None:
+    model = helixrt.compile(perceptron(), loss=mse_loss, microbatches=MICROBATCHES, strands=1, schedule="dualpipev")
+    with pytest.raises(ConfigError, match="strands=1: cannot be with schedule dualpipev, which weaves"):
+        pipeline_schedule(model.train_step.options, 2)
 
 
 # ---------------------------------------------------------------- wrong calls

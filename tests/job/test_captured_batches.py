@@ -433,3 +433,27 @@ def test_a_state_that_is_loaded_is_cast_anew() -> None:
         rows = [slice(at, at + BATCH // MICROBATCHES) for at in range(0, BATCH, BATCH // MICROBATCHES)]
         losses = [mse_loss(halved(x[each], named["scale"][each]), target[each]).item() for each in rows]
     assert part.evaluate(x, target=target, **named) == pytest.approx(sum(losses) / MICROBATCHES, rel=1e-5) != before
+
+
+def test_weights_that_an_evaluation_swaps_in_and_out_again_are_gone_afterwards() -> None:
+    """Through `.data`, as averages of weights are evaluated: no version counts that, so no cast may outlive a pass."""
+    (x,), named, target = singles()[0]
+    part, untouched = captured_single(torch.bfloat16), captured_single(torch.bfloat16)
+    trained = []
+    for each in (part, untouched):
+        before = each.evaluate(x, target=target, **named)
+        if each is part:
+            kept = [parameter.detach().clone() for parameter in part.parameters()]
+            for parameter in part.parameters():
+                parameter.data.mul_(0.5)
+            assert part.evaluate(x, target=target, **named) != before
+            for parameter, was in zip(part.parameters(), kept, strict=True):
+                parameter.data.copy_(was)
+            assert part.evaluate(x, target=target, **named) == before
+        engine = each.engine_in_use
+        engine.begin(lambda bucket: None)
+        loss = each.train_batch((x,), named, target)
+        engine.end()
+        trained.append((before, loss, [bucket.clone() for bucket in engine.buckets]))
+    assert trained[0][:2] == trained[1][:2]
+    assert all(torch.equal(a, b) for a, b in zip(trained[0][2], trained[1][2], strict=True))

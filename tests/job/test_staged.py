@@ -200,6 +200,17 @@ def evaluated_too_early() -> None:
     model.evaluate(*data()[0][:1], target=data()[0][1])
 
 
+def mode_changed() -> None:
+    session = session_with(StageHost())
+    model = session.parallelize(staged([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))], graphs="always"))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    for step in session.steps(data(), until=2):
+        for x, y in step:
+            step.train(model, x, target=y)
+        step.commit()
+        model.eval()
+
+
 WRONG: dict[Callable[[], None], str] = {
     in_step(lambda step, model, x, y: model(x)): r"is not called: in a step use step\.train\(model, x, target=y\)",
     in_step(lambda step, model, x, y: step.backward(x.sum())): r"step\.backward was called for a model in stages",
@@ -210,6 +221,7 @@ WRONG: dict[Callable[[], None], str] = {
     own_update: "an update function cannot be registered for stages",
     hand_changed: r"parameter chunk0\.0\.weight was changed in place",
     with_statistics: "cannot have persistent buffers yet",
+    mode_changed: r"the training mode of a module was changed \(train\(\) or eval\(\)\) after the graphs",
     evaluated_too_early: "register the model before it is evaluated",
 }
 

@@ -251,6 +251,22 @@ def test_a_gather_reads_rows_and_what_does_not_fit_into_caches_takes_longer() ->
     assert (far.moving_us(100.0), far.moving_us(101.0), rates.moving_us(1e9)) == (100.0, 202.0, 1e9)
 
 
+def test_a_file_keeps_the_newest_operators_and_ranks_get_those_of_their_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new shape brings its own, in runs of months."""
+    setting = Setting("A chip (R)", "2.13", 1, 2, 2)
+    monkeypatch.setattr(profile_cache, "MOST", 5)
+    for number in range(9):
+        both = {(f"mm {number}", TALK): Together(6.0, 5.0, 7.0, 2)}
+        profile_cache.save(setting, tmp_path, Known({f"mm {number}": Time(3.0), TALK: Time(5.0, 1.0)}, both))
+    found = profile_cache.load(setting, tmp_path)
+    assert list(found.times) == ["mm 5", "mm 6", "mm 7", "mm 8", TALK]
+    assert list(found.pairs) == [(f"mm {number}", TALK) for number in (5, 6, 7, 8)]
+    few = found.only({"mm 7", TALK})
+    assert set(few.times) == {"mm 7", TALK} and list(few.pairs) == [("mm 7", TALK)]
+
+
 def test_what_is_known_survives_the_disk(tmp_path: Path) -> None:
     setting = Setting("A chip (R)", "2.13", 1, 2, 2)
     rates = Rates(10.0, 1.0, {"float32": 5.0}, {"2 ranks gloo": Wire(1.0, 2.0, 0.5)})
