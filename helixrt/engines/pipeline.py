@@ -19,7 +19,15 @@ import torch
 from helixrt.engines.autocast import outside_autocast
 from helixrt.engines.buffers import Buffers
 from helixrt.engines.evaluating import evaluating
-from helixrt.engines.pipeline_parts import Batch, PipelineParts, check_shards, runs_by_graphs, ties_of
+from helixrt.engines.pipeline_parts import (
+    Batch,
+    PipelineParts,
+    check_like_example,
+    check_shards,
+    runs_by_graphs,
+    ties_of,
+    training_modes,
+)
 from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import set_random_state
 from helixrt.engines.replicated_state import ReplicatedState
@@ -192,11 +200,8 @@ class PipelineEngine(BatchEngine):
         elif isinstance(comm, Direct):
             raise MisuseError("channels over Gloo know delegated communication only; run with pipeline.channels=endpoint")
 
-    def _training_modes(self) -> list[bool]:
-        return [module.training for number in sorted(self.modules) for module in self.modules[number].modules()]
-
     def _captured(self) -> JointStage:
-        self._modes = self._training_modes()
+        self._modes = training_modes(self.modules)
         from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
 
         boundary = self._executor.boundary
@@ -219,7 +224,7 @@ class PipelineEngine(BatchEngine):
         return self._buckets.flat
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
-        if self._modes and self._modes != self._training_modes():
+        if self._modes and self._modes != training_modes(self.modules):
             raise MisuseError(
                 "the training mode of a module was changed (train() or eval()) after the graphs of its part were captured, "
                 "which have the mode of before. Set it before session.register, or train with graphs='never'"
@@ -249,8 +254,11 @@ class PipelineEngine(BatchEngine):
 
         Inputs are read where the first chunk is, targets where the last one is. A context-parallel rank is given its part of
         both; the loss is that of all parts. Raises MisuseError for a batch that cannot be cut into the schedule's
-        micro-batches.
+        micro-batches or, where graphs run them, is unlike the example.
         """
+        if self._executor.stage is not self._autograd:
+            reads = (self._embeds, self._predicts)
+            check_like_example((inputs, targets), self._example, reads, self.schedule.microbatches)
         return self._train((inputs, targets))
 
     def _train(self, batch: Any, items: float | None = None) -> float:

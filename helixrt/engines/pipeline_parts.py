@@ -19,7 +19,7 @@ from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.stage_places import NamesOf
 from helixrt.engines.stage_ranks import LayoutsOf
 from helixrt.engines.update import Policy
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, MisuseError
 from helixrt.pipeline.endpoint_channels import StageChannels
 from helixrt.pipeline.program import needs_graphs
 from helixrt.record import FlightRecord
@@ -125,3 +125,21 @@ def check_shards(schedule: Schedule, setting: str, shards: int) -> None:
             "interleaved, or graphs=never, by which autograd runs any schedule with whole backwards"
         )
         raise ConfigError("mesh.dp_shard", shards, rule)
+
+
+def check_like_example(batch: Batch, example: Batch, reads: tuple[bool, bool], microbatches: int) -> None:
+    """Raise MisuseError for a batch whose micro-batches are not like the example, whose shapes graphs have in them. `reads`:
+    whether this stage reads the input, and the target."""
+    for what, is_read, part, like in zip(("input", "target"), reads, batch, example, strict=True):
+        if is_read and part.dim() > 0 and part.shape[0] % microbatches == 0:  # else it cannot be cut
+            shape = (part.shape[0] // microbatches, *part.shape[1:])
+            if (shape, part.dtype) != (tuple(like.shape), like.dtype):
+                raise MisuseError(
+                    f"the {what} of a micro-batch is {part.dtype} {list(shape)}, and the graphs were captured for the example, "
+                    f"{like.dtype} {list(like.shape)}: give batches like it, or train with graphs='never'"
+                )
+
+
+def training_modes(modules: Mapping[int, nn.Module]) -> list[bool]:
+    """Of all submodules, chunk by chunk."""
+    return [module.training for number in sorted(modules) for module in modules[number].modules()]

@@ -101,7 +101,8 @@ class StageChannels:
 
     def close(self) -> None:
         """Send what was begun to peers that are not lost, and end the threads; idempotent. A peer that has ended its part and
-        closed counts as lost, too."""
+        closed counts as lost, too. Arrivals are awaited, because a peer whose word of one finds this end closed would take this
+        stage for lost, in the middle of its work perhaps."""
         if self._closed:
             return
         self._closed = True
@@ -109,7 +110,7 @@ class StageChannels:
         linger_s = LINGER_S if len(living) == len(self._peers) else _LINGER_LOST_S if living else 0.0
         with contextlib.suppress(Retryable):
             limit_s = min(self._timeout_s, _CLOSE_S) if linger_s == LINGER_S else linger_s
-            self._wait(lambda: not self._uncopied_to(living), living, limit_s)
+            self._wait(lambda: not self._uncopied_to(living) and not self._unacknowledged, living, limit_s)
         for queue in self._queues:
             queue.close(linger_s)
 
@@ -176,6 +177,10 @@ class StageChannels:
 
     def _uncopied_to(self, peers: Sequence[int]) -> bool:
         return any(message.peer in peers for message in self._uncopied)
+
+    @property
+    def _unacknowledged(self) -> bool:
+        return self._in_order is not None and len(self._in_order) > 0
 
     def _check(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":

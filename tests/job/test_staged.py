@@ -211,6 +211,16 @@ def mode_changed() -> None:
         model.eval()
 
 
+def unlike_the_example() -> None:
+    """As many elements, in another shape."""
+    session = session_with(StageHost())
+    model = session.parallelize(staged([nn.Sequential(nn.Linear(WIDTH, WIDTH))], graphs="always"))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    for step in session.steps(data(), until=2):
+        for x, y in step:
+            step.train(model, x.reshape(4, 2, WIDTH), target=y.reshape(4, 2, WIDTH))
+
+
 WRONG: dict[Callable[[], None], str] = {
     in_step(lambda step, model, x, y: model(x)): r"is not called: in a step use step\.train\(model, x, target=y\)",
     in_step(lambda step, model, x, y: step.backward(x.sum())): r"step\.backward was called for a model in stages",
@@ -221,6 +231,7 @@ WRONG: dict[Callable[[], None], str] = {
     own_update: "an update function cannot be registered for stages",
     hand_changed: r"parameter chunk0\.0\.weight was changed in place",
     with_statistics: "cannot have persistent buffers yet",
+    unlike_the_example: r"the input of a micro-batch is torch.float32 \[1, 2, 5\], and the graphs .* torch.float32 \[2, 5\]",
     mode_changed: r"the training mode of a module was changed \(train\(\) or eval\(\)\) after the graphs",
     evaluated_too_early: "register the model before it is evaluated",
 }

@@ -240,6 +240,26 @@ def test_no_thread_outlives_its_channels(endpoint_stages: Any) -> None:
     assert not [t.name for t in threading.enumerate() if t.name.startswith("helixrt-stage")]
 
 
+def test_a_stage_that_closes_waits_for_the_arrival_of_what_it_has_sent(endpoint_stages: Any) -> None:
+    """The word of an arrival would find its end closed, and the other stage, in the middle of its work, take it for lost."""
+
+    def body(stage: int, endpoints: Sequence[Endpoint]) -> dict[int, Any]:
+        channels = StageChannels(endpoints, stage, 2, FlightRecord(f"pp{stage}"), comm=Direct(1))
+        if stage == 0:
+            channels.channels[1].send(Tag(1, 1, 1, 0, Lane.F), torch.ones(8)).wait()
+            channels.close()
+            return {}
+        time.sleep(0.3)
+        assert channels.channels[0].recv(Tag(1, 1, 1, 0, Lane.F), torch.empty(8)).wait().sum() == 8
+        time.sleep(0.3)
+        lost = dict(channels._lost)
+        channels.close()
+        return lost
+
+    _, lost = endpoint_stages.connected(2, body)
+    assert all("cannot reach it" not in str(cause) for cause in lost.values()), lost
+
+
 def test_a_stage_that_closes_behind_another_sends_what_it_has_begun(endpoint_stages: Any) -> None:
     """Stage 0 has ended its part and closed: to stage 1 it is lost, which then closes at once with messages for stage 2."""
     many = 40
