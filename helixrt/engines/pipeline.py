@@ -24,6 +24,7 @@ from helixrt.engines.pipeline_parts import (
     PipelineParts,
     check_like_example,
     check_shards,
+    cut,
     runs_by_graphs,
     ties_of,
     training_modes,
@@ -311,13 +312,8 @@ class PipelineEngine(BatchEngine):
         """What the executor is given of a batch: inputs and targets of each micro-batch."""
         if not (self._embeds or self._predicts):
             return (), ()
-        inputs, targets = (self._cut(part, count) for part in batch)
+        inputs, targets = (cut(part, count) for part in batch)
         return inputs, targets
-
-    def _cut(self, part: torch.Tensor, microbatches: int) -> Sequence[torch.Tensor]:
-        if part.dim() == 0 or part.shape[0] % microbatches:
-            raise MisuseError(f"a batch of shape {list(part.shape)} cannot be cut into {microbatches} equal micro-batches")
-        return part.chunk(microbatches)
 
     @outside_autocast()
     def apply(self, record: CommitRecord, reduced: Sequence[torch.Tensor] | None) -> Update | None:

@@ -127,6 +127,13 @@ def check_shards(schedule: Schedule, setting: str, shards: int) -> None:
         raise ConfigError("mesh.dp_shard", shards, rule)
 
 
+def cut(part: torch.Tensor, microbatches: int) -> Sequence[torch.Tensor]:
+    """Into equal micro-batches along dimension 0. Raises MisuseError."""
+    if part.dim() == 0 or part.shape[0] % microbatches:
+        raise MisuseError(f"a batch of shape {list(part.shape)} cannot be cut into {microbatches} equal micro-batches")
+    return part.chunk(microbatches)
+
+
 def check_like_example(batch: Batch, example: Batch, reads: tuple[bool, bool], microbatches: int) -> None:
     """Raise MisuseError for a batch whose micro-batches are not like the example, whose shapes graphs have in them. `reads`:
     whether this stage reads the input, and the target."""
