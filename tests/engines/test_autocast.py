@@ -44,8 +44,9 @@ def module_engine(loops: Any, update: Update, **options: Any) -> tuple[nn.Module
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
-    engine = ModuleEngine(Registered.of(model, [optimizer], clip_norm=0.5), **options)
-    if (function := update(model, optimizer)) is not None:
+    function = update(model, optimizer)
+    engine = ModuleEngine(Registered.of(model, [optimizer], clip_norm=0.5 if function is None else None), **options)
+    if function is not None:
         engine.set_update(function)
     return model, engine
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -200,7 +201,7 @@ def test_a_log_that_cannot_be_written_costs_nothing_but_the_message(tmp_path: Pa
 
     file = StoreFile(tmp_path, ME)
     monkeypatch.setattr(store_file.os, "write", lambda descriptor, data: 0)
-    monkeypatch.setattr(store_file.sys, "stderr", Full())
+    monkeypatch.setattr(sys, "stderr", Full())
     changed(file, "k", "1")
     assert file.values == {"k": "1"} and not list(tmp_path.iterdir())
 
