@@ -43,7 +43,7 @@ class Options:
     - `loss(output, target)` gives each micro-batch's mean loss; without it the model returns its loss, alone or as the
       `.loss` of its output. `microbatches`: into how many the batch is split.
     - `strands`: 2 runs the backward of one micro-batch woven with the forward of the next, 1 one after the other.
-    - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule` knows, or a
+    - `schedule`: of a pipeline (`session.parallelize(model, example=...)`): a name that `helixrt schedule --help` lists, or a
       `Schedule`; "auto" is 1f1b. `cuts`: the modules that its later chunks begin with, such as `["model.layers.4"]`; None
       balances chunks.
     - `memory_gb`: the most GiB that a stage may take for its parameters, their gradients and the optimizer's state (taken as

@@ -50,7 +50,7 @@ PACKAGES = (
     Package("torch", (2, 11), "tensors, gradients, process groups", needed_for=Need.JOB, load="torch"),
     Package("numpy", (1, 26), "arrays", needed_for=Need.JOB, modules=("numpy",)),
     Package("hydra-core", (1, 3), "settings of the built-in job", "train", Need.JOB, ("hydra", "omegaconf")),
-    Package("torchft", (0, 2), "membership, exchange", "ft", Need.JOB, ("torchft",), load="torchft.coordination"),
+    Package("torchft", (0, 2), "membership by a lighthouse", "ft", modules=("torchft",), load="torchft.coordination"),
     Package("torchdata", (0, 11), "the loader and its position", "ft", Need.JOB, ("torchdata.stateful_dataloader",)),
     Package("tensorboard", (2,), "TensorBoard files", "train", modules=("tensorboard",)),
     Package("matplotlib", (3,), "PNG pictures", "train", modules=("matplotlib",)),

@@ -41,11 +41,11 @@ class Stages:
     """A model in parts that follow each other, trained by `step.train(model, x, target=y)`.
 
     `modules`: all parts in order, or those of this rank by their number, or a function that makes them: its argument is the
-    numbers of this rank's parts. The schedule decides which stage has which part: with "1f1b" and "gpipe" stage s has part
-    s; others have two parts on each stage. `loss(output, target)` is the mean over a micro-batch. `example`: input and
-    target of one micro-batch, of any values; `boundary`: a tensor of the shape and type that parts send to each other. Each
-    batch is cut into `microbatches` along dimension 0. `schedule`: a name that `helixrt schedule` lists, or a `Schedule`.
-    `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether captured graphs
+    numbers of this rank's parts. The schedule decides which stage has which part: "interleaved", "zbv", "dualpipev" and
+    "w" have two parts on each stage; with all others stage s has part s. `loss(output, target)` is the mean over a
+    micro-batch. `example`: input and target of one micro-batch, of any values; `boundary`: a tensor of the shape and type that
+    parts send to each other. Each batch is cut into `microbatches` along dimension 0. `schedule`: a name that
+    `helixrt schedule --help` lists, or a `Schedule`. `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether captured graphs
     run the parts instead of autograd (auto, always, never). `profile`: how the times of operators are found where graphs
     that communicate are woven: from the disk, else measured (auto), measured, or estimated. `bucket_bytes`: size of a
     gradient bucket. `adapt`: the job may change the order of the schedule while it runs, by what it measures, as readily as

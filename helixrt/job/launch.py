@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that ended as it should: all replicas with the same state, every batch counted once."""
+    """A run that ended as it should: all replicas that have finished with the same state, every batch counted once. Those that
+    were given up or drained have not finished."""
 
     folder: Path
     """What the run left: metrics.jsonl, report.html, report.json, logs, lineage, checkpoints."""

@@ -38,6 +38,7 @@ from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.checkpoint import is_due
 from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.evaluation import Evaluation, Part, PartSums
+from helixrt.job.loader_checks import reads_all_items
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import SAVED, PerReplicaState
 from helixrt.job.placement import Placement
@@ -132,7 +133,8 @@ class Session(RankPlace):
 
         A model in stages (`Stages`) gives the parts of this rank, for Mesh(pp=...) of any size, also with cp and tp where its
         parts are built for them (`group`, `Stages.layouts`), and with dp_shard, over which FSDP2 shards the parts of each
-        stage, by schedules that need no captured graphs; it trains on the CPU, in the type of its parameters, by `step.train`.
+        stage, by schedules that need no captured graphs; it trains on the CPU, by `step.train`. With dtype="bfloat16" forward
+        and loss of the parts run under autocast, and each weight is cast once per step.
 
         A compiled model (`helixrt.compile(model, loss=..., microbatches=...)`) and `example`, a batch as `step.train` takes it,
         give the same for a model that was not written in parts: it is captured whole without memory, cut between its layers,
@@ -142,7 +144,7 @@ class Session(RankPlace):
         With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. cp and dp_shard must be 1.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
-        stages on another device or in another type, CaptureError for a model that cannot be captured or cut; MisuseError for a
+        stages on another device, CaptureError for a model that cannot be captured or cut; MisuseError for a
         model on the meta device that is not cut, a plan that is missing or does not fit the model, and if torch.distributed is
         initialized already.
         """
@@ -274,6 +276,8 @@ class Session(RankPlace):
             rule = f"must be {engine.accumulate}, the gradient_accumulation_steps of the DeepSpeed engine"
             raise ConfigError("accumulate", accumulate, rule)
         self._began = True
+        if self.streams > 1 and reads_all_items(loader):
+            self._say("each replica reads all items of this DataLoader; sampler=session.sampler(dataset) deals them out")
         stream = Stream(loader, self.settings.stream(accumulate), self._host.store, self._say, self._host.folder)
         own = self._own_state(self.settings.stream(accumulate), until)
         given = self._evaluation

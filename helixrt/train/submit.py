@@ -1,7 +1,7 @@
 """`python -m helixrt.train.submit [--detach] [+experiment=NAME] [key=value ...]`: train as a Ray job and watch it.
 
 In: hydra overrides, as for `helixrt.train`. Out: the job's output as it comes, its exit code. The
-cluster is the one RAY_ADDRESS names, else a local head on loopback that lives as long as this
+cluster is the one RAY_ADDRESS names, else a head on this machine, with token authentication, that lives as long as this
 command. Settings are checked before anything is started. Ctrl-C stops the job, and the head if it is
 ours; nothing stays behind.
 
