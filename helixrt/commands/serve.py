@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="network interfaces or RDMA devices between replicas, the default first; a|b: a for replica 0, b for replica 1, "
         "in turn; default: the interface that leads to the run's store, and every active RDMA port",
     )
-    add("--restarts", type=int, default=100, help="how often a replica may be started again in an hour; twice after an exception")
+    restarts = "how often a replica may be started again within an hour, at most twice of these after an exception"
+    add("--restarts", type=int, default=100, help=restarts)
     add("--wait-s", type=float, default=1800.0, help="how long to wait for a replica that is not started, or not started again")
     add(
         "--secret-file",

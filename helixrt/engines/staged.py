@@ -45,11 +45,11 @@ class Stages:
     "w" have two parts on each stage; with all others stage s has part s. `loss(output, target)` is the mean over a
     micro-batch. `example`: input and target of one micro-batch, of any values; `boundary`: a tensor of the shape and type that
     parts send to each other. Each batch is cut into `microbatches` along dimension 0. `schedule`: a name that
-    `helixrt schedule --help` lists, or a `Schedule`. `tied`: the name of a parameter of which the first and the last part have a copy each. `graphs`: whether captured graphs
-    run the parts instead of autograd (auto, always, never). `profile`: how the times of operators are found where graphs
-    that communicate are woven: from the disk, else measured (auto), measured, or estimated. `bucket_bytes`: size of a
-    gradient bucket. `adapt`: the job may change the order of the schedule while it runs, by what it measures, as readily as
-    this `helixrt.Adaptation` decides; parts then run by captured graphs.
+    `helixrt schedule --help` lists, or a `Schedule`. `tied`: the name of a parameter of which the first and the last part have
+    a copy each. `graphs`: whether captured graphs run the parts instead of autograd (auto, always, never). `profile`: how the
+    times of operators are found where graphs that communicate are woven: from the disk, else measured (auto), measured, or
+    estimated. `bucket_bytes`: size of a gradient bucket. `adapt`: the job may change the order of the schedule while it runs,
+    by what it measures, as readily as this `helixrt.Adaptation` decides; parts then run by captured graphs.
 
     In a mesh with cp or tp above 1 the parts are this rank's own, built on the groups that `session.group(axis)` gives, and
     `layouts(part)` gives a `ParameterLayout` for each parameter of a part that is not whole on every rank, by name. `example`
