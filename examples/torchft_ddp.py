@@ -61,7 +61,7 @@ def train(kind: str, group: int, steps: int, lighthouse: str, folder: Path, toge
     loader = StatefulDataLoader(data, batch_size=8, sampler=sampler)
     wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, optim)
     if together is not None:
-        together.wait()  # else the first group may be through before the second one has started
+        together.wait(120)  # else the first group may be through before the second one has started
     with open(folder / f"{kind}-group{group}.txt", "a", buffering=1) as lines:
         while manager.current_step() < steps:
             for batch, target in loader:

@@ -389,13 +389,16 @@ def _copies(node: fx.Node, of: fx.Node | None) -> bool:
     return node is of or (node.target is torch.ops.aten.clone.default and node.args[0] is of)
 
 
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
 def check_names(module: nn.Module, loss: Loss | None) -> None:
     """Raise CaptureError where a submodule called `loss` has tensors of the names of the loss's own: ports go by name."""
     inner = getattr(module, "loss", None)
     if not isinstance(loss, nn.Module) or not isinstance(inner, nn.Module):
         return
-    own: dict[str, torch.Tensor] = {**dict(loss.named_parameters()), **dict(loss.named_buffers())}
-    there: dict[str, torch.Tensor] = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+    own, there = _tensors(loss), _tensors(inner)
     if same := sorted(name for name in own.keys() & there.keys() if own[name] is not there[name]):
         reason = f"the model's submodule 'loss' and the loss function both have {same[0]!r}, and they are two tensors"
         raise CaptureError(location_of(module), reason, "rename the submodule, or give it as the loss (loss=model.loss)")

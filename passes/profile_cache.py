@@ -90,7 +90,7 @@ class Known:
     def only(self, names: Collection[str]) -> Known:
         """Of operators of these names."""
         times = {name: time for name, time in self.times.items() if name in names}
-        pairs = {pair: together for pair, together in self.pairs.items() if all(name in times for name in pair)}
+        pairs = {pair: together for pair, together in self.pairs.items() if all(name in names for name in pair)}
         return Known(times, pairs, self.rates)
 
     def newest(self, count: int) -> Known:

@@ -104,7 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of tests marked grid a third, another one with each seed of a run; all with `--whole`, or where tests are named."""
-    if config.option.whole or any("::" in argument for argument in config.args):
+    chosen = [config.option.keyword, *(getattr(config.option, name, False) for name in ("lf", "failedfirst"))]
+    if config.option.whole or any(chosen) or any("::" in argument for argument in config.args):
         return
     grids = [item for item in items if item.get_closest_marker("grid") is not None]
     left_out = [item for item in grids if zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()) % GRID_PARTS]

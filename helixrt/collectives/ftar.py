@@ -67,8 +67,8 @@ class FtarExchange(Exchange):
                 store = self._stores.at(rendezvous, min(_STORE_S, deadline.left_s), aborted)
                 peers = meet(store, rank, size, communicator.address, generation, deadline, aborted).peers
             communicator.configure(generation, rank, peers, deadline.left_s)
-            if size > 1:
-                forget_addresses(store, rank)
+            if size > 1 and not forget_addresses(store, rank):
+                self._stores.forget()
         except (StoreSilent, RuntimeError) as error:  # RuntimeError: torch's errors of a store
             self._stores.forget()
             self._fail(error)

@@ -143,8 +143,8 @@ class GlooExchange(Exchange):
             with self._lock:
                 self._connections = GlooConnections(self._device.address, known)
         group = self._join_group(store, rank, size, max(_LEAST_S, min(_CONNECT_S, deadline.left_s)))
-        if size > 1:
-            forget_addresses(store, rank)
+        if size > 1 and not forget_addresses(store, rank):
+            self._stores.forget()
         with self._lock:
             if self._connections is not None:
                 self._connections.connected()

@@ -13,7 +13,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -90,12 +89,15 @@ def all_connected(store: dist.Store, rank: int, size: int, deadline: Deadline, a
         in_time(publish_and_wait, deadline, aborted)
 
 
-def forget_addresses(store: dist.Store, rank: int) -> None:
+def forget_addresses(store: dist.Store, rank: int) -> bool:
     """After `meet`, once this rank knows that all others are connected, and so have read them: else the store of a long run
-    would grow with each group. A store that does not answer soon keeps them."""
-    if rank == 0:
-        with suppress(StoreSilent, RuntimeError):  # RuntimeError: torch's errors of a store
+    would grow with each group. A store that does not answer soon keeps them; False then: ask it by another connection."""
+    try:
+        if rank == 0:
             in_time(lambda: store.delete_key(_ADDRESSES), Deadline(_FORGET_S))
+    except (StoreSilent, RuntimeError):  # RuntimeError: torch's errors of a store
+        return False
+    return True
 
 
 def _gathered(

@@ -70,6 +70,8 @@ class CapturedModel(PipelinedModel):
     for one that the plan does not fit, DisagreementError when the ranks of the replica cut it differently.
     """
 
+    _compiled: nn.Module  # what was captured
+
     def __init__(
         self,
         step: TrainStep,
@@ -87,7 +89,7 @@ class CapturedModel(PipelinedModel):
         options = step.options
         self.place, self._options, self._busy = place, options, busy
         self._schedule = pipeline_schedule(options, place.stages)
-        if not step.model.training:
+        if not any(module.training for module in step.model.modules()):
             raise MisuseError(
                 "the model is in evaluation mode, in which its graphs would be captured for training: call model.train() "
                 "before session.parallelize (transformers' from_pretrained gives models in evaluation mode)"
@@ -95,6 +97,7 @@ class CapturedModel(PipelinedModel):
         args, kwargs, target = shapes_of((example.inputs, dict(example.named), example.target))
         self._example = Batch(args, kwargs, target, options.microbatches, options.chunk_dims)
         model = step.model
+        object.__setattr__(self, "_compiled", model)  # no submodule of this one: its state is that of this rank's part
         self._autocast = options.autocast or autocast or _active_autocast()
         with busy("captures the model", CAPTURE_S):
             over = self._over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
@@ -195,6 +198,8 @@ class CapturedModel(PipelinedModel):
     def _cut_for(self, batch: Batch, training: bool) -> CutModel:
         """The model for batches like this one. All stages call it together. Raises MisuseError where it cannot be captured, or
         uses other tensors than with the example."""
+        if training and not any(module.training for module in self._compiled.modules()):
+            raise MisuseError("the compiled model is in evaluation mode: graphs for a batch of new shapes cannot be captured")
         what = "in training mode" if training else "in evaluation mode"
         if difference := batch.difference(self._example):
             what += f", with a batch of other shapes than the example's ({difference}),"

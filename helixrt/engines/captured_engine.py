@@ -214,6 +214,7 @@ class CapturedEngine(PipelineEngine):
         over items. Batches of shapes that have not been seen are captured now, by all stages. Raises MisuseError for a weight
         that is none, a batch that the model cannot be captured with, and where stages were given different batches."""
         items = _items(weight)
+        self.adding = self.stages > 1
         self._compare(batch, items)
         made = self._training.of(batch)
         if self._graphs is not made.stage:
@@ -235,7 +236,8 @@ class CapturedEngine(PipelineEngine):
         self._compare(batch, items)
         made = self._evaluations.of(batch)
         self._begin(made.stage.inputs, batch.inputs, micro_batch_seed(self._seed, 0, 0, _EVALUATION))
-        return self._forward_pass(made.executor, self._evaluation, batch, None, items=items)
+        microbatches = self._microbatches(batch, self._evaluation.schedule.microbatches)
+        return self._forward_pass(made.executor, self._evaluation, microbatches, None, items=items)
 
     def _compare(self, batch: Batch, items: float | None) -> None:
         """Raises MisuseError, on all stages, if they were given batches of different shapes, or weights."""

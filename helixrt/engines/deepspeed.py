@@ -27,7 +27,7 @@ from helixrt.engines.deepspeed_limits import check_engine
 from helixrt.engines.deepspeed_private import partitions_of
 from helixrt.engines.deepspeed_state import DeepSpeedState
 from helixrt.engines.evaluating import evaluating
-from helixrt.engines.exchange_book import ExchangeBook
+from helixrt.engines.exchange_book import ExchangeBook, check_weight
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
 from helixrt.engines.random_state import set_random_state
@@ -125,6 +125,8 @@ class DeepSpeedEngine(Engine):
         check_loss(loss)
         if not self._working or self._last:
             raise MisuseError("backward was called outside a step, or after its last micro-batch; call it once in each")
+        check_weight(weight)
+        self.adding = True
         self.engine.set_gradient_accumulation_boundary(last)
         self._book.add(loss, weight)
         self._last = last

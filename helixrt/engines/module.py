@@ -27,7 +27,7 @@ import torch
 from helixrt.engines.autocast import ForwardAutocast, outside_autocast
 from helixrt.engines.buffers import Buffers, Mode
 from helixrt.engines.evaluating import evaluating
-from helixrt.engines.exchange_book import ExchangeBook
+from helixrt.engines.exchange_book import ExchangeBook, check_weight
 from helixrt.engines.flat_gradients import FlatGradients
 from helixrt.engines.inner_group import InnerGroup
 from helixrt.engines.losses import check_loss
@@ -177,7 +177,9 @@ class ModuleEngine(Engine):
         `last`: no other micro-batch of the batch follows. The values of loss and weight are not read on the host.
         """
         check_loss(loss)
+        check_weight(weight)
         self._gradients.before_backward(last)
+        self.adding = True
         self._book.add(loss, weight)
         scaler = self.registered.scaler
         if self._compute_dtype is torch.float32:

@@ -23,10 +23,12 @@ from helixrt.engines.pipeline_parts import (
     Batch,
     PipelineParts,
     check_like_example,
+    check_modes,
     check_shards,
     cut,
     runs_by_graphs,
     ties_of,
+    trained_of,
     training_modes,
 )
 from helixrt.engines.portions import portions_of
@@ -91,12 +93,13 @@ class PipelineEngine(BatchEngine):
         self._ranks = StageRanks(parts.mesh, self.modules, parts.layouts)
         self._mesh = parts.mesh
         layouts = self._ranks.layouts
-        withheld = [tie.name for tie in self._ties]
+        trained_ties = trained_of(self._ties, self.modules)  # by their names among the buckets; the others are frozen
+        withheld = [name for _, name in trained_ties]
         self._shards, self._shard = parts.mesh.size("dp_shard"), parts.mesh.rank("dp_shard")
         buckets = GradientBuckets if self._shards == 1 else ShardedBuckets
         self._buckets = buckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
-        trained = {slot.name for slot in self._buckets.slots}
-        self._summed_ties = [tie for tie in self._ties if tie.name in trained]  # the others are frozen
+        self._summed_ties = trained_ties
+        self.adding = False  # a pass has begun that sends messages or adds gradients; set to False by who wants to know
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
         self._check_registered()
@@ -225,11 +228,6 @@ class PipelineEngine(BatchEngine):
         return self._buckets.flat
 
     def begin(self, on_bucket: Callable[[int], None]) -> None:
-        if self._modes and self._modes != training_modes(self.modules):
-            raise MisuseError(
-                "the training mode of a module was changed (train() or eval()) after the graphs of its part were captured, "
-                "which have the mode of before. Set it before session.register, or train with graphs='never'"
-            )
         self._passes += 1
         if self._sharded is not None:
             self._sharded.begin()
@@ -258,8 +256,8 @@ class PipelineEngine(BatchEngine):
         micro-batches or, where graphs run them, is unlike the example.
         """
         if self._executor.stage is not self._autograd:
-            reads = (self._embeds, self._predicts)
-            check_like_example((inputs, targets), self._example, reads, self.schedule.microbatches)
+            check_modes(self._modes, self.modules)
+            check_like_example((inputs, targets), self._example, (self._embeds, self._predicts), self.schedule.microbatches)
         return self._train((inputs, targets))
 
     def _train(self, batch: Any, items: float | None = None) -> float:
@@ -267,11 +265,13 @@ class PipelineEngine(BatchEngine):
         gradients are those of their sum; else losses are means, and gradients those of their mean."""
         if self._loaded:
             self.check_copies()
+        microbatches = self._microbatches(batch, self._program.schedule.microbatches)
+        self.adding = True
         finish_tied = {}
-        for tie in self._summed_ties:
-            grad = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == tie.name)
-            finish_tied[tie.name] = sum_tied(self._channels, tie.stages, tie.number, grad, self.generation, self._passes)
-        self._loss = self._forward_pass(self._executor, self._program, batch, self._buckets, finish_tied, items)
+        for tie, name in self._summed_ties:
+            grad = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == name)
+            finish_tied[name] = sum_tied(self._channels, tie.stages, tie.number, grad, self.generation, self._passes)
+        self._loss = self._forward_pass(self._executor, self._program, microbatches, self._buckets, finish_tied, items)
         return self._loss
 
     def end(self) -> WorkResult:
@@ -284,15 +284,15 @@ class PipelineEngine(BatchEngine):
         self,
         executor: Executor,
         program: Program,
-        batch: Any,
+        microbatches: tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]],
         buckets: GradientBuckets | None,
         finish_tied: Mapping[str, Callable[[], None]] = MappingProxyType({}),
         items: float | None = None,
     ) -> float:
-        """One pass (with its backward, if there are buckets) over one batch; the mean loss, on every stage. `items`: see
-        `_train`."""
+        """One pass (with its backward, if there are buckets) over what `_microbatches` gave; the mean loss, on every stage.
+        `items`: see `_train`."""
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
-        inputs, targets = self._microbatches(batch, program.schedule.microbatches)
+        inputs, targets = microbatches
         pass_, factor = self._passes, None if items is None else 1.0
         with autocast_pass(self._autocast, "cpu"):  # as stages are
             losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor)
@@ -388,7 +388,8 @@ class PipelineEngine(BatchEngine):
         """The mean loss of a batch, on every rank of the replica, without gradients; not within a step."""
         self.check_copies()
         self._passes += 1
-        return self._forward_pass(self._executor, self._evaluation, (inputs, targets), None)
+        microbatches = self._microbatches((inputs, targets), self._evaluation.schedule.microbatches)
+        return self._forward_pass(self._executor, self._evaluation, microbatches, None)
 
     def close(self) -> None:
         self._guard.close()

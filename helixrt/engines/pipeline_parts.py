@@ -112,6 +112,21 @@ def ties_of(parts: PipelineParts) -> list[Tied]:
     return [Tied(name, number, homes[name]) for number, name in enumerate(sorted(homes)) if len(homes[name]) > 1]
 
 
+def trained_of(ties: Sequence[Tied], modules: Mapping[int, nn.Module]) -> list[tuple[Tied, str]]:
+    """The ties that are trained, each with the first name of its parameter on this stage. Raises ConfigError (stages.tied) for
+    a name that no chunk of this stage has."""
+    named: dict[str, nn.Parameter] = {}
+    first: dict[int, str] = {}
+    for number in sorted(modules):
+        for name, parameter in modules[number].named_parameters(remove_duplicate=False):
+            named.setdefault(name, parameter)
+            first.setdefault(id(parameter), name)
+    for tie in ties:
+        if tie.name not in named:
+            raise ConfigError("stages.tied", tie.name, f"is no parameter of this stage's parts; they have {', '.join(named)}")
+    return [(tie, first[id(named[tie.name])]) for tie in ties if named[tie.name].requires_grad]
+
+
 def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
     """Whether `graphs`, one of GRAPHS, has the schedule run by graphs; else autograd does, backwards in one piece."""
     return setting == "always" or (setting == "auto" and needs_graphs(schedule))
@@ -150,3 +165,12 @@ def check_like_example(batch: Batch, example: Batch, reads: tuple[bool, bool], m
 def training_modes(modules: Mapping[int, nn.Module]) -> list[bool]:
     """Of all submodules, chunk by chunk."""
     return [module.training for number in sorted(modules) for module in modules[number].modules()]
+
+
+def check_modes(captured: list[bool], modules: Mapping[int, nn.Module]) -> None:
+    """Raise MisuseError where the modes are not those of before, with which graphs were captured."""
+    if captured != training_modes(modules):
+        raise MisuseError(
+            "the training mode of a module was changed (train() or eval()) after the graphs of its part were captured, which "
+            "have the mode of before. Set it before session.register, or train with graphs='never'"
+        )

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 
 from helixrt.replica.adoption import GO
 from helixrt.replica.orphan import PARENT_VARIABLE, command, die_with_parent, run_as_main
+from helixrt.replica.telling import flush_all
 
 _FIRST_OPTIMIZER = "torch._dynamo"  # which torch.optim imports when the first optimizer is made
 _DEVICES = ("/dev/nvidia", "/dev/kfd")  # of CUDA and ROCm
@@ -108,8 +109,7 @@ def _serve(control: socket.socket) -> _Order | None:
         if refused := _obstacle():
             _say(answer, f"refused {refused}")
         else:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_all()
             try:
                 between = os.fork()
             except OSError as error:

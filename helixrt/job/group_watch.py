@@ -74,7 +74,8 @@ class GroupWatch:
             return ""  # a replica of one rank sees at its quorums that it has ended
         codes = {other: json.loads(said)["code"] for other in self._others if (said := self._exit_of(other)) is not None}
         ended = self._store.get(ended_key(*self._life)) is not None
-        if (ended or LEFT_EXIT in codes.values()) and self._is_leaving():
+        left = not set(codes.values()) - {0, LEFT_EXIT} and (ended or LEFT_EXIT in codes.values())
+        if left and self._is_leaving():
             return ""
         for other, code in codes.items():
             if code != 0:

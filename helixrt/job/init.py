@@ -36,6 +36,7 @@ from helixrt.job.session import Session
 from helixrt.job.starters import STORE, Place, place_of, starter
 from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.orphan import PARENT_VARIABLE
+from helixrt.replica.telling import flush_all, tell, tell_traceback
 
 REPORT_S = 120.0  # for the server's report, after the replica has ended
 START_S = 120.0  # for the server to start
@@ -157,15 +158,14 @@ def _close(stack: ExitStack, here: Joined, process: int) -> None:
                 stack.__exit__(type(failed), failed, failed.__traceback__)
             except BaseException as error:
                 if error is not failed:
-                    traceback.print_exception(error)
+                    tell_traceback(error)
             for note in getattr(failed, "__notes__", ()):
-                print(note, file=sys.stderr, flush=True)
+                tell(str(note))
             return
     try:
         stack.__exit__(None, None, None)
     except BaseException as error:
         first = traceback.format_exception_only(error) if isinstance(error, MisuseError) else traceback.format_exception(error)
-        print("".join(first), end="", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        tell("".join(first).rstrip("\n"))
+        flush_all()
         os._exit(MISUSE_EXIT if isinstance(error, MisuseError) else 1)

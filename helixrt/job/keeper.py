@@ -294,7 +294,7 @@ class Keeper:
                     return
                 until = self._clock() + LINGER_S  # of a store that answers, and a driver that is there
             except Retryable:
-                pass
+                self._progress.lost_round(self._clock())
             except Fatal:
                 return
             time.sleep(LOOK_S)

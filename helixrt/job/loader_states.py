@@ -143,8 +143,9 @@ class LoaderStates:
     def _files(self) -> dict[Place, Path]:
         if self._folder is None or not self._folder.is_dir():
             return {}
-        found = {tuple(path.name.split("_")): path for path in self._folder.iterdir() if not path.name.startswith(".")}
-        return {(int(epoch), int(offset)): path for (epoch, offset), path in found.items()}
+        found = {path: path.name.split("_") for path in self._folder.iterdir()}
+        places = {path: numbers for path, numbers in found.items() if len(numbers) == 2 and all(map(str.isdigit, numbers))}
+        return {(int(epoch), int(offset)): path for path, (epoch, offset) in places.items()}
 
     def _to_keep(self, places: Iterable[Place], epoch: int) -> list[Place]:
         known = sorted(places)

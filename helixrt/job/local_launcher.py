@@ -86,6 +86,8 @@ class LocalLauncher(Launcher):
         """Start what waits, as far as the system has processes and memory for it, and the log's file system takes a file. Once
         a rank was started, another error of the system is raised only when it has lasted for `_LASTING_S`: until then the ranks
         that live go on."""
+        if not self._waiting:
+            self._refused_s = None
         for key, spec in list(self._waiting.items()):
             try:
                 self._launch(key, spec)

@@ -80,7 +80,7 @@ class TensorBoardLogger(MetricsLogger):
     def log(self, point: MetricsPoint) -> None:
         """A writer that has failed once, on a full disk say, writes nothing more: a new one takes its place."""
         if self._failure is not None and time.monotonic() < self._again_s:
-            raise type(self._failure)(*self._failure.args)
+            raise self._failure.with_traceback(None)
         try:
             if self._failure is not None:
                 self._board = self._writer(self._path, flush_secs=5)

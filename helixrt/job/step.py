@@ -178,14 +178,13 @@ class Step(Generic[Batch]):
 
     @contextmanager
     def _whole(self, what: str) -> Iterator[None]:
-        """Around what adds gradients: if an exception leaves it, nothing of this step counts any more. A MisuseError comes
-        before any gradient."""
+        """Around what adds gradients: if an exception leaves it after it has begun to, nothing of this step counts any more."""
+        self._engine.adding = False
         try:
             yield
-        except MisuseError:
-            raise
         except BaseException:
-            self._failed = what
+            if self._engine.adding:
+                self._failed = what
             raise
 
     def _check_whole(self) -> None:

@@ -49,6 +49,7 @@ HOST_BYTES = 1 << 30
 TIMEOUT_S = 60.0
 
 _CLOSE_S = 60.0  # `close` waits so long for room for what was begun, at most
+_ARRIVED_S = 5.0  # and so long for the word that what was sent directly has arrived
 _LINGER_LOST_S = 1.0  # as `LINGER_S`, with a lost peer
 _UNORDERED = (Lane.LOSS, Lane.NORM, Lane.BATCH)
 
@@ -82,6 +83,7 @@ class StageChannels:
         self._changed = threading.Condition()
         self._lost: dict[int, Cause] = {}
         self._uncopied: set[Outgoing] = set()
+        self._unarrived: set[Outgoing] = set()  # of those that were sent directly
         self._in_order: InOrder | None = None
         self._set(comm)
         self._closed = False
@@ -107,10 +109,12 @@ class StageChannels:
             return
         self._closed = True
         living = [peer for peer in self._peers if peer not in self._lost]
-        linger_s = LINGER_S if len(living) == len(self._peers) else _LINGER_LOST_S if living else 0.0
+        limit_s = linger_s = LINGER_S if len(living) == len(self._peers) else _LINGER_LOST_S if living else 0.0
         with contextlib.suppress(Retryable):
             limit_s = min(self._timeout_s, _CLOSE_S) if linger_s == LINGER_S else linger_s
-            self._wait(lambda: not self._uncopied_to(living) and not self._unacknowledged, living, limit_s)
+            self._wait(lambda: not self._uncopied_to(living), living, limit_s)
+        with contextlib.suppress(Retryable):
+            self._wait(lambda: all(message.peer in self._lost for message in self._unarrived), [], min(limit_s, _ARRIVED_S))
         for queue in self._queues:
             queue.close(linger_s)
 
@@ -123,6 +127,8 @@ class StageChannels:
         message = Outgoing(peer, tag, record.step, record.clock(), tensor.detach(), size, in_order is not None)
         with self._changed:
             self._uncopied.add(message)
+            if in_order is not None:
+                self._unarrived.add(message)
         if in_order is None:
             self._begin(message)
         else:
@@ -177,10 +183,6 @@ class StageChannels:
 
     def _uncopied_to(self, peers: Sequence[int]) -> bool:
         return any(message.peer in peers for message in self._uncopied)
-
-    @property
-    def _unacknowledged(self) -> bool:
-        return self._in_order is not None and len(self._in_order) > 0
 
     def _check(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
@@ -252,6 +254,9 @@ class StageChannels:
             self._note_send(message)
 
     def _arrived_there(self, message: Outgoing, came_s: float) -> None:
+        with self._changed:
+            self._unarrived.discard(message)
+            self._changed.notify_all()
         self._note_send(message)
         self._over(message.communication)
 

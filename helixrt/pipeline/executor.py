@@ -112,10 +112,11 @@ class Executor:
                 return
             assert tensor is not None and action.target is not None
             tensor = tensor.contiguous()  # also for a chunk on this stage: all get what a message would bring
+            if action.target != program.stage or (buckets is not None and self.stage.has_shapes):
+                self._check(action, tensor, self.like(action.gives))
             if action.target == program.stage:
                 local[action.gives] = tensor
             else:
-                self._check(action, tensor, self.like(action.gives))
                 sent[action.gives] = self.channels[action.target].send(expected.tag(action.gives), tensor)
 
         expected.may_come(program.arrivals[0])

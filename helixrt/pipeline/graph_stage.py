@@ -111,6 +111,8 @@ class JointStage(Stage):
     which this rank has a part, by name, where their gradients come whole.
     """
 
+    has_shapes = True
+
     def __init__(
         self,
         joints: Mapping[int, Part],

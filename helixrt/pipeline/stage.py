@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -39,6 +40,9 @@ class Task:
 
 class Stage(ABC):
     """Computes the operations of one stage's chunks. Calls come from one thread, in the order of a schedule."""
+
+    has_shapes: ClassVar[bool] = False
+    """What it computes was made for the boundary between chunks: another shape or type would be computed wrongly."""
 
     @abstractmethod
     def compute(self, tasks: list[Task], buckets: GradientBuckets | None) -> list[torch.Tensor | None]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import helixrt
+from helixrt.engines.pipeline_parts import Tied, trained_of
 from helixrt.engines.staged import StagePlace, Stages
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
@@ -318,3 +319,16 @@ def test_a_replica_of_two_stages_leaves_whole_and_returns(shards: int, tmp_path:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines if line["what"] == "step"} == set(range(1, 61))
     assert {5, 10, 60} <= {line["step"] for line in lines if line["what"] == "validation"}
+
+
+def test_a_tied_parameter_is_one_of_the_parts_and_is_summed_where_it_is_trained() -> None:
+    """By whatever name a part has it; a frozen one is left alone."""
+    first, last = nn.Linear(4, 4), nn.ModuleDict({"head": nn.Linear(4, 4)})
+    first.alias = first.weight
+    tie = Tied("weight", 0, (0, 1))
+    other = replace(tie, name="alias")
+    assert trained_of([tie, other], {0: first}) == [(tie, "weight"), (other, "weight")]
+    with pytest.raises(ConfigError, match="stages.tied=wte: is no parameter of this stage's parts; they have head.weight,"):
+        trained_of([replace(tie, name="wte")], {1: last})
+    first.weight.requires_grad_(False)
+    assert trained_of([tie], {0: first}) == []
