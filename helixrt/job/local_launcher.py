@@ -93,10 +93,12 @@ class LocalLauncher(Launcher):
                 self._launch(key, spec)
             except OSError as error:
                 if error.errno not in _NO_RESOURCES:
+                    if not self._has_started:
+                        raise
                     if self._refused_s is None:
                         log.warning("%s (incarnation %d) cannot be started yet: %s", rank_label(key[0]), key[1], error)
                         self._refused_s = time.monotonic()
-                    if not self._has_started or time.monotonic() - self._refused_s >= _LASTING_S:
+                    if time.monotonic() - self._refused_s >= _LASTING_S:
                         raise
                 return
             self._has_started, self._refused_s = True, None
