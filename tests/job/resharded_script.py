@@ -75,7 +75,8 @@ def train(session: helixrt.Session) -> None:
     optimizer, scheduler = optimizer_of(model.parameters())
     session.register(model=model, optimizers=[optimizer], schedulers=[scheduler], clip_norm=CLIP)
     ids = torch.arange(ITEMS)
-    loader = torch.utils.data.DataLoader(ids, batch_size=BATCH, sampler=session.sampler(ids, shuffle=True))  # type: ignore[arg-type]
+    sampler = session.sampler(ids, shuffle=True)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(ids, batch_size=BATCH, sampler=sampler, drop_last=True)
     if session.replica == 1 and KILLED.exists():
         BACK.touch()
     with open(FOLDER / f"ids.{session.replica}.{session.shard}.{stage}.jsonl", "a") as told:

@@ -21,7 +21,8 @@ from helixrt.protocol.step.lineage import CommitRecord, audit
 from tests.job.lineage_oracle import chain
 
 SCRIPT = Path(__file__).with_name("resharded_script.py")
-FIRST, LAST = 20, 44  # the second life comes into the next epoch
+FIRST = 20
+SECOND = 44  # batches that the second life sums: it comes into the next epoch, and not to the end of that one
 
 
 def launch(folder: Path, replicas: int, pp: int, dp_shard: int, steps: int, *resume: str) -> None:
@@ -104,14 +105,14 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_with_other_replicas_stages_and_shards(
     replicas: int, pp: int, dp_shard: int, first: Path, tmp_path: Path, script: Any
 ) -> None:
-    folder = tmp_path / "run"
+    folder, last = tmp_path / "run", FIRST + SECOND // (replicas * dp_shard)
     shutil.copytree(first, folder, symlinks=True)
-    launch(folder, replicas, pp, dp_shard, LAST, str(run_of(folder)))
+    launch(folder, replicas, pp, dp_shard, last, str(run_of(folder)))
     records = chain(run_of(folder))
-    assert [record.step for record in records] == list(range(LAST + 1)) and audit(records, 1).clean
+    assert [record.step for record in records] == list(range(last + 1)) and audit(records, 1).clean
     assert len(set(records[FIRST].positions.values())) == 2, "the streams of the first life had come differently far"
     batches = batches_of(folder, records)
-    assert [len(step) for step in batches[FIRST:]] == [replicas * dp_shard] * (LAST - FIRST)
+    assert [len(step) for step in batches[FIRST:]] == [replicas * dp_shard] * (last - FIRST)
     entered = [each for step in batches for ids in step for each in ids]
     epoch = before_the_first_repeat(entered)
     left_out = script.ITEMS - len(epoch)
@@ -121,14 +122,14 @@ def test_a_run_goes_on_with_other_replicas_stages_and_shards(
 
     model, losses = trained_plainly(script, batches)
     found = newest_complete(run_of(folder) / "checkpoints")
-    assert found is not None and found.record.step == LAST and found.mesh["pp"] == pp
+    assert found is not None and found.record.step == last and found.mesh["pp"] == pp
     loaded = script.Model().state_dict()
     dcp.load({"model": loaded}, checkpoint_id=found.folder, no_dist=True)
     assert loaded.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         assert (loaded[name] - value).abs().max() < 1e-9, name
     logged = logged_losses(run_of(folder), records)
-    assert set(range(FIRST + 1, LAST + 1)) <= logged.keys()
+    assert set(range(FIRST + 1, last + 1)) <= logged.keys()
     assert {step: losses[step - 1] for step in logged} == pytest.approx(logged, rel=0, abs=1e-9)
 
 
