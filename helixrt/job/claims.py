@@ -68,8 +68,8 @@ class Claim:
         return self.incarnation
 
     def _claim(self) -> int:
-        """The next incarnation that nobody has claimed and that the server has not ended: of one for which nobody came in time
-        the claim is put all the same, so that the claims have no gaps."""
+        """The next incarnation that is not claimed and that the server has not ended. An incarnation that the server ended
+        because its process did not start in time is claimed here too, so that the claims have no gaps."""
         mine, replica = json.dumps({"who": self._who, "attempt": self._place.attempt}), self._place.replica
         while (
             self._store.put_if_absent(claim_key(replica, self._claims), mine) != mine

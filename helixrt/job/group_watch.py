@@ -86,7 +86,7 @@ class GroupWatch:
         return self._store.get(exit_key(*self._life, rank))
 
     def _is_leaving(self) -> bool:
-        """Of a replica that has ended: by itself, as it was asked to, and a short time ago."""
+        """Whether the replica that ended had been asked to leave, a short time ago."""
         if self._left_s is None and self._store.get(leave_key(*self._life)) is not None:
             self._left_s = self._clock()
         return self._left_s is not None and self._clock() - self._left_s < self._leave_s()

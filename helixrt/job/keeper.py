@@ -134,8 +134,8 @@ class Progress:
         self._step, self._longest_s, self._mark_s = step, max(self._longest_s, now - self._mark_s), now
 
     def begin_round(self, now: float) -> None:
-        """It is looked whether a driver is there. Where the last look was long ago, this process was suspended, and the driver
-        with it perhaps: that time is nobody's absence."""
+        """Look whether a driver is there. A long time since the last look means that this process was suspended, and possibly
+        the driver too, so that time does not count as an absence of the driver."""
         if now - self._round_s > _MOST_ROUND_S:
             self.alive_s += now - self._round_s - _MOST_ROUND_S
         self._round_s = now

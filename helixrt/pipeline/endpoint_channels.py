@@ -103,8 +103,8 @@ class StageChannels:
 
     def close(self) -> None:
         """Send what was begun to peers that are not lost, and end the threads; idempotent. A peer that has ended its part and
-        closed counts as lost, too. Arrivals are awaited, because a peer whose word of one finds this end closed would take this
-        stage for lost, in the middle of its work perhaps."""
+        closed counts as lost, too. This waits for arrivals: a peer that sends its notice of one to a closed end would take this
+        stage for lost, possibly in the middle of the peer's work."""
         if self._closed:
             return
         self._closed = True
