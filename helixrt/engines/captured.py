@@ -187,9 +187,11 @@ class CapturedModel(PipelinedModel):
         return engine
 
     def _holders(self, mine: Sequence[ModelChunk]) -> dict[int, nn.Module]:
-        """Modules with the parameters of each chunk to train; all others are in the first one."""
-        names = {chunk.number: [name for name in chunk.parameters if name in self._trained] for chunk in mine}
-        names[mine[0].number] += [name for name, each in self._tensors.parameters.items() if not each.requires_grad]
+        """Modules with the parameters of each chunk; those of none are in the first one, too."""
+        own = self._tensors.parameters
+        names = {chunk.number: [name for name in chunk.parameters if name in own] for chunk in mine}
+        used = {name for each in names.values() for name in each}
+        names[mine[0].number] += [name for name in own if name not in used]
         holders = {number: nn.Module() for number in names}
         for number, holder in holders.items():
             fill(holder, self._tensors, names[number])

@@ -209,6 +209,15 @@ class CapturedEngine(PipelineEngine):
         super().seed(position)
         self._drawn = micro_batch_seed(self._seed, self._replica, 0, position)
 
+    @property
+    def fixed_shape(self) -> bool:
+        """Batches of other shapes have graphs of their own."""
+        return False
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """The graphs are given the seeds of their random operators."""
+        return nullcontext()
+
     def train_batch(self, batch: Batch, weight: float | torch.Tensor | None = None) -> float:
         """As `train`. With `weight` the loss of each micro-batch is a sum, and the batch has so many items: the mean loss is
         over items. Batches of shapes that have not been seen are captured now, by all stages. Raises MisuseError for a weight
@@ -288,7 +297,10 @@ class CapturedEngine(PipelineEngine):
 def _items(weight: float | torch.Tensor | None) -> float | None:
     """Raises MisuseError for a weight that is none."""
     check_weight(weight)
-    return None if weight is None else float(weight)
+    if weight is None:
+        return None
+    check_weight(items := float(weight))
+    return items
 
 
 def _in_the_graph(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

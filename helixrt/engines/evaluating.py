@@ -6,8 +6,10 @@ updates, or a model that it leaves in evaluation mode, would make this replica t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from torch import nn
 
 from helixrt.engines.buffers import Buffers
 from helixrt.engines.registered import Registered
@@ -16,10 +18,28 @@ from helixrt.engines.registered import Registered
 @contextmanager
 def evaluating(registered: Registered, buffers: Buffers) -> Iterator[None]:
     """Behind it the training mode of every module is what it was, and running buffers have their committed values."""
-    modes = [(module, module.training) for model in registered.models.values() for module in model.modules()]
+    with _kept_modes(registered.models.values()):
+        try:
+            yield
+        finally:
+            buffers.discard()
+
+
+@contextmanager
+def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """All of these in evaluation mode; behind it every module's mode is what it was."""
+    modules = list(modules)
+    with _kept_modes(modules):
+        for module in modules:
+            module.eval()
+        yield
+
+
+@contextmanager
+def _kept_modes(models: Iterable[nn.Module]) -> Iterator[None]:
+    modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
-        buffers.discard()

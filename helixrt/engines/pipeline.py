@@ -18,32 +18,34 @@ import torch
 
 from helixrt.engines.autocast import outside_autocast
 from helixrt.engines.buffers import Buffers
-from helixrt.engines.evaluating import evaluating
+from helixrt.engines.evaluating import evaluating, evaluation_mode
 from helixrt.engines.pipeline_parts import (
+    BUFFERS_RULE,
     Batch,
     PipelineParts,
     check_like_example,
     check_modes,
+    check_registered,
+    check_same_chunks,
     check_shards,
     cut,
     runs_by_graphs,
-    ties_of,
-    trained_of,
     training_modes,
 )
 from helixrt.engines.portions import portions_of
-from helixrt.engines.random_state import set_random_state
+from helixrt.engines.random_state import chunks_apart, set_random_state
 from helixrt.engines.replicated_state import ReplicatedState
 from helixrt.engines.sharded_stage import ShardedBuckets, ShardedStage
 from helixrt.engines.stage_places import stage_places
 from helixrt.engines.stage_ranks import StageRanks
+from helixrt.engines.ties import StageTies, check_equal, ties_of
 from helixrt.engines.unchanged import Unchanged
 from helixrt.engines.update import StepGuard, UpdateFunction
 from helixrt.errors import ConfigError, Fatal, MisuseError
 from helixrt.passes.autocast import autocast_pass
 from helixrt.passes.errors import CaptureError
 from helixrt.pipeline.buckets import GradientBuckets
-from helixrt.pipeline.channels import Channel, GroupChannel
+from helixrt.pipeline.channels import Channel, GroupChannel, Lane
 from helixrt.pipeline.epilogue import gather, share_loss, sum_tied
 from helixrt.pipeline.executor import Executor, Slowdown
 from helixrt.pipeline.program import Program, compile_program, whole_backwards
@@ -89,27 +91,24 @@ class PipelineEngine(BatchEngine):
             peers = (peer for peer in range(self.stages) if peer != self.stage)
             self._channels = {peer: GroupChannel(parts.group, peer, parts.record) for peer in peers}
         self._embeds, self._predicts = 0 in self.modules, len(self.placement) - 1 in self.modules
-        self._ties = [tie for tie in ties_of(parts) if self.stage in tie.stages]
+        self._ties = StageTies(ties_of(parts.tied, schedule.placement), self.modules)
         self._ranks = StageRanks(parts.mesh, self.modules, parts.layouts)
         self._mesh = parts.mesh
         layouts = self._ranks.layouts
-        trained_ties = trained_of(self._ties, self.modules)  # by their names among the buckets; the others are frozen
-        withheld = [name for _, name in trained_ties]
         self._shards, self._shard = parts.mesh.size("dp_shard"), parts.mesh.rank("dp_shard")
         buckets = GradientBuckets if self._shards == 1 else ShardedBuckets
-        self._buckets = buckets(dict(self.modules), parts.bucket_bytes, withheld, kinds=layouts)
-        self._summed_ties = trained_ties
+        self._buckets = buckets(dict(self.modules), parts.bucket_bytes, [p for _, p in self._ties.trained], kinds=layouts)
         self.adding = False  # a pass has begun that sends messages or adds gradients; set to False by who wants to know
         first = {slot.bucket: layouts[p] for slot, (_, p) in zip(self._buckets.slots, self._buckets.named, strict=True)}
         self._layouts = [first[bucket] for bucket in range(len(self._buckets.flat))]  # one for all parameters of a bucket
-        self._check_registered()
+        check_registered(self.registered, [parameter for _, parameter in self._buckets.named])
         mode = parts.buffers or "mean"
         self._constants = Buffers(self.registered, mode, parts.replica, parts.replicas, changing=parts.changing)
         if self._constants.running and parts.buffers is None:
-            raise MisuseError("modules of a pipeline cannot have persistent buffers yet: what a forward changes is not summed")
+            raise MisuseError(BUFFERS_RULE)
         self._sums = BucketSums(self._buckets.flat, self._ranks.sum_groups(self._layouts))
         self._state = ReplicatedState(self.registered, self._constants)
-        copies = {tie.name for tie in self._ties if tie.stages[0] != self.stage}
+        copies = self._ties.copies(self.stage)
         self._places = stage_places(self.registered, self.modules, parts.names, parts.layouts, parts.mesh, copies)
         self._copies_checked = False  # since the state was changed in any way
         self._loaded = True  # the state was built or loaded, and no pass has checked it yet
@@ -119,7 +118,7 @@ class PipelineEngine(BatchEngine):
         self._unchanged = Unchanged(self.registered)
         self._guard = StepGuard(self.registered.optimizers, [parameter for _, parameter in self.registered.parameters()])
         self._chunks = {
-            chunk: StageChunk(module, parts.loss if chunk + 1 == schedule.chunks else None)
+            chunk: StageChunk(module, parts.loss if chunk + 1 == schedule.chunks else None, first=chunk == 0)
             for chunk, module in self.modules.items()
         }
         self.schedule, self.adaptation = schedule, parts.adaptation  # the one in use; how readily the job changes it
@@ -134,14 +133,14 @@ class PipelineEngine(BatchEngine):
         self._program: Program
         self.use_schedule(schedule)
 
-    def _check_registered(self) -> None:
-        self.registered.check()
-        self.registered.check_update_is_complete()
-        if self.registered.scaler is not None:
-            raise MisuseError("a pipeline trains in the type of its parameters; register no scaler")
-        mine = {parameter for _, parameter in self._buckets.named}
-        if mine != {parameter for _, parameter in self.registered.parameters() if parameter.requires_grad}:
-            raise MisuseError("the registered model is not that of this stage's chunks; register what session.parallelize gave")
+    @property
+    def fixed_shape(self) -> bool:
+        """Whether all batches must have the shape of the example: for it graphs were captured, or the boundary was given."""
+        return self.stages > 1 or self._executor.stage is not self._autograd
+
+    def _drawing(self) -> AbstractContextManager[Callable[[int, int], None] | None]:
+        """Around a pass: what the executor calls before a forward that may draw random numbers."""
+        return chunks_apart()
 
     def use_schedule(self, schedule: Schedule) -> None:
         """From the next `run` on, work by another schedule of the same placement and as many micro-batches.
@@ -162,12 +161,7 @@ class PipelineEngine(BatchEngine):
         """Make what `use_schedule` would, so that it takes no time then; the schedule in use stays. Programs of the newest few
         schedules are kept, and made again with `again`. All ranks of the replica call it at the same point, between two steps.
         Raises as `use_schedule`."""
-        if (schedule.stages, schedule.microbatches) != (self.stages, self._evaluation.schedule.microbatches):
-            raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
-        if schedule.placement != self.placement:
-            raise ValueError(
-                f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(self.placement)}"
-            )
+        check_same_chunks(schedule, self._evaluation.schedule)
         if self.adaptation is not None:
             check_microbatch_order(schedule)
         check_shards(schedule, self._graphs_when, self._shards)
@@ -216,9 +210,7 @@ class PipelineEngine(BatchEngine):
             for number, chunk in self._chunks.items()
         }
         try:
-            return GraphStage(
-                self._chunks, examples, mode=self._profile, group=self._ranks.group, autocast=self._autocast
-            )
+            return GraphStage(self._chunks, examples, mode=self._profile, group=self._ranks.group, autocast=self._autocast)
         except CaptureError as error:
             rule = f"{' '.join(str(error).split())}; schedule.graphs=never runs whole backwards by autograd"
             raise ConfigError("schedule.graphs", self._graphs_when, rule) from error
@@ -268,9 +260,9 @@ class PipelineEngine(BatchEngine):
         microbatches = self._microbatches(batch, self._program.schedule.microbatches)
         self.adding = True
         finish_tied = {}
-        for tie, name in self._summed_ties:
-            grad = next(g for s, g in zip(self._buckets.slots, self._buckets.grads, strict=True) if s.name == name)
-            finish_tied[name] = sum_tied(self._channels, tie.stages, tie.number, grad, self.generation, self._passes)
+        for tie, parameter in self._ties.trained:
+            grad = self._buckets.grads[self._buckets.index[parameter]]
+            finish_tied[parameter] = sum_tied(self._channels, tie.stages, tie.number, grad, self.generation, self._passes)
         self._loss = self._forward_pass(self._executor, self._program, microbatches, self._buckets, finish_tied, items)
         return self._loss
 
@@ -286,7 +278,7 @@ class PipelineEngine(BatchEngine):
         program: Program,
         microbatches: tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]],
         buckets: GradientBuckets | None,
-        finish_tied: Mapping[str, Callable[[], None]] = MappingProxyType({}),
+        finish_tied: Mapping[torch.nn.Parameter, Callable[[], None]] = MappingProxyType({}),
         items: float | None = None,
     ) -> float:
         """One pass (with its backward, if there are buckets) over what `_microbatches` gave; the mean loss, on every stage.
@@ -294,14 +286,16 @@ class PipelineEngine(BatchEngine):
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs, targets = microbatches
         pass_, factor = self._passes, None if items is None else 1.0
-        with autocast_pass(self._autocast, "cpu"):  # as stages are
-            losses = executor.run(program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor)
+        with autocast_pass(self._autocast, "cpu"), self._drawing() as draws:  # as stages are
+            losses = executor.run(
+                program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor, draws=draws
+            )
         if self._sharded is not None:
             self._sharded.end_pass()
-        for name, finish in finish_tied.items():
+        for parameter, finish in finish_tied.items():
             assert buckets is not None
             finish()
-            buckets.complete(name)
+            buckets.complete(parameter)
         mine = None
         if self._predicts:
             count = len(losses) if items is None else items
@@ -348,8 +342,8 @@ class PipelineEngine(BatchEngine):
         """Each stage's squared norm of the gradient in the local set, in the order of stages; of a tied parameter's copies the
         first counts."""
         buckets = self._buckets
-        elsewhere = {tie.name for tie in self._ties if tie.stages[0] != self.stage}
-        skipped = frozenset(slot.bucket for slot in buckets.slots if slot.name in elsewhere)
+        elsewhere = self._ties.copies(self.stage)
+        skipped = frozenset(buckets.slots[index].bucket for p, index in buckets.index.items() if id(p) in elsewhere)
         mine = self._ranks.squared_norm(buckets.flat, self._layouts, self._gradients_in, skipped)
         return gather(self._channels, self.stage, self.stages, self.generation, self._passes, mine)
 
@@ -359,9 +353,14 @@ class PipelineEngine(BatchEngine):
                 yield slot.name, gradient
 
     def check_copies(self) -> None:
-        if not self._copies_checked:
-            self._ranks.check_copies(self.registered, self._state)
-            self._copies_checked, self._loaded = True, False
+        if self._copies_checked:
+            return
+        self._ranks.check_copies(self.registered, self._state)
+        for tie in self._ties.all:
+            self._passes += 1
+            mine = self._ties.number(tie)
+            check_equal(tie, gather(self._channels, self.stage, self.stages, self.generation, self._passes, mine, Lane.TIED))
+        self._copies_checked, self._loaded = True, False
 
     def state(self) -> State:
         return self._state.read()
@@ -385,11 +384,12 @@ class PipelineEngine(BatchEngine):
         return evaluating(self.registered, self._constants)
 
     def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """The mean loss of a batch, on every rank of the replica, without gradients; not within a step."""
+        """The mean loss of a batch in evaluation mode, on every rank of the replica, without gradients; not within a step."""
         self.check_copies()
         self._passes += 1
         microbatches = self._microbatches((inputs, targets), self._evaluation.schedule.microbatches)
-        return self._forward_pass(self._executor, self._evaluation, microbatches, None)
+        with evaluation_mode(self.modules.values()):
+            return self._forward_pass(self._executor, self._evaluation, microbatches, None)
 
     def close(self) -> None:
         self._guard.close()

@@ -1,7 +1,7 @@
 """The parts of the engine of a pipeline stage, and the rules that they must fulfil.
 
-In: the chunks of a stage, the schedule, what is registered. Out: `PipelineParts` for `helixrt.engines.pipeline`; which tied
-parameters stages exchange (`ties_of`), and whether a schedule runs by graphs or by autograd.
+In: the chunks of a stage, the schedule, what is registered. Out: `PipelineParts` for `helixrt.engines.pipeline`, and
+whether a schedule runs by graphs or by autograd.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from helixrt.schedule.ir import Schedule
 GRAPHS = ("auto", "always", "never")
 PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
 BUCKET_BYTES = 1 << 22
+BUFFERS_RULE = (
+    "modules of a pipeline cannot have persistent buffers: what a forward changes is not summed over the replicas. Register a "
+    "buffer that no forward changes with persistent=False"
+)
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, cut into micro-batches along dimension 0
 
@@ -93,43 +97,29 @@ class PipelineParts:
     autocast: torch.dtype | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tied:
-    """A parameter with a copy on each of several stages, in the order of their first chunks; `number` among the model's."""
-
-    name: str
-    number: int
-    stages: tuple[int, ...]
-
-
-def ties_of(parts: PipelineParts) -> list[Tied]:
-    """The model's, the same on all stages; copies of chunks on one stage are one parameter, and need no exchange."""
-    placement = parts.schedule.placement
-    tied = parts.tied
-    if isinstance(tied, str):
-        tied = {tied: (0, len(placement) - 1)} if tied else {}
-    homes = {name: tuple(dict.fromkeys(placement[chunk] for chunk in sorted(chunks))) for name, chunks in tied.items()}
-    return [Tied(name, number, homes[name]) for number, name in enumerate(sorted(homes)) if len(homes[name]) > 1]
-
-
-def trained_of(ties: Sequence[Tied], modules: Mapping[int, nn.Module]) -> list[tuple[Tied, str]]:
-    """The ties that are trained, each with the first name of its parameter on this stage. Raises ConfigError (stages.tied) for
-    a name that no chunk of this stage has."""
-    named: dict[str, nn.Parameter] = {}
-    first: dict[int, str] = {}
-    for number in sorted(modules):
-        for name, parameter in modules[number].named_parameters(remove_duplicate=False):
-            named.setdefault(name, parameter)
-            first.setdefault(id(parameter), name)
-    for tie in ties:
-        if tie.name not in named:
-            raise ConfigError("stages.tied", tie.name, f"is no parameter of this stage's parts; they have {', '.join(named)}")
-    return [(tie, first[id(named[tie.name])]) for tie in ties if named[tie.name].requires_grad]
-
-
 def runs_by_graphs(schedule: Schedule, setting: str) -> bool:
     """Whether `graphs`, one of GRAPHS, has the schedule run by graphs; else autograd does, backwards in one piece."""
     return setting == "always" or (setting == "auto" and needs_graphs(schedule))
+
+
+def check_registered(registered: Registered, parameters: Collection[nn.Parameter]) -> None:
+    """Raises MisuseError if an update of what is registered would not be one of these parameters, those of the stage."""
+    registered.check()
+    registered.check_update_is_complete()
+    if registered.scaler is not None:
+        raise MisuseError("a pipeline trains in the type of its parameters; register no scaler")
+    if set(parameters) != {parameter for _, parameter in registered.parameters() if parameter.requires_grad}:
+        raise MisuseError("the registered model is not that of this stage's chunks; register what session.parallelize gave")
+
+
+def check_same_chunks(schedule: Schedule, before: Schedule) -> None:
+    """Raises ValueError unless the schedule is for the chunks, their places and the micro-batches of the one before."""
+    if (schedule.stages, schedule.microbatches) != (before.stages, before.microbatches):
+        raise ValueError(f"schedule {schedule.name} is for {schedule.stages} stages, {schedule.microbatches} micro-batches")
+    if schedule.placement != before.placement:
+        raise ValueError(
+            f"schedule {schedule.name} has chunks on stages {list(schedule.placement)}, they are on {list(before.placement)}"
+        )
 
 
 def check_shards(schedule: Schedule, setting: str, shards: int) -> None:
@@ -144,7 +134,7 @@ def check_shards(schedule: Schedule, setting: str, shards: int) -> None:
 
 def cut(part: torch.Tensor, microbatches: int) -> Sequence[torch.Tensor]:
     """Into equal micro-batches along dimension 0. Raises MisuseError."""
-    if part.dim() == 0 or part.shape[0] % microbatches:
+    if part.dim() == 0 or part.shape[0] == 0 or part.shape[0] % microbatches:
         raise MisuseError(f"a batch of shape {list(part.shape)} cannot be cut into {microbatches} equal micro-batches")
     return part.chunk(microbatches)
 

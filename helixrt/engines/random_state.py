@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,7 +24,28 @@ def micro_batch_seed(seed: int, replica: int, dp_shard: int, position: int) -> i
 
 
 def set_random_state(seed: int, replica: int, dp_shard: int, position: int) -> None:
-    number = micro_batch_seed(seed, replica, dp_shard, position)
+    _set(micro_batch_seed(seed, replica, dp_shard, position))
+
+
+@contextmanager
+def chunks_apart() -> Iterator[Callable[[int, int], None]]:
+    """Around a pass over chunks. Gives what sets the random state before the forward of (chunk, micro-batch): each draws
+    numbers of its own, whatever the order of the schedule and wherever the chunk is. Behind it the random state is one that
+    depends on that before it alone, equal on ranks where it was equal."""
+    base = int(torch.randint(1 << 62, (), device="cpu"))
+    after = _states()
+
+    def begin(chunk: int, microbatch: int) -> None:
+        digest = hashlib.blake2b(f"{base} {chunk} {microbatch}".encode(), digest_size=8, person=b"helixrt-chunk")
+        _set(int.from_bytes(digest.digest(), "little") >> 1)
+
+    try:
+        yield begin
+    finally:
+        _put_back(after)
+
+
+def _set(number: int) -> None:
     torch.default_generator.manual_seed(number)  # torch.manual_seed asks every backend: a hundred times slower
     device = _accelerator()
     if device is not None:
@@ -42,6 +65,26 @@ def random_states() -> tuple[object, ...]:
         kind, keys, *rest = numpy.random.get_state()
         found += [kind, keys.tobytes(), *rest]
     return tuple(found)
+
+
+def _states() -> tuple[Any, ...]:
+    device, numpy = _accelerator(), sys.modules.get("numpy")
+    return (
+        torch.default_generator.get_state(),
+        None if device is None else device.get_rng_state(),
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(),
+    )
+
+
+def _put_back(states: tuple[Any, ...]) -> None:
+    cpu, accelerator, own, numpys = states
+    torch.default_generator.set_state(cpu)
+    if accelerator is not None:
+        _accelerator().set_rng_state(accelerator)
+    random.setstate(own)
+    if numpys is not None:
+        sys.modules["numpy"].random.set_state(numpys)
 
 
 @cache

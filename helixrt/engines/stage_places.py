@@ -25,10 +25,10 @@ def stage_places(
     names: NamesOf | None,
     layouts: LayoutsOf | None,
     mesh: ReplicaMesh,
-    copies: Collection[str],
+    copies: Collection[int],
 ) -> Places:
-    """`copies`: parameters, by their names in chunks, of which an earlier stage has a copy. Raises ConfigError (stages.names)
-    for two parameters of this stage with one name."""
+    """`copies`: the `id` of parameters of which an earlier stage has a copy. Raises ConfigError (stages.names) for two
+    parameters of this stage with one name."""
     called = {
         id(tensor): qualified(model, name)
         for model, module in reversed([*registered.models.items()])
@@ -45,7 +45,7 @@ def stage_places(
             if names is not None:
                 own.setdefault(registered_name, names(number, name))
             layout = declared.get(name)
-            if name in copies:
+            if id(tensor) in copies:
                 copied.add(registered_name)
             if layout is None or mesh.size(*layout.sharded) == 1 or not layout.sharded:
                 continue

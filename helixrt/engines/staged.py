@@ -23,6 +23,7 @@ from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded_stage import shard_chunks
 from helixrt.engines.stage_places import NamesOf
 from helixrt.engines.stage_ranks import LayoutsOf
+from helixrt.engines.ties import check_shared
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.pipeline.channels import MAX_CHUNKS, MAX_MICROBATCHES
@@ -89,6 +90,9 @@ class Stages:
             raise ConfigError("stages.graphs", self.graphs, f"must be one of {', '.join(GRAPHS)}")
         if self.profile not in PROFILES:
             raise ConfigError("stages.profile", self.profile, f"must be one of {', '.join(PROFILES)}")
+        if isinstance(self.loss, nn.Module) and any(parameter.requires_grad for parameter in self.loss.parameters()):
+            rule = "has parameters to train, which no part has: give them to the last part"
+            raise ConfigError("stages.loss", type(self.loss).__name__, rule)
         made = scheduled(self.schedule, stages, self.microbatches, "stages.")
         check_adaptation(self.adapt, made, "stages.")
         if self.adapt is not None and self.graphs == "never":
@@ -166,6 +170,7 @@ class StagedModel(PipelinedModel):
         if len(modules) != parts:
             rule = f"must be {parts}: {self.schedule.name} over mesh.pp={self.place.stages} stages has so many parts"
             raise ConfigError("stages.modules", len(modules), rule)
+        check_shared(modules, self.schedule.placement, self.stages.tied)
         return dict(enumerate(modules))
 
     def engine(

@@ -104,8 +104,25 @@ def dealt_by(loader: Any) -> tuple[StreamSampler, int] | None:
         return None
     if batches is None:
         return sampler, 1
-    known = type(batches).__name__ == "BatchSampler" and type(batches).__module__.split(".")[0] in ("torch", "torchdata")
-    return (sampler, int(batches.batch_size)) if known else None
+    return (sampler, int(batches.batch_size)) if _plain_batches(batches) else None
+
+
+def check_last_batches(loader: Any, microbatches: int, fixed_shape: bool) -> None:
+    """Raise ConfigError for a loader that ends an epoch with a smaller batch which cannot be cut into micro-batches, or which
+    has another shape where all must have one: a run would end with it. Of other loaders than DataLoader nothing is known."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or not _plain_batches(batches) or batches.drop_last:
+        return
+    sampler = batches.sampler
+    try:
+        lengths = sampler.lengths if isinstance(sampler, StreamSampler) else (len(sampler),)
+    except (TypeError, NotImplementedError):
+        return
+    for items in sorted({length % batches.batch_size for length in lengths} - {0}):
+        if fixed_shape or items % microbatches:
+            cannot = "has another shape" if fixed_shape else f"cannot be cut into {microbatches} equal micro-batches"
+            rule = f"ends an epoch with a batch of {items} items, which {cannot}; use drop_last=True"
+            raise ConfigError("loader", f"{name_of(loader)}, batch_size={batches.batch_size}", rule)
 
 
 def workers_of(loader: Any) -> int | None:
@@ -121,6 +138,11 @@ def name_of(loader: Any) -> str:
     sampler = getattr(batches, "sampler", None) or batches or getattr(loader, "sampler", None)
     own = type(sampler).__name__ if sampler is not None else type(getattr(loader, "dataset", None)).__name__
     return type(loader).__name__ if own == "NoneType" else f"{type(loader).__name__} with {own}"
+
+
+def _plain_batches(sampler: Any) -> bool:
+    """Whether batches are made by torch's own rule: so many items, one after the other."""
+    return type(sampler).__name__ == "BatchSampler" and type(sampler).__module__.split(".")[0] in ("torch", "torchdata")
 
 
 def _has_state(part: Any) -> bool:

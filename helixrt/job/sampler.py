@@ -53,8 +53,12 @@ class StreamSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """In the present epoch."""
-        items = len(self.rounds.remainder) if self.epoch < self.rounds.before else self.items
-        return items // self.streams
+        return self.lengths[self.epoch < self.rounds.before]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of an epoch, and of what was left when the streams were dealt anew (0 if nothing was)."""
+        return self.items // self.streams, len(self.rounds.remainder) // self.streams
 
     def __iter__(self) -> Iterator[int]:
         return (int(item) for item in self.order())

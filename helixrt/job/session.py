@@ -38,7 +38,7 @@ from helixrt.errors import ConfigError, Departed, MisuseError
 from helixrt.job.checkpoint import is_due
 from helixrt.job.deepspeed import deepspeed_engine, wrap_calls
 from helixrt.job.evaluation import Evaluation, Part, PartSums
-from helixrt.job.loader_checks import reads_all_items
+from helixrt.job.loader_checks import check_last_batches, reads_all_items
 from helixrt.job.loader_states import LoaderStates
 from helixrt.job.per_replica import SAVED, PerReplicaState
 from helixrt.job.placement import Placement
@@ -269,9 +269,11 @@ class Session(RankPlace):
             raise MisuseError("session.steps was called twice; a run has one loop")
         if until < 1:
             raise ConfigError("until", until, "must be at least 1")
-        if accumulate != 1 and isinstance(engine, PipelineEngine):
-            rule = "must be 1 for a model in stages, which cuts each batch itself (microbatches=)"
-            raise ConfigError("accumulate", accumulate, rule)
+        if isinstance(engine, PipelineEngine):
+            if accumulate != 1:
+                rule = "must be 1 for a model in stages, which cuts each batch itself (microbatches=)"
+                raise ConfigError("accumulate", accumulate, rule)
+            check_last_batches(loader, engine.schedule.microbatches, engine.fixed_shape)
         if isinstance(engine, DeepSpeedEngine) and accumulate != engine.accumulate:
             rule = f"must be {engine.accumulate}, the gradient_accumulation_steps of the DeepSpeed engine"
             raise ConfigError("accumulate", accumulate, rule)

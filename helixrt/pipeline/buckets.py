@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from helixrt.errors import MisuseError
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -72,7 +74,7 @@ class GradientBuckets:
     backwards of all of them are done. Parameters of different `kinds` share no bucket.
 
     A step is `begin`, backwards, `last_backward(chunk)` before the last one of each chunk and
-    `finish(chunk)` after it, `complete(name)` for each of `withheld`. Buckets are handed out from the last
+    `finish(chunk)` after it, `complete(parameter)` for each of `withheld`. Buckets are handed out from the last
     to the first, which is nearly the order in which backward finishes them, and the same everywhere.
     """
 
@@ -80,29 +82,35 @@ class GradientBuckets:
         self,
         chunks: dict[int, nn.Module],
         bucket_bytes: int,
-        withheld: Collection[str] = (),
+        withheld: Collection[nn.Parameter] = (),
         kinds: Mapping[nn.Parameter, Hashable] | None = None,
     ) -> None:
-        self.named: list[tuple[str, nn.Parameter]] = []
+        self.named: list[tuple[str, nn.Parameter]] = []  # the names are unique
         users: dict[nn.Parameter, set[int]] = {}
+        taken: set[str] = set()
         for chunk in sorted(chunks):
             for name, parameter in chunks[chunk].named_parameters():
                 if not parameter.requires_grad:
                     continue
                 if parameter not in users:
-                    self.named.append((name, parameter))
+                    unique = f"chunk{chunk}.{name}" if name in taken else name
+                    taken.add(unique)
+                    self.named.append((unique, parameter))
                 users.setdefault(parameter, set()).add(chunk)
         by_parameter = kinds or {}
         each = [by_parameter.get(parameter) for _, parameter in self.named]
         parts = [(name, self.part(parameter)) for name, parameter in self.named]
         counted = [self.counted(parameter) for _, parameter in self.named]
-        self.slots, sizes = lay_out(parts, bucket_bytes, alone=withheld, kinds=each, counted=counted)
+        if len(types := sorted({str(parameter.dtype) for _, parameter in self.named})) > 1:
+            raise MisuseError(f"the parameters to train of a stage are of {' and '.join(types)}; they must be of one type")
+        alone = {name for name, parameter in self.named if any(parameter is each for each in withheld)}
+        self.slots, sizes = lay_out(parts, bucket_bytes, alone=alone, kinds=each, counted=counted)
         self.flat = [torch.zeros(max(1, size), dtype=self.named[0][1].dtype) for size in sizes]
-        self.withheld = frozenset(withheld)
         self.grads = [slot.view(self.flat) for slot in self.slots]  # of the parts on this rank
         self._parameters = [parameter for _, parameter in self.named]
         self._given = [self.gradient(p, grad) for p, grad in zip(self._parameters, self.grads, strict=True)]
-        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
+        self.index = {parameter: index for index, parameter in enumerate(self._parameters)}  # among the slots
+        self._withheld = {self.index[parameter] for parameter in withheld}
         self._users = [users[parameter] for parameter in self._parameters]
         self._hooks = []
         for index, parameter in enumerate(self._parameters):
@@ -169,25 +177,23 @@ class GradientBuckets:
 
     def finish(self, chunk: int) -> None:
         """The last backward is done: gradients it did not add to are final as well."""
-        for index, slot in enumerate(self.slots):
+        for index in range(len(self.slots)):
             if chunk in self._users[index] and self._users[index] <= self._last:
                 if self._parameters[index].grad is None:
                     self.grads[index].zero_()
                     self._parameters[index].grad = self._given[index]
-                if slot.name not in self.withheld:
+                if index not in self._withheld:
                     self._mark(index)
         self._release()
 
-    def complete(self, name: str) -> None:
-        """A withheld gradient is final."""
-        for index, slot in enumerate(self.slots):
-            if slot.name == name:
-                self._mark(index)
+    def complete(self, parameter: nn.Parameter) -> None:
+        """The gradient of a withheld one is final."""
+        self._mark(self.index[parameter])
         self._release()
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient (that requires none) without autograd. Other hooks on the parameter are not called."""
-        index = self._index[parameter]
+        index = self.index[parameter]
         if parameter.grad is None:
             self.grads[index].copy_(gradient)
             parameter.grad = self._given[index]
@@ -208,7 +214,12 @@ class GradientBuckets:
         return added
 
     def _added(self, index: int) -> None:
-        if self._users[index] <= self._last and self.slots[index].name not in self.withheld:
+        if index in self._final:
+            raise MisuseError(
+                f"the gradient of {self.slots[index].name} was added to after it was final: a module that several regions of "
+                "torch.utils.checkpoint share needs checkpoint(..., use_reentrant=False)"
+            )
+        if self._users[index] <= self._last and index not in self._withheld:
             self._mark(index)  # chunks run in turns: all but the running one have finished
             # On an accelerator backward has threads of its own; `finish` hands out in the right one.
             if threading.get_ident() == self._thread:

@@ -70,9 +70,10 @@ class Executor:
         generation: int,
         step: int,
         factor: float | None = None,
+        draws: Callable[[int, int], None] | None = None,
     ) -> list[torch.Tensor]:
         """One pass. `inputs` are needed where the first chunk is, `targets` where the last one is, by micro-batch; None where
-        the stage has them already.
+        the stage has them already. `draws(chunk, microbatch)` is called before each forward, which may draw random numbers.
 
         Returns the last chunk's losses in the order of micro-batches (elsewhere an empty list). Backward
         adds the gradient of their sum times `factor`, by default of their mean, to `buckets` (which has begun; None for a
@@ -124,6 +125,9 @@ class Executor:
             for entry, arrivals in zip(program.entries, program.arrivals[1:], strict=True):
                 tasks = [task(action) for action in entry]
                 ending = [action.chunk for action in entry if action.last]
+                for action in entry:
+                    if draws is not None and action.op is Op.F:
+                        draws(action.chunk, action.microbatch)
                 begin_s = self.record.clock()
                 for chunk in ending:
                     assert buckets is not None

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from helixrt.errors import MisuseError
 from helixrt.passes.autocast import without_autocast
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.schedule.ir import Op
@@ -61,14 +62,15 @@ class Stage(ABC):
 
 
 class StageChunk:
-    """One chunk by autograd. `loss(output, target)`, a mean, is given to the last chunk only.
+    """One chunk by autograd. `loss(output, target)`, a mean, is given to the last chunk only; the `first` one computes no
+    gradient of its input.
 
     Between F and B of a micro-batch it keeps the input and the graph, not the output itself.
     """
 
-    def __init__(self, module: nn.Module, loss: Loss | None = None) -> None:
-        self.module, self.loss = module, loss
-        self._stash: dict[int, tuple[torch.Tensor, GradientEdge]] = {}
+    def __init__(self, module: nn.Module, loss: Loss | None = None, first: bool = False) -> None:
+        self.module, self.loss, self.first = module, loss, first
+        self._stash: dict[int, tuple[torch.Tensor, GradientEdge | None]] = {}
 
     def reset(self) -> None:
         """As `Stage.reset`."""
@@ -77,25 +79,36 @@ class StageChunk:
     def forward(self, microbatch: int, x: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         """The chunk's output without its graph, or the micro-batch's loss (a scalar) in the last chunk.
 
-        The graph is kept for `backward` if grad mode is on.
+        The graph is kept for `backward` if grad mode is on. Raises MisuseError for an output that is no tensor, and for a loss
+        that is no scalar.
         """
         keep = torch.is_grad_enabled()
-        if keep and x.is_floating_point():
+        if keep and not self.first and x.is_floating_point():
             x.requires_grad_()
         y = self.module(x)
         if self.loss is not None:
             assert target is not None
             y = self.loss(y, target)
+        self._check(y)
         if keep:
-            self._stash[microbatch] = (x, get_gradient_edge(y))
+            self._stash[microbatch] = (x, get_gradient_edge(y) if y.requires_grad else None)
         return y.detach()
+
+    def _check(self, y: object) -> None:
+        what = f"a part ({type(self.module).__name__})" if self.loss is None else "the loss of the stages"
+        if not isinstance(y, torch.Tensor):
+            raise MisuseError(f"{what} gives a {type(y).__name__}; it must give one tensor")
+        if self.loss is not None and y.dim() > 0:
+            rule = "it must give a scalar, the mean over a micro-batch"
+            raise MisuseError(f"{what} gives a tensor of shape {list(y.shape)}; {rule}")
 
     def backward(self, microbatch: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Gradient of the input (None for tokens), given that of the output or a scale for the loss. It computes in the types
-        of the forward, without autocast."""
+        of the forward, without autocast. Nothing, where all of the chunk and of those before it is frozen."""
         x, edge = self._stash.pop(microbatch)
-        with without_autocast():
-            torch.autograd.backward((edge,), (grad,))
+        if edge is not None:
+            with without_autocast():
+                torch.autograd.backward((edge,), (grad,))
         return x.grad
 
 

@@ -15,6 +15,9 @@ from collections.abc import Iterable
 from helixrt.errors import ConfigError
 from helixrt.schedule.ir import Op, Operation, Pair, Schedule, ScheduleError, needs, operations_of, provides, route
 
+_B, _W = "B and BW", "W and BW"
+_ORDERED = {Op.F: ("forwards",), Op.B: (_B,), Op.W: (_W,), Op.BW: (_B, _W)}
+
 
 def check(schedule: Schedule, send_queue: int | None = None) -> None:
     """Raise ScheduleError unless every stage can work through its list in order and nothing is missing.
@@ -35,25 +38,22 @@ def check(schedule: Schedule, send_queue: int | None = None) -> None:
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each chunk runs its forwards, and separately its W and BW, with increasing micro-batches.
+    """Raise ScheduleError unless each chunk runs its forwards, its B and BW, and its W and BW with increasing micro-batches.
 
-    W and BW add to the chunk's gradients, and forwards change its running buffers, so schedules that pass give the same bits
-    whatever else differs in their order. The order of B changes nothing. For a schedule that passes `check`.
+    B (of a layer norm's weight), W and BW add to the chunk's gradients, and forwards change its running buffers, so schedules
+    that pass give the same bits whatever else differs in their order. For a schedule that passes `check`.
     """
     for stage in range(schedule.stages):
-        newest: dict[tuple[int, bool], Operation] = {}  # by chunk and whether it is a forward
+        newest: dict[tuple[int, str], Operation] = {}  # by chunk and what it is
         for operation in schedule.operations(stage):
-            if operation.op is Op.B:
-                continue
-            kind = (operation.chunk, operation.op is Op.F)
-            before = newest.get(kind)
-            if before is not None and before.microbatch > operation.microbatch:
-                what = "forwards" if operation.op is Op.F else "W and BW"
-                raise ScheduleError(
-                    f"schedule {schedule.name}: stage {stage} runs {before} before {operation}; orders give the same bits "
-                    f"only if the {what} of each chunk are in micro-batch order"
-                )
-            newest[kind] = operation
+            for kind in _ORDERED[operation.op]:
+                before = newest.get((operation.chunk, kind))
+                if before is not None and before.microbatch > operation.microbatch:
+                    raise ScheduleError(
+                        f"schedule {schedule.name}: stage {stage} runs {before} before {operation}; orders give the same bits "
+                        f"only if the {kind} of each chunk are in micro-batch order"
+                    )
+                newest[operation.chunk, kind] = operation
 
 
 def _check_shape(schedule: Schedule) -> None:

@@ -368,7 +368,7 @@ def run(rank: int, size: int, rendezvous: str, results: Any) -> None:
 
     keep_host_collectives_unbuilt()
     store = dist.FileStore(rendezvous, size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     group = InnerGroup(init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",)))
     for scenario in SCENARIOS:
         wrong = ""

@@ -360,7 +360,7 @@ def run(rank: int, size: int, rendezvous: str, results: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(rendezvous, size)
     one_gloo_worker()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     group = InnerGroup(init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",)))
     for scenario in SCENARIOS:
         wrong = ""

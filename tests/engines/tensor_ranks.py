@@ -413,8 +413,8 @@ def run(rank: int, sizes: dict[str, int], rendezvous: str, results: Any, only: s
     world = sizes.get("dp_shard", 1) * sizes["tp"]
     store = dist.FileStore(rendezvous, world)
     one_gloo_worker()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    mesh = ReplicaMesh(sizes, rank, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    mesh = ReplicaMesh(sizes, rank, timeout=timedelta(seconds=120))
     for scenario in SHARDED_TENSOR if "dp_shard" in sizes else TENSOR:
         if only and scenario.__name__ not in only.split(","):
             continue

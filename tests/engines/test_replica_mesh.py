@@ -20,8 +20,8 @@ SIZES = {"pp": 2, "cp": 2, "tp": 2}
 
 def _rank(rank: int, rendezvous: str, results: Any) -> None:
     store = dist.FileStore(rendezvous, 8)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=8, timeout=timedelta(seconds=60))
-    mesh = ReplicaMesh(SIZES, rank, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=8, timeout=timedelta(seconds=120))
+    mesh = ReplicaMesh(SIZES, rank, timeout=timedelta(seconds=120))
     sums = {}
     for axes in (("pp",), ("cp",), ("tp",), ("dp_shard", "cp"), ("cp", "tp"), ("pp", "tp"), ()):
         group = mesh.group(*axes)
@@ -49,7 +49,7 @@ def test_groups_hold_the_ranks_that_differ_in_their_axes(tmp_path: Path) -> None
     workers = [context.Process(target=_rank, args=(rank, str(tmp_path / "store"), results)) for rank in range(8)]
     for worker in workers:
         worker.start()
-    found = [results.get(timeout=120) for _ in workers]
+    found = [results.get(timeout=200) for _ in workers]
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import helixrt
-from helixrt.engines.pipeline_parts import Tied, trained_of
 from helixrt.engines.staged import StagePlace, Stages
 from helixrt.errors import ConfigError, MisuseError
 from helixrt.job.mesh import Mesh
@@ -231,7 +232,7 @@ WRONG: dict[Callable[[], None], str] = {
     not_in_stages: r"step\.train is for a model in stages; use step\.backward\(loss\)",
     own_update: "an update function cannot be registered for stages",
     hand_changed: r"parameter chunk0\.0\.weight was changed in place",
-    with_statistics: "cannot have persistent buffers yet",
+    with_statistics: "cannot have persistent buffers",
     unlike_the_example: r"the input of a micro-batch is torch.float32 \[1, 2, 5\], and the graphs .* torch.float32 \[2, 5\]",
     mode_changed: r"the training mode of a module was changed \(train\(\) or eval\(\)\) after the graphs",
     evaluated_too_early: "register the model before it is evaluated",
@@ -296,6 +297,160 @@ def test_accumulation_is_the_micro_batches() -> None:
         next(session.steps(data(), until=1, accumulate=2))
 
 
+def dropping(seen: list[torch.Tensor]) -> nn.Module:
+    """A part that drops; what it kept of each micro-batch is added to `seen`."""
+    drop = nn.Dropout(0.5)
+    drop.register_forward_hook(lambda module, given, made: seen.append((made != 0).detach().clone()))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), drop)
+
+
+def masks(schedule: str) -> list[list[torch.Tensor]]:
+    """What the two parts of a model kept in a step, by part and micro-batch."""
+    seen: list[list[torch.Tensor]] = [[], []]
+    session = session_with(StageHost(), seed=5)
+    model = session.parallelize(staged([dropping(part) for part in seen], schedule=schedule, graphs="never"))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.0)])
+    for step in session.steps(data(), until=1):
+        for x, y in step:
+            step.train(model, x, target=y)
+        step.commit()
+    return seen
+
+
+def test_parts_and_micro_batches_draw_numbers_of_their_own_whatever_the_order() -> None:
+    found, other = masks("interleaved"), masks("zbv")
+    flat = [mask for part in found for mask in part]
+    assert len(flat) == 2 * MICROBATCHES
+    assert not any(torch.equal(a, b) for a, b in combinations(flat, 2))
+    assert all(torch.equal(a, b) for one, two in zip(found, other, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def test_an_evaluation_is_in_evaluation_mode() -> None:
+    seen: list[torch.Tensor] = []
+    session = session_with(StageHost())
+    model = session.parallelize(staged([dropping(seen)]))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    x, y = data()[0]
+    found = [model.evaluate(x, target=y) for _ in range(2)]
+    assert found[0] == found[1] == pytest.approx(mse_loss(model.chunks[0][0](x), y).item()) and torch.stack(seen).all()
+    assert all(module.training for module in model.modules())
+
+
+def test_a_frozen_first_part_has_no_backward(run_stages: Any) -> None:
+    def stage(number: int, group: Any) -> torch.Tensor:
+        session = session_with(StageHost(number, 2, group), seed=5, mesh=Mesh(pp=2))
+        modules = parts(2)
+        modules[0].requires_grad_(False)
+        model = session.parallelize(staged(modules))
+        session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+        for step in session.steps(data(), until=2):
+            for x, y in step:
+                step.train(model, x, target=y)
+            assert step.commit().committed
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    found, modules = run_stages(2, stage), parts(2)
+    optimizer = torch.optim.SGD(modules[1].parameters(), lr=0.1)
+    for x, y in data()[:2]:
+        optimizer.zero_grad()
+        mse_loss(modules[1](modules[0](x)), y).backward()
+        optimizer.step()
+    for got, module in zip(found, modules, strict=True):
+        torch.testing.assert_close(got, torch.cat([p.detach().flatten() for p in module.parameters()]))
+
+
+def test_the_first_part_may_change_its_input_in_place() -> None:
+    session = session_with(StageHost())
+    model = session.parallelize(staged([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))]))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    for step in session.steps(data(), until=1):
+        for x, y in step:
+            step.train(model, x, target=y)
+        assert step.commit().committed
+
+
+class Pair(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, super().forward(x)
+
+
+UNTRAINABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "a part that gives a tuple": (
+        {"modules": [Pair(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], "schedule": "interleaved", "graphs": "never"},
+        r"a part \(Pair\) gives a tuple; it must give one tensor",
+    ),
+    "a loss for each row": (
+        {"loss": lambda y, t: ((y - t) ** 2).mean(1)},
+        r"the loss of the stages gives a tensor of shape \[2\]; it must give a scalar",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNTRAINABLE)
+def test_what_parts_and_losses_give_is_checked(case: str) -> None:
+    others, rule = UNTRAINABLE[case]
+    session = session_with(StageHost())
+    model = session.parallelize(staged(**{"modules": parts(1), **others}))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    with pytest.raises(MisuseError, match=rule):
+        for step in session.steps(data(), until=1):
+            for x, y in step:
+                step.train(model, x, target=y)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    session, model = registered()
+    with pytest.raises(MisuseError, match=r"a batch of shape \[0, 5\] cannot be cut into 4 equal micro-batches"):
+        for step in session.steps(data(), until=1):
+            for x, y in step:
+                step.train(model, x[:0], target=y[:0])
+
+
+def test_a_loss_with_parameters_to_train_is_refused() -> None:
+    loss = nn.ModuleDict({"head": nn.Linear(2, 2)})
+    with pytest.raises(ConfigError, match="stages.loss=ModuleDict: has parameters to train, which no part has"):
+        session_with(StageHost()).parallelize(staged(parts(1), loss=loss))
+
+
+def test_parameters_of_two_types_are_refused() -> None:
+    session = session_with(StageHost())
+    model = session.parallelize(staged([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double())]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MisuseError, match=r"of a stage are of torch.float32 and torch.float64; they must be of one type"):
+        session.register(model=model, optimizers=[optimizer])
+        next(session.steps(data(), until=1))
+
+
+@pytest.mark.parametrize(
+    ("items", "graphs", "rule"),
+    [
+        (3 * BATCH + 6, "auto", "ends an epoch with a batch of 6 items, which cannot be cut into 4 equal micro-batches"),
+        (3 * BATCH + 4, "always", "ends an epoch with a batch of 4 items, which has another shape; use drop_last=True"),
+        (3 * BATCH + 4, "auto", ""),
+        (3 * BATCH, "always", ""),
+    ],
+)
+def test_a_loader_whose_last_batch_cannot_be_trained_is_refused_at_the_start(items: int, graphs: str, rule: str) -> None:
+    rows = torch.utils.data.TensorDataset(*(torch.zeros(items, WIDTH),) * 2)
+    for drop_last in (False, True):
+        session, _ = registered(graphs=graphs)
+        loader = torch.utils.data.DataLoader(rows, BATCH, drop_last=drop_last)
+        with pytest.raises(ConfigError, match=rule) if rule and not drop_last else nullcontext():
+            next(session.steps(loader, until=1))
+
+
+def test_between_stages_all_batches_have_one_shape(run_stages: Any) -> None:
+    def stage(number: int, group: Any) -> None:
+        session = session_with(StageHost(number, 2, group), mesh=Mesh(pp=2))
+        model = session.parallelize(staged(parts(2)))
+        session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+        rows = torch.utils.data.TensorDataset(*(torch.zeros(3 * BATCH + MICROBATCHES, WIDTH),) * 2)
+        with pytest.raises(ConfigError, match="ends an epoch with a batch of 4 items, which has another shape"):
+            next(session.steps(torch.utils.data.DataLoader(rows, BATCH), until=1))
+
+    run_stages(2, stage)
+
+
 # ---------------------------------------------------------------- a whole run
 
 
@@ -319,16 +474,3 @@ def test_a_replica_of_two_stages_leaves_whole_and_returns(shards: int, tmp_path:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines if line["what"] == "step"} == set(range(1, 61))
     assert {5, 10, 60} <= {line["step"] for line in lines if line["what"] == "validation"}
-
-
-def test_a_tied_parameter_is_one_of_the_parts_and_is_summed_where_it_is_trained() -> None:
-    """By whatever name a part has it; a frozen one is left alone."""
-    first, last = nn.Linear(4, 4), nn.ModuleDict({"head": nn.Linear(4, 4)})
-    first.alias = first.weight
-    tie = Tied("weight", 0, (0, 1))
-    other = replace(tie, name="alias")
-    assert trained_of([tie, other], {0: first}) == [(tie, "weight"), (other, "weight")]
-    with pytest.raises(ConfigError, match="stages.tied=wte: is no parameter of this stage's parts; they have head.weight,"):
-        trained_of([replace(tie, name="wte")], {1: last})
-    first.weight.requires_grad_(False)
-    assert trained_of([tie], {0: first}) == []

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from helixrt.errors import MisuseError
 from helixrt.pipeline.buckets import GradientBuckets, lay_out
 
 
@@ -104,7 +107,7 @@ def test_unused_parameters_are_zero_and_do_not_hold_the_others_up() -> None:
 
 def test_withheld_gradients_wait_until_they_are_complete() -> None:
     model = nn.Linear(2, 2)
-    buckets = GradientBuckets({0: model}, bucket_bytes=1 << 20, withheld=("weight",))
+    buckets = GradientBuckets({0: model}, bucket_bytes=1 << 20, withheld=[model.weight])
     assert len(buckets.flat) == 2  # the withheld one has its own
     seen: list[int] = []
     buckets.begin(seen.append)
@@ -112,8 +115,38 @@ def test_withheld_gradients_wait_until_they_are_complete() -> None:
     model(torch.ones(1, 2)).sum().backward()
     buckets.finish(0)
     assert seen == [1]
-    buckets.complete("weight")
+    buckets.complete(model.weight)
     assert seen == [1, 0]
+
+
+def test_a_gradient_that_grows_after_it_was_final_is_an_error() -> None:
+    """Reentrant checkpointing runs a backward for each region, so a shared module's gradient comes in two."""
+    model = nn.Linear(2, 2)
+    for reentrant, rule in ((True, "the gradient of (weight|bias) was added to after it was final"), (False, "")):
+        buckets = GradientBuckets({0: model}, bucket_bytes=1)
+        buckets.begin(lambda bucket: None)
+        buckets.last_backward(0)
+        x = torch.ones(1, 2, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(model, x, use_reentrant=reentrant)
+        with pytest.raises(MisuseError, match=rule) if rule else nullcontext():
+            x.sum().backward()
+        buckets.close()
+
+
+def test_chunks_with_equal_names_have_slots_of_their_own() -> None:
+    chunks = {1: nn.Linear(2, 2), 3: nn.Linear(2, 2)}
+    buckets = GradientBuckets(chunks, bucket_bytes=1, withheld=[chunks[3].weight])
+    assert [name for name, _ in buckets.named] == ["weight", "bias", "chunk3.weight", "chunk3.bias"]
+    seen: list[int] = []
+    buckets.begin(seen.append)
+    for number, chunk in reversed(chunks.items()):
+        buckets.last_backward(number)
+        chunk(torch.ones(1, 2)).sum().backward()
+        buckets.finish(number)
+    assert seen == [3]
+    buckets.complete(chunks[3].weight)
+    assert seen == [3, 2, 1, 0]
 
 
 def test_an_error_in_on_bucket_comes_through() -> None:
@@ -133,7 +166,7 @@ def test_a_parameter_of_two_chunks_is_final_after_both() -> None:
     first, last = nn.Linear(2, 2), nn.Linear(2, 2)
     last.weight = first.weight
     buckets = GradientBuckets({0: first, 3: last}, bucket_bytes=1)
-    assert [n for n, _ in buckets.named] == ["weight", "bias", "bias"] and len(buckets.flat) == 3
+    assert [n for n, _ in buckets.named] == ["weight", "bias", "chunk3.bias"] and len(buckets.flat) == 3
     x = torch.tensor([[1.0, 2.0]])
     both = torch.tensor([[2.0, 4.0], [2.0, 4.0]])
     for order in ((3, 0), (0, 3)):

@@ -43,9 +43,10 @@ def test_arrival_is_stamped_when_it_comes_and_not_when_it_is_wanted(endpoint_sta
                 assert channel.recv(tag(0, lane=Lane.B), LIKE).wait().equal(value(0))
             else:
                 posted = [channel.recv(tag(m), LIKE) for m in range(4)]
-                assert posted[3].wait().equal(value(3))
+                for m in (2, 3):  # each behind another of its queue
+                    assert posted[m].wait().equal(value(m))
                 time.sleep(0.2)  # nobody looks meanwhile
-                for m in range(3):
+                for m in range(2):
                     assert posted[m].wait().equal(value(m))
                 channel.send(tag(0, lane=Lane.B), value(0)).wait()
         finally:
@@ -62,7 +63,7 @@ def test_arrival_is_stamped_when_it_comes_and_not_when_it_is_wanted(endpoint_sta
         assert detail["queued_s"] <= detail["sent_s"] <= detail["arrived_s"] <= event.end_s
         assert sends[name].step == 7 and sends[name].detail["copy_s"] > 0
     late = [received[str(tag(m))] for m in range(2)]
-    assert all(e.end_s - e.detail["arrived_s"] > 0.1 and e.end_s - e.detail["needed_s"] < 0.1 for e in late)
+    assert all(e.end_s >= e.detail["needed_s"] > e.detail["arrived_s"] + 0.1 for e in late)
 
 
 def test_a_message_that_comes_before_it_is_expected_has_its_own_time(endpoint_stages: Any) -> None:
@@ -103,11 +104,10 @@ def test_a_delayed_link_shows_messages_later_and_blocks_as_the_mode_says(endpoin
         channels = StageChannels(endpoints, stage, 2, record, delay=slow, comm=comm)
         channel = channels.channels[1 - stage]
         record.step = 3
-        stamps = []
+        stamps, begin = [], time.monotonic()
         try:
             if stage == 0:
                 for m in range(6):
-                    begin = time.monotonic()
                     channel.send(tag(m), value(m))
                     stamps.append(time.monotonic() - begin)
                 assert channel.recv(tag(0, lane=Lane.B), LIKE).wait().equal(value(9))
@@ -126,12 +126,14 @@ def test_a_delayed_link_shows_messages_later_and_blocks_as_the_mode_says(endpoin
             channels.close()
         return stamps
 
-    sends, delays = endpoint_stages.connected(2, talk)
-    assert all(delay >= DELAY_S for delay in delays[:6]) and delays[6] < DELAY_S  # times are at least so long: no upper limits
-    if comm is not DELEGATED:
-        assert sends[2] > DELAY_S / 2 and delays[7] >= 5 * DELAY_S
-    else:
-        assert max(sends) < DELAY_S and delays[7] < DELAY_S
+    for _ in range(10):  # of what takes no delay one try must show it: on a busy machine anything may take longer
+        sends, delays = endpoint_stages.connected(2, talk)
+        assert all(delay >= DELAY_S for delay in delays[:6])
+        if comm is not DELEGATED:
+            assert sends[2] >= 0.9 * DELAY_S and delays[7] >= 5 * DELAY_S
+        if delays[6] < DELAY_S and (comm is not DELEGATED or (sends[-1] < DELAY_S and delays[7] < DELAY_S)):
+            return
+    pytest.fail(f"sent after {sends} s, arrived after {delays} s")
 
 
 def test_the_host_tier_is_bounded_and_what_finds_no_room_is_sent_later(endpoint_stages: Any) -> None:

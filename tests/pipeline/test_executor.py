@@ -46,7 +46,7 @@ from helixrt.schedule.simulate import DELEGATED, Direct
 from helixrt.transport.contract import Endpoint
 
 DIM, ROWS = 5, 3
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def random_placement(rng: random.Random) -> tuple[int, ...]:

@@ -221,7 +221,7 @@ def train_shared_stages(policy: str) -> None:
             stage = GraphStage(chunks, comes_in, mode="estimate", rules=Rules(labels=500))
             program = compile_program(schedule, number)
             stage.prepare(program)
-            backend = gloo_backend(neighbours, number, STAGES, timedelta(seconds=30))
+            backend = gloo_backend(neighbours, number, STAGES, timedelta(seconds=120))
             record = FlightRecord(f"pp{number}")
             channels = {peer: GroupChannel(backend, peer, record) for peer in range(STAGES) if peer != number}
             buckets = GradientBuckets(dict(modules), 256)

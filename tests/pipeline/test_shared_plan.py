@@ -19,12 +19,12 @@ STRANDS, OVERLAP = (FORWARD, BACKWARD), Overlap.even()
 
 
 def test_others_get_the_first_ranks_order(run_stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_plan, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(shared_plan, "DEADLINE_S", 3.0)
 
     def rank(rank: int, group: Any) -> Pairing:
         def search() -> Pairing:
             assert rank == 0, "only the first rank searches"
-            time.sleep(1.5)  # longer than the deadline, which is for answers
+            time.sleep(4.0)  # longer than the deadline, which is for answers
             return pair(*STRANDS, OVERLAP)
 
         return planned_by_first(group, search, STRANDS, OVERLAP)

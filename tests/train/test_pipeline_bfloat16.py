@@ -10,44 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from helixrt.bench._job_engine import pipeline_engine
-from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.registered import Registered
 from helixrt.engines.staged import StagedModel, StagePlace, Stages
 from helixrt.errors import MisuseError
 from helixrt.pipeline.graph_stage import GraphStage
 from helixrt.record import FlightRecord
-from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
+from helixrt.train.config import ModelConfig, ScheduleConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
-from tests.train.test_pipeline_gradients import record_of
+from tests.train.test_pipeline_gradients import SEQ, batch_at, make_engine, record_of
 
-BATCH, SEQ, MICROBATCHES, STEPS = 16, 8, 4, 3
+MICROBATCHES, STEPS = 4, 3
 MODEL = ModelConfig(layers=4, dim=16, heads=4, kv_heads=2, ffn=24, vocab=256)
-OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, clip=0.05, bucket_bytes=4096)
-
-
-def batch_at(position: int) -> torch.Tensor:
-    return torch.randint(0, MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(position))
-
-
-def make_engine(model: ModelConfig, schedule: ScheduleConfig, stage: int, stages: int, group: Any) -> PipelineEngine:
-    return pipeline_engine(
-        model,
-        OPTIM,
-        schedule,
-        batch=BATCH,
-        seq_len=SEQ,
-        steps=10,
-        seed=5,
-        stage=stage,
-        stages=stages,
-        group=group if stages > 1 else None,
-        batch_at=batch_at,
-        validation=lambda i: batch_at(1000 + i),
-        record=FlightRecord(f"pp{stage}"),
-        autocast=torch.bfloat16,
-    )
 
 
 def plain(model: ModelConfig, position: int) -> tuple[float, dict[str, torch.Tensor], float]:
@@ -76,7 +50,7 @@ def test_gradients_are_those_of_a_plain_loop_under_autocast(
     loss, gradients, validation = plain(model, 3)
 
     def body(stage: int, group: Any) -> None:
-        engine = make_engine(model, ScheduleConfig(policy, MICROBATCHES, graphs), stage, 2, group)
+        engine = make_engine(model, ScheduleConfig(policy, MICROBATCHES, graphs), stage, 2, group, autocast=torch.bfloat16)
         assert engine.evaluate(1)[0] == validation
         assert engine.run(3, lambda bucket: None).loss == loss
         for slot, (key, parameter) in zip(engine._buckets.slots, engine._buckets.named, strict=True):
@@ -95,7 +69,7 @@ def test_weights_are_cast_once_a_step_and_not_for_each_micro_batch(run_stages: A
     micro-batches share the casts, too."""
 
     def body(stage: int, group: Any) -> None:
-        engine = make_engine(MODEL, ScheduleConfig("zb-h1", MICROBATCHES), stage, 2, group)
+        engine = make_engine(MODEL, ScheduleConfig("zb-h1", MICROBATCHES), stage, 2, group, autocast=torch.bfloat16)
         made = []
         for step in range(1, STEPS + 1):
             engine.run(step, lambda bucket: None)

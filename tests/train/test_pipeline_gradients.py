@@ -44,7 +44,10 @@ def record_of(step: int) -> CommitRecord:
     return CommitRecord(step, step, "", ((0, 0),), {0: step}, "run")
 
 
-def make_engine(model: ModelConfig, schedule: ScheduleConfig, stage: int, stages: int, group: Any) -> PipelineEngine:
+def make_engine(
+    model: ModelConfig, schedule: ScheduleConfig, stage: int, stages: int, group: Any, **types: torch.dtype
+) -> PipelineEngine:
+    """`types`: `dtype` of the parameters, float64 if none is given, or `autocast`."""
     return pipeline_engine(
         model,
         OPTIM,
@@ -59,7 +62,7 @@ def make_engine(model: ModelConfig, schedule: ScheduleConfig, stage: int, stages
         batch_at=batch_at,
         validation=lambda i: batch_at(1000 + i),
         record=FlightRecord(f"pp{stage}"),
-        dtype=torch.float64,
+        **(types or {"dtype": torch.float64}),
     )
 
 
