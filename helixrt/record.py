@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import StrEnum
 from functools import lru_cache
@@ -94,6 +94,7 @@ def _encoder() -> Callable[[Any], str]:
 
 _ENCODE = _encoder()
 _TEXTS = lru_cache(maxsize=64)(_ENCODE)  # of the names of ranks
+_BLOCK_BYTES = 1 << 16  # of a file that is read from its end on
 
 
 class Event(NamedTuple):
@@ -187,32 +188,21 @@ class JsonLinesSink:
 
 
 class _Pages:
-    """Events in a file `new`, which becomes the file `old` (in place of what that was) when it holds half of `most_bytes`. What
-    is not `ROUTINE` goes to the file `story` before the page that it is on is gone; without one nothing does."""
+    """Events in a file `new`, which becomes the file `old` (in place of what that was) when it holds half of `most_bytes`."""
 
-    def __init__(self, new: Path, old: Path, most_bytes: int, story: Path | None = None) -> None:
-        self._new, self._old, self._half, self._story_path = new, old, most_bytes // 2, story
+    def __init__(self, new: Path, old: Path, most_bytes: int) -> None:
+        self._new, self._old, self._half = new, old, most_bytes // 2
         self._page = JsonLinesSink(new)
-        self._story: JsonLinesSink | None = None
-        self._rare: list[Event] = []  # of this page
-        self._rare_old: list[Event] = []  # of the one before
         self._lock = threading.Lock()  # writers of several threads; one of them turns the page
 
     def __call__(self, event: Event) -> None:
         with self._lock:
             self._page(event)
-            if self._story_path is not None and event.kind not in ROUTINE:
-                self._rare.append(event)
             if self._page.bytes >= self._half:
                 self._turn()
 
     def _turn(self) -> None:
         try:
-            if self._rare_old and self._story_path is not None:
-                self._story = self._story or JsonLinesSink(self._story_path)
-                for event in self._rare_old:
-                    self._story(event)
-                self._rare_old = []
             with suppress(FileNotFoundError):  # it was turned before, and the device had no room for a fresh one
                 os.replace(self._new, self._old)
             fresh = JsonLinesSink(self._new)
@@ -220,47 +210,93 @@ class _Pages:
             return  # as for a full disk: goes on in the file there is, until it can
         fresh.lost = self._page.lost
         self._page.close()
-        self._page, self._rare, self._rare_old = fresh, [], self._rare
+        self._page = fresh
 
     @property
     def lost(self) -> int:
-        return self._page.lost + (self._story.lost if self._story is not None else 0)
+        return self._page.lost
 
     def close(self) -> None:
         self._page.close()
-        if self._story is not None:
-            self._story.close()
 
 
 class BoundedSink:
     """The files of a run that goes on for months: what is rare is kept whole, what each step writes only while it is new.
 
-    `path` takes all events but those of `DETAIL`, which go to a file beside it (`.detail.jsonl`). Each becomes the older one
+    `path` takes the events of `ROUTINE`, a file beside it (`.detail.jsonl`) those of `DETAIL`. Each becomes the older one
     (`.old.jsonl`, `.detail.old.jsonl`) when it holds half of `most_bytes`: at least half, at most all of that many bytes of
-    each are there (and one event), the newest. Of pages that are gone `.story.jsonl` has all but `ROUTINE`.
+    each are there (and one event), the newest. All else goes to `.story.jsonl`, and stays.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
-        self._steps = _Pages(path, path.with_suffix(".old.jsonl"), most_bytes, path.with_suffix(".story.jsonl"))
+        self._story, self._lock = JsonLinesSink(path.with_suffix(".story.jsonl")), threading.Lock()
+        self._steps = _Pages(path, path.with_suffix(".old.jsonl"), most_bytes)
         self._detail = _Pages(path.with_suffix(".detail.jsonl"), path.with_suffix(".detail.old.jsonl"), most_bytes)
 
     def __call__(self, event: Event) -> None:
-        (self._detail if event.kind in DETAIL else self._steps)(event)
+        if event.kind in DETAIL:
+            self._detail(event)
+        elif event.kind in ROUTINE:
+            self._steps(event)
+        else:
+            with self._lock:
+                self._story(event)
 
     @property
     def lost(self) -> int:
-        return self._steps.lost + self._detail.lost
+        return self._story.lost + self._steps.lost + self._detail.lost
 
     def close(self) -> None:
+        self._story.close()
         self._steps.close()
         self._detail.close()
+
+
+def shrink_life(path: Path, most_bytes: int = 16 << 10) -> None:
+    """Of a life that has ended, whose `BoundedSink` had this `path`: delete the details, and of its steps all but the newest
+    `most_bytes`, which tell when and where it ended. What is rare stays. A crash in between costs nothing. Raises OSError."""
+    old = path.with_suffix(".old.jsonl")
+    for detail in (path.with_suffix(".detail.jsonl"), path.with_suffix(".detail.old.jsonl")):
+        detail.unlink(missing_ok=True)
+    if old.exists() or (path.exists() and path.stat().st_size > most_bytes):
+        tail = b"".join(_end_of(page, most_bytes) for page in (old, path) if page.exists())[-most_bytes:]
+        part = path.with_suffix(".part")
+        part.write_bytes(tail[tail.find(b"\n") + 1 :])  # from the first whole line on
+        os.replace(part, path)
+        old.unlink(missing_ok=True)
+
+
+def _end_of(path: Path, most_bytes: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+        return file.read()
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a JSON Lines file; a line that a kill cut short is left out, wherever a later life wrote on."""
     with open(path, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                yield Event.from_json(line)
-            except (ValueError, KeyError, TypeError):
-                continue
+        yield from _events(lines)
+
+
+def newest_events(path: Path, most: int) -> list[Event]:
+    """The last `most` events of a JSON Lines file, as `read_events` gives them. The file is read from its end on, and no
+    further."""
+    blocks, lines = list[bytes](), 0
+    with open(path, "rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        while at > 0 and lines <= most:
+            size = min(_BLOCK_BYTES, at)
+            at -= size
+            file.seek(at)
+            blocks.append(file.read(size))
+            lines += blocks[-1].count(b"\n")
+    text = b"".join(reversed(blocks)).decode("utf-8", errors="replace").split("\n")
+    return list(_events(text[1:] if at > 0 else text))[-most:]
+
+
+def _events(lines: Iterable[str]) -> Iterator[Event]:
+    for line in lines:
+        try:
+            yield Event.from_json(line)
+        except (ValueError, KeyError, TypeError):
+            continue

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helixrt.record import BoundedSink, FlightRecord, JsonLinesSink, Kind, read_events
+from helixrt.record import BoundedSink, Event, FlightRecord, JsonLinesSink, Kind, newest_events, read_events, shrink_life
 
 
 def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
@@ -97,3 +97,56 @@ def test_of_steps_that_are_long_past_what_is_rare_is_kept(tmp_path: Path) -> Non
     assert commits == list(range(commits[0], 2000)) and commits[0] > 1000 and sink.lost == 0
     routine = sum(path.stat().st_size for path in (tmp_path / "r0.jsonl", tmp_path / "r0.old.jsonl"))
     assert LIMIT / 2 <= routine <= LIMIT + 500
+
+
+def test_what_is_rare_stays_when_a_later_life_writes_on_in_the_same_files(tmp_path: Path) -> None:
+    """Incarnations are counted from 0 in each life of a run."""
+    for life in range(3):
+        sink, record = BoundedSink(tmp_path / "r0.inc0.jsonl", LIMIT), FlightRecord("r0")
+        record.attach(sink)
+        record.write(Kind.RANK_START, incarnation=0, step=life)
+        for step in range(1000 if life == 2 else 10):
+            record.write(Kind.COMMIT, step=step)
+        record.write(Kind.FAILURE, step=life)
+        sink.close()
+    assert (tmp_path / "r0.inc0.old.jsonl").exists(), "pages were turned"
+    found = [event for path in tmp_path.iterdir() for event in read_events(path)]
+    for kind in (Kind.RANK_START, Kind.FAILURE):
+        assert sorted(event.step for event in found if event.kind is kind) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("steps", [0, 3, 500])
+def test_of_a_life_that_has_ended_its_end_and_what_is_rare_stay(tmp_path: Path, steps: int) -> None:
+    path = tmp_path / "r0.inc0.jsonl"
+    sink, record = BoundedSink(path, LIMIT), FlightRecord("r0")
+    record.attach(sink)
+    record.write(Kind.RANK_START, incarnation=0)
+    for step in range(steps):
+        record.write(Kind.OPERATION, op="F", step=step)
+        record.write(Kind.COMMIT, step=step)
+    record.write(Kind.FAILURE, step=steps)
+    sink.close()
+    for _ in range(2):  # the second time it finds nothing to do
+        shrink_life(path, 2_000)
+        kept = sorted(file.name for file in tmp_path.iterdir())
+        assert kept == ["r0.inc0.jsonl", "r0.inc0.story.jsonl"]
+        assert path.stat().st_size <= 2_000
+        commits = [event.step for event in read_events(path)]
+        assert commits == list(range(steps))[-len(commits) or steps :] and (len(commits) > 5 or len(commits) == steps)
+        assert [event.kind for event in read_events(tmp_path / kept[1])] == [Kind.RANK_START, Kind.FAILURE]
+    shrink_life(tmp_path / "r1.inc0.jsonl")  # of a rank that never began
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("newest", [1, 2, 7, 600, 10_000])
+def test_the_newest_events_are_read_from_the_end_of_a_file(tmp_path: Path, newest: int) -> None:
+    path = tmp_path / "r0.jsonl"
+    events = [Event(Kind.COMMIT, "r0", step, 1.0, 2.0, {"what": "\u00e9" * (step % 200)}) for step in range(3_000)]
+    path.write_text("".join(event.to_json() + "\n" for event in events))
+    assert path.stat().st_size > 4 << 16, "several blocks"
+    assert newest_events(path, newest) == events[-newest:]
+    with open(path, "a") as file:
+        file.write('{"kind":"comm')  # cut short
+    assert newest_events(path, newest) == events[-newest:]
+    path.write_text("")
+    assert newest_events(path, newest) == []

@@ -57,13 +57,11 @@ def _found(args: argparse.Namespace) -> list[Observed]:
     if not flight.is_dir():
         raise ConfigError("RUN_FOLDER", args.run, "must be the folder of a run, with its flight records in `flight`")
     replica = problems.whole("--replica", args.replica, least=0)
-    found = observed(read_flight(flight), problems.whole("--until", args.until))
+    found = observed(read_flight(flight, replica=replica), problems.whole("--until", args.until))
+    if replica is not None and not found:
+        raise ConfigError("--replica", replica, "was not measured in this run")
     if not found:
         raise ConfigError("RUN_FOLDER", args.run, "has no step with all stages measured: a pipeline's second step is the first")
-    if replica is not None:
-        found = [each for each in found if each.replica == replica]
-        if not found:
-            raise ConfigError("--replica", replica, "was not measured in this run")
     return found
 
 

@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="network interfaces or RDMA devices between replicas, the default first; a|b: a for replica 0, b for replica 1, "
         "in turn; default: the interface that leads to the run's store, and every active RDMA port",
     )
-    restarts = "how often a replica may be started again within an hour, at most twice of these after an exception"
-    add("--restarts", type=int, default=100, help=restarts)
+    add("--restarts", type=int, default=100, help="how often a replica may be started again within an hour")
+    add("--fatal-restarts", type=int, default=2, help="how many of these may follow an exception of one of its processes")
     add("--wait-s", type=float, default=1800.0, help="how long to wait for a replica that is not started, or not started again")
     add(
         "--secret-file",
@@ -109,7 +109,7 @@ def _config(args: argparse.Namespace) -> JobConfig:
     from helixrt.timeouts import derive
     from helixrt.transport.auto import check_transport
 
-    for key in ("replicas", "restarts", "checkpoint_every"):
+    for key in ("replicas", "restarts", "fatal_restarts", "checkpoint_every"):
         least = 1 if key == "replicas" else 0
         if getattr(args, key) < least:
             raise ConfigError(key, getattr(args, key), f"must be at least {least}")
@@ -124,6 +124,7 @@ def _config(args: argparse.Namespace) -> JobConfig:
         step_timeout_s=args.step_timeout_s,
         heartbeat_s=args.heartbeat_s,
         restarts=args.restarts,
+        fatal_restarts=args.fatal_restarts,
         membership=args.membership,
         host=serving_host(args.host, os.environ),
         port=args.port,

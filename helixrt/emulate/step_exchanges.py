@@ -44,6 +44,8 @@ class Exchanges:
         node.generation = action.generation
         node.reduced.clear()
         node.waiting.clear()
+        if action.contribute and (node.work is None or node.work[0] != node.state[0]):
+            raise world.fail(f"replica {node.replica} contributes gradients that it has not, or that are of another state")
         for number in range(world.group_world_size):
             key = (action.generation, number)
             exchange = self._exchanges.setdefault(key, GroupExchange(action.members))

@@ -22,7 +22,7 @@ class Orders:
 
     def __init__(self, seed: int) -> None:
         self._random, self._given = random.Random(f"orders {seed}"), 0
-        self._worked: dict[Batch, str] = {}  # batch -> the order that its newest work was by
+        self._worked: dict[tuple[int, Batch], str] = {}  # incarnation and batch -> the order that its newest work was by
 
     def handled(self, node: Node) -> None:
         """The replica has handled an event."""
@@ -32,7 +32,7 @@ class Orders:
 
     def works(self, node: Node, work: p.Work) -> None:
         """The replica begins this work."""
-        self._worked[node.replica, work.position] = work.order
+        self._worked[node.incarnation, (node.replica, work.position)] = work.order
 
     def complaint(self, chain: Sequence[CommitRecord]) -> str:
         """Along the chain no replica goes back to an earlier order, and a record never names an older one than that of the work
@@ -41,7 +41,8 @@ class Orders:
             for replica in {*before.orders, *record.orders}:
                 if record.orders.get(replica, "") < before.orders.get(replica, ""):
                     return f"replica {replica} goes back to an earlier order with step {record.step}"
-            for replica in record.replicas:
-                if self._worked[replica, before.position(replica, record.deal)] > record.orders.get(replica, ""):
+            for replica, incarnation in record.contributors:  # a fenced one may still work on the batch
+                batch = (replica, before.position(replica, record.deal))
+                if self._worked[incarnation, batch] > record.orders.get(replica, ""):
                     return f"step {record.step} has work of replica {replica} by an order that it does not name"
         return ""

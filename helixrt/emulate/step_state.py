@@ -43,6 +43,8 @@ class States:
         if what & set(world.spoilt):
             raise world.fail(f"update {record.step} has a gradient that is not finite: {set(what)}")
         node.state = (record.hash, (*node.state[1], what))
+        if record.applied:
+            node.work, node.gradients = None, False  # the update overwrites them
         node.offered_reduced = (record.hash, what) if record.applied else ("", frozenset())
         if record.step % 3 == 0 and node.replica == min(record.committers)[0]:
             state = node.state

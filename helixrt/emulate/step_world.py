@@ -37,7 +37,7 @@ class StepWorld:
 
     `fetch_s` are the durations of a fetch to choose from; `cut` names pairs of replicas that never reach each other. With
     `orders` replicas change the order of their schedule now and then, each time to one with a higher number. `compacts`: the
-    log is cut behind durable records, to so many entries at least; 0: never.
+    log is cut behind durable records, to so many entries at least; 0: never. `skips`: this part of all batches is not computed.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class StepWorld:
         cut: tuple[tuple[int, int], ...] = (),
         orders: bool = False,
         compacts: int = 0,
+        skips: float = 0.0,
     ) -> None:
         self.seed, self.replicas, self.group_world_size, self.steps, self.faults = (
             seed,
@@ -81,7 +82,7 @@ class StepWorld:
         self.count: Counter[str] = Counter()
         self.crashed: set[int] = set()
         self.left_out: set[int] = set()
-        self.orders, self.compacts = Orders(seed) if orders else None, compacts
+        self.orders, self.compacts, self.skips = Orders(seed) if orders else None, compacts, skips
         self.calls = StoreCalls(self, REMADE in faults)
         self.until_all = True  # the run ends when every replica holds the last state, not only one
 
@@ -96,6 +97,7 @@ class StepWorld:
         )
         options += " --orders" if self.orders else ""
         options += f" --compacts {self.compacts}" if self.compacts else ""
+        options += f" --skips {self.skips}" if self.skips else ""
         replay = f"python -m helixrt.emulate.step_world {options} --faults {','.join(self.faults)}"
         return Violation(f"{what}; at t={self.now:.3f}; replay: {replay}")
 
@@ -223,11 +225,17 @@ class StepWorld:
             self.steps,
             self.rules,
             self.store.life,
+            self.skipped(replica),
             order=None,
         )
         node = Node(replica, incarnation, self.store.life, machine, state)
         self.nodes[replica] = node
         self.deliver(node, p.Begin())
+
+    def skipped(self, replica: int) -> list[int]:
+        """Positions of its stream whose batches it does not compute: in all of its lives the same."""
+        draw = random.Random(f"skips {self.seed} {replica}")
+        return [position for position in range(4 * self.steps) if draw.random() < self.skips]
 
     def gone(self, node: Node) -> None:
         node.alive = False
@@ -309,6 +317,7 @@ class StepWorld:
                     raise self.fail(f"replica {node.replica} keeps {len(node.kept)} sets of buckets")
             case p.Forget():
                 node.kept.pop(action.lineage, None)
+                node.fetched.pop(action.lineage, None)
             case p.Replay():
                 record = action.record
                 self.states.apply(node, record, node.kept.pop(record.hash) if record.applied else frozenset())
@@ -373,10 +382,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--orders", action="store_true")
     parser.add_argument("--compacts", type=int, default=0)
+    parser.add_argument("--skips", type=float, default=0.0)
     o = parser.parse_args(arguments)
     faults = tuple(f for f in o.faults.split(",") if f)
     for seed in range(o.seed, o.seed + o.count):
-        world = StepWorld(seed, o.replicas, o.group_world_size, o.steps, faults, orders=o.orders, compacts=o.compacts)
+        world = StepWorld(
+            seed, o.replicas, o.group_world_size, o.steps, faults, orders=o.orders, compacts=o.compacts, skips=o.skips
+        )
         print(world.run())
 
 

@@ -172,8 +172,13 @@ def saved_since(folder: Place, step: int) -> bool:
     return any(is_complete(f) for f in step_folders(folder) if _step_of(f) >= step)
 
 
-def newest_complete(folder: Place, wanted: Callable[[CommitRecord], bool] = lambda record: True) -> Checkpoint | None:
+def newest_complete(
+    folder: Place,
+    wanted: Callable[[CommitRecord], bool] = lambda record: True,
+    reads: Callable[[Place, int], None] = lambda folder, nbytes: None,
+) -> Checkpoint | None:
     """The newest wanted checkpoint in a `checkpoints` folder that is whole, every file checked; None if there is none.
+    `reads(folder, nbytes)` is called before so many bytes of a checkpoint's folder are read.
 
     Raises ConfigError (resume) if there are complete ones but every one is damaged, OSError if a storage does not answer.
     """
@@ -185,10 +190,10 @@ def newest_complete(folder: Place, wanted: Callable[[CommitRecord], bool] = lamb
             if not wanted(read_manifest(candidate).record):
                 whole = True  # its files are not asked for
                 continue
-            return verify(candidate)
+            return verify(candidate, reads)
         except ConfigError as error:
             if not is_complete(candidate):
-                return newest_complete(folder, wanted)  # pruned while it was read: there are newer ones
+                return newest_complete(folder, wanted, reads)  # pruned while it was read: there are newer ones
             damage = damage or error.rule
             _log.warning("%s; an older one is looked for", error.rule)
     if damage and not whole:
@@ -196,14 +201,15 @@ def newest_complete(folder: Place, wanted: Callable[[CommitRecord], bool] = lamb
     return None
 
 
-def verify(folder: Place) -> Checkpoint:
-    """The checkpoint in this folder, every file checked. Raises ConfigError (resume) with what is wrong with it, OSError if a
-    storage does not answer."""
+def verify(folder: Place, reads: Callable[[Place, int], None] = lambda folder, nbytes: None) -> Checkpoint:
+    """The checkpoint in this folder, every file checked; `reads` as in `newest_complete`. Raises ConfigError (resume) with
+    what is wrong with it, OSError if a storage does not answer."""
     try:
         checkpoint, files = _manifest(folder)
         needed = {f"rank_{rank}/{PART}" for rank in range(checkpoint.ranks)} | {".metadata"}
         if missing := sorted(needed - files.keys()):
             raise ValueError(f"{MANIFEST} does not name {missing[0]}")
+        reads(folder, sum(size for size, _ in files.values()))
         for name, (size, crc) in files.items():
             if file_sum(folder / name) != [size, crc]:
                 raise ValueError(f"{name} is not the file that was written")
@@ -299,8 +305,9 @@ def _begun_s(run: Path) -> float:
     return 0.0
 
 
-def find_resume(root: Path, name: str = "") -> tuple[Path, Checkpoint]:
+def find_resume(root: Path, name: str = "", asked: str = "true") -> tuple[Path, Checkpoint]:
     """The checkpoint to resume from of the newest run that has one (`name`: of the runs with this name), and its folder.
+    `asked`: the value of `resume` that an error names.
 
     Raises ConfigError (resume) when there is none, or when that run's are all damaged.
     """
@@ -308,7 +315,7 @@ def find_resume(root: Path, name: str = "") -> tuple[Path, Checkpoint]:
         if (not name or name_of_run(run) == name) and (found := checkpoint_of(run)) is not None:
             return run, found
     which = f"run named {name}" if name else "run"
-    raise ConfigError("resume", "latest" if name else "true", f"no complete checkpoint in any {which} under {root}")
+    raise ConfigError("resume", asked, f"no complete checkpoint in any {which} under {root}")
 
 
 def checkpoint_of(run: Path) -> Checkpoint | None:

@@ -34,7 +34,7 @@ class CheckpointConfig:
     after_failover: bool = True
     """Write an additional checkpoint when a link has lost one of its rails; needs `every` > 0."""
     write_s: float = 3600.0
-    """A checkpoint that is not written after so long has failed."""
+    """A checkpoint that is not written after so long has failed. Reading one may take as long."""
     retry_s: float = 300.0
     """How long the last checkpoint is tried again if it fails; then the run ends with exit code 1."""
 
@@ -207,6 +207,8 @@ class JobConfig:
     """Of the membership: a replica that does not run takes no part after 1.5 heartbeats; 0: derived."""
     restarts: int = 3
     """How often a lost replica is started again within `restart_window_s`."""
+    fatal_restarts: int = 2
+    """How many of these may follow an exception in one of its ranks."""
     restart_window_s: float = 3600.0
     """Earlier restarts do not count."""
     on_poison: str = "stop"

@@ -208,7 +208,11 @@ class Controller:
 
     def _look_at_launches(self) -> None:
         for index, replica in enumerate(self.state.replicas):
-            if replica.phase in (Phase.STARTING, Phase.RESTARTING) and self._launcher.waiting(index):
+            if replica.phase not in (Phase.STARTING, Phase.RESTARTING):
+                continue
+            if self._watch is not None and self._watch.has_time_left(index):
+                self._feed(policies.TimeAsked(index, replica.incarnation))
+            if self._launcher.waiting(index):
                 self._feed(policies.CapacityAwaited(index, replica.incarnation))
                 if (index, replica.incarnation) not in self._told_waiting:
                     self._told_waiting.add((index, replica.incarnation))

@@ -8,6 +8,9 @@ machine.
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from helixrt.job.policies import ACTIVE, Phase, RunState
 
 _FILE = "drain.{}"  # in the run's folder, by replica; from the command to the driver
 _DRAIN, _BACK = "drain", "back"
+_LOOK_S = 1.0  # between two looks of the driver into the folder, which many machines may share
 DRAINED_WHY = "drained by the user"  # what a replica is told that is to leave and to stay away
 
 
@@ -76,11 +80,13 @@ def request(folder: Path, replica: int, back: bool) -> Path:
     is no run, or no such replica."""
     if not (folder / "run.json").is_file():
         raise ConfigError("run", folder, "is not the folder of a run: it has no run.json")
-    replicas = json.loads((folder / "config.json").read_text(encoding="utf-8"))["mesh"]["replicas"]
+    replicas = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("replicas")
+    if replicas is None:  # a run of before, whose run.json does not say
+        replicas = json.loads((folder / "config.json").read_text(encoding="utf-8"))["mesh"]["replicas"]
     if not 0 <= replica < replicas:
         raise ConfigError("REPLICA", replica, f"the run has replicas 0 to {replicas - 1}")
     file = folder / _FILE.format(replica)
-    part = file.with_suffix(".part")
+    part = file.with_name(f"{file.name}.part")
     part.write_text(_BACK if back else _DRAIN, encoding="utf-8")
     part.rename(file)
     return file
@@ -88,9 +94,15 @@ def request(folder: Path, replica: int, back: bool) -> Path:
 
 def take_requests(folder: Path, replicas: int) -> list[DrainAsked]:
     """What the user has asked for since the last call; a request that cannot be read, or not be taken away, waits."""
+    try:
+        present = set(os.listdir(folder))
+    except OSError:
+        return []
     found = []
     for replica in range(replicas):
         file = folder / _FILE.format(replica)
+        if file.name not in present:
+            continue
         try:
             text = file.read_text(encoding="utf-8")
             file.unlink()
@@ -98,3 +110,18 @@ def take_requests(folder: Path, replicas: int) -> list[DrainAsked]:
             continue
         found.append(DrainAsked(replica, back=text == _BACK))
     return found
+
+
+class DrainRequests:
+    """The requests in a run's folder, for the driver: it looks for them at most once a second."""
+
+    def __init__(self, folder: Path, replicas: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._replicas, self._clock = folder, replicas, clock
+        self._next_s = clock()
+
+    def take(self) -> list[DrainAsked]:
+        """As `take_requests`; nothing within a second of the last look."""
+        if self._clock() < self._next_s:
+            return []
+        self._next_s = self._clock() + _LOOK_S
+        return take_requests(self._folder, self._replicas)

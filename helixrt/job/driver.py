@@ -25,7 +25,7 @@ from helixrt.job.compaction import Compaction
 from helixrt.job.config import ChaosConfig, JobConfig
 from helixrt.job.controller import Controller, Happening, LifeEvent
 from helixrt.job.description import Description
-from helixrt.job.draining import DrainAsked, take_requests
+from helixrt.job.draining import DrainAsked, DrainRequests
 from helixrt.job.keeper import LOCK_FILE
 from helixrt.job.keeper_start import kept_run
 from helixrt.job.kept_run import Standing, absence_of
@@ -99,23 +99,22 @@ def new_run(config: JobConfig) -> Run:
     owner = "" if place is None else _taken(place, name, folder)
     run = Run(folder, name, time.time(), entries, lock=lock, checkpoints=str(place or ""), owner=owner)
     write_durably(folder / "config.json", json.dumps(config.to_plain(), indent=1))
-    _write_identity(run)
+    _write_identity(run, config.mesh.replicas)
     return run
 
 
-def _write_identity(run: Run) -> None:
+def _write_identity(run: Run, replicas: int) -> None:
     identity = {"run": run.name, "epoch_s": run.epoch_s, "life": run.life, "checkpoints": run.checkpoints}
-    if run.owner:
-        identity["owner"] = run.owner
+    identity |= {"replicas": replicas} | ({"owner": run.owner} if run.owner else {})
     write_durably(run.folder / "run.json", json.dumps(identity))
 
 
-def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool = False) -> Run:
+def reopened_run(folder: Path, checkpoint: checkpoints.Checkpoint, replicas: int, dealt: bool = False) -> Run:
     """A new life of the run in this folder, from one of its checkpoints. `dealt`: its data is dealt over other streams.
 
     Nothing is changed before the folder is locked and the checkpoint is known to be there still. Raises ConfigError (resume).
     """
-    identity = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    identity = json.loads((folder / "run.json").read_text(encoding="utf-8")) | {"replicas": replicas}
     lock = RunLock(folder, identity["run"], identity["life"] + 1)
     try:
         return _reopened(folder, checkpoint, dealt, identity, lock)
@@ -147,7 +146,7 @@ def _reopened(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool, ide
     agreed = -1 if dealt else checkpoint.record.life
     owner = _taken(place_of(place), identity["run"], folder) if place else ""
     run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind, place, owner)
-    _write_identity(run)  # before any rank starts: lives of a run are never numbered alike
+    _write_identity(run, identity["replicas"])  # before any rank starts: lives of a run are never numbered alike
     return run
 
 
@@ -202,6 +201,7 @@ class Driver:
         )
         self._validations = SharedValidations()
         self._plan: dict[str, int] | None = None  # how far the loops go, once a rank has said so
+        self._requests = DrainRequests(run.folder, config.mesh.replicas)
         self._asked: list[DrainAsked] = []  # by the user, and not carried out yet
         self._accepts = False  # a loss, likewise
         self._stream_kept = run.agreed >= 0 and restore_stream(self.store, run.folder, run.agreed, run.life)
@@ -243,6 +243,7 @@ class Driver:
             replicas=self.config.mesh.replicas,
             ranks_per_replica=group_world_size(self.config.mesh),
             max_restarts=self.config.restarts,
+            fatal_restarts=self.config.fatal_restarts,
             restart_window_s=self.config.restart_window_s,
             on_poison=self.config.on_poison,
             start_timeout_s=self.timeouts.start_s,
@@ -301,7 +302,7 @@ class Driver:
         if not self._stream_kept:
             mesh = self.config.mesh
             self._stream_kept = keep_stream(self.store, self.run_.folder, mesh.replicas, self.run_.life, mesh.dp_shard)
-        self._asked += take_requests(self.run_.folder, self.config.mesh.replicas)
+        self._asked += self._requests.take()
         while self._asked:  # what the store does not take now is tried again
             self.controller.drain(self._asked[0])
             del self._asked[0]
@@ -390,6 +391,7 @@ class Driver:
                     advance=advance,
                     goodput=self.output.goodput,
                 ),
+                self.output.say,
             )
             point_latest_to(self.run_.folder)
             self.output.summary()

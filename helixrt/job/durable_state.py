@@ -34,17 +34,18 @@ class DurableState:
         self._folder, self._rank, self._mesh, self._engine, self._read_log = folder, rank, mesh, engine, read_log
         self._store, self._life = store, life
 
-    def newest(self, newer_than: int) -> str | None:
+    def newest(self, newer_than: int, reads: Callable[[Place, int], None] = lambda folder, nbytes: None) -> str | None:
         """The lineage hash of the newest complete checkpoint of the chain with a higher step; with `newer_than` -1 that of
-        the initial parameters if there is none, while the log begins with them. Raises ConfigError if checkpoints are there and
-        all are damaged, Retryable without an answer of the storage that they are in."""
+        the initial parameters if there is none, while the log begins with them. Reads all bytes of a checkpoint: `reads` as in
+        `checkpoint.newest_complete`. Raises ConfigError if checkpoints are there and all are damaged, Retryable without an
+        answer of the storage that they are in."""
         log = self._read_log()
 
         def wanted(record: CommitRecord) -> bool:
             return record.step > newer_than and log.on_chain(record.hash)
 
         try:
-            found = checkpoints.newest_complete(self._folder, wanted)
+            found = checkpoints.newest_complete(self._folder, wanted, reads)
         except OSError as error:
             raise self._silent(error) from error
         if found is not None:

@@ -211,7 +211,7 @@ def _check_run(store: RunStore, place: Place, choices: SessionChoices, limit_s: 
     served_mesh = Mesh(**known["mesh"])
     if choices.mesh != served_mesh:
         sizes = " ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in asdict(choices.mesh).items() if size > 1)
-        how = f"start it with {sizes}" if sizes else "start it without --pp and --dp-shard"
+        how = f"start it with {sizes}" if sizes else "start it without --pp, --dp-shard, --cp and --tp"
         raise ConfigError("mesh", choices.mesh, f"`helixrt serve` serves replicas of {served_mesh}; {how}")
     if choices.runtime is not None and "config" in known:
         check_as_served(choices.runtime, known["config"])

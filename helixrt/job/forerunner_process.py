@@ -40,7 +40,7 @@ from helixrt.replica.telling import flush_all
 
 _FIRST_OPTIMIZER = "torch._dynamo"  # which torch.optim imports when the first optimizer is made
 _DEVICES = ("/dev/nvidia", "/dev/kfd")  # of CUDA and ROCm
-_THREADS_END_S = 2.0
+_THREADS_END_S, _LAST_LOOK_S = 2.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,9 @@ def _obstacle() -> str:
     deadline = time.monotonic() + _THREADS_END_S
     while (tasks := len(os.listdir("/proc/self/task"))) != 1 and threading.active_count() == 1 and time.monotonic() < deadline:
         time.sleep(0.005)
+    if tasks != 1 and threading.active_count() == 1:  # perhaps this process was stopped, and such a thread has not run since
+        time.sleep(_LAST_LOOK_S)
+        tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         return f"the imports have left {tasks} threads in the forerunner, of Python's: {names}"

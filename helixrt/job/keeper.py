@@ -41,6 +41,7 @@ from helixrt.job.launch_orders import (
     Kill,
     Start,
     Unattended,
+    config_key,
     exit_key,
     exit_text,
     numbered,
@@ -175,6 +176,7 @@ class Keeper:
         self._log = RunLog(self._store)
         self._orders = self._exits = 0
         self._untold: list[RankExit] = []  # exits that the store does not have yet
+        self._configs: dict[str, dict[str, Any]] = {}  # settings of ranks, by what orders call them
         self._replicas: dict[int, bool] = {}  # that were started -> whether it was told that they wait
         self._alive, self._entries, self._told_s = "", 0, clock()
         self._progress = Progress(clock())
@@ -302,18 +304,27 @@ class Keeper:
     def _obey(self, launcher: Launcher) -> bool:
         """Carry out what was ordered since the last time; False once all is to end."""
         for text in numbered(self._store, order_key, self._orders):
+            order = read_order(text)
+            config = self._config_of(order) if isinstance(order, Start) else {}
             # Before it is done: one that takes over says of a rank that was perhaps not started that it has ended.
             self._store.set(CARRIED_KEY, str(self._orders + 1))
             self._orders += 1
-            order = read_order(text)
             if isinstance(order, Close):
                 return False
             if isinstance(order, Kill):
                 launcher.kill(order.replica)
             elif isinstance(order, Start):
                 self._replicas.setdefault(order.spec.coordinate.replica, False)
-                launcher.start(replace(order.spec, secret=self._order.secret))
+                launcher.start(replace(order.spec, secret=self._order.secret, config=config))
         return True
+
+    def _config_of(self, order: Start) -> dict[str, Any]:
+        if order.config not in self._configs:
+            text = self._store.get(config_key(order.config))
+            if text is None:
+                raise Fatal(f"the run's store has an order to start {order.spec.coordinate}, and not the settings of the rank")
+            self._configs[order.config] = json.loads(text)
+        return self._configs[order.config]
 
     def _tell_exits(self) -> None:
         while self._untold:
@@ -346,8 +357,8 @@ class Keeper:
         alive = self._store.get(ALIVE_KEY) or ""
         if alive != self._alive:
             self._alive = alive
-            self._store.delete(UNATTENDED_KEY)
             self._progress.driver_lives(self._clock())
+            self._store.delete(UNATTENDED_KEY)
         alone = self._progress.alone_s >= limit_s
         if alone:
             tell(f"no driver has been there for {limit_s:g} s: the run's processes end", sys.stdout)

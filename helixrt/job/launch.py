@@ -65,6 +65,8 @@ class RunOptions:
     """No step of a healthy rank takes longer; the other timeouts follow from it."""
     restarts: int = 3
     """How often a lost replica is started again within an hour."""
+    fatal_restarts: int = 2
+    """How often one is after an exception of its code, within an hour."""
     checkpoint_every: int = 50
     """Steps between two checkpoints; the last step always has one. 0: no checkpoints."""
     checkpoint_path: str = ""
@@ -84,8 +86,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a setting of `base` that would be overwritten by an option of its own here."""
-        names = ("threads", "step_timeout_s", "restarts", "membership", "start", "checkpoint.every", "checkpoint.path")
-        for name in names:
+        runtime = ("threads", "step_timeout_s", "restarts", "fatal_restarts", "membership", "start")
+        for name in (*runtime, "checkpoint.every", "checkpoint.path"):
             ours = getattr(self, name.replace(".", "_"))
             given, usual = (attrgetter(name)(each) for each in (self.base, JobConfig()))
             if given not in (usual, ours):
@@ -102,6 +104,7 @@ class RunOptions:
             threads=settings.threads,
             step_timeout_s=settings.step_timeout_s,
             restarts=settings.restarts,
+            fatal_restarts=settings.fatal_restarts,
             checkpoint_every=settings.checkpoint.every,
             checkpoint_path=settings.checkpoint.path,
             loader_every=loader_every,
@@ -113,7 +116,14 @@ class RunOptions:
         )
 
     def job(self, name: str, seed: int, storage: str | Path, mesh: MeshConfig, launcher: str = "local") -> JobConfig:
-        """The settings of the job's runtime."""
+        """The settings of the job's runtime. Raises ConfigError for one of `base` that these arguments would overwrite."""
+        passed = {"name": name, "seed": seed, "launcher": launcher, "output.root": str(storage)}
+        for key, value in passed.items():
+            given, usual = (attrgetter(key)(each) for each in (self.base, JobConfig()))
+            if given not in (usual, value):
+                argument = "storage" if key == "output.root" else key
+                rule = f"would be overwritten by the argument {argument}={value!r}: give {argument}={given!r} instead"
+                raise ConfigError(f"base.{key}", given, rule)
         return replace(
             self.base,
             name=name,
@@ -122,6 +132,7 @@ class RunOptions:
             threads=self.threads,
             step_timeout_s=self.step_timeout_s,
             restarts=self.restarts,
+            fatal_restarts=self.fatal_restarts,
             membership=self.membership,
             start=self.start,
             mesh=mesh,
@@ -187,6 +198,8 @@ def run(
             raise ConfigError("loggers", [type(each).__name__ for each in loggers], rule)
         if description != Description():
             log.warning("description= is not used here: console and report are those of the process that serves the run")
+        if options.exit_grace_s != RunOptions.exit_grace_s:
+            log.warning("exit_grace_s= is not used here: the process that serves the run waits %g s", RunOptions.exit_grace_s)
         if resume is not None:
             rule = "is the server's here: start it with `helixrt serve --resume RUN_FOLDER`, and leave it out in the program"
             raise ConfigError("resume", resume, rule)
@@ -195,6 +208,8 @@ def run(
         return _run_here(train, checked(train, arguments), choices)
     if replicas < 1:
         raise ConfigError("replicas", replicas, "must be at least 1")
+    if options.base.resume and resume is None:
+        raise ConfigError("base.resume", True, "would be overwritten: give resume='latest' or a run's folder instead")
     shape = MeshConfig(replicas, mesh.pp, mesh.dp_shard, mesh.cp, mesh.tp)
     job = replace(options.job(name, seed, storage, shape, launcher), resume=resume is not None)
     config = SessionConfig.of(
@@ -220,8 +235,9 @@ def run(
             driver = started_driver(config, new_run(config), program)
         else:
             folder, checkpoint = run_to_resume(config, resume)
-            config = replace(config, deal=deals_of(config, folder, checkpoint.record))
-            begun = reopened_run(folder, checkpoint, dealt=config.deal != checkpoint.record.deal)
+            config = replace(config, deal=deals_of(config.mesh, folder, checkpoint.record))
+            dealt = config.deal != checkpoint.record.deal
+            begun = reopened_run(folder, checkpoint, config.mesh.replicas, dealt=dealt)
             driver = started_driver(config, begun, program)
         if driver.run() != 0:
             raise Fatal(f"the run failed; its folder is {driver.run_.folder}")

@@ -2,16 +2,18 @@
 
 In: the calls of a `Launcher` in the driver. Out: numbered orders in the store, which the keeper carries out in their order, and
 numbered exits, which it puts there. Each key is put once, so a driver that comes later reads what was ordered before it, and
-what became of it; the run's secret is not among it.
+what became of it; the run's secret is not among it. The settings of ranks, which are much longer than all else, are there once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from helixrt.errors import Retryable
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
@@ -29,6 +31,11 @@ CLOSE_S = 45.0  # how long `close` waits until no rank is left
 
 def order_key(number: int) -> str:
     return f"launch/order/{number}"
+
+
+def config_key(digest: str) -> str:
+    """Put by the driver before the first order that names it: settings of ranks, as JSON."""
+    return f"launch/config/{digest}"
 
 
 def exit_key(number: int) -> str:
@@ -57,7 +64,8 @@ class Unattended:
 
 @dataclass(frozen=True)
 class Start:
-    spec: RankSpec  # without the secret
+    spec: RankSpec  # without the secret; as it is read, without the settings
+    config: str  # names the settings: the end of their `config_key`
 
 
 @dataclass(frozen=True)
@@ -75,14 +83,14 @@ Order = Start | Kill | Close
 
 def order_text(order: Order) -> str:
     if isinstance(order, Start):
-        return json.dumps({"start": replace(order.spec, secret="").to_plain()})
+        return json.dumps({"start": replace(order.spec, secret="", config={}).to_plain(), "config": order.config})
     return json.dumps({"kill": order.replica} if isinstance(order, Kill) else {"close": True})
 
 
 def read_order(text: str) -> Order:
     raw = json.loads(text)
     if "start" in raw:
-        return Start(RankSpec.from_plain(raw["start"]))
+        return Start(RankSpec.from_plain(raw["start"]), raw["config"])
     return Kill(raw["kill"]) if "kill" in raw else Close()
 
 
@@ -111,6 +119,7 @@ class KeptLauncher(Launcher):
     def __init__(self, store: RunStore, orders: int = 0, exits: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._orders, self._exits, self._clock = store, orders, exits, clock
         self._started: set[tuple[Coordinate, int]] = set()
+        self._configs: set[str] = set()  # that the store has
         self._beat_s = -BEAT_S
         self._closed = False
 
@@ -119,7 +128,7 @@ class KeptLauncher(Launcher):
         if key in self._started or self._closed:
             return
         self._started.add(key)
-        self._order(Start(spec))
+        self._order(Start(spec, self._stored(spec.config)))
 
     def poll(self) -> list[RankExit]:
         exits: list[RankExit] = []
@@ -149,14 +158,26 @@ class KeptLauncher(Launcher):
             self._order(Close())
             self._store.wait(CLOSED_KEY, CLOSE_S)
 
+    def _stored(self, config: dict[str, Any]) -> str:
+        """Have these settings in the store; returns what an order calls them. Raises Retryable as `_order`."""
+        text = json.dumps(config)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if digest not in self._configs:
+            self._put(config_key(digest), text)
+            self._configs.add(digest)
+        return digest
+
     def _order(self, order: Order) -> None:
         """Raises Retryable if the store does not take it for PATIENCE_S."""
-        text, deadline = order_text(order), self._clock() + PATIENCE_S
+        # one driver at a time has the lock of the run's folder, so nobody else takes the number
+        self._put(order_key(self._orders), order_text(order))
+        self._orders += 1
+
+    def _put(self, key: str, text: str) -> None:
+        deadline = self._clock() + PATIENCE_S
         while True:
             try:
-                # one driver at a time has the lock of the run's folder, so nobody else takes the number
-                self._store.put_if_absent(order_key(self._orders), text)
-                self._orders += 1
+                self._store.put_if_absent(key, text)
                 return
             except Retryable:
                 if self._clock() >= deadline:

@@ -37,6 +37,7 @@ from helixrt.job.step_rules import (
     step_rules,
     waiting_text,
 )
+from helixrt.job.stored_path import Place
 from helixrt.observe.run_costs import cost_key
 from helixrt.observe.stamps import RankTimes
 from helixrt.protocol.step import messages as p
@@ -48,7 +49,7 @@ from helixrt.replica.commands import Channel, RankCommand, RankReport, orders_ch
 from helixrt.replica.contracts import Formed, RunStore
 from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
-from helixrt.replica.progress import LEADER
+from helixrt.replica.progress import COORDINATION, LEADER
 from helixrt.replica.rank import RankWorker
 from helixrt.replica.run_keys import running_key
 from helixrt.replica.runlog import RunLog
@@ -76,7 +77,7 @@ class Leading:
         self.costs = ReplicaCosts(context.config.mesh.pp)
         """What the ranks of this replica have measured."""
         self._said_running, self._said_waiting_s = False, -math.inf  # of the thread that handles events
-        self._said_silent = False  # of the coordination thread
+        self._said_silent, self._said_read = False, ""  # of the coordination thread
         self._telling = threading.RLock()  # commands reach all ranks in one order
         self._orders = Channel(store, orders_channel(context.life), patience_s)
         self._reports = [
@@ -196,11 +197,12 @@ class Leading:
         """Begin the first step, with all replicas if they come in time."""
         for rank, reports in enumerate(self._reports, start=1):
             reports.follow(partial(self._leader.report, rank), lambda why: self._parts.worker.fail(Fatal(why)))
+        self._membership.announce()  # before the others join: they wait for whom they know to live
         if self._context.spec.incarnation == 0:
-            self._membership.announce()  # before the others join: they wait for whom they know to live
-            share = 0.5 if self._context.config.launcher == "environment" else 1.0
-            replicas, limit_s = self._context.config.mesh.replicas, share * self._context.timeouts.start_s
+            replicas, limit_s = self._context.config.mesh.replicas, 0.5 * self._context.timeouts.start_s
             await_the_others(self._context.store, self._context.replica, replicas, limit_s)
+        else:  # its first start may have ended before it was ready
+            self._context.store.put_if_absent(_ready_key(self._context.replica), "yes")
         if self._adapter is not None:
             self._adapter.start()
         self._leader.start()
@@ -256,8 +258,10 @@ class Leading:
 
     def _newest_durable(self, newer_than: int) -> str | None:
         genesis = self._parts.genesis
+        limit_s = self._context.config.checkpoint.write_s  # no replica runs until it has read all of a checkpoint
         try:
-            found = self._parts.durable.newest(newer_than)
+            with self._context.progress.doing("the check of a checkpoint", COORDINATION, limit_s):
+                found = self._parts.durable.newest(newer_than, self._reads)
         except Retryable as error:
             if not self._said_silent:
                 self._said_silent = True
@@ -269,6 +273,12 @@ class Leading:
                 "builds the model, so that every start gives the same values"
             )
         return found
+
+    def _reads(self, folder: Place, nbytes: int) -> None:
+        """Say so once of a checkpoint that takes long."""
+        if nbytes >= _READS_LONG_BYTES and folder.name != self._said_read:
+            self._said_read = folder.name
+            self._parts.metrics.say(f"the replica reads the checkpoint {folder.name}, {nbytes / 1e9:.3g} GB, to check it")
 
     def _after_update(self, record: CommitRecord) -> None:
         """What one replica of those that update does for all."""
@@ -308,15 +318,20 @@ class Leading:
 
 
 _ALL_READY, _LOOK_S = "ready/all", 5.0
+_READS_LONG_BYTES = 10**9
+
+
+def _ready_key(replica: int) -> str:
+    return f"ready/{replica}"
 
 
 def await_the_others(store: RunStore, replica: int, replicas: int, limit_s: float) -> None:
-    """The first quorum should have everyone: wait for the other replicas' first start, within limits. Where others start the
-    replicas, one may come much later: this one must be in a quorum before its own start timeout. Raises Retryable without the
-    store."""
-    store.put_if_absent(f"ready/{replica}", "yes")
+    """The first quorum should have everyone: wait for the start of the other replicas, within limits. One may come much later,
+    for want of resources or where others start it: this one must be in a quorum before its own start timeout. Raises Retryable
+    without the store."""
+    store.put_if_absent(_ready_key(replica), "yes")
     deadline = time.monotonic() + limit_s
-    others = [f"ready/{other}" for other in range(replicas)]
+    others = [_ready_key(other) for other in range(replicas)]
     # Replica 0 waits for all and says so. The others look themselves now and then, in case it is gone.
     patience_s = 0.0 if replica == 0 else _LOOK_S * (1.0 + replica / replicas)
     while (left_s := deadline - time.monotonic()) > 0.0:

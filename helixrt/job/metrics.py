@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 BITS_PER_NAT = 1 / math.log(2)
+_PARTS = 512  # of a long file that is not read whole
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,25 @@ def ranks_of(replicas: Sequence[int]) -> str:
     return ",".join(f"r{replica}" for replica in replicas)
 
 
-def read_metrics(path: Path) -> Iterator[StepMetrics | ValidationMetrics]:
-    """The figures of the built-in job in a `metrics.jsonl`; a last line cut short is left out."""
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n") and isinstance(figures := read_metrics_line(line), StepMetrics | ValidationMetrics):
-                yield figures
+def read_metrics(path: Path, most_bytes: int | None = None) -> Iterator[StepMetrics | ValidationMetrics]:
+    """The figures of the built-in job in a `metrics.jsonl`; a last line cut short is left out. Of a file that is larger than
+    `most_bytes` the lines of its `spans` alone."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for begin, end in spans(size, size if most_bytes is None else most_bytes):
+            file.seek(begin)
+            at = begin + (len(file.readline()) if begin > 0 else 0)  # from the first whole line on
+            while at < end and (line := file.readline()).endswith(b"\n"):
+                at += len(line)
+                if isinstance(figures := read_metrics_line(line.decode()), StepMetrics | ValidationMetrics):
+                    yield figures
+
+
+def spans(size: int, most: int) -> list[tuple[int, int]]:
+    """Parts of a file of `size` bytes, from where and up to where: all of it, or of a file that is larger than `most` so much:
+    a quarter of that from its begin, another up to its end, and of what is between `_PARTS` parts at equal distances."""
+    if size <= most:
+        return [(0, size)]
+    edge, part = most // 4, most // 2 // _PARTS
+    begins = [edge + (size - 2 * edge) * number // _PARTS for number in range(_PARTS)]
+    return [(0, edge), *((begin, begin + part) for begin in begins), (size - edge, size)]

@@ -42,6 +42,8 @@ class Placement:
     def __init__(self, settings: SessionSettings, host: Host) -> None:
         self._settings, self._host = settings, host
         self.device = device_of(settings)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # what the user's code takes for "cuda"
         if settings.dtype not in _DTYPES:
             raise ConfigError("dtype", settings.dtype, f"must be one of {', '.join(_DTYPES)}")
         self._dtype = _DTYPES[settings.dtype]
@@ -127,7 +129,8 @@ class Placement:
 
 
 def device_of(settings: SessionSettings) -> torch.device:
-    """Ranks of one replica need a CUDA device each: that of their number on this machine, or those of the host in turn."""
+    """Each rank has a CUDA device: that of its number on this machine, or those of the host in turn. Ranks of one replica need
+    one each; replicas of one rank may share."""
     name, ranks = settings.device, settings.mesh.ranks
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError("device", name, "must be auto, cpu or cuda")
@@ -139,7 +142,7 @@ def device_of(settings: SessionSettings) -> torch.device:
     if 0 <= settings.local_rank < devices:
         return torch.device("cuda", settings.local_rank)
     if ranks == 1:
-        return torch.device("cuda")
+        return torch.device("cuda", settings.replica % devices)
     if devices < ranks:
         rule = f"a replica of {ranks} ranks needs a CUDA device for each, and this host has {devices}; device='cpu' needs none"
         raise ConfigError("device", name, rule)

@@ -86,7 +86,7 @@ class Options:
     max_restarts: int = 3  # of one replica, within the window
     fatal_restarts: int = 2  # of one replica after FATAL_EXIT or CONFIG_EXIT, within the window
     restart_window_s: float = 3600.0  # older losses are forgotten, by the budgets and by the backoff
-    start_timeout_s: float = 120.0  # from start to the first quorum; time without resources does not count
+    start_timeout_s: float = 120.0  # from start to the first step; time without resources, or asked for, does not count
     backoff_s: float = 1.0  # before the second restart; doubles with each; the first is immediate
     backoff_max_s: float = 30.0
     gone_s: float = 5.0  # how long a restart waits for the old incarnation's ranks to be gone
@@ -152,11 +152,19 @@ class CapacityAwaited:
 
 
 @dataclass(frozen=True)
+class TimeAsked:
+    """A rank of this incarnation does something for which it has asked for time, and has some of it left."""
+
+    replica: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Began | ReplicaRunning | ReplicaDone | RankEnded | RankStuck | CapacityAwaited | Tick
+Event = Began | ReplicaRunning | ReplicaDone | RankEnded | RankStuck | CapacityAwaited | TimeAsked | Tick
 
 
 @dataclass(frozen=True)
@@ -265,7 +273,7 @@ def _decide_replica(
         if starting and event.incarnation == replica.incarnation:
             return replace(replica, phase=Phase.RUNNING, since_s=now, why=""), ()
         return replica, ()
-    if isinstance(event, CapacityAwaited):
+    if isinstance(event, CapacityAwaited | TimeAsked):
         if starting and event.incarnation == replica.incarnation:
             return replace(replica, since_s=now), ()
         return replica, ()
@@ -284,8 +292,8 @@ def _decide_replica(
         elif replica.phase is Phase.LOST and not replica.counted and _is_own_failure(event):
             # The rank that left first only followed this one.
             replica = _count(replace(replica, why=event.reason), event, now, options)
-            if _is_over_budget(replica, options):
-                replica, decisions = _give_up(index, replica, now)
+            if _exceeded(replica, options):
+                replica, decisions = _give_up(index, replica, now, options)
         if replica.phase is Phase.LOST and replica.left and event.code not in (0, LEFT_EXIT):
             replica = replace(replica, saves=False)  # its part of the checkpoint will not come
     elif isinstance(event, RankStuck):
@@ -293,7 +301,8 @@ def _decide_replica(
             return replica, ()
         replica, decisions = _lose(index, replica, event, event.reason, now, options)
     elif starting and now - replica.since_s >= options.start_timeout_s:
-        why = f"replica {index} did not run {options.start_timeout_s:g} s after its start (step_timeout_s sets this limit)"
+        limit = "(step_timeout_s sets this limit; session.busy asks for more)"
+        why = f"replica {index} did not run {options.start_timeout_s:g} s after its start {limit}"
         replica, decisions = _lose(index, replica, event, why, now, options)
     if replica.phase is Phase.LOST and _may_restart(replica, now, options):
         if replica.left and len(replica.ended) < options.ranks_per_replica:
@@ -325,8 +334,8 @@ def _lose(
         replica = replace(replica, batch=None)
     elif position is not None:
         replica = replace(replica, batch=(position, why))
-    if _is_over_budget(replica, options):
-        return _give_up(index, replica, now)
+    if _exceeded(replica, options):
+        return _give_up(index, replica, now, options)
     return replica, (KillReplica(index), *poison)
 
 
@@ -357,12 +366,18 @@ def _recent(times: tuple[float, ...], now: float, options: Options) -> tuple[flo
     return tuple(t for t in times if now - t < options.restart_window_s)
 
 
-def _is_over_budget(replica: ReplicaState, options: Options) -> bool:
-    return replica.counted and (len(replica.failures) > options.max_restarts or len(replica.fatals) > options.fatal_restarts)
+def _exceeded(replica: ReplicaState, options: Options) -> str:
+    """Which budget of restarts the newest loss exceeds; empty if none."""
+    fatal = ("exception", len(replica.fatals), "fatal_restarts", options.fatal_restarts)
+    for what, count, name, budget in (fatal, ("failure", len(replica.failures), "restarts", options.max_restarts)):
+        if replica.counted and count > budget:
+            return f"{count} {what}{'s' if count > 1 else ''} within {options.restart_window_s:g} s ({name}={budget})"
+    return ""
 
 
-def _give_up(index: int, replica: ReplicaState, now: float) -> tuple[ReplicaState, tuple[Decision, ...]]:
-    return replace(replica, phase=Phase.GIVEN_UP, since_s=now), (KillReplica(index), GiveUp(index, replica.why))
+def _give_up(index: int, replica: ReplicaState, now: float, options: Options) -> tuple[ReplicaState, tuple[Decision, ...]]:
+    why = f"{_exceeded(replica, options)}: {replica.why}"
+    return replace(replica, phase=Phase.GIVEN_UP, since_s=now, why=why), (KillReplica(index), GiveUp(index, why))
 
 
 def _may_restart(replica: ReplicaState, now: float, options: Options) -> bool:

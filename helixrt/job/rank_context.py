@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from helixrt.job.machine import boot_identity
 from helixrt.job.orders import RankOrders
 from helixrt.job.places import group_rank, group_world_size
 from helixrt.job.stored_path import Place
-from helixrt.record import BoundedSink, FlightRecord, Kind
+from helixrt.record import BoundedSink, FlightRecord, Kind, shrink_life
 from helixrt.replica.commands import Evaluate
 from helixrt.replica.contracts import Engine, RankSpec, RunStore
 from helixrt.replica.progress import Progress
@@ -29,6 +30,7 @@ from helixrt.replica.store_client import run_store
 from helixrt.timeouts import Timeouts, derive
 
 PROGRESS_S = 0.5  # how long a progress report tries a store that is away
+_SHRUNK = 8  # lives before the newest two that a start looks at: some ranks of a life may never have begun
 WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "helixrt.pipeline.channels",
     "helixrt.pipeline.endpoint_channels",
@@ -137,6 +139,14 @@ def check_folder(spec: RankSpec) -> None:
         raise ConfigError("storage", spec.output, rule)
 
 
+def flight_sink(folder: Path, label: str, incarnation: int, most_bytes: int) -> BoundedSink:
+    """The files of this life of a rank. Those of the life before stay whole; earlier ones are shrunk (`shrink_life`)."""
+    for life in range(max(0, incarnation - 1 - _SHRUNK), incarnation - 1):
+        with suppress(OSError):  # tried again at the next start
+            shrink_life(folder / f"{label}.inc{life}.jsonl")
+    return BoundedSink(folder / f"{label}.inc{incarnation}.jsonl", most_bytes)
+
+
 def open_context(spec: RankSpec, config: JobConfig) -> RankContext:
     """Connect to the run's store, and begin the flight record and the progress report."""
     timeouts = derive(config.step_timeout_s, config.heartbeat_s)
@@ -146,8 +156,7 @@ def open_context(spec: RankSpec, config: JobConfig) -> RankContext:
     progress = Progress(soon, str(spec.coordinate), spec.incarnation, timeouts.progress_period_s, WAITS_FOR_PEERS)
     record = FlightRecord(rank_label(spec.coordinate))
     context = RankContext(spec, config, timeouts, store, record, progress)
-    flight = context.output / "flight" / f"{context.label}.inc{spec.incarnation}.jsonl"
-    record.attach(BoundedSink(flight, config.output.detail_mb << 20))
+    record.attach(flight_sink(context.output / "flight", context.label, spec.incarnation, config.output.detail_mb << 20))
     record.attach(progress)
     record.write(Kind.RANK_START, pid=os.getpid(), incarnation=spec.incarnation, clock=boot_identity())
     return context

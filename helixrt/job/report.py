@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +19,9 @@ from helixrt.job.controller import Happening, LifeEvent
 from helixrt.job.description import Description
 from helixrt.job.leader_reports import Finished
 from helixrt.job.lineage_files import write_durably
-from helixrt.job.metrics import StepMetrics, ValidationMetrics, read_metrics
+from helixrt.job.metrics import StepMetrics, ValidationMetrics
+from helixrt.job.report_inputs import LARGE_BYTES, inputs_bytes, run_metrics
+from helixrt.job.report_inputs import read_flight as read_flight
 from helixrt.job.step_rules import exclusion_text
 from helixrt.observe.failures import Failure, Loss, failures, replica_of
 from helixrt.observe.order_changes import OrderChange, order_changes
@@ -29,12 +30,10 @@ from helixrt.observe.run_costs import Observed, observed, profile
 from helixrt.observe.run_costs import to_plain as costs_to_plain
 from helixrt.observe.timeline import Timeline, timeline, typical_step
 from helixrt.protocol.step.lineage import Audit, Behind, CommitRecord, Log, audit
-from helixrt.record import DETAIL, ROUTINE, Event, Kind, read_events
+from helixrt.record import Event, Kind
 from helixrt.replica.rank_log import last_traceback
 
 _TAKEN_UP = 3  # steps after the decision, at most, an order is worked by
-_MOST_FIGURES = 200_000  # of steps that are loaded, of all replicas
-_MOST_ROUTINE, _LEAST_ROUTINE = 1_000_000, 5_000  # events that each step writes, of all ranks and of one
 _MOST_TRACEBACK = 8000  # characters of one in the report
 _PACKAGES = ("helixrt", "torch", "numpy", "ray", "torchft", "torchdata", "hydra-core")
 
@@ -59,8 +58,9 @@ class Figures:
     """Everything the report shows. Times in the charts count from `begin_s` (Unix time)."""
 
     facts: RunFacts
-    steps: tuple[StepMetrics, ...]  # the newest of each (replica, step), in order of the step; of many each n-th step
+    steps: tuple[StepMetrics, ...]  # as `RunMetrics` has them
     validations: tuple[ValidationMetrics, ...]
+    sample: str  # which part of the steps and validations that is, "" for all
     chain: tuple[CommitRecord, ...]
     superseded: int
     audit: Audit
@@ -84,11 +84,13 @@ class Figures:
         return self.validations[-1].bits_per_byte if self.validations else None
 
 
-def write_report(folder: Path, facts: RunFacts) -> dict[str, Any]:
+def write_report(folder: Path, facts: RunFacts, say: Callable[[str], object] = lambda text: None) -> dict[str, Any]:
     """Write both files into the run's folder; returns what `report.json` holds. With stages, `profile.json` has the measured
-    costs of the first replica that was measured, for `helixrt schedule --profile`."""
+    costs of the first replica that was measured, for `helixrt schedule --profile`. `say`: tells the user what takes long."""
     from helixrt.job.report_page import page
 
+    if (size := inputs_bytes(folder)) > LARGE_BYTES:
+        say(f"writes the report from {size / 1e9:.1f} GB of records")
     found = figures(folder, facts)
     report = to_plain(found)
     write_durably(folder / "report.json", json.dumps(report, indent=1) + "\n")
@@ -102,7 +104,7 @@ def write_report(folder: Path, facts: RunFacts) -> dict[str, Any]:
 def figures(folder: Path, facts: RunFacts) -> Figures:
     """Read the run's folder and work out every figure."""
     events = read_flight(folder / "flight")
-    steps, validations = _newest(folder / "metrics.jsonl")
+    metrics = run_metrics(folder / "metrics.jsonl")
     log = Log(facts.entries, facts.behind)
     chain = tuple(log.chain()) if facts.entries else ()
     found, orders = tuple(failures(events, _losses(facts.history))), order_changes(events)
@@ -110,8 +112,9 @@ def figures(folder: Path, facts: RunFacts) -> Figures:
     first_s = min((e.begin_s for e in events), default=0.0)
     return Figures(
         facts=facts,
-        steps=steps,
-        validations=validations,
+        steps=metrics.steps,
+        validations=metrics.validations,
+        sample=metrics.sample,
         chain=chain,
         superseded=log.behind.superseded + len(log.superseded()),
         audit=audit(chain, facts.advance, log.behind.audit),
@@ -138,6 +141,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
     return {
         "validation_bits_per_byte": found.validation_bits_per_byte,
         "validation_partial": found.validations[-1].partial if found.validations else "",
+        "metrics_sample": found.sample,
         "corpus_order0_bits_per_byte": None if corpus is None else corpus.order0_bits_per_byte,
         "steps": found.chain[-1].step if found.chain else 0,
         "stopped": found.chain[-1].last if found.chain else "",
@@ -242,29 +246,6 @@ def to_plain(found: Figures) -> dict[str, Any]:
     }
 
 
-def read_flight(folder: Path, most: int = _MOST_ROUTINE) -> list[Event]:
-    """The events of all ranks and lives, by time: all that are rare, and of each rank the newest of those that each step writes
-    (of `ROUTINE` and of `DETAIL` `most` each, of all ranks), so that the report of a run of months fits into memory."""
-    files: dict[str, list[Path]] = {}  # of each rank
-    for path in folder.glob("*.jsonl"):
-        files.setdefault(path.name.partition(".inc")[0], []).append(path)
-    events: list[Event] = []
-    for paths in files.values():
-        newest = max(_LEAST_ROUTINE, most // len(files))
-        routine, detail = deque[Event](maxlen=newest), deque[Event](maxlen=newest)
-        for path in sorted(paths, key=_age):
-            for event in read_events(path):
-                (routine if event.kind in ROUTINE else detail if event.kind in DETAIL else events).append(event)
-        events += (*routine, *detail)
-    return sorted(events, key=lambda e: e.end_s)
-
-
-def _age(path: Path) -> tuple[int, bool, str]:
-    """Orders the files of a rank by their age, oldest first."""
-    life, _, rest = path.name.partition(".inc")[2].partition(".")
-    return (int(life) if life.isdigit() else 0, "old" not in rest, path.name)
-
-
 def versions() -> dict[str, str]:
     """Of Python, of the machine and of the packages that are installed."""
     found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
@@ -292,22 +273,6 @@ def _tracebacks(logs: Path, history: Iterable[LifeEvent]) -> Iterator[tuple[int,
         for log in sorted(logs.glob(f"r{loss.replica}.*.inc{loss.incarnation}.log")):
             if text := last_traceback(log):
                 yield loss.replica, loss.incarnation, log.name, text[-_MOST_TRACEBACK:]
-
-
-def _newest(path: Path) -> tuple[tuple[StepMetrics, ...], tuple[ValidationMetrics, ...]]:
-    """A run that was resumed tells some steps twice: the later word counts."""
-    steps: dict[tuple[int, int], StepMetrics] = {}
-    validations: dict[int, ValidationMetrics] = {}
-    every = 1  # of a long run each so many steps, which a chart cannot tell from all
-    for line in read_metrics(path) if path.exists() else ():
-        if isinstance(line, ValidationMetrics):
-            validations[line.step] = line
-        elif line.step % every == 0:
-            steps[line.step, line.replica] = line
-            if len(steps) > _MOST_FIGURES:
-                every *= 2
-                steps = {at: kept for at, kept in steps.items() if at[0] % every == 0}
-    return tuple(steps[k] for k in sorted(steps)), tuple(validations[k] for k in sorted(validations))
 
 
 def _ways(events: Sequence[Event]) -> tuple[tuple[str, int, str, str], ...]:

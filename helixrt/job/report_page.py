@@ -30,7 +30,7 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     config = found.facts.config
     mesh = config.mesh
     sections: list[html.Section] = [
-        *([("Loss", _LOSS_LEAD, _loss(found, report))] if found.steps or found.validations else []),
+        *([("Loss", _loss_lead(found), _loss(found, report))] if found.steps or found.validations else []),
         (
             "Replicas over time",
             "Whose gradients were in the updates.",
@@ -64,6 +64,10 @@ def page(found: Figures, report: dict[str, Any]) -> str:
     size = " x ".join([_count(mesh.replicas, "replica"), *axes])
     subtitle = f"{size}, {described.work}" if described.work else size
     return html.page(title, subtitle, _tiles(found, report), sections)
+
+
+def _loss_lead(found: Figures) -> str:
+    return f"{_LOSS_LEAD} {found.sample}".rstrip()
 
 
 def _loss(found: Figures, report: dict[str, Any]) -> Markup:

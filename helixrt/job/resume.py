@@ -1,10 +1,11 @@
 """Resuming a run of a user's script: which run it is, whether the script still fits it, and what its data streams agreed on.
 
-In: `helixrt.run(resume=)`, the settings, the folders of earlier runs. Out: a new life of the run (`driver.Run`) that goes on
-from its newest checkpoint on the lineage: the record has the positions of all streams, the checkpoint parameters, optimizers,
-schedulers and what else is registered, the folder `streams` states of loaders and of what is registered per replica. The ranks
-of a replica may be others: checkpoints have the names of the whole model. With another number of streams (replicas, dp_shard)
-the data that was not read is dealt anew (`dealing`), and each change is in the records from then on.
+In: `helixrt.run(resume=)` or `helixrt serve --resume`, the settings, the folders of earlier runs. Out: a new life of the run
+(`driver.Run`) that goes on from its newest checkpoint on the lineage: the record has the positions of all streams, the
+checkpoint parameters, optimizers, schedulers and what else is registered, the folder `streams` states of loaders and of what is
+registered per replica. The ranks of a replica may be others: checkpoints have the names of the whole model. With another
+number of streams (replicas, dp_shard) the data that was not read is dealt anew (`dealing`), and each change is in the records
+from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
-from helixrt.job.config import JobConfig
+from helixrt.job.config import JobConfig, MeshConfig
 from helixrt.job.lineage_files import write_durably
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.stored_path import place_in
@@ -79,7 +80,7 @@ def checkpoint_to_resume(config: JobConfig, which: str | Path) -> tuple[Path, ch
     Raises ConfigError (resume) if there is none, or if its checkpoints are in another place than these settings say.
     """
     if str(which) == LATEST:
-        folder, found = checkpoints.find_resume(Path(config.output.root), config.name)
+        folder, found = checkpoints.find_resume(Path(config.output.root), config.name, LATEST)
     else:
         folder = Path(which).resolve()
         if not (folder / "run.json").is_file():
@@ -104,22 +105,22 @@ def run_to_resume(config: SessionConfig, which: str | Path) -> tuple[Path, check
     return folder, found
 
 
-def deals_of(config: SessionConfig, folder: Path, record: CommitRecord) -> tuple[Deal, ...]:
-    """The changes of the number of streams up to a life of the run that goes on from `record` with these settings: one more
-    than the record has, if the number of replicas, or of dp_shard ranks in each, is another than in the record's life.
+def deals_of(mesh: MeshConfig, folder: Path, record: CommitRecord) -> tuple[Deal, ...]:
+    """The changes of the number of streams up to a life of the run that goes on from `record` with this mesh: one more than the
+    record has, if the number of replicas, or of dp_shard ranks in each, is another than in the record's life.
 
     Raises ConfigError (replicas, or mesh.dp_shard) if the rest of the data cannot be dealt over other streams, with the name of
     the loader.
     """
     agreed = _agreed(folder, record.life)
-    begun = _settings_of(folder).mesh
+    begun = MeshConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8"))["mesh"])
     replicas = begun.replicas if agreed is None else int(agreed.get("replicas", begun.replicas))
     shards = begun.dp_shard if agreed is None else int(agreed.get("shards", begun.dp_shard))
-    if (replicas, shards) == (config.mesh.replicas, config.mesh.dp_shard):
+    if (replicas, shards) == (mesh.replicas, mesh.dp_shard):
         return record.deal
-    key, value, before = ("replicas", config.mesh.replicas, replicas)
-    if replicas == config.mesh.replicas:
-        key, value, before = ("mesh.dp_shard", config.mesh.dp_shard, shards)
+    key, value, before = ("replicas", mesh.replicas, replicas)
+    if replicas == mesh.replicas:
+        key, value, before = ("mesh.dp_shard", mesh.dp_shard, shards)
     instead = f"resume {folder} with {before}"
     if agreed is None or "items" not in agreed:
         loader = "its loader" if agreed is None else agreed.get("loader", "its loader")

@@ -63,6 +63,7 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
     not_negative: dict[str, float] = {
         "seed": config.seed,
         "restarts": config.restarts,
+        "fatal_restarts": config.fatal_restarts,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.retry_s": config.checkpoint.retry_s,
         "catchup.max_wait_s": config.catchup.max_wait_s,

@@ -22,7 +22,7 @@ from helixrt.job.controller import Terminated
 from helixrt.job.driver import Driver, JobProgram, Run, new_run, reopened_run
 from helixrt.job.external_launcher import ExternalLauncher, Patience
 from helixrt.job.lineage_files import write_durably
-from helixrt.job.resume import checkpoint_to_resume
+from helixrt.job.resume import checkpoint_to_resume, deals_of
 from helixrt.replica.contracts import Launcher, RunStore
 from helixrt.replica.run_keys import SERVED_KEY
 
@@ -108,24 +108,22 @@ def serve(
 
 
 def resumed(config: JobConfig, which: str) -> tuple[JobConfig, Run]:
-    """The settings and the new life of a served run. Raises ConfigError (resume, or a key of the mesh)."""
+    """The settings and the new life of a served run. Raises ConfigError (resume; replicas or mesh.dp_shard if
+    its data cannot be dealt over so many streams)."""
     folder, checkpoint = checkpoint_to_resume(config, which)
     try:
         begun = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "train" in begun:
             raise ConfigError("resume", folder, "was begun by helixrt.run; resume it by helixrt.run(resume=...)")
-        before = JobConfig.from_plain(begun).mesh
+        JobConfig.from_plain(begun)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("resume", folder, f"its config.json cannot be read: {error}") from error
-    for key, was, now in (
-        ("replicas", before.replicas, config.mesh.replicas),
-        ("dp_shard", before.dp_shard, config.mesh.dp_shard),
-    ):
-        if was != now:
-            rule = f"the run in {folder} has {was}, and a served run is resumed with as many data streams as it had"
-            raise ConfigError(key, now, rule)
-    config = replace(config, resume=True, deal=checkpoint.record.deal)
-    return config, reopened_run(folder, checkpoint)
+    deal = deals_of(config.mesh, folder, checkpoint.record)
+    dealt = deal != checkpoint.record.deal
+    if dealt and not (folder / SETTINGS_FILE).is_file():
+        rule = f"has no {SETTINGS_FILE}, whose seed the order of its data follows: resume it with as many replicas and dp_shard"
+        raise ConfigError("resume", folder, f"{rule} ranks as before")
+    return replace(config, resume=True, deal=deal), reopened_run(folder, checkpoint, config.mesh.replicas, dealt=dealt)
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ _OPTIONS = {
     "step_timeout_s": "--step-timeout-s",
     "heartbeat_s": "--heartbeat-s",
     "restarts": "--restarts",
+    "fatal_restarts": "--fatal-restarts",
     "membership": "--membership",
     "host": "--host",
     "port": "--port",

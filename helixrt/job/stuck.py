@@ -122,12 +122,19 @@ def complaint(watches: Mapping[str, RankWatch], ended: str, limits: Limits) -> S
     return None if likely is None or likely.suspicion is Suspicion.WAITING else likely
 
 
+def asks_for_time(watch: RankWatch) -> bool:
+    """Whether a thread of the rank has asked for time, and has some of it left."""
+    return any(_has_left(watch, t) for t in watch.report.threads)
+
+
+def _has_left(watch: RankWatch, thread: ThreadReport) -> bool:
+    return watch.still_s.get(thread.thread, 0.0) + watch.silent_s < thread.limit_s
+
+
 def _has_time_left(watch: RankWatch, limits: Limits) -> bool:
+    """Whether the main thread has asked for more than the usual time, and has some of it left."""
     usual_s = limits.step_s if watch.report.committed else limits.start_s
-    return any(
-        t.thread == MAIN and t.limit_s > usual_s and watch.still_s.get(MAIN, 0.0) + watch.silent_s < t.limit_s
-        for t in watch.report.threads
-    )
+    return any(t.thread == MAIN and t.limit_s > usual_s and _has_left(watch, t) for t in watch.report.threads)
 
 
 def _stuck(rank: str, watch: RankWatch, limits: Limits, loops: bool) -> Stuck | None:

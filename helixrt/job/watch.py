@@ -1,7 +1,8 @@
 """Reads the ranks' progress reports from the run's store, for the controller.
 
 In: which ranks were started (`began`), and calls of `look` as often as the controller likes; it reads once in `period_s`.
-Out: `policies.RankStuck` as `stuck` decides, and the position of the batch that a rank was working on when it ended.
+Out: `policies.RankStuck` as `stuck` decides, whether a replica has asked for time, and the position of the batch that a rank
+was working on when it ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 from helixrt.errors import Retryable
 from helixrt.job.policies import RankStuck
-from helixrt.job.stuck import Limits, RankWatch, complaint, excused, most_likely_stuck, observe
+from helixrt.job.stuck import Limits, RankWatch, asks_for_time, complaint, excused, most_likely_stuck, observe
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.progress import ProgressReport
 from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
@@ -61,6 +62,11 @@ class ProgressWatch:
                     position = self.position(replica, life.incarnation, stuck.rank)
                     found.append(RankStuck(replica, life.incarnation, stuck.rank, why, position))
         return found
+
+    def has_time_left(self, replica: int) -> bool:
+        """Whether a rank of the replica's newest incarnation has asked for time, and had some of it left at the last look."""
+        life = self._lives.get(replica)
+        return life is not None and any(asks_for_time(watch) for watch in life.watches.values())
 
     def position(self, replica: int, incarnation: int, rank: str) -> int | None:
         """Of the batch that the rank is working on, or was when it ended; None: it does something else."""

@@ -24,8 +24,9 @@ well, to take its place. The rest look at these two alone, so that the requests 
 with its square. A member that has waited for `join_s` proposes by itself. When the first two end together without a report of
 the driver, the next two begin to look after `silent_s`.
 
-Generations grow with the rounds: the proposer's time stamp, or one more than the highest that the last quorum had or any
-member has seen.
+Generations are microseconds and grow with the rounds: the proposer's time stamp, or that of the last quorum and the time since
+this member learned of it (at least one, at most `MOST_S`), or one more than the highest that any member has seen. So time also
+passes while a proposer's clock is behind the last stamp.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEPT, REMEMBERED = 64, 1 << 15  # rounds
+MOST_S = 10.0  # that a round adds to the generation where the proposer's clock is behind
 _EMPTY = "-"
 _NO_ROUND = -1
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.02  # between two looks at the others
@@ -142,7 +144,7 @@ class StoreQuorum:
         self._newest: dict[int, int] = {me[0]: me[1]}  # by replica, the incarnation
         self._round = 0  # the next one, as far as is known
         self._last: tuple[Id, ...] | None = None  # members of the quorum before it
-        self._generation = 0  # of that one
+        self._generation, self._taken_s = 0, 0.0  # of that one, and when this member learned of it
 
     def beat(self) -> Set:
         """A sign of life, to be sent again and again."""
@@ -197,7 +199,7 @@ class StoreQuorum:
             accounts: dict[Id, Mapping[str, Any]] = {}
             formed = self._round
             if reply.value != _EMPTY:
-                accounts = self._take(reply.value)
+                accounts = self._take(reply.value, reply.now_s)
             now = yield from self._catch_up()
             if self._round == formed + 1 and accounts.get(self._me) == account:
                 return Quorum(self._generation, tuple(accounts[member] for member in sorted(accounts)))
@@ -214,30 +216,31 @@ class StoreQuorum:
         reply = yield Get(f"{self._prefix}newest")
         newest = _NO_ROUND if reply.value is None else int(reply.value)
         if newest >= self._round:
-            text = (yield Get(self._formed_key(newest))).value
-            if text is not None and text != _EMPTY:
+            reply = yield Get(self._formed_key(newest))
+            if reply.value is not None and reply.value != _EMPTY:
                 self._round = newest
-                self._take(text)
+                self._take(reply.value, reply.now_s)
         while (reply := (yield Get(self._formed_key(self._round)))).value is not None:
             if reply.value == _EMPTY:
                 self._round += 1
             else:
-                self._take(reply.value)
+                self._take(reply.value, reply.now_s)
         return reply.now_s
 
-    def _take(self, text: str) -> dict[Id, Mapping[str, Any]]:
+    def _take(self, text: str, now_s: float) -> dict[Id, Mapping[str, Any]]:
         """Note the quorum of the present round, and go to the next; its members' accounts."""
         raw = json.loads(text)
         accounts = {_id(member): told for member, told in raw["members"].items()}
-        self._last, self._generation = tuple(sorted(accounts)), raw["generation"]
+        self._last, self._generation, self._taken_s = tuple(sorted(accounts)), raw["generation"], now_s
         self._round += 1
         return accounts
 
     def _propose(self, account: Mapping[str, Any]) -> Generator[Operation, Reply, Reply]:
         members = {self._me: account} | {m: self._peers[m].account for m in self._askers()}
-        stamp = int((yield Stamp()).value or 0)
+        stamped = yield Stamp()
+        since_us = int(1e6 * min(MOST_S, stamped.now_s - self._taken_s)) if self._last is not None else 0
         seen = max(int(told.get("seen", 0)) for told in members.values())
-        generation = max(stamp, 1 + self._generation, 1 + seen)
+        generation = max(int(stamped.value or 0), self._generation + max(1, since_us), 1 + seen)
         mine = json.dumps({"generation": generation, "members": {_text(m): members[m] for m in sorted(members)}})
         stands = yield PutIfAbsent(self._formed_key(self._round), mine)
         if stands.value == mine:
@@ -248,6 +251,7 @@ class StoreQuorum:
                 yield Set(self._formed_key(self._round - KEPT), _EMPTY)
             if self._round >= REMEMBERED:
                 yield Delete(self._formed_key(self._round - REMEMBERED))
+            return Reply(mine, stamped.now_s)  # of when the generation is
         return stands
 
     def _complete(self, waited_s: float) -> bool:

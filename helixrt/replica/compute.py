@@ -209,9 +209,12 @@ class Compute:
 
     def _doing(self, command: RankCommand) -> AbstractContextManager[None]:
         """What the main thread reports while it carries out the command."""
+        limit_s = self._parts.timeouts.evaluate_s
         match command:
-            case Evaluate() | Save() | Digest() | LoadDurable() | PrepareOrder():
-                return self._parts.progress.busy(type(command).__name__.lower(), self._parts.timeouts.evaluate_s)
+            case LoadDurable():
+                return self._parts.progress.busy("loaddurable", max(limit_s, self._parts.load_s))
+            case Evaluate() | Save() | Digest() | PrepareOrder():
+                return self._parts.progress.busy(type(command).__name__.lower(), limit_s)
             case _:
                 return self._parts.progress.doing(type(command).__name__.lower())
 

@@ -88,11 +88,20 @@ class Holders:
         """The newest entry of a head's counter, and the index of the next."""
         of, last, index = self._counter
         if of != head:
+            if of:
+                self._forget_counter(of, index)
             last, index = None, 0
         while (text := self._store.get(waited_key(head, index))) is not None:
             last, index = Waited.from_json(text), index + 1
         self._counter = (head, last, index)
         return last, index
+
+    def _forget_counter(self, head: str, index: int) -> None:
+        """No quorum of this log waits for a holder of that head any more. `index`: of the next entry, as far as is known."""
+        while self._store.get(waited_key(head, index)) is not None:
+            index += 1
+        for each in range(index):
+            self._store.delete(waited_key(head, each))
 
     def _read_entries(self) -> None:
         while (text := self._store.get(holder_key(len(self._entries)))) is not None:

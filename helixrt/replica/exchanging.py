@@ -65,7 +65,7 @@ class ExchangeThread:
         with self._changed:
             self._aborted = max(self._aborted, generation)
             self._changed.notify_all()
-        self._parts.exchange.abort()
+        self._parts.exchange.abort(generation)
 
     def close(self) -> None:
         """End the thread; idempotent."""

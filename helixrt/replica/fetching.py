@@ -40,7 +40,7 @@ class Fetching:
         self._parts, self._reduced, self._fail = parts, reduced, fail
         self._lock = threading.Lock()  # guards everything below; `reduced` may be called with it held
         self._serial = 0  # of the newest fetch
-        self._reduced_lineage = ""  # what the newest fetch is after, if it is a reduced set
+        self._lineage = ""  # what the newest fetch is after
         self._states: dict[str, State] = {}
         self._threads: dict[str, threading.Thread] = {}  # lineage -> of the newest fetch of it
 
@@ -50,7 +50,7 @@ class Fetching:
         """Begin a fetch, instead of the one that is under way; returns at once."""
         with self._lock:
             self._serial += 1
-            self._reduced_lineage = command.lineage if isinstance(command, p.FetchReduced) else ""
+            self._lineage = command.lineage
             serial = self._serial
             thread = threading.Thread(target=self._run, args=(command, serial), name="helixrt-fetch", daemon=True)
             self._threads = {lineage: t for lineage, t in self._threads.items() if t.is_alive()}
@@ -58,10 +58,11 @@ class Fetching:
             thread.start()
 
     def forget(self, lineage: str) -> None:
-        """The reduced set of this record is not needed: give up its fetch, too."""
+        """The state or the reduced set of this record is not needed: give up its fetch, too."""
         with self._lock:
-            if self._reduced_lineage == lineage:
+            if self._lineage == lineage:
                 self._serial += 1  # its result would not be used
+            self._states.pop(lineage, None)
         self._reduced.forget(lineage)
 
     def take(self, lineage: str) -> State:

@@ -8,11 +8,14 @@ from state to state; it is not part of the hash.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from helixrt.errors import Fatal, Retryable
 from helixrt.replica.contracts import RunStore, Shard
 from helixrt.replica.manifest import SCALARS_LIMIT_BYTES, Manifest, check_size
 from helixrt.replica.state_shards import SCALARS
+
+KEPT = 1024  # layouts that this rank has written last; so many states are never offered at a time
 
 
 class LayoutBook:
@@ -20,6 +23,7 @@ class LayoutBook:
 
     def __init__(self, store: RunStore | None = None, group_rank: int = 0, limit_bytes: int = 1 << 62) -> None:
         self._store, self._group_rank, self._limit_bytes = store, group_rank, limit_bytes
+        self._written: dict[str, None] = {}  # lineages, oldest first
 
     def write(self, lineage: str, layout: Sequence[Shard]) -> None:
         """This rank is about to offer the state of `lineage`. Raises Fatal if another replica has written another layout, and
@@ -32,6 +36,13 @@ class LayoutBook:
                 f"the state of {lineage[:8]} has another layout here ({mine[:8]}) than on the replica that offered it first "
                 f"({first[:8]}): models or optimizers differ between replicas"
             )
+        self._written.pop(lineage, None)
+        self._written[lineage] = None
+        if len(self._written) > KEPT:
+            oldest = next(iter(self._written))
+            del self._written[oldest]
+            with suppress(Retryable):  # then it stays in the store
+                self._store.delete(self._key(oldest))
 
     def check(self, lineage: str, layout: Sequence[Shard]) -> None:
         """Before memory is allocated for a donor's offer. Raises Retryable for another layout than was

@@ -22,7 +22,7 @@ from helixrt.record import Event
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.run_keys import NOT_WORKING, progress_key, working_key
 
-MAIN, EXCHANGE, LEADER, FETCH = "main", "exchange", "leader", "fetch"
+MAIN, EXCHANGE, LEADER, COORDINATION, FETCH = "main", "exchange", "leader", "coordination", "fetch"
 LOOP = "the loop, between two steps"  # what the main thread does in the user's code, where it has nothing to complete
 _DEPTH = 80  # frames of a thread that are looked at
 _OWN = ("threading", "queue", "contextlib")

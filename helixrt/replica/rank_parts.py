@@ -79,6 +79,7 @@ class RankParts:
     run and the group rank: `host:port/prefix`. `report` sends a report to the leader, from any thread. A replica
     that is behind waits at most `max_wait_s` for its fetch at an exchange. `layouts` has the layouts of offered states.
     `alone`: the run has this replica only, now and later. Its gradients are the sums (`OwnSums`), and no replica fetches them.
+    `load_s`: reading durable state may take so long, if that is longer than an evaluation may.
     """
 
     replica: int
@@ -95,6 +96,7 @@ class RankParts:
     progress: Progress = field(default_factory=Progress)
     layouts: LayoutBook = field(default_factory=LayoutBook)
     alone: bool = False
+    load_s: float = 0.0
 
 
 def _no_orders(order: str) -> None:

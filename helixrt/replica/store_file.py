@@ -3,9 +3,9 @@
 In: a folder, whose the journal is (`store_journal.Identity`), and changes. Out: the values at the start, and a file from which
 the next process takes them. The file is in `FOLDER/journal`, read and written by its user alone.
 
-Where the file system refuses (a full disk), the store must not lie to its clients and need not stop: the journal is deleted, so
-that no later process takes a part for the whole, and written anew as soon as that works. Until then the store has its values
-in memory alone.
+Where the file system refuses (a full disk), the store must not lie to its clients and need not stop: the journal is emptied and
+deleted, so that no later process takes a part for the whole (an empty one is refused, too), and written anew as soon as that
+works. Until then the store has its values in memory alone.
 """
 
 from __future__ import annotations
@@ -94,6 +94,9 @@ class StoreFile:
 
     def _lost(self, error: OSError) -> None:
         first = self._descriptor >= 0
+        if first:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, 0)  # perhaps the file cannot be deleted
         self.close()
         self._tried_s = self._clock()
         for path in (self._path, self._path.with_name(f".{FILE}")):

@@ -137,7 +137,7 @@ def _data(config: TrainConfig) -> None:
 
 
 def _resume(config: TrainConfig) -> None:
-    run = helixrt.saved_run(config.output.root)
+    run = helixrt.saved_run(config.output.root, config.name)
     if "config" not in run.arguments:
         raise ConfigError("resume", "true", f"the newest run, {run.folder}, is of {run.train}")
     for error in resume_conflicts(TrainConfig.from_plain(run.arguments["config"]), config):

@@ -78,6 +78,17 @@ def test_replicas_that_change_their_schedules_order_never_go_back_to_an_earlier_
     sweep_all(SweepOf(reordering_world, ("switched", "crashes"), Violation), seed, 120, ("switched", "crashes"))
 
 
+def skipping_world(seed: int) -> StepWorld:
+    faults = (("partition",), ("partition", "outage"), ("partition", "fence", "pause"), FAULTS)
+    return StepWorld(seed, 2 + seed % 3, 1 + seed // 3 % 2, 6, faults[seed // 6 % len(faults)], skips=0.3)
+
+
+def test_batches_that_are_not_computed_do_not_bring_back_gradients_of_an_update(seed: int) -> None:
+    """No work begins after such an update, and others may supersede it."""
+    hard_cases = ("superseded", "excluded", "not_applied", "fetches")
+    sweep_all(SweepOf(skipping_world, hard_cases, Violation), seed, 120, hard_cases)
+
+
 def test_without_faults_every_order_gets_into_the_record_of_the_next_step() -> None:
     world = StepWorld(3, 2, 1, 12, ())
     given: list[int] = []

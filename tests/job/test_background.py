@@ -12,11 +12,11 @@ def test_a_quick_answer_is_there_at_once_and_a_slow_one_when_the_same_is_asked_a
     questions, go = Background[int](), threading.Event()
     assert questions.ask("a", lambda: 1, 20.0) == 1
     begin_s = time.monotonic()
-    assert questions.ask("b", lambda: go.wait(20) + 2, 0.01) is None
+    assert questions.ask("b", lambda: go.wait(120) + 2, 0.01) is None
     assert questions.ask("c", lambda: 9, 0.01) is None, "one at a time"
-    assert time.monotonic() - begin_s < 5.0
+    assert time.monotonic() - begin_s < 60.0
     go.set()
-    assert questions.ask("b", lambda: 9, 20.0) == 3, "of the call that was begun"
+    assert questions.ask("b", lambda: 9, 120.0) == 3, "of the call that was begun"
     assert questions.ask("b", lambda: 4, 20.0) == 4
 
 

@@ -83,7 +83,11 @@ def test_a_replica_that_starts_while_the_storage_is_silent_starts_again(tmp_path
     replica.close()
     log = Log([root, record])
     durable = DurableState(place, 0, MESH, None, lambda: log, MemoryStore(), "0/1")  # type: ignore[arg-type]
-    assert durable.newest(-1) == record.hash
+    read: list[tuple[str, int]] = []
+    assert durable.newest(-1, lambda folder, nbytes: read.append((folder.name, nbytes))) == record.hash
+    (folder,) = checkpoints.step_folders(place)
+    files = [file for file in files_of(folder).rglob("*") if file.is_file() and file.name != checkpoints.MANIFEST]
+    assert read == [(folder.name, sum(file.stat().st_size for file in files))], "all that is read is announced"
     ObjectStore.broken = "503 Slow Down"
     try:
         for ask in (lambda: durable.newest(-1), lambda: durable.load(record.hash, False)):

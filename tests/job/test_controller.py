@@ -127,9 +127,9 @@ class World:
     def running(self, replica: int, incarnation: int = 0) -> None:
         self.store.values[running_key(replica, incarnation)] = "1"
 
-    def reports(self, rank: str, sequence: int, *threads: ThreadReport, incarnation: int = 0) -> None:
-        """What a rank says of its progress; it has been through a step."""
-        report = ProgressReport(sequence, True, threads)
+    def reports(self, rank: str, sequence: int, *threads: ThreadReport, incarnation: int = 0, committed: bool = True) -> None:
+        """What a rank says of its progress; it has been through a step, unless `committed` is False."""
+        report = ProgressReport(sequence, committed, threads)
         self.store.values[progress_key(f"{rank}.dp0.cp0.tp0", incarnation)] = report.to_json()
 
     def exit_all(self) -> None:
@@ -198,7 +198,7 @@ def test_of_exits_seen_together_the_likeliest_root_cause_is_named() -> None:
         lambda: (world.launcher.end(0, 0, 1, "peer reset"), world.launcher.end(0, 1, FATAL_EXIT, "loss is NaN at r0.pp1")),
         lambda: world.launcher.end(1, 0, 1, "no peers"),
     )
-    assert outcome == StopRun(False, "loss is NaN at r0.pp1")
+    assert outcome == StopRun(False, "1 failure within 3600 s (restarts=0): loss is NaN at r0.pp1")
     assert world.launcher.closed and not world.launcher.alive and EXIT_KEY not in world.store.values
 
 
@@ -384,6 +384,44 @@ def test_ranks_without_resources_are_waited_for() -> None:
         world.exit_all,
     )
     assert outcome == StopRun(True, "") and world.told.count("waiting 1.0") == 1
+
+
+@pytest.mark.parametrize("thread", ["main", "coordination"])
+def test_a_start_takes_as_long_as_a_rank_has_asked_for(thread: str) -> None:
+    """A compilation before the loop, or the check of a checkpoint: it completes nothing meanwhile, and then hangs."""
+    world, lost_s = World(max_restarts=0, start_timeout_s=2.0), list[float]()
+
+    def busy(sequence: int) -> None:
+        if "given_up 1.0" in world.told:
+            lost_s.append(world.now)
+            return
+        for rank in ("r1.pp0", "r1.pp1"):
+            asked = (ThreadReport(thread, "compiles", 7, limit_s=60.0),) if rank == "r1.pp1" else ()
+            world.reports(rank, sequence, *asked, committed=False)
+
+    outcome = world.run(
+        lambda: world.running(0),
+        *[lambda n=n: busy(n) for n in range(700)],
+        lambda: world.finish(0),
+        None,
+        world.exit_all,
+    )
+    assert outcome.ok and "did not run 2 s after its start" in outcome.reason and 60 <= min(lost_s) < 65
+
+
+def test_a_short_time_that_a_rank_asks_for_late_in_its_start_counts_too() -> None:
+    """It ends 3 s after the start timeout."""
+    world, asked = World(max_restarts=0, start_timeout_s=10.0), ThreadReport("main", "compiles", 7, limit_s=5.0)
+    outcome = world.run(
+        lambda: world.running(0),
+        *[None] * 80,
+        *[lambda n=n: world.reports("r1.pp0", n, asked, committed=False) for n in range(49)],
+        lambda: (world.reports("r1.pp0", 99, committed=False), world.running(1)),
+        lambda: (world.finish(0), world.finish(1)),
+        None,
+        world.exit_all,
+    )
+    assert outcome == StopRun(True, "")
 
 
 def test_a_drained_replica_is_asked_to_leave_and_comes_back_when_the_user_says_so() -> None:

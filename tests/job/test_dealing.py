@@ -228,7 +228,7 @@ def test_records_carry_the_deal_and_the_audit_follows_it() -> None:
 
 
 def resumed(folder: Path, replicas: int, record: CommitRecord, dp_shard: int = 1) -> tuple[Deal, ...]:
-    return deals_of(SessionConfig(seed=SEED, mesh=MeshConfig(replicas, 1, dp_shard)), folder, record)
+    return deals_of(MeshConfig(replicas, 1, dp_shard), folder, record)
 
 
 def begun(folder: Path, loader: Any, replicas: int = 2) -> CommitRecord:

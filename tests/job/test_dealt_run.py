@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from helixrt.protocol.step.lineage import audit
+from helixrt.protocol.step.lineage import CommitRecord, audit
 from tests.job.lineage_oracle import chain, reported
 
 SCRIPT = Path(__file__).with_name("dealt_script.py")
@@ -21,6 +22,23 @@ def launch(folder: Path, replicas: int, steps: int, *resume: str) -> subprocess.
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(folder), str(replicas), str(steps), *resume]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+
+
+def items_entered(folder: Path, records: Sequence[CommitRecord], replicas: int) -> list[int]:
+    """The items behind the sums of these records, as the ranks of the script noted them."""
+    read = {}  # (deals, replica, position) -> items; a batch that is worked on again has the same
+    for replica in range(replicas):
+        for line in (folder / f"items.{replica}.jsonl").read_text().splitlines():
+            lives, position, items = json.loads(line)
+            assert read.setdefault((lives, replica, position), items) == items
+    entered: list[int] = []
+    for before, record in zip(records, records[1:], strict=False):
+        for replica in record.summed:
+            first = before.positions.get(replica, 0) if before.deal == record.deal else 0
+            for position in range(first, first + ACCUMULATE):
+                entered += read[(len(record.deal), replica, position)]
+    assert len(entered) == BATCH * ACCUMULATE * sum(len(record.summed) for record in records)
+    return entered
 
 
 @pytest.mark.slow  # three drivers and six processes that import torch
@@ -41,16 +59,5 @@ def test_a_run_goes_on_with_other_numbers_of_replicas(tmp_path: Path) -> None:
     assert numbers[:6] == [0] * 6 and numbers[6:11] == [1] * 5 and numbers[-1] == 2
     assert {replica for record in records[6:11] for replica in record.replicas} == {0, 1, 2}
 
-    read = {}  # (deals, replica, position) -> items; a batch that is worked on again has the same
-    for replica in range(3):
-        for line in (tmp_path / f"items.{replica}.jsonl").read_text().splitlines():
-            lives, position, items = json.loads(line)
-            assert read.setdefault((lives, replica, position), items) == items
-    entered = []
-    for before, record in zip(records, records[1:], strict=False):
-        for replica in record.summed:
-            first = before.positions.get(replica, 0) if before.deal == record.deal else 0
-            for position in range(first, first + ACCUMULATE):
-                entered += read[(len(record.deal), replica, position)]
-    assert len(entered) == BATCH * ACCUMULATE * sum(len(record.summed) for record in records)
+    entered = items_entered(tmp_path, records, 3)
     assert len(entered) == len(set(entered)), "no item of the epoch comes twice"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from helixrt.cli import main
 from helixrt.errors import ConfigError
-from helixrt.job.draining import AskToLeave, DrainAsked, Refuse, asked, request, take_requests
+from helixrt.job.config import JobConfig, MeshConfig, OutputConfig
+from helixrt.job.draining import AskToLeave, DrainAsked, DrainRequests, Refuse, asked, request, take_requests
+from helixrt.job.driver import new_run, reopened_run
 from helixrt.job.policies import (
     ACTIVE,
     LEFT_EXIT,
@@ -28,6 +31,7 @@ from helixrt.job.policies import (
     Tick,
     decide,
 )
+from tests.job.test_run_lock import past_run
 
 OPTIONS = Options(replicas=2, ranks_per_replica=2, max_restarts=0, gone_s=3.0, leave_s=30.0)
 
@@ -180,6 +184,66 @@ def test_wrong_requests_are_refused(folder: Path, tmp_path: Path) -> None:
         request(folder, 2, back=False)
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         request(tmp_path / "nowhere", 0, back=False)
+
+
+def test_the_replicas_are_those_of_the_life_that_runs(tmp_path: Path) -> None:
+    """config.json is that of the first life; a resumption may have other replicas."""
+    checkpoint = past_run(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"mesh": {"replicas": 2}}))
+    for replicas in (4, 1):
+        run = reopened_run(tmp_path, checkpoint, replicas)
+        assert run.lock is not None
+        run.lock.close()
+        request(tmp_path, replicas - 1, back=False)
+        with pytest.raises(ConfigError, match=f"REPLICA={replicas}: the run has replicas 0 to {replicas - 1}"):
+            request(tmp_path, replicas, back=False)
+    new = new_run(JobConfig(mesh=MeshConfig(3, 1), output=OutputConfig(str(tmp_path / "new"))))
+    assert new.lock is not None
+    new.lock.close()
+    (new.folder / "config.json").unlink()
+    request(new.folder, 2, back=False)
+
+
+def test_two_commands_at_once_have_files_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    rename = Path.rename
+
+    def noted(part: Path, file: Path) -> Path:
+        written.append(part.name)
+        return rename(part, file)
+
+    monkeypatch.setattr(Path, "rename", noted)
+    request(folder, 0, back=False)
+    request(folder, 1, back=True)
+    assert len(set(written)) == 2
+
+
+def test_the_driver_lists_the_folder_once_a_second_whatever_the_number_of_replicas(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, listed, opened = [0.0], list[Path](), list[Path]()
+    names, read = os.listdir, Path.read_text
+
+    def listing(at: Path) -> list[str]:
+        listed.append(at)
+        return names(at)
+
+    def reading(at: Path, encoding: str) -> str:
+        opened.append(at)
+        return read(at, encoding)
+
+    monkeypatch.setattr(os, "listdir", listing)
+    monkeypatch.setattr(Path, "read_text", reading)
+    requests = DrainRequests(folder, 256, clock=lambda: now[0])
+    for _ in range(20):
+        assert requests.take() == []
+        now[0] += 0.05
+    assert len(listed) == 1 and opened == []
+    request(folder, 1, back=False)
+    (folder / "drain.part").write_text("of another program")
+    now[0] = 1.5
+    assert requests.take() == [DrainAsked(1)]
+    assert requests.take() == []
 
 
 def test_the_command_says_when_no_driver_answers(

@@ -82,6 +82,7 @@ def test_threads_stay_as_they_are() -> None:
     [
         (RunOptions(checkpoint_every=20), "checkpoint.every=20: `helixrt serve` has 50; start it with --checkpoint-every, or"),
         (RunOptions(base=JobConfig(transport=TransportConfig(rails=("eth1",)))), "`helixrt serve` has .*start it with --rails"),
+        (RunOptions(fatal_restarts=5), "`helixrt serve` has 2; start it with --fatal-restarts"),
         (RunOptions(base=JobConfig(on_poison="skip")), "on_poison=skip: cannot be set .* which has stop; leave it out"),
     ],
 )
@@ -346,7 +347,7 @@ def test_a_mesh_that_is_not_the_servers_is_refused() -> None:
     environment._check_run(served_store(dp_shard=2), place, SessionChoices(mesh=Mesh(dp_shard=2)))
     with pytest.raises(ConfigError, match=r"mesh=Mesh\(dp_shard=2\): .* replicas of Mesh\(\); start it with --dp-shard 2"):
         environment._check_run(served_store(), place, SessionChoices(mesh=Mesh(dp_shard=2)))
-    with pytest.raises(ConfigError, match=r"mesh=Mesh\(\): .* replicas of Mesh\(dp_shard=2\); start it without --pp and"):
+    with pytest.raises(ConfigError, match=r"mesh=Mesh\(\): .* replicas of Mesh\(dp_shard=2\); start it without --pp,"):
         environment._check_run(served_store(dp_shard=2), place, SessionChoices())
 
 
@@ -453,9 +454,23 @@ def test_the_server_is_told_the_ranks_of_a_replica_and_how_replicas_reach_each_o
         config("--transport", "pigeon")
 
 
+def test_the_server_has_a_limit_for_restarts_that_follow_an_exception() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    given = [parser.parse_args(["--replicas", "2", "--membership", "store", *more]) for more in ([], ["--fatal-restarts", "9"])]
+    usual, served = (serve._config(arguments) for arguments in given)
+    assert usual.fatal_restarts == JobConfig().fatal_restarts and served.fatal_restarts == 9
+    with pytest.raises(ConfigError, match="fatal_restarts=-1: must be at least 0"):
+        serve._config(parser.parse_args(["--replicas", "2", "--fatal-restarts", "-1"]))
+    with pytest.raises(ConfigError, match="fatal_restarts=-1: must not be negative"):
+        JobConfig(fatal_restarts=-1).check_settings()
+
+
 def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
 
     def device(ranks: int, local_rank: int) -> torch.device:
         given = SessionSettings(replica=1, mesh=Mesh(dp_shard=ranks), shard=1, local_rank=local_rank)
@@ -464,6 +479,7 @@ def test_a_rank_has_the_cuda_device_of_its_number_on_the_machine(monkeypatch: py
     assert device(2, 0) == torch.device("cuda", 0) and device(2, -1) == torch.device("cuda", 3)
     assert device(8, 1) == torch.device("cuda", 1), "a replica over two machines"
     assert device(1, 2) == torch.device("cuda", 2)
+    assert device(1, -1) == torch.device("cuda", 1) == taken[-1], "replicas of one rank take the devices in turn"
     both = SessionSettings(mesh=Mesh(dp_shard=2, tp=2), shard=1, tp_rank=0)
     assert Session(both, LocalHost()).device == torch.device("cuda", 2), "each tp rank has a device of its own"
     with pytest.raises(ConfigError, match="a replica of 8 ranks needs a CUDA device for each, and this host has 4"):

@@ -104,15 +104,21 @@ def test_every_address_is_none_to_connect_to(host: str) -> None:
 def test_a_rank_waits_for_a_store_that_does_not_answer_yet(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    probe = socket.socket()  # it has the port and does not listen, so nobody answers there
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
     address = f"127.0.0.1:{port}"
-    with caplog.at_level(logging.WARNING), pytest.raises(Retryable, match=r"given up after 0.3 s"):
-        environment._wait_for(address, 0.3)
+    with caplog.at_level(logging.WARNING), pytest.raises(Retryable, match=r"given up after 2 s"):
+        environment._wait_for(address, 2.0)
     assert len(caplog.messages) == 1 and "that address is this host itself" in caplog.messages[0], "said once"
     served: list[object] = []
-    monkeypatch.setattr(time, "sleep", lambda seconds: served.append(host_store("127.0.0.1", port)) if not served else None)
+
+    def serve(seconds: float) -> None:
+        if not served:
+            probe.close()
+            served.append(host_store("127.0.0.1", port))
+
+    monkeypatch.setattr(time, "sleep", serve)
     environment._wait_for(address, 30.0)
     assert served
     with pytest.raises(ConfigError, match="HELIXRT_STORE=host: must be host:port"):
@@ -148,26 +154,25 @@ def test_a_rank_on_loopback_says_once_that_a_peer_on_another_host_cannot_reach_i
 def bound(rank: int, size: int, port: int) -> None:
     """One address each: every one of 127.0.0.0/8 is this machine's."""
     bind_gloo(f"127.0.0.{rank + 2}")
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
+    store = dist.TCPStore("127.0.0.1", port, size, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     for group in (dist.new_group([0, 1], use_local_synchronization=True), None):
         x = torch.full((3,), rank + 1.0)
         dist.all_reduce(x, group=group)
         assert x.tolist() == [3.0] * 3
-    mine = [address for address in listening() if not address.endswith(f":{port}")]
+    mine = listening()
     assert mine and all(address.startswith(f"127.0.0.{rank + 2}:") for address in mine), mine
     dist.destroy_process_group()
 
 
 def test_all_gloo_groups_listen_on_the_address_that_was_given() -> None:
     """Also those that torch makes out of the first, whatever name the machine has."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [ranks_context().Process(target=bound, args=(rank, 2, port)) for rank in range(2)]
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    ranks = [ranks_context().Process(target=bound, args=(rank, 2, store.port)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(100)
         rank.kill()
     assert [rank.exitcode for rank in ranks] == [0, 0]
 

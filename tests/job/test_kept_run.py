@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from helixrt.errors import ConfigError, Fatal
+from helixrt.errors import ConfigError, Fatal, Retryable
 from helixrt.job import keeper as keepers
 from helixrt.job import keeper_start
 from helixrt.job.attaching import attached_driver, away_s
@@ -109,9 +110,12 @@ def store_process(keeper: int) -> int:
     found: list[int] = []
 
     def look() -> bool:
-        children = Path(f"/proc/{keeper}/task").glob("*/children")
-        pids = [int(pid) for file in children for pid in file.read_text().split()]
-        found[:] = [pid for pid in pids if b"store_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        try:
+            children = Path(f"/proc/{keeper}/task").glob("*/children")
+            pids = [int(pid) for file in children for pid in file.read_text().split()]
+            found[:] = [pid for pid in pids if b"store_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        except OSError:  # a thread or another child has just ended
+            return False
         return bool(found)
 
     until(look, "the process of the store")
@@ -129,8 +133,11 @@ def processes(folder: Path, replica: int) -> list[int]:
 
 
 @pytest.mark.timeout(480)
-def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(tmp_path: Path) -> None:
+def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the command, which starts a lost replica again; then by the script itself, as a scheduler would start it."""
+    monkeypatch.setenv("AWAY_S", "400")  # a driver takes long to start on a busy machine
     first = Console(tmp_path, "first.txt", str(SCRIPT), str(tmp_path))
     first.until(lambda: step(tmp_path) >= 5, "a few steps")
     first.kill()
@@ -332,6 +339,30 @@ def test_a_keeper_carries_out_orders_once_and_tells_exits(tmp_path: Path, monkey
     assert not thread.is_alive() and living(tmp_path) is None and not (tmp_path / FILE).exists()
 
 
+def test_the_store_has_the_settings_of_ranks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ranks are started, by however many drivers; each rank gets those that it was ordered with."""
+    ranks = Ranks()
+    monkeypatch.setattr(keepers.ServedApart, "launcher", lambda self: ranks)
+    keeper = Keeper(order_of(tmp_path, 60.0))
+    store = DurableRunStore(keeper._services.durable, "the secret")
+    first, second = ({"arguments": {"text": letter * 5000}, "tuple": [1, 2]} for letter in "ab")
+    lives = [(replica, life) for replica in range(3) for life in (0, 1)]
+    ordered = [replace(spec(*life), config=config) for config in (first, second) for life in lives]
+    for number, each in enumerate(ordered):
+        each = replace(each, coordinate=Coordinate(each.coordinate.replica, number // 6))
+        KeptLauncher(store, number, 0).start(each)
+    until(lambda: keeper._round(ranks) and len(ranks.started) == 12, "the starts")
+    assert [each.config for each in ranks.started] == [first] * 6 + [second] * 6
+    texts = [str(store.get(order_key(number))) for number in range(12)]
+    assert max(map(len, texts)) < 500 and len({json.loads(text)["config"] for text in texts}) == 2
+    standing = standing_of(store, 3, 0.0)
+    assert [each.incarnation for each in standing.state.replicas] == [1, 1, 1] and standing.orders == 12
+    store.put_if_absent(order_key(12), order_text(Close()))
+    until(lambda: not keeper._round(ranks), "its end")
+    keeper._services.close()
+    keeper._lock.close()
+
+
 def test_a_run_that_is_ending_is_not_attached_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its driver ordered the end, and was killed before it had its report."""
     thread, store = kept(tmp_path, Ranks(), monkeypatch, 60.0)
@@ -388,7 +419,7 @@ def test_a_keeper_takes_over_from_one_that_was_lost(tmp_path: Path, monkeypatch:
     for replica in range(3):
         launcher.start(spec(replica))
     lost._untold.append(RankExit(Coordinate(1), 0, 70, "its disk is full"))
-    assert lost._round(ranks)
+    until(lambda: lost._round(ranks) and len(ranks.started) == 3 and not lost._untold, "its orders")
     launcher.start(spec(1, 1))
     lost.publish()
     before = kept_run(tmp_path)
@@ -402,10 +433,12 @@ def test_a_keeper_takes_over_from_one_that_was_lost(tmp_path: Path, monkeypatch:
     keeper.publish()
     after = kept_run(tmp_path)
     assert after is not None and (after.store, after.durable, after.number) == (before.store, before.durable, 1)
-    told = launcher.poll()
+    told: list[RankExit] = []
+    until(lambda: told.extend(launcher.poll()) or len(told) >= 3, "the exits")
     assert [(e.coordinate.replica, e.code) for e in told] == [(1, 70), (0, -9), (2, -9)]
     assert "keeper of the run was lost" in told[1].reason
-    assert keeper._round(ranks) and ranks.started == [spec(1, 1)]
+    until(lambda: keeper._round(ranks) and ranks.started, "the order")
+    assert ranks.started == [spec(1, 1)]
     store.put_if_absent(order_key(4), order_text(Close()))
     until(lambda: not keeper._round(ranks), "its end")  # the store of a busy machine may be slow
     keeper._services.close()
@@ -413,14 +446,22 @@ def test_a_keeper_takes_over_from_one_that_was_lost(tmp_path: Path, monkeypatch:
 
 
 def test_a_keeper_that_no_driver_comes_back_to_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks()
+    """By a clock that stands still while the keeper has not looked."""
+    ranks, now = Ranks(), [0.0]
     monkeypatch.setattr(keepers, "LINGER_S", 0.2)
-    thread, store = kept(tmp_path, ranks, monkeypatch, 1.0)
+    monkeypatch.setattr(keepers.ServedApart, "launcher", lambda self: ranks)
+    keeper = Keeper(order_of(tmp_path, 1.0), lambda: now[0])
+    keeper.publish()
+    thread = threading.Thread(target=keeper.run, daemon=True)
+    thread.start()
+    store = DurableRunStore(keeper._services.durable, "the secret")
     for beat in range(8):  # longer than it would wait
         store.set(ALIVE_KEY, str(beat))
-        time.sleep(0.25)
-    assert not ranks.closed
-    thread.join(30)
+        until(lambda beat=beat: keeper._alive == str(beat), "its look")
+        now[0] += 0.4
+    assert not ranks.closed and thread.is_alive()
+    now[0] += 2.0
+    thread.join(60)
     assert ranks.closed and not thread.is_alive() and not (tmp_path / FILE).exists()
 
 
@@ -509,6 +550,20 @@ def test_a_driver_is_missing_while_it_is_looked_for_alone() -> None:
     assert progress.alone_s >= before + 100.0, "a missing driver is noticed all the same"
     progress.driver_lives(now)
     assert progress.alone_s == 0.0
+
+
+def test_a_sign_of_life_counts_also_where_the_store_is_lost_right_after_it() -> None:
+    class Losing(MemoryRunStore):
+        def delete(self, key: str) -> None:
+            raise Retryable("lost")
+
+    keeper = object.__new__(Keeper)
+    keeper._store, keeper._alive, keeper._progress, keeper._clock = Losing(), "", Progress(0.0), lambda: 100.0
+    keeper._progress._round_s = 100.0
+    keeper._store.set(ALIVE_KEY, "100.0")
+    with pytest.raises(Retryable):
+        keeper._is_alone(30.0)
+    assert keeper._progress.alone_s == 0.0 and not keeper._is_alone(30.0)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale file handle"), Fatal("did not start in 120 s")])

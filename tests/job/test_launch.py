@@ -90,6 +90,34 @@ def test_options_of_one_object_with_all_settings_of_the_runtime() -> None:
     assert made == same
 
 
+@pytest.mark.parametrize(
+    ("base", "rule"),
+    [
+        (JobConfig(seed=7), "base.seed=7: would be overwritten by the argument seed=0: give seed=7 instead"),
+        (JobConfig(name="mine"), "base.name=mine: would be overwritten by the argument name='run': give name='mine' instead"),
+        (JobConfig(launcher="ray"), "base.launcher=ray: would be .* argument launcher='local': give launcher='ray' instead"),
+        (JobConfig(output=OutputConfig("mine")), "base.output.root=mine: .* argument storage=.*: give storage='mine' instead"),
+        (JobConfig(resume=True), "base.resume=True: would be overwritten: give resume='latest' or a run's folder instead"),
+    ],
+)
+def test_a_setting_that_an_argument_would_overwrite_is_refused(base: JobConfig, rule: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        helixrt.run(top_level, storage=tmp_path / "out", launcher="local", options=helixrt.RunOptions(base=base))
+    assert not (tmp_path / "out").exists()
+    given = helixrt.RunOptions.of(replace(base, resume=False))
+    given.job(base.name, base.seed, base.output.root, base.mesh, base.launcher)
+
+
+def test_where_others_start_the_ranks_it_says_that_the_server_has_its_own_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("HELIXRT_STORE", raising=False)
+    for options, said in ((helixrt.RunOptions(), False), (helixrt.RunOptions(exit_grace_s=20.0), True)):
+        with pytest.raises(ConfigError, match="HELIXRT_STORE=: is not set"):
+            helixrt.run(top_level, storage=tmp_path, launcher="environment", options=options)
+        assert ("exit_grace_s= is not used here: the process that serves the run waits 600 s" in caplog.text) == said
+
+
 def test_a_lambda_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a lambda; ranks import it by its name"):
         helixrt.run(lambda session: None, storage=tmp_path / "out")
@@ -264,7 +292,7 @@ def test_a_run_that_its_program_stops_ends_at_one_step_on_all_replicas(tmp_path:
 
 def exchanges_broken(folder: Path) -> list[str]:
     """What broke exchanges of replica 0, by its flight record."""
-    events = read_events(folder / "flight" / "r0.pp0.inc0.jsonl")
+    events = read_events(folder / "flight" / "r0.pp0.inc0.story.jsonl")
     return [str(event.detail["reason"]) for event in events if event.kind is Kind.EXCHANGE_FAILED]
 
 

@@ -45,7 +45,7 @@ def until(condition: Callable[[], object]) -> None:
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MetricsSender, "GATHER_S", 0.0)
     monkeypatch.setattr(MetricsSender, "PAUSE_S", 0.01)
-    monkeypatch.setattr(MetricsSender, "CLOSE_S", 0.5)
+    monkeypatch.setattr(MetricsSender, "CLOSE_S", 60.0)
 
 
 def parts_in(store: MoodyStore) -> list[list[str]]:
@@ -103,7 +103,8 @@ def test_beyond_the_limit_the_oldest_are_dropped_and_counted() -> None:
     assert read_metrics_line(told) == Notice("r1.pp0", "6 lines of metrics were dropped while the run's store did not answer")
 
 
-def test_a_store_that_stays_away_does_not_keep_the_rank() -> None:
+def test_a_store_that_stays_away_does_not_keep_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MetricsSender, "CLOSE_S", 0.5)
     store = MoodyStore()
     store.away.set()
     sender = MetricsSender(store, 1, 0)

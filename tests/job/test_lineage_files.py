@@ -45,12 +45,14 @@ def test_records_that_come_fast_share_a_file_and_its_two_syncs(tmp_path: Path, s
 
 def test_records_that_go_on_coming_are_gathered(tmp_path: Path) -> None:
     entries = chain_of(150)
-    writer = LineageWriter(tmp_path, gather_s=0.05)
+    gather_s, begin_s = 0.05, time.monotonic()
+    writer = LineageWriter(tmp_path, gather_s=gather_s)
     for index, entry in enumerate(entries):
         writer.append(index, entry)
         time.sleep(0.001)
     writer.close()
-    assert read_lineage(tmp_path) == entries and len(list(tmp_path.iterdir())) <= len(entries) / 5
+    files_in_time = (time.monotonic() - begin_s) / gather_s + 1  # a busy machine takes longer, so it may write more
+    assert read_lineage(tmp_path) == entries and len(list(tmp_path.iterdir())) <= files_in_time
 
 
 def test_a_record_is_written_when_its_time_is_over_though_nobody_asks(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_writers_of_several_replicas_leave_one_whole_log(
         for index, entry in enumerate(entries):
             writer.append(index, entry)
             if own.random() < 0.1:
-                writer.flush(20)
+                writer.flush(60)
                 assert read_lineage(tmp_path)[: index + 1] == entries[: index + 1]
             if own.random() < 0.2:
                 time.sleep(own.random() * 0.003)
@@ -94,18 +96,18 @@ def test_writers_of_several_replicas_leave_one_whole_log(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     assert read_lineage(tmp_path) == entries, f"seed {seed}"
     assert all(path.suffix == ".json" and not path.name.startswith(".") for path in tmp_path.iterdir())
 
 
 def test_a_writer_that_comes_later_takes_what_is_there_and_goes_on_behind_it(tmp_path: Path, syncs: list[int]) -> None:
     entries = chain_of(9)
-    first = LineageWriter(tmp_path)
+    first = LineageWriter(tmp_path, gather_s=3600.0)
     for index, entry in enumerate(entries[:6]):
         first.append(index, entry)
     first.close()
-    synced, second = len(syncs), LineageWriter(tmp_path)
+    synced, second = len(syncs), LineageWriter(tmp_path, gather_s=3600.0)
     for index, entry in enumerate(entries[:4]):
         second.append(index, entry)
     second.flush(20)

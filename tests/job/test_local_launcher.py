@@ -12,11 +12,12 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from helixrt.job import forerunner
+from helixrt.job import forerunner, forerunner_process
 from helixrt.job.forerunner import ForerunnerLost
 from helixrt.job.inherited import Inherited, difference, inherited
 from helixrt.job.local_launcher import LocalLauncher
@@ -313,7 +314,10 @@ def test_ctrl_c_reaches_the_driver_alone_which_ends_the_ranks(tmp_path: Path, st
 
 
 def test_where_the_kernel_cannot_watch_a_thread_does(tmp_path: Path) -> None:
-    child = "import helixrt.replica.orphan as o, time; o._kernel_watches = lambda: False; o.die_with_parent(); time.sleep(300)"
+    child = (
+        "import helixrt.replica.orphan as o, time; o._kernel_watches = lambda: False; o.die_with_parent()\n"
+        "print('watches', flush=True); time.sleep(300)"
+    )
     parent = textwrap.dedent(f"""
         import subprocess, sys, time
         print(subprocess.Popen([sys.executable, "-c", {child!r}]).pid, flush=True)
@@ -323,9 +327,10 @@ def test_where_the_kernel_cannot_watch_a_thread_does(tmp_path: Path) -> None:
         [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert process.stdout is not None
-    pid = int(process.stdout.readline())
-    until(lambda: exists(pid), "start of the child")
-    time.sleep(1.0)
+    said = {process.stdout.readline().strip() for _ in range(2)}
+    assert "watches" in said
+    pid = int((said - {"watches"}).pop())
+    assert exists(pid)
     process.kill()
     process.wait(PATIENCE_S)
     until(lambda: not exists(pid), "end of the child")
@@ -414,6 +419,22 @@ def test_forks_draw_other_numbers(launchers: Launchers, tmp_path: Path) -> None:
 
 
 @linux
+def test_a_thread_that_was_about_to_end_when_the_forerunner_was_stopped_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After it wakes the time for threads to end is over, and that thread has not run."""
+    slept = list[float]()
+    clock = SimpleNamespace(monotonic=lambda: 10.0 * len(slept), sleep=slept.append)
+    tasks = iter([["1", "2"], ["1", "2"], ["1"]])
+    system = SimpleNamespace(listdir=lambda path: next(tasks) if path.endswith("task") else [])
+    monkeypatch.setattr(forerunner_process, "time", clock)
+    monkeypatch.setattr(forerunner_process, "os", system)
+    monkeypatch.setattr(forerunner_process, "threading", SimpleNamespace(active_count=lambda: 1, enumerate=lambda: []))
+    assert forerunner_process._obstacle() == ""
+    tasks = iter([["1", "2"]] * 4)
+    assert "2 threads" in forerunner_process._obstacle()
+
+
 def test_two_runs_of_a_process_have_one_forerunner(launchers: Launchers, caplog: pytest.LogCaptureFixture) -> None:
     first, second = launchers("warm", logs="first"), launchers("warm", logs="second")
     first.start(spec(0, do="3"))

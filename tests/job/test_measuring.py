@@ -19,7 +19,7 @@ from helixrt.schedule.ir import Op
 from tests.observe.measured_world import World
 
 TRUE = with_delays(uniform(3, 10.0, 12.0, 8.0), {(0, 1): 1.0, (1, 0): 1.0, (1, 2): 1.0, (2, 1): 1.0})
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def steps_of(rank: str, steps: int) -> list[list[Event]]:
@@ -49,7 +49,8 @@ class Sent:
             assert self._changed.wait_for(lambda: bool(self.times) and self.times[-1].step >= step, DEADLINE_S)
 
 
-def test_each_step_is_in_one_summary_and_short_steps_share_one() -> None:
+def test_each_step_is_in_one_summary_and_short_steps_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Measuring, "CLOSE_S", DEADLINE_S)  # its thread may have to wait for a busy machine
     sent = Sent()
     measuring = Measuring("r0.pp1", "host", sent)
     for step, events in enumerate(steps_of("r0.pp1", 12), start=1):

@@ -9,22 +9,24 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from helixrt.job import driver as drivers
 from helixrt.job.config import JobConfig, MeshConfig, OutputConfig
-from helixrt.job.controller import Happening, LifeEvent
+from helixrt.job.controller import Controller, Happening, LifeEvent
 from helixrt.job.driver import Driver, JobProgram, Run
 from helixrt.job.leader_reports import Finished
 from helixrt.job.metrics import StepMetrics, ValidationMetrics, read_metrics, read_metrics_line
 from helixrt.job.output import RunOutput, line_of, new_run_folder
-from helixrt.job.policies import StopRun
+from helixrt.job.policies import Options, StopRun
 from helixrt.protocol.step.lineage import CommitRecord, genesis
+from helixrt.replica.contracts import Launcher, RunStore
 from helixrt.replica.run_keys import done_key
 
 ONE = StepMetrics(
@@ -151,6 +153,23 @@ def test_a_life_that_had_no_step_to_make_ends_with_the_record_that_it_began_with
 def test_a_finished_run_has_its_report(ended_run: Driver) -> None:
     assert ended_run._end(StopRun(True, "")) == 0
     assert (ended_run.run_.folder / "report.html").exists()
+
+
+def test_the_limits_of_restarts_are_those_of_the_settings(ended_run: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Options] = []
+
+    class Given(Controller):
+        def __init__(self, launcher: Launcher, store: RunStore, specs: Any, options: Options, *more: Any, **named: Any) -> None:
+            given.append(options)
+            super().__init__(launcher, store, specs, options, *more, **named)
+
+        def run(self, poll_s: float = 0.05, tick: Callable[[], None] = lambda: None) -> StopRun:
+            return StopRun(True, "")
+
+    monkeypatch.setattr(drivers, "Controller", Given)
+    ended_run.config = dataclasses.replace(ended_run.config, restarts=7, fatal_restarts=5, restart_window_s=60.0)
+    assert ended_run.run() == 0
+    assert [(o.max_restarts, o.fatal_restarts, o.restart_window_s) for o in given] == [(7, 5, 60.0)]
 
 
 @pytest.mark.parametrize("problem", ["the disk is full", "an error in a chart", "no folder"])

@@ -77,7 +77,7 @@ def newest(run: Run, folder: Path) -> checkpoints.Checkpoint:
 
 
 def resume(run: Run, folder: Path) -> Run:
-    again = reopened_run(folder, newest(run, folder))
+    again = reopened_run(folder, newest(run, folder), 1)
     assert again.lock is not None
     again.lock.close()
     return again

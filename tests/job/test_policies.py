@@ -32,6 +32,7 @@ from helixrt.job.policies import (
     StartReplica,
     StopRun,
     Tick,
+    TimeAsked,
     backoff_s,
     decide,
     severity,
@@ -105,16 +106,17 @@ def test_backoff_is_zero_then_doubles_to_its_maximum() -> None:
 def test_restarts_are_counted_and_then_the_replica_is_given_up_and_the_other_goes_on() -> None:
     options = replace(OPTIONS, max_restarts=0)
     state, made = play((1, ended(1, 0, reason="out of memory at r1")), options=options)
-    assert made == [KillReplica(1), GiveUp(1, "out of memory at r1")]
+    why = "1 failure within 3600 s (restarts=0): out of memory at r1"
+    assert made == [KillReplica(1), GiveUp(1, why)]
     assert state.replicas[1].phase is Phase.GIVEN_UP and state.stopped is None
     state, made = decide(state, ReplicaDone(0), 5, options)
-    assert made == (StopRun(True, "given up: out of memory at r1"),)
+    assert made == (StopRun(True, f"given up: {why}"),)
 
 
 def test_the_run_fails_with_the_cause_of_the_replica_given_up_first() -> None:
     options = replace(OPTIONS, max_restarts=0)
     _, made = play((1, ended(1, reason="first")), (2, ended(0, reason="second")), options=options)
-    assert made[-1] == StopRun(False, "first")
+    assert made[-1] == StopRun(False, "1 failure within 3600 s (restarts=0): first")
 
 
 def test_a_fatal_rank_gets_one_new_process_then_the_replica_is_given_up() -> None:
@@ -122,7 +124,19 @@ def test_a_fatal_rank_gets_one_new_process_then_the_replica_is_given_up() -> Non
     state, made = play((1, ended(0, code=FATAL_EXIT)), options=options)
     assert made == [KillReplica(0), StartReplica(0, 1)]
     state, made = decide(state, ended(0, incarnation=1, code=FATAL_EXIT), 2, options)
-    assert made == (KillReplica(0), GiveUp(0, "rank 0 of 0 ended"))
+    assert made == (KillReplica(0), GiveUp(0, "2 exceptions within 3600 s (fatal_restarts=1): rank 0 of 0 ended"))
+
+
+def test_the_budget_that_a_replica_has_exceeded_is_named() -> None:
+    """Of three exceptions and another failure: by default the exceptions, three failures in all are within the other budget."""
+    options = Options(replicas=2, ranks_per_replica=1)
+    ends = [(400.0 * n, ended(0, incarnation=n, code=FATAL_EXIT, reason=f"error {n}")) for n in range(3)]
+    assert GiveUp(0, "3 exceptions within 3600 s (fatal_restarts=2): error 2") in lives(*ends, options=options)[1]
+    more = replace(options, fatal_restarts=5)
+    state, made = lives(*ends, options=more)
+    assert StartReplica(0, 3) in made
+    made_ = decide(state, ended(0, incarnation=3, reason="killed"), 1200.0, more)[1]
+    assert made_ == (KillReplica(0), GiveUp(0, "4 failures within 3600 s (restarts=3): killed"))
 
 
 def test_a_config_error_stops_the_run_at_once() -> None:
@@ -147,8 +161,9 @@ def test_a_config_error_after_the_first_quorum_loses_one_replica_as_a_fatal_does
     state, made = lives((1.0, ended(0, code=code)), options=options)
     assert made == [KillReplica(0), StartReplica(0, 1)]
     state, made = decide(state, ended(0, incarnation=1, code=code, reason="rails=eth7: no such NIC"), 2, options)
-    assert made == (KillReplica(0), GiveUp(0, "rails=eth7: no such NIC")) and state.stopped is None
-    assert decide(state, ReplicaDone(1), 3, options)[1] == (StopRun(True, "given up: rails=eth7: no such NIC"),)
+    why = "2 exceptions within 3600 s (fatal_restarts=1): rails=eth7: no such NIC"
+    assert made == (KillReplica(0), GiveUp(0, why)) and state.stopped is None
+    assert decide(state, ReplicaDone(1), 3, options)[1] == (StopRun(True, f"given up: {why}"),)
 
 
 def test_a_config_error_of_a_restarted_replica_does_not_stop_the_run_even_before_the_first_quorum() -> None:
@@ -162,7 +177,8 @@ def test_restarts_count_within_the_window_alone() -> None:
     state, made = lives(*rare, options=options)
     assert StartReplica(0, 20) in made and state.replicas[0].phase is Phase.RESTARTING
     frequent = [(400.0 * n, ended(0, incarnation=n)) for n in range(3)]
-    assert GiveUp(0, "rank 0 of 0 ended") in lives(*frequent, options=options)[1]
+    why = "3 failures within 1000 s (restarts=2): rank 0 of 0 ended"
+    assert GiveUp(0, why) in lives(*frequent, options=options)[1]
 
 
 def test_the_backoff_follows_the_restarts_within_the_window() -> None:
@@ -186,14 +202,16 @@ def test_the_failure_that_a_reload_only_followed_counts(budget: int) -> None:
     state, made = play((1, ReplicaRunning(0, 0)), (2, ended(0, 0, code=RELOAD_EXIT)), options=options)
     assert made == [KillReplica(0)]
     state, made_ = decide(state, ended(0, 1, code=FATAL_EXIT, reason="out of memory"), 2.1, options)
-    expected = StartReplica(0, 1) if budget else GiveUp(0, "out of memory")
-    assert expected in made_ and len(state.replicas[0].failures) == 1 and state.replicas[0].why == "out of memory"
+    why = "out of memory" if budget else "1 failure within 3600 s (restarts=0): out of memory"
+    expected = StartReplica(0, 1) if budget else GiveUp(0, why)
+    assert expected in made_ and len(state.replicas[0].failures) == 1 and state.replicas[0].why == why
 
 
-def test_waiting_for_resources_costs_nothing() -> None:
+@pytest.mark.parametrize("event", [CapacityAwaited(0, 0), TimeAsked(0, 0)])
+def test_waiting_for_resources_and_time_that_a_rank_has_asked_for_cost_nothing(event: Event) -> None:
     state, _ = play((1, ReplicaRunning(1, 0)))
     for now in range(2, 500):
-        state, made = decide(state, CapacityAwaited(0, 0), now, OPTIONS)
+        state, made = decide(state, event, now, OPTIONS)
         assert made == () and decide(state, Tick(), now, OPTIONS)[1] == ()
     assert state.replicas[0].phase is Phase.STARTING
     assert decide(state, Tick(), 509.5, OPTIONS)[1] == (KillReplica(0),), "from then on the start timeout counts"
@@ -286,6 +304,7 @@ def test_likely_root_causes_come_before_complaints_of_peers() -> None:
         RankStuck(0, 1, "r0.pp0", "stuck"),
         RankStuck(0, 0, "r0.pp0", "stuck"),
         CapacityAwaited(0, 1),
+        TimeAsked(0, 1),
     ],  # fmt: skip
     ids=repr,
 )

@@ -5,7 +5,9 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from helixrt.job.description import Corpus, Description
 from helixrt.job.leader_reports import Finished
 from helixrt.job.metrics import StepMetrics, ValidationMetrics
 from helixrt.job.output import summary_of
+from helixrt.job.rank_context import flight_sink
 from helixrt.job.report import RunFacts, read_flight, write_report
 from helixrt.job.report_charts import loss_chart, ticks
+from helixrt.job.report_inputs import run_metrics
 from helixrt.job.storage_trouble import StorageTrouble
+from helixrt.observe.failures import Loss, failures
 from helixrt.protocol.step.lineage import CommitRecord, genesis
-from helixrt.record import BoundedSink, FlightRecord, JsonLinesSink, Kind
+from helixrt.record import BoundedSink, Event, FlightRecord, JsonLinesSink, Kind
 
 STEPS, LOST_IN, BACK_IN, STEP_S = 120, 20, 38, 0.5
 BEGIN_S = 1_800_000_000.0
@@ -329,18 +334,100 @@ def test_of_what_each_step_writes_the_newest_is_read_and_of_the_rest_all(tmp_pat
     """The report of a run of months fits into memory."""
     for rank in ("r0.pp0", "r1.pp0"):
         for life in (0, 1):
-            record = FlightRecord(rank)
-            record.attach(BoundedSink(tmp_path / f"{rank}.inc{life}.jsonl", 64 << 20))
+            sink, record = BoundedSink(tmp_path / f"{rank}.inc{life}.jsonl", 64 << 20), FlightRecord(rank)
+            record.attach(sink)
             for step in range(9_000):
                 record.step = 10_000 * life + step
                 record.write(Kind.STEP_BEGIN)
                 record.write(Kind.SEND, tag="t")
                 if step % 1000 == 0:
                     record.write(Kind.COSTS_CHANGED, what="F of chunk 1", since=step, before_ms=1.0, after_ms=2.0)
-    events = read_flight(tmp_path, most=10)
+            sink.close()
+    events = read_flight(tmp_path, most=20_000)
     for rank in ("r0.pp0", "r1.pp0"):
         mine = [event for event in events if event.rank == rank]
-        begins = [event.step for event in mine if event.kind is Kind.STEP_BEGIN]
-        assert begins == list(range(14_000, 19_000)), "the newest 5,000"
-        assert len([event for event in mine if event.kind is Kind.SEND]) == 5_000
+        newest = [*range(8_000, 9_000), *range(10_000, 19_000)]
+        assert [event.step for event in mine if event.kind is Kind.STEP_BEGIN] == newest, "of both lives"
+        assert [event.step for event in mine if event.kind is Kind.SEND] == newest
         assert len([event for event in mine if event.kind is Kind.COSTS_CHANGED]) == 18, "all"
+    assert {event.rank for event in read_flight(tmp_path, most=20_000, replica=1)} == {"r1.pp0"}
+
+
+def test_what_is_read_of_many_ranks_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, most, read = 40, 10_000, [0]
+
+    def counting(line: str) -> Event:
+        read[0] += 1
+        return from_json(line)
+
+    from_json = Event.from_json
+    for rank in range(ranks):
+        sink, record = BoundedSink(tmp_path / f"r{rank}.pp0.inc0.jsonl", 64 << 20), FlightRecord(f"r{rank}.pp0")
+        record.attach(sink)
+        record.write(Kind.RANK_START, pid=1, incarnation=0)
+        for step in range(2_000):
+            record.write(Kind.COMMIT, step=step)
+            record.write(Kind.OPERATION, step=step, op="F")
+        sink.close()
+    monkeypatch.setattr(Event, "from_json", counting)
+    events = read_flight(tmp_path, most=most)
+    kinds = Counter(event.kind for event in events)
+    assert kinds == {Kind.RANK_START: ranks, Kind.COMMIT: most, Kind.OPERATION: most}
+    assert {event.step for event in events if event.kind is Kind.COMMIT} == set(range(1_750, 2_000))
+    blocks = 2 * ranks * ((1 << 16) // 90)  # what a file's last block may have beyond
+    assert read[0] <= 2 * most + ranks + blocks < 2 * 2_000 * ranks
+
+
+def test_lives_of_a_rank_before_the_newest_two_are_shrunk_and_their_failures_are_still_told(tmp_path: Path) -> None:
+    losses = []
+    for life in range(5):
+        clock = Clock()
+        sink, record = flight_sink(tmp_path, "r0.pp0", life, 1 << 20), FlightRecord("r0.pp0", clock=clock)
+        record.attach(sink)
+        clock.now = BEGIN_S + 1000.0 * life
+        record.write(Kind.RANK_START, pid=1, incarnation=life)
+        for step in range(4_000):
+            clock.now += 0.1
+            record.write(Kind.WORK_BEGIN, step=100_000 * life + step)
+            record.write(Kind.OPERATION, step=100_000 * life + step, op="F")
+        losses.append(Loss(0, life, clock.now + 2.0, "killed"))
+        sink.close()
+    pages = {path.name for path in tmp_path.iterdir()}
+    assert {name for name in pages if ".detail" in name or ".old" in name} == {
+        f"r0.pp0.inc{life}.{page}" for life in (3, 4) for page in ("detail.jsonl",)
+    }
+    for life in (0, 1, 2):
+        assert (tmp_path / f"r0.pp0.inc{life}.jsonl").stat().st_size <= 16 << 10
+    events = read_flight(tmp_path)
+    assert [e.detail["incarnation"] for e in events if e.kind is Kind.RANK_START] == [0, 1, 2, 3, 4]
+    for found, loss in zip(failures(events, losses), losses, strict=True):
+        assert found.lost_s == pytest.approx(loss.seen_s - 2.0), "its last sign of life"
+        assert found.step == 100_000 * loss.incarnation + 3_999
+
+
+@pytest.mark.parametrize("most", [100_000, 300_000, 10**9])
+def test_of_very_long_metrics_a_sample_is_read_and_the_report_says_so(tmp_path: Path, most: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    replicas, steps = 4, 1_000
+    with open(path, "w") as file:
+        for step in range(1, steps + 1):
+            for replica in range(replicas):
+                file.write(StepMetrics(replica, "r", step, 1.0, 8, 1.0, 4, 0.0, 1.0, 1e-3, step).to_json() + "\n")
+    size, found = path.stat().st_size, run_metrics(path, most)
+    assert found.bytes == size and found.read_bytes == min(most, size)
+    one = size / (steps * replicas)
+    assert len(found.steps) <= found.read_bytes / one + 2 * 512
+    assert (found.steps[0].step, found.steps[-1].step) == (1, steps)
+    between = sorted({each.step for each in found.steps})
+    assert max(b - a for a, b in pairwise(between)) <= (1 if most > size else 20), "from everywhere"
+    assert ("Sampled" in found.sample) == (most < size)
+
+
+def test_the_driver_says_that_a_report_is_made_from_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    facts = FakeRun(tmp_path).play()
+    write_report(tmp_path, facts, told.append)
+    assert told == []
+    monkeypatch.setattr("helixrt.job.report.LARGE_BYTES", 1000)
+    write_report(tmp_path, facts, told.append)
+    assert len(told) == 1 and "writes the report from 0.0 GB" in told[0]

@@ -65,12 +65,12 @@ def test_a_second_driver_is_told_who_has_the_run_and_changes_nothing(tmp_path: P
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         before = files_of(tmp_path)
         with pytest.raises(ConfigError, match=rf"is written by process {holder.pid} on .* since .* \(run run-1, life 3\)"):
-            reopened_run(tmp_path, checkpoint)
+            reopened_run(tmp_path, checkpoint, 1)
         assert files_of(tmp_path) == before
     finally:
         holder.kill()  # a driver that is lost holds nothing
         holder.communicate()
-    run = reopened_run(tmp_path, checkpoint)
+    run = reopened_run(tmp_path, checkpoint, 1)
     assert run.life == 3 and [entry.step for entry in run.entries] == [0, 1, 2]
     assert not (tmp_path / "lineage" / "00000004.json").exists(), "what came behind the gap is cut off, now that it is ours"
     assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_gone_when_the_run_is_ours_is_not_begun_from(tmp_pa
     checkpoint = past_run(tmp_path)
     (checkpoint.folder / checkpoints.MANIFEST).unlink()
     with pytest.raises(ConfigError, match="was deleted meanwhile; resume again"):
-        reopened_run(tmp_path, checkpoint)
+        reopened_run(tmp_path, checkpoint, 1)
     assert (tmp_path / "lineage" / "00000004.json").exists()
 
 
@@ -97,10 +97,10 @@ def test_a_run_whose_keeper_lives_is_not_begun_again(tmp_path: Path) -> None:
     keeper = RunLock(tmp_path, "run-1", 2, LOCK_FILE)
     before = files_of(tmp_path)
     with pytest.raises(ConfigError, match=r"its keeper \(process 7 on h\) has not ended"):
-        reopened_run(tmp_path, checkpoint)
+        reopened_run(tmp_path, checkpoint, 1)
     assert {name: text for name, text in files_of(tmp_path).items() if name != FILE} == before
     keeper.close()
-    run = reopened_run(tmp_path, checkpoint)
+    run = reopened_run(tmp_path, checkpoint, 1)
     assert run.life == 3 and run.lock is not None
     run.lock.close()
 

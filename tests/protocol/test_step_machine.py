@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
@@ -64,6 +66,46 @@ def test_a_broken_exchange_keeps_the_gradients_for_the_next_generation() -> None
     actions = m.on(p.Formed(2, (member(0),)))
     assert not actions_of(p.Work, actions)
     assert actions_of(p.Exchange, actions) == [p.Exchange(2, (0,), (0,), contribute=True, fresh=True)]
+
+
+@pytest.mark.parametrize(("skips", "steps"), [((1,), 10), ((), 1)])
+def test_gradients_that_an_update_has_overwritten_are_not_exchanged_again(skips: tuple[int, ...], steps: int) -> None:
+    """Another replica's record supersedes the step, and its holders are lost; no work has begun meanwhile, as the next batch is
+    not computed, or there is none."""
+    m = StepMachine(0, 0, 1, Log([ROOT]), ROOT.hash, steps, skips=skips)
+    exchanging(m, 1, member(1))
+    m.on(p.RankDone(1, 0))
+    assert m.attempt is not None
+    one = m.attempt.candidate
+    actions = m.on(p.Appended(1, one))
+    assert actions_of(p.Apply, actions) and not actions_of(p.Work, actions)
+    instead = CommitRecord(1, 3, ROOT.hash, ((2, 0),), {0: 0, 1: 0, 2: 1}, "run")
+    actions = m.on(p.Formed(5, (member(0, one), member(1)), (instead,)))
+    assert [a.lineage for a in actions_of(p.FetchState, actions)] == [ROOT.hash]  # type: ignore[attr-defined]
+    assert actions_of(p.Load, m.on(p.Fetched(ROOT.hash))) == [p.Load(ROOT.hash)]
+    m.on(p.RankFailed(5, 0, "peer died"))
+    m.on(p.LogRead(()))
+    actions = m.on(p.Formed(6, (member(0), member(1))))
+    assert actions_of(p.Work, actions) == [p.Work(ROOT.hash, 0, 1)]
+    (exchange,) = actions_of(p.Exchange, actions)
+    assert isinstance(exchange, p.Exchange) and exchange.contribute
+
+
+def test_gradients_are_not_preserved_over_the_replay_of_what_others_committed() -> None:
+    m = StepMachine(0, 0, 1, Log([ROOT]), ROOT.hash, 10, skips=(1,))
+    exchanging(m, 1, member(1))
+    assert m.attempt is not None
+    decided = m.attempt.candidate
+    m.on(p.RankFailed(1, 0, "peer died"))
+    m.on(p.LogRead((decided,)))
+    actions = m.on(p.Fetched(decided.hash))
+    assert actions_of(p.Replay, actions) == [p.Replay(decided)] and not actions_of(p.Work, actions)
+    instead = CommitRecord(1, 3, ROOT.hash, ((2, 0),), {0: 0, 1: 0, 2: 1}, "run")
+    m.on(p.Formed(5, (member(0, decided), member(1)), (instead,)))
+    m.on(p.Fetched(ROOT.hash))
+    m.on(p.RankFailed(5, 0, "peer died"))
+    m.on(p.LogRead(()))
+    assert actions_of(p.Work, m.on(p.Formed(6, (member(0), member(1))))) == [p.Work(ROOT.hash, 0, 1)]
 
 
 def test_who_did_not_finish_takes_the_reduced_buckets_of_who_did() -> None:
@@ -227,6 +269,22 @@ def test_reduced_buckets_of_a_superseded_record_are_not_taken_for_a_state() -> N
     m.on(p.RankFailed(5, 0, "peer died"))
     assert p.Forget(decided.hash) in m.on(p.LogRead((other,)))
     assert m.on(p.Fetched(decided.hash)) == [] and m.held == ROOT.hash
+
+
+def test_a_fetch_of_a_state_that_is_not_needed_any_more_is_given_up() -> None:
+    """Its record was superseded by one that follows what is held."""
+    one = CommitRecord(1, 2, ROOT.hash, ((1, 0),), {0: 0, 1: 1}, "run")
+    two = CommitRecord(2, 3, one.hash, ((1, 0),), {0: 0, 1: 2}, "run")
+    m = machine(0, 1, Log([ROOT, one, two]))
+    m.on(p.Begin())
+    (fetch,) = actions_of(p.FetchState, m.on(p.Formed(5, (member(0), member(1, two)))))
+    assert isinstance(fetch, p.FetchState) and fetch.lineage == two.hash
+    m.on(p.RankFailed(5, 0, "peer died"))
+    m.on(p.LogRead(()))
+    instead = CommitRecord(1, 6, ROOT.hash, ((2, 0),), {0: 0, 1: 0, 2: 1}, "run")
+    actions = m.on(p.Formed(7, (member(0),), (instead,)))
+    assert actions_of(p.Exchange, actions)
+    assert p.Forget(two.hash) in actions and m.on(p.Fetched(two.hash)) == []
 
 
 def test_a_record_that_needs_no_fetch_is_not_followed_into_data_that_is_dealt_anew() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from helixrt.protocol.store_quorum import (
+    MOST_S,
     Delete,
     Get,
     Id,
@@ -321,6 +322,32 @@ def test_a_member_that_was_stopped_for_many_rounds_does_not_begin_an_old_one() -
         world.turn()
     stopped.wakes_s = stopped.beat_s = world.now_s
     settle(world, 5.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_generations_follow_the_time_while_the_clock_of_the_proposer_is_behind(seed: int) -> None:
+    """They are the clock of pauses and of waiting."""
+    world = World(random.Random(seed))
+    for replica in range(3):
+        world.start(replica, 0)
+    before, begin_s = settle(world, 30.0).generation, world.now_s
+    assert before < 1e6 * begin_s
+    world.clock_skew_us = -3_600_000_000
+    process, pause_us = world.members[2, 0], 2_000_000
+    while process.accepted[-1].generation < before + pause_us:
+        assert world.now_s < begin_s + 2 * pause_us / 1e6
+        world.turn()
+    assert world.now_s > begin_s + 0.8 * pause_us / 1e6
+    world.end((0, 0), told=True)  # another one proposes
+    before, begin_s = settle(world, 30.0).generation, world.now_s
+    while process.accepted[-1].generation < before + pause_us:
+        assert world.now_s < begin_s + 2 * pause_us / 1e6
+        world.turn()
+    world.now_s += 1000.0  # nobody ran
+    before, rounds = process.accepted[-1].generation, len(process.accepted)
+    while len(process.accepted) == rounds:
+        world.turn()
+    assert before < process.accepted[-1].generation < before + 1.5e6 * MOST_S
 
 
 def test_an_incarnation_that_ended_or_has_a_successor_is_over() -> None:

@@ -26,7 +26,7 @@ class Served(AbstractContextManager["Served"]):
     def _serve(self) -> StoreServer:
         return StoreServer(self.listener.dup(), SECRET, StoreFile(self.folder, ME))
 
-    def client(self, patience_s: float = 30.0) -> DurableRunStore:
+    def client(self, patience_s: float = 60.0) -> DurableRunStore:
         return DurableRunStore(self.address, SECRET, patience_s)
 
     def lose(self) -> None:

@@ -90,5 +90,7 @@ def test_each_quorum_is_counted_once_whoever_counts_it(members: int) -> None:
     assert ask(views[0], 10_000 * GENERATIONS_PER_S) == 55.0  # an outage counts as ten seconds at most
     views[0].wait_over(log.head, 10_001 * GENERATIONS_PER_S)
     assert ask(views[-1], 10_003 * GENERATIONS_PER_S) == 2.0
-    fresh = log_of(4)
+    fresh, of_before = log_of(4), f"waited/{log.head.hash}/"
+    assert any(key.startswith(of_before) for key in store._values)
     assert views[0].evidence(fresh, fresh.head, (), 20_000 * GENERATIONS_PER_S).waited_s == 0.0  # another head
+    assert not any(key.startswith(of_before) for key in store._values), "the store of a long run would grow"

@@ -113,7 +113,7 @@ class MemoryExchange(Exchange):
                 raise Retryable("a member is gone")
             torch.sum(torch.stack([meeting[m] for m in self.members]), 0, out=out)
 
-    def abort(self) -> None:
+    def abort(self, generation: int = -1) -> None:
         with self.fabric.lock:
             self.aborted = True
             self.fabric.lock.notify_all()

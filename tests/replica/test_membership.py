@@ -30,7 +30,7 @@ from helixrt.timeouts import Timeouts, derive
 from helixrt.transport.monitor.client import unsupported as monitor_unsupported
 
 TIMEOUTS = dataclasses.replace(derive(5), heartbeat_period_s=0.1, heartbeat_s=1.0, exchange_s=5, join_s=20, start_s=30)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def needs_torchft() -> None:
@@ -132,6 +132,14 @@ def world(kind: str) -> Iterator[AnyWorld]:
 
 
 @pytest.fixture
+def calm(kind: str) -> Iterator[AnyWorld]:
+    """Whose members all live, also where their signs of life are seconds late."""
+    world = WORLDS[kind](replace(TIMEOUTS, heartbeat_s=300.0, join_s=300.0))
+    yield world
+    world.close()
+
+
+@pytest.fixture
 def lighthouse() -> Iterator[World]:
     needs_torchft()
     world = World()
@@ -167,7 +175,8 @@ def announce_all(members: Sequence[tuple[Membership, Member]]) -> None:
     time.sleep(3 * TIMEOUTS.heartbeat_period_s)  # the first heartbeats arrive
 
 
-def test_members_agree_and_generations_grow(world: AnyWorld) -> None:
+def test_members_agree_and_generations_grow(calm: AnyWorld) -> None:
+    world = calm
     members = [world.member(r) for r in range(4)]
     announce_all(members)
     last = 0
@@ -180,7 +189,8 @@ def test_members_agree_and_generations_grow(world: AnyWorld) -> None:
     assert 0 < last < (time.time() - world.epoch_s + 1) * 1e6
 
 
-def test_the_first_quorum_waits_for_all_that_announced(world: AnyWorld) -> None:
+def test_the_first_quorum_waits_for_all_that_announced(calm: AnyWorld) -> None:
+    world = calm
     members = [world.member(r) for r in range(3)]
     announce_all(members)
     early: list[Formed] = []
@@ -327,7 +337,7 @@ from helixrt.protocol.step.quorum import Member
 m.announce()
 m.join(Member(0, 0, 0, ""), 10)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
 
 
@@ -361,9 +371,10 @@ print(mine.address().decode(), flush=True)
 for line in sys.stdin:
     if line == "join\\n":
         me = Member(1, 0, 3, "abc", "def", 7, ())
-        print(json.dumps([m.replica for m in membership.join(me, 20.0).members]), flush=True)
+        print(json.dumps([m.replica for m in membership.join(me, 60.0).members]), flush=True)
     else:
-        ctypes.PyDLL(None).usleep(int(float(line) * 1e6))
+        print("holds", flush=True)
+        ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)  # with the interpreter lock, until something is said
         print("held", flush=True)
 """
 
@@ -408,7 +419,7 @@ class Rank:
 
 def silence_s(world: World) -> float:
     """Since the last heartbeat of replica 1, as the lighthouse's own page tells."""
-    with urllib.request.urlopen(f"{world.address}/status", timeout=5) as page:
+    with urllib.request.urlopen(f"{world.address}/status", timeout=DEADLINE_S) as page:
         (seen,) = re.findall(r"1:0: seen ([0-9.]+)s ago", page.read().decode())
     return float(seen)
 
@@ -432,7 +443,7 @@ class Replica:
 @pytest.fixture(scope="module")
 def replica() -> Iterator[Replica]:
     needs_torchft()
-    world, stage = World(), Rank(_STAGE)
+    world, stage = World(replace(TIMEOUTS, step_s=120.0)), Rank(_STAGE)  # a held interpreter is no stuck one
     leader = Rank(_MEMBER, json.dumps([world.address, asdict(world.timeouts), [stage.said]]))
     yield Replica(world, leader, stage)
     leader.end()
@@ -443,11 +454,11 @@ def replica() -> Iterator[Replica]:
 @pytest.mark.parametrize("held_s", [2.5, pytest.param(5.0, marks=pytest.mark.slow)])
 def test_a_replica_whose_leader_holds_its_interpreter_lock_stays_a_member(replica: Replica, held_s: float) -> None:
     until_withdrawn(replica.world, False)
-    replica.leader.tell(held_s)
-    until = time.monotonic() + held_s
-    while time.monotonic() < until:
-        assert silence_s(replica.world) < TIMEOUTS.heartbeat_limit_s
-        time.sleep(0.05)
+    replica.leader.tell("hold")
+    assert replica.leader.hear() == "holds"
+    time.sleep(held_s)  # for longer than the limit of a heartbeat
+    until_withdrawn(replica.world, False)  # its heartbeats go on; where the machine is busy, one of them may be late
+    replica.leader.tell("")
     assert replica.leader.hear() == "held"
 
 
@@ -469,6 +480,25 @@ def test_a_replica_with_a_stopped_rank_is_withdrawn_and_comes_back(replica: Repl
     mine.close()
 
 
+def come_together(alone: tuple[Membership, Member], leader: tuple[Membership, Member]) -> None:
+    """Both are in one quorum in the end: on a busy machine the leader's other rank may count as frozen for a moment."""
+    returned: list[Formed] = []
+
+    def join() -> None:
+        while not returned:
+            try:
+                returned.append(leader[0].join(leader[1], DEADLINE_S))
+            except Retryable as error:
+                assert "one of its ranks is" in str(error), error
+
+    waiting = threading.Thread(target=join, daemon=True)
+    waiting.start()
+    while len((latest := alone[0].join(alone[1], DEADLINE_S)).members) < 2:
+        time.sleep(0.02)
+    waiting.join(DEADLINE_S)
+    assert returned == [latest]
+
+
 def test_a_replica_with_a_stopped_rank_is_withdrawn_over_the_store_too() -> None:
     if monitor_unsupported() is not None:
         pytest.skip(f"no monitor processes here: {monitor_unsupported()}")
@@ -477,19 +507,13 @@ def test_a_replica_with_a_stopped_rank_is_withdrawn_over_the_store_too() -> None
         (alone, me), (leader, other) = world.member(0), world.member(1)
         leader.depend_on([stage.said.encode()], b"secret")
         announce_all([(alone, me), (leader, other)])
-        assert [m.replica for m in join_all([(alone, me), (leader, other)])[0].members] == [0, 1]
+        come_together((alone, me), (leader, other))
         stage.process.send_signal(signal.SIGSTOP)
         assert [m.replica for m in alone.join(me, DEADLINE_S).members] == [0]
         with pytest.raises(Retryable, match="one of its ranks is"):
             leader.join(other, 0.2)
         stage.process.send_signal(signal.SIGCONT)
-        returned: list[Formed] = []
-        waiting = threading.Thread(target=lambda: returned.append(leader.join(other, DEADLINE_S)))
-        waiting.start()
-        while len((latest := alone.join(me, DEADLINE_S)).members) < 2:
-            time.sleep(0.02)
-        waiting.join(DEADLINE_S)
-        assert returned == [latest]
+        come_together((alone, me), (leader, other))
     finally:
         stage.end()
         world.close()

@@ -20,7 +20,7 @@ from helixrt.record import FlightRecord
 from helixrt.replica.commands import Broken, Channel, Evaluate, Exit, LoadDurable, LoadedDurable, RankReport
 from helixrt.replica.contracts import FetchReport, Membership, RunStore, Shard, State, StateTransport, layout_of
 from helixrt.replica.evidence import Holders
-from helixrt.replica.layout_book import LayoutBook
+from helixrt.replica.layout_book import KEPT, LayoutBook
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.rank import Hooks, RankParts, RankWorker
 from helixrt.replica.runlog import RunLog
@@ -28,7 +28,7 @@ from helixrt.replica.state_shards import shards_of
 from helixrt.replica.store import MemoryRunStore
 from helixrt.timeouts import derive
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ROOT = genesis("run", 2)
 
 
@@ -39,7 +39,7 @@ class Alone(Exchange):
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
         torch.div(source, divisor, out=out)
 
-    def abort(self) -> None:
+    def abort(self, generation: int = -1) -> None:
         pass
 
     def close(self) -> None:
@@ -102,6 +102,7 @@ class OneRank:
         transport: Gated | None = None,
         stuck: Callable[[str], None] = lambda why: None,
         evaluate: Callable[[Evaluate], None] = lambda order: None,
+        load_s: float = 0.0,
         **timeouts: float,
     ) -> None:
         self.worked: list[int] = []
@@ -116,7 +117,7 @@ class OneRank:
             RankParts(
                 0, 0, self.engine, Alone(), self.transport, FlightRecord("r0"),
                 dataclasses.replace(derive(20), **timeouts), "memory", lambda report: self.say(report),
-                Hooks(stuck=stuck, evaluate=evaluate),
+                Hooks(stuck=stuck, evaluate=evaluate), load_s=load_s,
             )
         )  # fmt: skip
         self.say: Callable[[RankReport], None] = self.reports.append
@@ -236,6 +237,17 @@ def test_a_state_is_fetched_in_the_layout_that_its_donors_offer(rank: OneRank) -
     assert "optimizer/0/exp_avg/w" in rank.worker.fetching.take(lineage).tensors
 
 
+def test_the_store_keeps_the_newest_layouts() -> None:
+    store, layout = MemoryRunStore(), (Shard("parameter/w", (4,), "float32", 16),)
+    book, other = LayoutBook(store), LayoutBook(store)
+    for number in range(3 * KEPT):
+        book.write(f"{number % KEPT if number < 2 * KEPT else number:032}", layout)
+    assert len(store._values) == KEPT
+    other.check(f"{3 * KEPT - 1:032}", layout)
+    with pytest.raises(Retryable, match="not agreed"):
+        other.check("0" * 32, layout)
+
+
 def test_a_layout_that_is_not_the_agreed_one_is_not_fetched() -> None:
     store = MemoryRunStore()
     layout = (Shard("parameter/w", (3,), "float32", 12), Shard("scalars", (7,), "uint8", 7))
@@ -324,6 +336,30 @@ def test_forgotten_reduced_buckets_are_not_kept_when_they_come(rank: OneRank) ->
     rank.transport.gates[f"reduced-{lineage}"].set()
     late.join(DEADLINE_S)
     assert rank.reports == [] and rank.worker.reduced.kept() == frozenset()
+
+
+def test_a_state_that_is_not_needed_any_more_is_not_fetched_to_its_end(rank: OneRank) -> None:
+    lineage = "c" * 32
+    rank.transport.gates = {f"state-{lineage}": threading.Event()}
+    rank.transport.gates[f"state-{lineage}"].set()
+    rank.transport.progress = threading.Event()  # a slow donor
+    rank.worker.dispatch(p.FetchState(lineage, donors()))
+    needless = rank.worker.fetching.threads()[lineage]
+    until(lambda: rank.transport.begun)
+    rank.worker.dispatch(p.Forget(lineage))
+    rank.transport.progress.set()  # its next shard comes
+    needless.join(DEADLINE_S)
+    assert not needless.is_alive() and rank.reports == [] and rank.error is None and not rank.worker.fetching._states
+
+
+def test_a_state_that_came_and_is_not_needed_any_more_is_not_kept(rank: OneRank) -> None:
+    lineage = "c" * 32
+    rank.transport.gates = {f"state-{lineage}": threading.Event()}
+    rank.transport.gates[f"state-{lineage}"].set()
+    rank.worker.dispatch(p.FetchState(lineage, donors()))
+    until(lambda: rank.reports == [p.Fetched(lineage)])
+    rank.worker.dispatch(p.Forget(lineage))
+    assert not rank.worker.fetching._states
 
 
 def test_a_state_is_never_offered_under_the_name_of_an_update_that_is_not_done(plain_engine: Callable[..., object]) -> None:
@@ -497,3 +533,22 @@ def test_durable_state_is_loaded_in_place_but_the_initial_parameters_only_before
     one.worker.dispatch(LoadDurable(ROOT.hash, True))  # its parameters are those of a checkpoint now
     one.end()
     assert isinstance(one.error, StartAgain) and asked[-1] == ("saved", False)
+
+
+@pytest.mark.parametrize(("load_s", "limit_s"), [(3600.0, 3600.0), (5.0, 180.0)])
+def test_reading_a_checkpoint_may_take_as_long_as_writing_one(
+    load_s: float, limit_s: float, plain_engine: Callable[..., object]
+) -> None:
+    """And no less than an evaluation may."""
+    one = OneRank(plain_engine, load_s=load_s, evaluate_s=180.0)
+    asked: list[tuple[str, float]] = []
+
+    def load(lineage: str, initial: bool) -> bool:
+        asked.extend((thread.thread, thread.limit_s) for thread in one.worker.parts.progress.report().threads)
+        return True
+
+    one.worker.parts.hooks.load = load
+    one.worker.dispatch(LoadDurable("saved", False))
+    until(lambda: one.reports)
+    one.end()
+    assert asked == [("main", limit_s)]

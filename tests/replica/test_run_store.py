@@ -72,25 +72,25 @@ def test_one_winner_of_many(clients: Clients) -> None:
     got: list[tuple[str, ...]] = []
 
     def race(number: int) -> None:
-        start.wait(10)
+        start.wait(60)
         got.append(tuple(stores[number % 4].put_if_absent(f"k{i}", str(number)) for i in range(50)))
 
     threads = [threading.Thread(target=race, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(got) == 8 and len(set(got)) == 1
 
 
 def test_a_wait_sees_a_later_value_and_holds_up_no_other_thread(clients: Clients) -> None:
     store = clients()
     got: list[str] = []
-    waiter = threading.Thread(target=lambda: got.append(store.wait("later", 20)))
+    waiter = threading.Thread(target=lambda: got.append(store.wait("later", 60)))
     waiter.start()
     assert store.get("later") is None  # from this thread, while the other one waits
     store.put_if_absent("later", "now")
-    waiter.join(20)
+    waiter.join(60)
     assert got == ["now"]
     assert store.wait("later", 0) == "now"
 
@@ -98,13 +98,13 @@ def test_a_wait_sees_a_later_value_and_holds_up_no_other_thread(clients: Clients
 def test_a_look_of_others_does_not_end_a_wait(clients: Clients) -> None:
     store, other = clients(), clients()
     got: list[str] = []
-    waiter = threading.Thread(target=lambda: got.append(store.wait("later", 20)))
+    waiter = threading.Thread(target=lambda: got.append(store.wait("later", 60)))
     waiter.start()
     for _ in range(5):
         time.sleep(0.05)
         assert other.get("later") is None and not got
     other.put_if_absent("later", "now")
-    waiter.join(20)
+    waiter.join(60)
     assert got == ["now"]
 
 
@@ -135,9 +135,10 @@ def test_the_log_is_what_stands(clients: Clients) -> None:
 
 def test_a_lost_store_is_retryable() -> None:
     server, address = host_store()
-    store = TcpRunStore(address, connect_timeout_s=0.3)
+    store = TcpRunStore(address)
     store.put_if_absent("k", "v")
     del server
+    store._connect_timeout_s = 0.3
     for call in (lambda: store.get("k"), lambda: store.put_if_absent("j", "v"), lambda: store.wait("k", 0.3)):
         with pytest.raises(Retryable, match="cannot be reached"):
             call()

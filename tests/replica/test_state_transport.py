@@ -31,6 +31,7 @@ from helixrt.replica.serving_pace import Pace
 
 TIMEOUT_S = 60.0
 SECRET = "the run's secret"
+PATIENT = FetchRules(request_timeout_s=TIMEOUT_S)  # a process that stands still for seconds has lost no request
 
 
 def make_state(elements: int = 400_000) -> dict[str, torch.Tensor]:
@@ -110,7 +111,7 @@ class Peers(ABC):
 
 class HttpPeers(Peers):
     def __init__(self) -> None:
-        self.fetcher = HttpTransport(SECRET)
+        self.fetcher = HttpTransport(SECRET, rules=PATIENT)
         self._made: list[HttpTransport] = []
 
     def donor(self, fault: str = "", state: Mapping[str, torch.Tensor] | None = None) -> str:
@@ -136,7 +137,7 @@ class RayPeers(Peers):
         from helixrt.ray_cluster.state_transport import RayTransport
 
         self._ray: Any = ray
-        self.fetcher = RayTransport("fetcher")
+        self.fetcher = RayTransport("fetcher", rules=PATIENT)
         self._actors: list[Any] = []
         self._sound: list[str] = []  # actors take seconds to start
         self._given_out = 0
@@ -290,9 +291,9 @@ def test_a_fetch_of_which_no_byte_comes_ends(peers: Peers) -> None:
 
 
 def test_a_fetch_of_which_bytes_come_has_no_deadline(peers: Peers) -> None:
-    """Each answer takes a third of a second, and there are sixteen of them."""
-    state, stall_s = make_state(), 2.0
-    got, report = peers.fetcher.fetch("s", layout_of(state), [peers.donor("slow")], stall_s)
+    """Each of 31 answers takes a third of a second, two at a time."""
+    state, stall_s = make_state(8_000_000), 4.0
+    got, report = peers.fetcher.fetch("s", layout_of(state), [peers.donor("slow", state)], stall_s)
     assert_same(got, state)
     assert report.seconds > stall_s, "it took longer than that in all"
 

@@ -170,6 +170,21 @@ def kills(*chosen: tuple[int, int, str]) -> str:
     return "chaos.kill=[" + ", ".join(f"{{replica: {r}, step: {s}, moment: {m}}}" for r, s, m in chosen) + "]"
 
 
+def waits_for_checkpoint(job: Job, step: int, saved: int = EVERY) -> str:
+    """The override for a run that waits in this step, uncommitted, until the checkpoint of step `saved` is complete."""
+    wait = job.root.parent / "wait_for_checkpoint.sh"
+    complete = f"ls {job.root}/latest/checkpoints/step_{saved:08d}*/complete.json"
+    wait.write_text(f"for i in $(seq 500); do {complete} && exit; sleep 0.1; done\n")
+    return f"chaos.run=[{{command: 'sh {wait}', replica: 0, step: {step}, moment: forward}}]"
+
+
+def kills_driver(job: Job, step: int) -> tuple[str, ...]:
+    """The overrides for a driver that is killed when it sees this step, however slow it is, or the disk: the run waits
+    before the step for its first checkpoint, and soon after it for the kill."""
+    hold = f"chaos.fault=[{{kind: slow, replica: 0, rank: 0, step: {step + 5}, moment: forward, seconds: 40}}]"
+    return kills((-1, step, "driver")), waits_for_checkpoint(job, step - 1), hold
+
+
 def assert_consistent(job: Job, ended: Ended, lost: Sequence[int] = (), steps: int = STEPS, replicas: int = 2) -> Any:
     """The run ended well: equal replicas, every batch once, exactly these replicas lost. Gives the report."""
     assert ended.code == 0, job.why(ended)

@@ -2,7 +2,8 @@
 
 A small model's survivor is done with all its steps before a lost replica's new process has even
 imported torch. So a rank here takes a second for each batch while a replica that was ended by then
-(`chaos.kill`, `chaos.fault`) has not begun to work again. Everything else is the job as it is.
+(`chaos.kill`, `chaos.fault`) has not begun to work again, and more for each after the first few, since that
+may take long on a busy machine. Everything else is the job as it is.
 """
 
 import os
@@ -21,7 +22,7 @@ from helixrt.train.data import BatchAt, ReplicaStream
 from helixrt.train.loop import LoopHooks, train
 from helixrt.train.schema import command
 
-PACE_S = 1.0
+PACE_S, QUICK, LONG_PACE_S = 1.0, 5, 3.0  # of so many batches, and of those after them
 
 
 def anyone_missing(config: TrainConfig, replica: int, folder: Path, step: int) -> bool:
@@ -39,11 +40,15 @@ def patient(session: helixrt.Session, config: dict[str, Any]) -> None:
     settings = TrainConfig.from_plain(config)
     assert session.folder is not None
     folder, record = session.folder, session._host._runtime.context.record  # type: ignore[attr-defined]
+    slowed = 0  # batches since all were there
 
     def paced(stream: ReplicaStream) -> BatchAt:
         def batch_at(position: int) -> torch.Tensor:
-            if anyone_missing(settings, session.replica, folder, record.step):
-                time.sleep(PACE_S)
+            nonlocal slowed
+            missing = anyone_missing(settings, session.replica, folder, record.step)
+            if missing:
+                time.sleep(PACE_S if slowed < QUICK else LONG_PACE_S)
+            slowed = slowed + 1 if missing else 0
             return stream.batch_at(position)
 
         return batch_at

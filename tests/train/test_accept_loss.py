@@ -65,7 +65,7 @@ class Running:
         return Ended(code, self.console(), self.driver.stderr.read())
 
     def pid_of(self, rank: str) -> int:
-        (flight,) = self.job.folder.glob(f"flight/{rank}.inc0.jsonl")
+        (flight,) = self.job.folder.glob(f"flight/{rank}.inc0.story.jsonl")
         return int(re.findall(r'"pid":([0-9]+)', flight.read_text())[0])
 
 

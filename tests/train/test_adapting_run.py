@@ -194,12 +194,13 @@ def test_a_slow_link_changes_the_order_and_its_end_brings_it_back(job: Any) -> N
     first = order_key(build("zb", 2, 8))
     chain = run.log().chain()
     for replica in (0, 1):
-        slowed = [record.orders.get(replica, "") for record in chain if 25 <= record.step < 60 and replica in record.replicas]
+        mine = [record for record in chain if 30 <= record.step < 60 and replica in record.replicas]
+        slowed = [record.orders.get(replica, "") for record in mine]
         assert all(slowed), f"replica {replica} was slow: {slowed}"
         assert chain[19].orders.get(replica, "") == "", "before, nothing called for another order"
     changes = [change for change in report["order_changes"] if change["replica"] == 0 and not change["failed"]]
     away = next(change for change in changes if change["step"] >= 20)
-    assert away["before"] == first and away["step"] <= 22 and away["predicted_ms"] < 0.9 * away["present_ms"]
+    assert away["before"] == first and away["step"] <= 27 and away["predicted_ms"] < 0.9 * away["present_ms"]
     assert any(change["order"] == first and change["step"] >= 60 for change in changes)
     back = next(record for record in chain if (1, 1) in record.contributors)
     assert back.orders[1] == next(record.orders[1] for record in reversed(chain[: back.step]) if 1 in record.orders)

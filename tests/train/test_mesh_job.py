@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.jobs import Job, assert_consistent, kills
+from tests.train.jobs import Job, assert_consistent, kills, kills_driver
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -178,7 +178,8 @@ def test_the_rank_that_fails_is_named_and_not_the_one_that_waits_for_it(kind: st
 
 @pytest.mark.slow
 def test_a_run_is_resumed_with_another_cut_of_the_same_replicas(job: Any) -> None:
-    run = job(kills((-1, 23, "driver")), *TP, "steps=40")
+    run = job(*TP, "steps=40")
+    run.overrides += kills_driver(run, 23)
     died = run.run()
     assert died.code != 0, run.why(died)
     assert_consistent(run, run.run("resume=true", "mesh.tp=1", "mesh.pp=2"), steps=40)
@@ -186,7 +187,8 @@ def test_a_run_is_resumed_with_another_cut_of_the_same_replicas(job: Any) -> Non
 
 @pytest.mark.slow
 def test_a_run_is_not_resumed_with_another_number_of_data_streams(job: Any) -> None:
-    run = job(kills((-1, 23, "driver")), "mesh.pp=2", "mesh.dp_shard=2", "steps=40")
+    run = job("mesh.pp=2", "mesh.dp_shard=2", "steps=40")
+    run.overrides += kills_driver(run, 23)
     died = run.run()
     assert died.code != 0, run.why(died)
     other = run.run("resume=true", "mesh.dp_shard=1", "mesh.tp=2")

@@ -18,7 +18,7 @@ import pytest
 from helixrt.job.keeper import FILE
 from helixrt.lab.net import Network
 from helixrt.protocol.step.blame import BlameRules, pause_generations
-from helixrt.record import Event, Kind
+from helixrt.record import ROUTINE, Event, Kind
 from tests.train.jobs import DEADLINE_S, MARK, Ended, Job, assert_consistent, until
 from tests.train.lab_hosts import HOSTS, LAUNCHER
 from tests.train.lab_job import ENOUGH
@@ -62,8 +62,9 @@ class LabJob(Job):
 
     def events(self, replica: int, kind: Kind) -> list[Event]:
         """Of the first incarnation's flight record; the last line may be cut while it runs."""
+        page = f"r{replica}.pp0.inc0.jsonl" if kind in ROUTINE else f"r{replica}.pp0.inc0.story.jsonl"
         try:
-            text = (self.folder / "flight" / f"r{replica}.pp0.inc0.jsonl").read_text()
+            text = (self.folder / "flight" / page).read_text()
         except (OSError, ValueError):
             return []
         found = [Event.from_json(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

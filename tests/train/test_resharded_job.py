@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.jobs import Job, assert_consistent, kills
+from tests.train.jobs import Job, assert_consistent, kills_driver
 from tests.train.test_mesh_job import losses
 
 pytestmark = [
@@ -36,6 +36,8 @@ CHANGES = {
     ),
 }
 
+UNDISTURBED = ("chaos.kill=[]", "chaos.run=[]", "chaos.fault=[]")
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Any]:
@@ -54,9 +56,9 @@ def job(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_job_goes_on_with_another_mesh(change: str, job: Any, tmp_path: Path) -> None:
     model, before, after = CHANGES[change]
-    rest = "chaos.run=[{command: 'sleep 4', step: 14}]"  # by then the checkpoint of step 10 is written, on a busy machine too
-    run = job(*model, *before, kills((-1, 15, "driver")), rest)
-    plain = run.run(*after, f"output.root={tmp_path / 'plain'}", "chaos.kill=[]", "chaos.run=[]")
+    run = job(*model, *before)
+    run.overrides += kills_driver(run, 15)  # soon after the checkpoint of step 10
+    plain = run.run(*after, f"output.root={tmp_path / 'plain'}", *UNDISTURBED)
     assert plain.code == 0, run.why(plain)
     died = run.run()
     assert died.code != 0 and run.newest_checkpoint().record.step == 10, run.why(died)

@@ -42,7 +42,7 @@ def until(what: Callable[[], bool]) -> None:
 
 def pid_of(job: Job, rank: str) -> int:
     """From its flight record."""
-    (flight,) = job.folder.glob(f"flight/{rank}.inc0.jsonl")
+    (flight,) = job.folder.glob(f"flight/{rank}.inc0.story.jsonl")
     return int(re.findall(r'"pid":([0-9]+)', flight.read_text())[0])
 
 

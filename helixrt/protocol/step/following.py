@@ -81,7 +81,7 @@ class Following:
     def ended(self, event: Fetched | FetchFailed, held: str) -> tuple[str, list[Action]]:
         """A fetch ended: load what came and replay what was kept. Returns what is held then."""
         if isinstance(event, FetchFailed):
-            self._refused = event.lineage
+            self._refused, self.fetching = event.lineage, ""  # it has ended, and may be begun again at once
             return held, self._end()
         actions: list[Action] = []
         self.fetching = ""
@@ -104,7 +104,7 @@ class Following:
         return held, actions
 
     def _end(self) -> list[Action]:
-        actions: list[Action] = [Forget(h) for h in sorted(self.kept)]
+        actions: list[Action] = [Forget(h) for h in sorted({*self.kept, self.fetching} - {""})]
         self.kept.clear()
         self.fetching = ""
         return actions

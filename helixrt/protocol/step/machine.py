@@ -1,7 +1,7 @@
-"""The life of a step of one replica, as a state machine without I/O.
+"""The life of a step of one replica, as a state machine without I/O and without a clock.
 
-In: events (`Formed`, `RankDone`, `Appended` …). Out: actions for its driver: the job's leader rank, or a
-simulated world. One replica has one machine and one exchange per rank.
+In: events (`Formed`, `RankDone`, `Appended` …; deadlines too). Out: actions for its driver: the job's leader rank, or
+a simulated world. One replica has one machine and one exchange per rank.
 
     actions = machine.on(event)
 
@@ -13,13 +13,12 @@ lineage whatever fails when:
   free index (put-if-absent). An entry of an older generation found there belongs to stragglers that
   are not in this quorum; the proposal goes behind it and thereby supersedes it, if the rule of
   `supersede` permits. An entry of a newer generation means that this replica is the straggler.
-- Gradients are preserved until commit: a broken exchange is retried by the next generation, and
-  they are dropped only when the base of the step is no longer the state they were computed on.
+- Gradients are preserved until commit: a broken exchange is retried by the next generation. They are
+  dropped when the replica no longer holds the state that they were computed on: an update overwrites them.
 - A replica that is behind takes part with zeros and keeps the reduced buckets of every step since
   the state it is fetching; when the state is there it replays them (`following`).
 - A sum that is not finite is never applied: each replica examines its own gradient, and the next
   generation sums without those that declare one (`quorum.Unusable`).
-The machine never reads a clock; deadlines reach it as events (`RankFailed`, `JoinFailed`, …).
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ class StepMachine:
         self.phase = Phase.NEW
         self.attempt: Attempt | None = None
         self.work: tuple[str, int] | None = None  # (base, position) of running or preserved gradients
-        self.following = Following(log, self.rules)
-        self.offers = Offers(replica, self.rules)
+        self.following, self.offers = Following(log, self.rules), Offers(replica, self.rules)
         self.settled = False  # after the last step: no member of the newest quorum was behind
         self.epoch, self.seen = -1, 0  # of the sound exchange; the highest generation seen
         self.group: tuple[Incarnation, ...] = ()  # of the sound exchange
@@ -221,6 +219,7 @@ class StepMachine:
         self.log.drop(event.begin)
         if not self.following.fetching:
             self.held, replays = self.following.replay(self.held)
+            self.work = None if replays else self.work
             actions += replays
         generation = generation_of(event.generation, event.members)
         me = next((m for m in event.members if (m.replica, m.incarnation) == (self.replica, self.incarnation)), None)
@@ -297,7 +296,8 @@ class StepMachine:
     def _fetch_ended(self, event: Fetched | FetchFailed) -> list[Action]:
         if event.lineage != self.following.fetching:
             return []
-        self.held, actions = self.following.ended(event, self.held)
+        held, actions = self.following.ended(event, self.held)
+        self.held, self.work = held, self.work if held == self.held else None
         if self.phase is Phase.REPAIRING:
             actions += self._next_step()
         return actions
@@ -368,7 +368,7 @@ class StepMachine:
         candidate = self.attempt.candidate
         actions = self._learn([event.standing]) if event.index == len(self.log) else []
         if event.standing.hash == candidate.hash:
-            self.held = candidate.hash
+            self.held, self.work = candidate.hash, None
             return [*actions, Apply(candidate), *self._too_often_excluded(candidate), *self._next_step()]
         if event.standing.generation < candidate.generation:
             return actions + self._commit()

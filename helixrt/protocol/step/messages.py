@@ -251,7 +251,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Forget:
-    """Kept or fetched buckets of this record will not be replayed."""
+    """Kept or fetched buckets of this record will not be replayed, nor its state loaded: a fetch of either is given up."""
 
     lineage: str
 
