@@ -1,4 +1,4 @@
-"""A Ray head of our own on this machine's loopback, for as long as a block of code.
+"""A Ray head of our own on this machine, for as long as a block of code.
 
 In: how many CPUs it should claim. Out: its addresses. It comes beside any other cluster on the machine
 (own address, ports and folder), dies with this process even if that is killed, and leaves nothing.

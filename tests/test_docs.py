@@ -91,14 +91,14 @@ def test_a_command_runs(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", of_rule("needs"), ids=str)
 def test_commands_of_a_program_that_is_not_here_are_shell(block: Block) -> None:
-    done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"\b{block.about}\b", block.code)
 
 
 def test_the_slurm_script_is_shell_and_starts_the_example() -> None:
     script = ROOT / "examples" / "slurm_replicas.sh"
-    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     directives = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.MULTILINE)
     assert {"array", "ntasks", "requeue"} <= set(directives)

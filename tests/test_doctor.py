@@ -141,7 +141,7 @@ def test_what_can_run_follows_from_what_it_needs() -> None:
 def run_doctor(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "helixrt.cli", "doctor", *arguments]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_here_the_main_job_can_run_and_json_says_the_same(tmp_path: Path) -> None:

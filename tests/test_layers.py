@@ -24,7 +24,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lint(checkout: Path, *command: str) -> tuple[int, str]:
-    done = subprocess.run([str(BIN / command[0]), *command[1:]], cwd=checkout, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([str(BIN / command[0]), *command[1:]], cwd=checkout, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
 

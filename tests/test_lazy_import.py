@@ -18,7 +18,7 @@ HEAVY |= {"matplotlib", "numpy", "tensorboard"}
 def modules_after(code: str) -> set[str]:
     """Names of the modules that `code` brings into a fresh interpreter, those of its own start left out."""
     program = f"import json, sys\nbefore = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

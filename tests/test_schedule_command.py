@@ -266,5 +266,5 @@ def test_the_command_starts_without_torch(tmp_path: Path) -> None:
         "import sys; from helixrt import cli; assert cli.main(sys.argv[1:]) == 0; "
         "sys.exit(bool({'torch', 'ortools', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program, "schedule", *PAPER], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, "schedule", *PAPER], capture_output=True, timeout=150)
     assert done.returncode == 0, done.stderr

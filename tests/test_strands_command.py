@@ -241,7 +241,7 @@ def test_ranks_that_are_there_are_measured(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0] and outputs[1] == ""
     found = json.loads(outputs[0])
     assert found["supposed"] == {} and found["measured_ms"]["woven"] > 0

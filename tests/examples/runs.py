@@ -43,6 +43,6 @@ def check_killed_run(
         events = read_events(folder / "flight" / f"r{survivor}.pp0.inc0.jsonl")
         worked = [event.detail["position"] for event in events if event.kind is Kind.WORK_BEGIN]
         assert worked == list(range(0, steps * accumulate, accumulate))
-    fetched = read_events(folder / "flight" / "r1.pp0.inc1.jsonl")
+    fetched = read_events(folder / "flight" / "r1.pp0.inc1.story.jsonl")
     assert any(event.kind is Kind.FETCH_END for event in fetched)
     return records

@@ -86,7 +86,7 @@ def test_a_replica_that_loses_a_rank_returns_whole(stage: int, tmp_path: Path, m
     folder = folder_of(tmp_path)
     check_killed_run(done, folder, STEPS, ACCUMULATE)
     for suffix in ("", ".dp1"):
-        events = list(read_events(folder / "flight" / f"r1.pp0{suffix}.inc1.jsonl"))
+        events = list(read_events(folder / "flight" / f"r1.pp0{suffix}.inc1.story.jsonl"))
         assert any(event.kind is Kind.FETCH_END for event in events), f"{suffix or 'dp0'} has fetched nothing"
     assert len(set(reported(folder))) == 1
     assert len({r["state_sha256"] for r in json.loads((folder / "report.json").read_text())["replicas"]}) == 1

@@ -137,7 +137,7 @@ def test_a_replica_that_loses_a_rank_returns_whole_and_the_result_is_that_of_one
         events = read_events(folder / "flight" / f"r0.pp0{suffix}.inc0.jsonl")
         worked = [event.detail["position"] for event in events if event.kind is Kind.WORK_BEGIN]
         assert worked == list(range(0, module.ACCUMULATE * steps, module.ACCUMULATE))
-    fetched = [fetched_bytes(folder / "flight" / f"r1.pp0{suffix}.inc1.jsonl") for suffix in suffixes]
+    fetched = [fetched_bytes(folder / "flight" / f"r1.pp0{suffix}.inc1.story.jsonl") for suffix in suffixes]
     whole = sum(each[-1] for each in fetched)
     assert all(abs(nbytes - whole / ranks) < 0.05 * whole / ranks for each in fetched for nbytes in each), fetched
 

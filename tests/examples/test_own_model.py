@@ -93,7 +93,7 @@ def test_a_replica_of_two_stages_of_an_unmodified_model_is_killed_and_rejoins(ax
     folder = folder_of(tmp_path)
     check_killed_run(done, folder, STEPS)
     for rank in [".pp0", ".pp1", ".pp0.tp1", ".pp1.tp1"][: len(axes)]:
-        events = list(read_events(folder / "flight" / f"r1{rank}.inc1.jsonl"))
+        events = list(read_events(folder / "flight" / f"r1{rank}.inc1.story.jsonl"))
         assert any(event.kind is Kind.FETCH_END for event in events), f"{rank} has fetched nothing"
     assert len(reported(folder)) == 2 and len(set(reported(folder))) == 1
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -110,7 +110,7 @@ def test_a_replica_of_tp_ranks_that_loses_one_returns_whole(tmp_path: Path) -> N
     folder = folder_of(tmp_path)
     check_killed_run(done, folder, STEPS)
     for suffix in ("", ".tp1"):
-        events = list(read_events(folder / "flight" / f"r1.pp0{suffix}.inc1.jsonl"))
+        events = list(read_events(folder / "flight" / f"r1.pp0{suffix}.inc1.story.jsonl"))
         assert any(event.kind is Kind.FETCH_END for event in events), f"{suffix or 'tp0'} has fetched nothing"
     final = reported(folder)
     assert final[0] == final[1]

@@ -87,7 +87,7 @@ def test_a_replica_whose_rank_is_killed_is_started_again_whole_by_torchrun(tmp_p
         events = read_events(folder / "flight" / f"r0.pp0{suffix}.inc0.jsonl")
         worked = [event.detail["position"] for event in events if event.kind is Kind.WORK_BEGIN]
         assert worked == [ACCUMULATE * step for step in range(STEPS)], "the survivor runs no forward twice"
-        events = read_events(folder / "flight" / f"r1.pp0{suffix}.inc1.jsonl")
+        events = read_events(folder / "flight" / f"r1.pp0{suffix}.inc1.story.jsonl")
         assert any(event.kind is Kind.FETCH_END for event in events), "each rank of the new incarnation fetches its shard"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import select
@@ -25,7 +26,7 @@ from helixrt.lab.namespaces import NetworkError, Owner
 from helixrt.lab.net import Cut, Direction, Network
 from helixrt.lab.shaping import Shape, changes, parse_rate
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 ECHO = """
 import socket
 with socket.create_server((ADDRESS, 7000)) as server:
@@ -37,7 +38,7 @@ with socket.create_server((ADDRESS, 7000)) as server:
 """
 SAY = """
 import socket, sys
-with socket.create_connection((ADDRESS, 7000), timeout=20) as connection:
+with socket.create_connection((ADDRESS, 7000), timeout=100) as connection:
     print("connected", flush=True)
     for line in sys.stdin:
         connection.sendall(line.encode())
@@ -46,7 +47,7 @@ with socket.create_connection((ADDRESS, 7000), timeout=20) as connection:
 ALL_REDUCE = """
 import torch, torch.distributed as dist
 from datetime import timedelta
-dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+dist.init_process_group("gloo", timeout=timedelta(seconds=120))
 ones = torch.full((1000,), dist.get_rank() + 1.0)
 dist.all_reduce(ones)
 assert ones.eq(3.0).all(), ones
@@ -170,18 +171,23 @@ def say(process: subprocess.Popen[str], text: str) -> None:
     process.stdin.flush()
 
 
+def carries(network: Network, source: int, target: int, least_mbit: float, most_mbit: float = math.inf) -> bool:
+    """In one of several tries: programs that get no processor are slower, or send in bursts."""
+    return any(least_mbit < measure(network, source, target, seconds=0.7) < most_mbit for _ in range(8))
+
+
 @pytest.mark.netns
 def test_a_rate_holds_each_way_and_changes_while_programs_run(nothing_left: None) -> None:
     with Network(hosts=2, rate_mbit=100.0) as network:
         for source, target in ((0, 1), (1, 0)):
-            assert 50.0 < measure(network, source, target, seconds=0.7) < 102.0
+            assert carries(network, source, target, 50.0, 102.0)
         network.set_rate(1, 0, 20.0, Direction.IN)
         assert network.rate(1, direction=Direction.IN) == 20.0 and network.rate(1) == 100.0
-        assert measure(network, 0, 1, seconds=0.7) < 24.0  # what the host may send at once counts in so short a time
-        assert measure(network, 1, 0, seconds=0.7) > 30.0, "the other way keeps its rate"
+        assert carries(network, 0, 1, 0.0, 24.0)  # what the host may send at once counts in so short a time
+        assert carries(network, 1, 0, 30.0), "the other way keeps its rate"
         network.set_rate(1, 0, None)
         network.set_rate(0, 0, None)
-        assert measure(network, 0, 1, seconds=0.3) > 120.0
+        assert carries(network, 0, 1, 120.0)
         with pytest.raises(ConfigError, match="rate_mbit"):
             network.set_rate(0, 0, 0.0)
 
@@ -204,7 +210,7 @@ def test_a_cut_rail_stalls_and_comes_back_while_the_other_works(at: Cut, nothing
         say(talks[1], "two")
         assert line_of(talks[1]) == "two\n", "the other rail"
         assert line_of(talks[0], timeout_s=0.5) == "", "nothing passes a cut"
-        new = start(network, 0, SAY.replace("timeout=20", "timeout=0.5"), network.address(1))
+        new = start(network, 0, SAY.replace("timeout=100", "timeout=0.5"), network.address(1))
         _, error = new.communicate(timeout=DEADLINE_S)
         assert ("Network is unreachable" if at is Cut.DEVICE else "timed out") in error
         network.restore(0, 0)
@@ -262,7 +268,9 @@ def test_run_gives_environment_cores_and_folder_and_the_commands_own_exit(
         with pytest.raises(ConfigError, match="no-such-program"):
             network.run(0, ["no-such-program"])
     before = os.sched_getaffinity(0)
-    failing = "test $HELIXRT_HOST = 0 || { sleep 0.3; exit 4; }; echo out --delay -1 $1; echo err >&2"
+    said = tmp_path / "said"
+    waiting = f"until test -e {said}; do sleep 0.1; done"
+    failing = f"test $HELIXRT_HOST = 0 || {{ {waiting}; exit 4; }}; echo out --delay -1 $1; echo err >&2; touch {said}"
     assert cli.main(["lab", "net", "run", "--pin", "--", "bash", "-c", failing, "--rate", "-1"]) == 4
     printed = capfd.readouterr()
     assert printed.out == "host0 | out --delay -1 -1\n"
@@ -401,7 +409,7 @@ def test_up_tells_how_to_enter_and_keeps_until_ctrl_c() -> None:
     try:
         lines = [line_of(process) for _ in range(5)]
         assert lines[0] == "host 0: rail0 10.77.0.1, rail1 10.77.1.1\n" and lines[4] == "up until Ctrl-C\n"
-        entered = subprocess.run([*lines[3].split(), "-c", "hostname -I || true"], capture_output=True, text=True, timeout=20)
+        entered = subprocess.run([*lines[3].split(), "-c", "hostname -I || true"], capture_output=True, timeout=DEADLINE_S)
         assert entered.returncode == 0
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 0
