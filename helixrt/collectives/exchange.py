@@ -39,8 +39,9 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def abort(self) -> None:
-        """Make the running and every later call of this generation raise Retryable, at once."""
+    def abort(self, generation: int = -1) -> None:
+        """Make the running and every later call of this generation raise Retryable, at once; also a `configure` of
+        `generation`, or of one before it, that begins later."""
 
     @abstractmethod
     def close(self) -> None:

@@ -133,8 +133,9 @@ class Execution:
                 op = -self._points_submitted
             self.running[op] = _Running(handle, OperationMemory(source, out, scratch), reduction, wire, staged, call)
             self._stages = self._stages or staged is not None
-            heapq.heappush(self._deadlines, (deadline, op))
             self._feed(Submitted(op, plan))
+            if op in self.running:
+                heapq.heappush(self._deadlines, (deadline, op))
         except Exception as error:
             self.abort(Cause(f"a collective could not begin: {error!r}", f"rank {self._rank}"))
             raise

@@ -20,7 +20,7 @@ from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.memory import flat
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
-from helixrt.collectives.rendezvous import StoreClients, StoreSilent, forget_addresses, meet
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
 from helixrt.errors import Cause, Fatal, Retryable
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from helixrt.transport.contract import Endpoint
@@ -51,6 +51,7 @@ class FtarExchange(Exchange):
         self._stores = StoreClients()
         self._label = "exchange"
         self._configured = False
+        self._aborted = -1  # the highest generation that was aborted
         self._members: tuple[int, ...] = ()
 
     def configure(self, generation: int, members: Sequence[int], me: int, rendezvous: str) -> None:
@@ -58,6 +59,8 @@ class FtarExchange(Exchange):
         rank, size = rank_among(members, me), len(members)
         communicator = self._communicator
         communicator.begin()
+        if generation <= self._aborted:  # `abort` came before
+            communicator.abort(Cause("aborted"))
         self._configured, self._members = True, tuple(members)
         self._label = f"exchange of generation {generation}"
         try:
@@ -65,10 +68,11 @@ class FtarExchange(Exchange):
             if size > 1:
                 aborted = lambda: communicator.failure is not None  # noqa: E731
                 store = self._stores.at(rendezvous, min(_STORE_S, deadline.left_s), aborted)
+                self._stores.begins(rendezvous, rank, size)
                 peers = meet(store, rank, size, communicator.address, generation, deadline, aborted).peers
             communicator.configure(generation, rank, peers, deadline.left_s)
-            if size > 1 and not forget_addresses(store, rank):
-                self._stores.forget()
+            if size > 1:
+                self._stores.connected(store, rank)
         except (StoreSilent, RuntimeError) as error:  # RuntimeError: torch's errors of a store
             self._stores.forget()
             self._fail(error)
@@ -87,7 +91,8 @@ class FtarExchange(Exchange):
         if self._communicator.failure is not None:
             self._fail(self._communicator.failure)
 
-    def abort(self) -> None:
+    def abort(self, generation: int = -1) -> None:
+        self._aborted = max(self._aborted, generation)
         self._communicator.abort(Cause("aborted"))
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from helixrt.collectives.deadline import Deadline
 from helixrt.collectives.endpoints import interface_towards
 from helixrt.collectives.exchange import Exchange, rank_among
 from helixrt.collectives.gloo_private import GlooConnections, GlooDevice, make_group, pack_address, unpack_address
-from helixrt.collectives.rendezvous import StoreClients, StoreSilent, forget_addresses, meet
+from helixrt.collectives.rendezvous import StoreClients, StoreSilent, meet
 from helixrt.errors import Cause, Retryable
 
 _CONNECT_S = 4.0  # once all members are there, connecting takes milliseconds
@@ -50,6 +50,7 @@ class GlooExchange(Exchange):
         self._options.timeout = timedelta(seconds=timeout_s)
         self._connections: GlooConnections | None = None
         self._aborted = threading.Event()
+        self._highest = -1  # generation that was aborted
         self._lock = threading.Lock()  # of the connections and of the decision to end them
         self._connecting: list[threading.Thread] = []
 
@@ -59,6 +60,8 @@ class GlooExchange(Exchange):
         self._drop()
         with self._lock:
             self._aborted.clear()
+            if generation <= self._highest:  # `abort` came before
+                self._aborted.set()
             self._connections = None
         self._label = f"exchange of generation {generation}"
         if size > 1:
@@ -86,8 +89,9 @@ class GlooExchange(Exchange):
         if self._aborted.is_set():
             raise Retryable(f"{self._label} was aborted")
 
-    def abort(self) -> None:
+    def abort(self, generation: int = -1) -> None:
         with self._lock:
+            self._highest = max(self._highest, generation)
             self._aborted.set()
             self._end_connections()
 
@@ -133,6 +137,7 @@ class GlooExchange(Exchange):
         store = self._stores.at(rendezvous, min(_CONNECT_S, deadline.left_s), aborted)
         if self._device is None:
             self._device = GlooDevice(interface_towards(rendezvous.partition("/")[0]))
+        self._stores.begins(rendezvous, rank, size)
         mine = pack_address(self._device.address)  # phase one: everyone's is in the store
         peers = meet(store, rank, size, mine, generation, deadline, aborted).peers
         if self._device.known:
@@ -143,8 +148,7 @@ class GlooExchange(Exchange):
             with self._lock:
                 self._connections = GlooConnections(self._device.address, known)
         group = self._join_group(store, rank, size, max(_LEAST_S, min(_CONNECT_S, deadline.left_s)))
-        if size > 1 and not forget_addresses(store, rank):
-            self._stores.forget()
+        self._stores.connected(store, rank)
         with self._lock:
             if self._connections is not None:
                 self._connections.connected()

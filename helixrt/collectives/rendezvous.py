@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -62,6 +63,8 @@ def meet(
         return Meeting(generation, {})
 
     def publish_and_wait() -> Meeting:
+        if aborted():
+            raise Retryable(Cause("aborted"))
         keys = [f"address/{r}" for r in range(size)]
         put: Any = store  # typed for text, takes bytes
         put.set(keys[rank], _GENERATION.pack(generation) + address)
@@ -195,10 +198,15 @@ def shared_secret(store: dist.Store) -> str:
 
 
 class StoreClients:
-    """Clients of c10d stores by `host:port/prefix`, the last connection kept: the same store serves many generations."""
+    """Clients of c10d stores by `host:port/prefix`, the last connection kept: the same store serves many generations.
+
+    A generation that does not connect leaves its addresses in the store. They are deleted once a later one has connected: a
+    member that comes late to the earlier one fails at once as long as it finds them. To be used by one thread.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[str, dist.TCPStore] | None = None
+        self._begun: list[tuple[str, int, int]] = []  # rendezvous, rank, size: may have left addresses
 
     def at(self, rendezvous: str, timeout_s: float, aborted: Callable[[], bool] = lambda: False) -> dist.Store:
         """The store at `rendezvous`, below its prefix. Raises RuntimeError or Retryable without an answer."""
@@ -216,3 +224,33 @@ class StoreClients:
     def forget(self) -> None:
         """Drop the connection: it may be broken."""
         self._last = None
+
+    def begins(self, rendezvous: str, rank: int, size: int) -> None:
+        """This rank is about to `meet` the others there."""
+        self._begun.append((rendezvous, rank, size))
+
+    def connected(self, store: dist.Store, rank: int) -> None:
+        """All ranks of the generation that began last, at `store`, are connected: delete its addresses, and soon those that
+        earlier ones have left. Each rank deletes its own, rank 0 those of all: members may have ended."""
+        if self._last is None or not forget_addresses(store, rank):
+            self.forget()
+            return  # this generation's are deleted later
+        address, client = self._last
+        begun, self._begun = self._begun[:-1], []
+        left: list[tuple[dist.Store, list[str]]] = []
+        for rendezvous, number, size in begun:
+            host, _, prefix = rendezvous.partition("/")
+            if host == address:
+                numbers = range(size) if rank == 0 else [number]
+                keys = [f"address/{r}" for r in numbers] + ([_ADDRESSES] if 0 in numbers else [])
+                left.append((dist.PrefixStore(prefix, client), keys))
+        if left:
+            threading.Thread(target=_delete_all, args=(left,), name="helixrt-rendezvous", daemon=True).start()
+
+
+def _delete_all(left: list[tuple[dist.Store, list[str]]]) -> None:
+    """Takes as long as the store needs; nobody waits for it."""
+    with suppress(RuntimeError):  # torch's errors of a store
+        for store, keys in left:
+            for key in keys:
+                store.delete_key(key)

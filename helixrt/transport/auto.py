@@ -170,12 +170,13 @@ class AutoEndpoint(Endpoint):
                 asked = theirs.pop(MONITOR, None)
                 choice = choose(mine, theirs, lambda name: name in here or shared_memory.listens(name))
             except ValueError as error:
-                raise Retryable(f"rank {rank} cannot be reached: {error}") from None
+                raise Retryable(Cause(f"rank {rank} cannot be reached: {error}", peers=(rank,))) from None
             if choice is None:
                 rule = f"does not reach rank {rank}, which offers {', '.join(theirs) or 'nothing'}"
                 if SHARED_MEMORY in mine and SHARED_MEMORY in theirs:
                     if same_host(mine, theirs):
-                        raise Retryable(f"rank {rank} is gone: nobody answers at its address on this host")
+                        what = f"rank {rank} is gone: nobody answers at its address on this host"
+                        raise Retryable(Cause(what, peers=(rank,)))
                     rule = f"does not reach rank {rank}, which is on another host; use {AUTO} or {TCP}"
                 raise ConfigError("transport", self._insists, rule)
             self._choices[rank], groups[choice.transport][rank] = choice, theirs[choice.transport]
@@ -207,7 +208,8 @@ class AutoEndpoint(Endpoint):
                 endpoint.abort(Cause(f"rank {me} could not reach all its peers"))
             if dead and isinstance(error, Retryable):
                 rank, cause = dead[0]
-                raise Retryable(Cause(f"rank {rank} does not come: {cause.what}", cause.rank)) from error
+                silent = tuple(sorted(peer for peer, _ in dead))
+                raise Retryable(Cause(f"rank {rank} does not come: {cause.what}", cause.rank, peers=silent)) from error
             raise
         if SHARED_MEMORY in groups:
             self._here = frozenset(shared_memory.parse_address(raw)[1] for raw in groups[SHARED_MEMORY].values())

@@ -22,7 +22,7 @@ from helixrt.collectives.exchange import Exchange
 from helixrt.errors import Retryable
 from tests.ranks_context import ranks_context
 
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 SECRET = b"the secret of a run of tests"
 
 
@@ -175,7 +175,7 @@ class ExchangeConformance:
             exchange.close()
 
     def test_abort_ends_a_running_all_reduce_and_the_next_generation_works(self, store_address: str) -> None:
-        exchanges = [self.make() for _ in range(3)]
+        exchanges = [self.make(2 * DEADLINE_S) for _ in range(3)]
         source, outs = torch.ones(1000), [torch.zeros(1000) for _ in range(3)]
         for generation in (1, 2):
             configure_all(exchanges, generation, store_address)
@@ -189,7 +189,7 @@ class ExchangeConformance:
                 timer.join(DEADLINE_S)
             assert all(isinstance(error, Retryable) for error in raised)
             assert any("was aborted" in str(error) for error in raised)
-            assert time.monotonic() - began_s < 10  # half the timeout: it was the abort that ended it
+            assert time.monotonic() - began_s < DEADLINE_S  # half the timeout: it was the abort that ended it
             with pytest.raises(Retryable):
                 exchanges[0].all_reduce(source, outs[0])
             assert torch.equal(source, torch.ones(1000))
@@ -201,8 +201,8 @@ class ExchangeConformance:
             exchange.close()
 
     def test_a_member_that_never_comes_and_an_abort_while_waiting_for_it(self, store_address: str) -> None:
-        exchange = self.make(timeout_s=0.3)
-        with pytest.raises(Retryable, match=r"members number \[1\] of 2 did not come within 0.3 s"):
+        exchange = self.make(timeout_s=2.0)  # in which the store must answer
+        with pytest.raises(Retryable, match=r"members number \[1\] of 2 did not come within 2 s"):
             exchange.configure(1, (0, 4), 0, f"{store_address}/late")
         exchange.close()
         patient = self.make(timeout_s=DEADLINE_S)

@@ -15,7 +15,7 @@ from helixrt.collectives.staging import Staging
 from helixrt.protocol.collective.algorithms.layout import Tuning
 from tests.collectives.queue_endpoint import Hub
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SUM = Reduction(Op.SUM)
 SMALL = Tuning(
     chunk_bytes=1 << 10,

@@ -16,7 +16,7 @@ from helixrt.collectives.handle import CollectiveError
 from helixrt.collectives.operations import Collectives, How
 from helixrt.collectives.reduction import Op, Reduction
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SHORT, LONG = 64, 200_000  # elements: without a credit and with
 HOW = How(DEADLINE_S)
 Call = Callable[[Collectives, int], Any]

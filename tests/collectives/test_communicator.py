@@ -254,11 +254,20 @@ def test_an_abort_from_another_thread_ends_a_wait_here_and_at_the_peer(group: Gr
 @pytest.mark.parametrize("group", [2], indirect=True)
 def test_an_operation_ends_at_its_deadline(group: Group) -> None:
     group.endpoints[1].silent = True
+    patient = group.ranks[0].all_reduce(torch.ones(9), torch.zeros(9), SUM, How(DEADLINE_S))
+    assert patient.wait(0.01) is False and not patient.done and patient.error is None
     handle = group.ranks[0].all_reduce(torch.ones(9), torch.zeros(9), SUM, How(0.1))
-    assert handle.wait(0.01) is False and not handle.done and handle.error is None
     with pytest.raises(CollectiveError, match="did not end in time; it waits for rank 1") as raised:
         handle.wait(DEADLINE_S)
     assert raised.value.end is End.DEADLINE
+
+
+@pytest.mark.parametrize("group", [1], indirect=True)
+def test_operations_of_a_group_of_one_leave_nothing_behind(group: Group) -> None:
+    for _ in range(10_000):
+        group.ranks[0].barrier(How(DEADLINE_S)).wait()
+    execution = group.ranks[0].communicator._execution
+    assert execution is not None and not execution._deadlines
 
 
 @pytest.mark.parametrize("group", [2], indirect=True)

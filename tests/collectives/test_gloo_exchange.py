@@ -59,6 +59,7 @@ def test_failing_to_connect_again_and_again_leaks_nothing(store_address: str) ->
     try:
         for generation in range(3):
             fail(generation, abort=False)
+        ghost._stores.at(store_address, DEADLINE_S)  # connected, also where the store answered too late
         settled = resources()
         for generation in range(3, 18):
             fail(generation, abort=generation % 2 == 0)

@@ -20,7 +20,7 @@ import pytest
 
 from helixrt.errors import Cause, Retryable
 from helixrt.transport.contract import Endpoint, Lost, PeerAborted, Received
-from tests.transport.worlds import Attempt, Inbox, Make, Message, Process, World
+from tests.transport.worlds import LIMIT_S, Attempt, Inbox, Make, Message, Process, World
 
 EAGER_BYTES = 64 << 10  # messages up to here may travel before their receiver is ready
 MIB = 1 << 20
@@ -63,14 +63,21 @@ class Endpoints:
         for each in processes:
             each.end()
 
+    def with_a_process(
+        self, world: NewWorld, process: Callable[..., Process], ranks: int, size: int, heartbeat_s: float
+    ) -> tuple[World, Process]:
+        """Rank 1 is a process, which connects to rank 0; the others, in ours, are still to connect."""
+        here = world(ranks, heartbeat_s, connected=False)
+        other = process(1, size, heartbeat_s)
+        here.addresses[1] = other.hear()
+        other.tell(here.addresses[0])
+        return here, other
+
     def a_process_ends(self, world: NewWorld, process: Callable[..., Process], how: str, heartbeat_s: float) -> None:
         """Rank 1 is a process; rank 2, in ours, is not disturbed by its end."""
         size = 16 * MIB
-        here = world(3, heartbeat_s, connected=False)
-        other = process(1, size, heartbeat_s)
+        here, other = self.with_a_process(world, process, 3, size, heartbeat_s)
         addresses = here.addresses
-        addresses[1] = other.hear()
-        other.tell(addresses[0])
         attempts = [here.attempt(0, 1, 0, {1: addresses[1], 2: addresses[2]}), here.attempt(2, 1, 2, {0: addresses[0]})]
         assert [attempt.finish() for attempt in attempts] == [None, None]
         here.driven = {0, 2}
@@ -101,7 +108,7 @@ class Endpoints:
         else:
             begin = time.monotonic()
             here.run(lambda: bool(here.ended(0)))
-            assert time.monotonic() - begin < 10  # not by a time-out of the links
+            assert time.monotonic() - begin < 30  # not by a time-out of the links
             (lost,) = here.ended(0)
             assert isinstance(lost, Lost) and lost.peer == 1
         here.exchange([Message(0, 2, 9, 0, MIB), Message(2, 0, 9, 0, 10)], random.Random(18))
@@ -111,7 +118,7 @@ class StopConformance(Endpoints):
     """Of endpoints that notice a stopped process: by themselves, or with monitor processes."""
 
     def test_a_process_that_is_stopped(self, world: NewWorld, process: Callable[..., Process]) -> None:
-        self.a_process_ends(world, process, "stopped", heartbeat_s=1.0)
+        self.a_process_ends(world, process, "stopped", heartbeat_s=2.0)
 
 
 class PauseConformance(Endpoints):
@@ -123,6 +130,8 @@ class PauseConformance(Endpoints):
 
 class TrafficConformance(Endpoints):
     """Of endpoints that meet as others do, and carry messages in another way: messages, generations and ends."""
+
+    long_bytes = 32 * MIB  # more than any buffer takes
 
     # ---------------------------------------------------------------- messages
 
@@ -333,7 +342,10 @@ class TrafficConformance(Endpoints):
         life()  # what is made once per process, is made
         before = here()
         life()
-        assert here() == before
+        limit = time.monotonic() + LIMIT_S
+        while any(now > then for now, then in zip(here(), before, strict=True)):  # fewer: what an earlier test left has ended
+            assert time.monotonic() < limit, (here(), before)
+            time.sleep(0.01)
 
     # ---------------------------------------------------------------- silence and death
 
@@ -356,18 +368,14 @@ class TrafficConformance(Endpoints):
         back.check(Message(0, 2, 0, 0, 8 * MIB).content())
         three.exchange([Message(0, 1, 1, 0, MIB), Message(2, 0, 1, 0, 10)], random.Random(17))
 
-    @pytest.mark.parametrize(("heartbeat_s", "held_s"), [(0.2, 1.5), pytest.param(1.0, 5.0, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(("heartbeat_s", "held_s"), [(0.5, 2.5), pytest.param(1.0, 5.0, marks=pytest.mark.slow)])
     def test_a_process_that_holds_its_interpreter_lock_is_not_lost(
         self, world: NewWorld, process: Callable[..., Process], heartbeat_s: float, held_s: float
     ) -> None:
         """In the middle of an exchange, with more bytes under way than any buffer takes."""
-        size = 32 * MIB
-        here = world(2, heartbeat_s, connected=False)
-        other = process(1, size, heartbeat_s)
-        addresses = here.addresses
-        addresses[1] = other.hear()
-        other.tell(addresses[0])
-        assert here.attempt(0, 1, 0, {1: addresses[1]}).finish() is None
+        size = self.long_bytes
+        here, other = self.with_a_process(world, process, 2, size, heartbeat_s)
+        assert here.attempt(0, 1, 0, {1: here.addresses[1]}).finish() is None
         here.driven = {0}
         for op in range(2):
             there, echoed = Message(0, 1, op, 0, size), Message(1, 0, op, 1, size)
@@ -426,9 +434,10 @@ class EndpointConformance(TrafficConformance):
         three.driven = {0, 1}
         three.connect(generation=5)
         before = [three.endpoints[rank].refused().stale for rank in (0, 1)]
-        late = three.attempt(2, 4, 2, {rank: three.addresses[rank] for rank in (0, 1)}, 1.0)
+        late = three.attempt(2, 4, 2, {rank: three.addresses[rank] for rank in (0, 1)}, 5.0)
         error = three.until(late)
-        assert isinstance(error, Retryable) and re.search(r"\b0\b", str(error)), error
+        assert isinstance(error, Retryable) and error.cause.peers and set(error.cause.peers) <= {0, 1}, error
+        assert all(re.search(rf"\b{peer}\b", str(error)) for peer in error.cause.peers), error
         after = [three.endpoints[rank].refused() for rank in (0, 1)]
         assert any(now.stale > then for now, then in zip(after, before, strict=True))
         assert all(now.strangers == 0 for now in after)
@@ -458,9 +467,28 @@ class EndpointConformance(TrafficConformance):
         for attempt in attempts:
             error = attempt.finish()
             assert isinstance(error, Retryable) and re.search(r"\b2\b", str(error)), error
+            assert 2 in error.cause.peers
         three.driven = {0, 1}
         three.connect(2)
         three.exchange([Message(0, 1, 0, 0, 10)], random.Random(12))
+
+    @pytest.mark.parametrize("me", [0, 1])  # one of the two dials
+    def test_the_cause_names_a_peer_that_never_comes_and_one_that_is_gone(self, world: NewWorld, me: int) -> None:
+        two, other = world(2, connected=False), 1 - me
+        for generation in (1, 2):
+            with pytest.raises(Retryable) as raised:
+                two.endpoints[me].connect(generation, me, {other: two.addresses[other]}, 0.5)
+            assert raised.value.cause.peers == (other,)
+            two.endpoints[other].close()
+
+    def test_the_cause_names_who_did_not_come_also_when_another_has_given_up_before(self, world: NewWorld) -> None:
+        three = world(3, connected=False)
+        three.driven = {0}
+        others = {me: {peer: three.addresses[peer] for peer in range(3) if peer != me} for me in (0, 1)}
+        patient, hasty = three.attempt(0, 1, 0, others[0], 4.0), three.attempt(1, 1, 1, others[1], 0.5)
+        for attempt in (hasty, patient):
+            error = attempt.finish()
+            assert isinstance(error, Retryable) and 2 in error.cause.peers, error
 
     @pytest.mark.parametrize(
         "garbage",
@@ -470,15 +498,17 @@ class EndpointConformance(TrafficConformance):
     def test_an_address_that_is_none_is_refused(self, world: NewWorld, garbage: bytes) -> None:
         one = world(2, connected=False)
         assert len(one.addresses[0]) <= 4096
-        with pytest.raises(Retryable, match=r"\b1\b"):
+        with pytest.raises(Retryable, match=r"\b1\b") as raised:
             one.endpoints[0].connect(1, 0, {1: garbage}, 1.0)
+        assert raised.value.cause.peers == (1,)
 
     def test_who_does_not_know_the_secret_does_not_connect(self, world: NewWorld) -> None:
         two = world(2)
         other: Endpoint = type(self).make(b"another run's", None)
         try:
             peers = {rank: two.addresses[rank] for rank in (0, 1)}
-            assert isinstance(two.until(Attempt(lambda: other.connect(1, 2, peers, 0.5))), Retryable)
+            error = two.until(Attempt(lambda: other.connect(1, 2, peers, 0.5)))
+            assert isinstance(error, Retryable) and error.cause.peers and set(error.cause.peers) <= {0, 1}, error
         finally:
             other.close()
         assert not two.ended(0) and not two.ended(1)

@@ -1,6 +1,7 @@
 """A program for a host of `helixrt.lab.net`: sends numbered messages to the other host and takes theirs, over all its rails.
 
-Speaks with the test in lines of JSON: says its address, hears {"me", "peer", "messages", "size"}, says every tenth message
+Speaks with the test in lines of JSON: says its address, hears {"me", "peer", "messages", "size", "held"} (so many of the
+messages are sent only after the line "more"; none if it is left out), says every tenth message
 that came, {"done": counters} when all have come and gone, then waits for "end" on a line, sending now and then so that
 rails have something to carry.
 """
@@ -37,6 +38,7 @@ def main() -> None:
     say(address=endpoint.address().decode())
     told = json.loads(sys.stdin.readline())
     me, count, size = told["me"], told["messages"], told["size"]
+    free = count - told.get("held", 0)
     other = 1 - me
     endpoint.connect(1, me, {other: told["peer"].encode()}, 30)
     link = endpoint._peers[other].link
@@ -46,7 +48,7 @@ def main() -> None:
     came: set[int] = set()
     sent, begun, extra, ending = 0, 0, 0, False
     while not ending:
-        while begun < count and begun - sent < AT_ONCE:
+        while begun < free and begun - sent < AT_ONCE:
             endpoint.send(other, begun, 0, memoryview(content(me, begun, size)))
             begun += 1
         for outcome in endpoint.progress(time.monotonic()):
@@ -78,7 +80,8 @@ def main() -> None:
         deadline = endpoint.next_deadline()
         wait = 20.0 if extra else 1000.0
         ready = poll.poll(wait if deadline is None else max(0.0, min(wait, (deadline - time.monotonic()) * 1000)))
-        ending = any(descriptor == 0 for descriptor, _ in ready)
+        if any(descriptor == 0 for descriptor, _ in ready):
+            free, ending = count, sys.stdin.readline() != "more\n"
         if extra:
             time.sleep(0.005)
     endpoint.close()

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import random
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,13 @@ from helixrt.errors import Cause, ConfigError, Retryable
 from helixrt.transport.auto import AutoEndpoint
 from helixrt.transport.choice import Choice, choose, pack_addresses, unpack_addresses
 from helixrt.transport.contract import Endpoint, Outcome, PeerAborted
+from helixrt.transport.monitor import client as monitor
 from helixrt.transport.shared_memory import address as shared_memory
 from helixrt.transport.shared_memory.endpoint import SharedMemoryEndpoint
 from helixrt.transport.verbs import address as verbs_address
 from helixrt.transport.verbs import endpoint as verbs
 from tests.transport.conformance import MIB, EndpointConformance, PauseConformance, StopConformance
-from tests.transport.worlds import LIMIT_S, SECRET, Message, World
+from tests.transport.worlds import LIMIT_S, SECRET, Message, Process, World
 
 _turn = itertools.count()
 
@@ -214,6 +216,28 @@ def test_a_socket_that_does_not_answer_is_no_shared_host() -> None:
     world.close()
 
 
+def with_its_monitor(secret: bytes, heartbeat_s: float | None) -> Endpoint:
+    endpoint = AutoEndpoint(secret, transport="tcp", heartbeat_s=heartbeat_s)
+    assert endpoint._watched is not None
+    endpoint._watched._monitor.start()
+    return endpoint
+
+
+@pytest.mark.skipif(monitor.unsupported() is not None, reason=str(monitor.unsupported()))
+def test_the_cause_names_a_peer_that_its_monitor_reports_while_others_connect() -> None:
+    other = Process(with_its_monitor, 1, 10, 0.5)
+    one = over_tcp(SECRET, 0.5)
+    try:
+        address = other.hear()
+        other.signal(signal.SIGSTOP)
+        with pytest.raises(Retryable, match="rank 1 does not come: its process has been stopped") as raised:
+            one.connect(1, 0, {1: address}, LIMIT_S)
+        assert raised.value.cause.peers == (1,)
+    finally:
+        other.end()
+        one.close()
+
+
 def test_links_that_are_made_stay_alive_while_others_connect() -> None:
     """The third rank, by TCP, is late by several heartbeats, but at its door it answers."""
     world = world_of("auto", "auto", "tcp", heartbeat_s=0.2)
@@ -322,6 +346,7 @@ def test_who_insists_on_shared_memory_is_told_that_a_peer_ended_and_not_that_it_
     one, other = (AutoEndpoint(SECRET, transport="shared_memory") for _ in range(2))
     address = other.address()
     other.close()
-    with pytest.raises(Retryable, match="rank 1 is gone"):
+    with pytest.raises(Retryable, match="rank 1 is gone") as raised:
         one.connect(1, 0, {1: address}, LIMIT_S)
+    assert raised.value.cause.peers == (1,)
     one.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import helixrt
-from helixrt.transport.monitor import client
+from helixrt.transport.monitor import client, process, wire
 from helixrt.transport.monitor.client import Monitor
 from helixrt.transport.monitor.wire import State
 from tests.transport.worlds import LIMIT_S, SECRET
@@ -29,20 +31,26 @@ from helixrt.transport.monitor.client import Monitor
 monitor = Monitor("127.0.0.1")
 monitor.know(bytes.fromhex(sys.argv[2]))
 monitor.start()
+for secret in sys.argv[3:]:
+    monitor.know(bytes.fromhex(secret))
 print(monitor.address().decode(), monitor._child.pid, flush=True)
 for line in sys.stdin:
-    ctypes.PyDLL(None).usleep(int(float(line) * 1e6))
-    print("held", flush=True)
+    print("holds", flush=True)
+    ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)  # with the interpreter lock, until something is said
 """
 
 
 class Rank:
     """A process with a monitor of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *secrets: bytes) -> None:
+        """Who knows one of the `secrets`, or SECRET, which comes before them, may watch it."""
         root = str(Path(helixrt.__file__).parent.parent)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _RANK, root, SECRET.hex()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _RANK, root, SECRET.hex(), *(secret.hex() for secret in secrets)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         address, monitor = self.process.stdout.readline().rsplit(" ", 1)
@@ -103,11 +111,12 @@ def test_a_stopped_rank_goes_on_and_ends(monitor: Monitor, rank: Rank) -> None:
 
 def test_a_rank_that_holds_its_interpreter_lock_runs(monitor: Monitor, rank: Rank) -> None:
     number = watched(monitor, rank)
-    assert rank.process.stdin is not None
-    rank.process.stdin.write(f"{8 * PERIOD_S}\n")
+    assert rank.process.stdin is not None and rank.process.stdout is not None
+    rank.process.stdin.write("hold\n")
     rank.process.stdin.flush()
+    assert rank.process.stdout.readline() == "holds\n"
     settle(monitor, 8 * PERIOD_S)
-    assert monitor.state(number) is State.RUNNING
+    until(monitor, lambda: monitor.state(number) is State.RUNNING)  # FROZEN for a moment where its monitor got no processor
 
 
 def test_a_rank_that_is_frozen_with_its_monitor_is_noticed_and_comes_back(monitor: Monitor, rank: Rank) -> None:
@@ -127,9 +136,18 @@ def test_who_does_not_know_the_secret_learns_nothing(monitor: Monitor, rank: Ran
     assert monitor.state(stranger) is State.RUNNING
 
 
+def test_the_secrets_of_many_groups_are_known(monitor: Monitor) -> None:
+    """Each group may have its own."""
+    rank = Rank(*(f"of group {number}".encode() for number in range(20)))
+    try:
+        watched(monitor, rank)
+    finally:
+        rank.end()
+
+
 def test_a_monitor_that_starts_late_and_one_that_goes_away(monitor: Monitor) -> None:
     other = Monitor("127.0.0.1")  # its socket takes connections before its process runs
-    number = monitor.watch(other.address(), SECRET, PERIOD_S)
+    number = monitor.watch(other.address(), SECRET, 50 * PERIOD_S)  # a monitor that gets no processor is not silent so long
     settle(monitor, 2 * PERIOD_S)
     other.know(SECRET)
     other.start()
@@ -160,6 +178,68 @@ def test_a_rank_has_one_monitor_however_many_ask_for_it() -> None:
     again = client.lease("127.0.0.1")
     assert again is not one
     client.give_back(again)
+
+
+def test_a_stopped_monitor_does_not_hold_its_rank_up(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More orders than a socket takes: those of a large group are all obeyed, and none waits for long."""
+    monkeypatch.setattr(client, "_TAKES_S", LIMIT_S)
+    monitor.start()
+    for number in range(2000):
+        monitor.know(str(number).encode())
+    monitor.look()
+    assert not monitor.ended
+    monitor.close()
+
+    monkeypatch.setattr(client, "_TAKES_S", 0.5)
+    stopped = client.lease("127.0.0.1")
+    stopped.start()
+    assert stopped._child is not None
+    os.kill(stopped._child.pid, signal.SIGSTOP)
+
+    def order() -> None:
+        for _ in range(2000):
+            stopped.forget(stopped.watch(stopped.address(), SECRET, PERIOD_S))
+
+    ordering = threading.Thread(target=order, daemon=True)
+    ordering.start()
+    ordering.join(LIMIT_S)
+    try:
+        assert not ordering.is_alive()
+        assert stopped.ended and stopped.descriptor == -1
+        stopped.look()
+    finally:
+        os.kill(stopped._child.pid, signal.SIGCONT)
+        client.give_back(stopped)
+
+
+def test_reports_that_the_rank_did_not_take_at_once_follow() -> None:
+    """The newest of each: a rank that was stopped learns how things are."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener = socket.create_server(("127.0.0.1", 0))
+    pidfd = os.pidfd_open(os.getpid())
+    theirs.setblocking(False)
+    reporter = process.Monitor(os.getpid(), pidfd, theirs, listener)
+    try:
+        watched_ranks = range(3000)
+        for state in (State.STOPPED, State.RUNNING):
+            for number in watched_ranks:
+                reporter._changed(number, state)
+        states: dict[int, str] = {}
+        while True:
+            try:
+                news = wire.unpack(ours.recv(wire.MESSAGE_BYTES, socket.MSG_DONTWAIT))
+                states[news["number"]] = news["state"]
+            except BlockingIOError:
+                before = len(reporter._unsent)
+                reporter._turn(time.monotonic())
+                if not before:
+                    break
+        assert states == dict.fromkeys(watched_ranks, "running")
+    finally:
+        reporter._poll.close()
+        for each in (ours, theirs, listener):
+            each.close()
+        os.close(pidfd)
 
 
 def test_it_starts_without_torch() -> None:

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import random
+import resource
 import signal
 import socket
 import tempfile
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from helixrt.errors import Cause
+from helixrt.errors import Cause, Retryable
 from helixrt.protocol.shared_memory.frames import OFFERS, Frame, Kind, SegmentError
 from helixrt.protocol.shared_memory.messages import EAGER_BYTES
 from helixrt.transport.contract import Endpoint, Lost, Received
@@ -158,7 +159,7 @@ def test_a_receive_whose_offer_is_withdrawn_while_it_is_read_still_waits(
     assert not two.received([message])
     assert link(two, 1)._in.awaited() == (message.op, message.index)
     two.endpoints[0].close()
-    two.run(lambda: bool(two.ended(1)), limit_s=5)
+    two.run(lambda: bool(two.ended(1)))
     (end,) = two.ended(1)
     assert isinstance(end, Lost) and "before it sent message (5, 0)" in end.cause.what
 
@@ -276,7 +277,7 @@ def test_death_shows_although_a_child_inherited_the_socket() -> None:
         children = _children(other.pid)
         assert children
         os.kill(other.pid, signal.SIGKILL)
-        world.run(lambda: bool(world.ended(0)), limit_s=10)
+        world.run(lambda: bool(world.ended(0)), limit_s=30)  # before a heartbeat is missed
         assert isinstance(world.ended(0)[0], Lost)
         for child in children:
             os.kill(child, signal.SIGKILL)  # it was alive all the time
@@ -333,7 +334,7 @@ def test_killed_at_any_moment_of_a_copy(make: Callable[[bytes, float | None], En
         world.endpoints[0].send(2, 0, 0, memoryview(bytes(size)))
         killer = threading.Timer(rng.random() * 0.03, other.signal, (signal.SIGKILL,))
         killer.start()
-        world.run(lambda world=world: bool(world.ended(0)), limit_s=10)
+        world.run(lambda world=world: bool(world.ended(0)), limit_s=30)
         killer.join()
         inbox.check_guards()
         assert isinstance(world.ended(0)[0], Lost)
@@ -390,6 +391,51 @@ def test_garbage_is_counted_and_disturbs_nobody(connected: bool, seed: int) -> N
     for caller in callers:
         caller.close()
     world.close()
+
+
+@pytest.mark.parametrize("event", ["killed", "stopped", "it closes", "stopped before it comes"])
+def test_the_cause_names_the_peer_that_ended_and_not_one_that_gave_up(event: str) -> None:
+    """While rank 2 has not come: rank 1, a process, is linked already, or comes as little."""
+    heartbeat_s = 0.5
+    here = World(direct, 3, heartbeat_s)
+    other = Process(direct, 1, 10, heartbeat_s)
+    try:
+        here.addresses[1] = other.hear()
+        if event != "stopped before it comes":
+            other.tell(here.addresses[0])
+        attempt = here.attempt(0, 1, 0, {1: here.addresses[1], 2: here.addresses[2]})
+        if event != "stopped before it comes":
+            assert other.hear() == "connected"
+        if event == "it closes":
+            other.tell("close")
+        else:
+            other.signal(signal.SIGKILL if event == "killed" else signal.SIGSTOP)
+        error = attempt.finish()
+        assert isinstance(error, Retryable)
+        assert error.cause.peers == ((2,) if event == "it closes" else (1,)), error
+    finally:
+        other.end()
+        here.close()
+
+
+def test_without_descriptors_callers_wait_and_links_go_on(two: World) -> None:
+    with socket.socket(socket.AF_UNIX, shared_memory.SOCKET) as caller:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = os.dup(caller.fileno())  # all below it are taken
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+            caller.connect(shared_memory.abstract(parse_address(two.addresses[0])[1]))
+            caller.send(b"no hello")
+            before = two.turns
+            two.settle(0.5)
+            assert two.turns - before < 50, "the listener is not asked all the time"
+            two.exchange([Message(s, 1 - s, 0, 0, MIB) for s in (0, 1)], random.Random(1))
+        finally:
+            os.close(highest)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        two.run(lambda: two.endpoints[0].refused().strangers == 1)
+    two.connect(2)
+    two.exchange([Message(s, 1 - s, 0, 0, MIB) for s in (0, 1)], random.Random(2))
 
 
 def test_a_silent_stranger_is_shown_the_door(two: World, monkeypatch: pytest.MonkeyPatch) -> None:

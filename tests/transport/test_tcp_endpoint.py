@@ -34,7 +34,7 @@ from helixrt.transport.tcp.handshake import (
 )
 from helixrt.transport.tcp.rails import MAX_RAILS, TcpRail, parse_address, rail_on
 from tests.transport.conformance import MIB, EndpointConformance, NewWorld, TrafficConformance, size_at_random
-from tests.transport.worlds import SECRET, Message, World
+from tests.transport.worlds import LIMIT_S, SECRET, Message, World
 
 
 def tcp(secret: bytes, heartbeat_s: float | None) -> Endpoint:
@@ -190,7 +190,7 @@ def two() -> Iterator[World]:
 
 def knock(world: World, rank: int = 0) -> socket.socket:
     (host, port), *_ = parse_address(world.addresses[rank])
-    return socket.create_connection((host, port), timeout=10)
+    return socket.create_connection((host, port), timeout=LIMIT_S)
 
 
 def works(world: World) -> None:
@@ -259,13 +259,16 @@ def test_a_handshake_that_was_overheard_proves_nothing(two: World) -> None:
     hello = Hello(Purpose.RAIL, 2, 1, 0, 0, 1, nonce()).pack()
 
     def say(proof: bytes | None) -> tuple[bytes, bytes]:
-        """Greets and proves (properly if `proof` is None); the proof, and what came of it."""
+        """Greets and proves (properly if `proof` is None, else it is refused); the proof, and what came of it."""
+        refused = proof is not None
         with knock(two) as connection:
             connection.sendall(hello)
             connection.setblocking(False)
             challenge = hear(two, connection, CHALLENGE_BYTES)
             proof = proof or Proofs(SECRET, hello, parse_challenge(challenge)).connector()
             connection.send(proof)
+            if refused:
+                two.run(lambda: two.endpoints[0].refused().strangers == 1)
             two.settle(0.05)
             try:
                 return proof, connection.recv(VERDICT_BYTES)
@@ -289,7 +292,7 @@ def hear(world: World, connection: socket.socket, size: int) -> bytes:
             pass
         return len(got) == size
 
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + LIMIT_S
     while not more():
         assert time.monotonic() < limit
         world.settle(0.005)

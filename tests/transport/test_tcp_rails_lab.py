@@ -54,9 +54,12 @@ def test_messages_survive_the_loss_of_a_rail_and_its_return(net: Network, at: Cu
     ranks = [Rank(net, host) for host in (0, 1)]
     addresses = [rank.hear()["address"] for rank in ranks]
     for me, rank in enumerate(ranks):
-        rank.tell(json.dumps({"me": me, "peer": addresses[1 - me], "messages": MESSAGES, "size": SIZE}))
+        told = {"me": me, "peer": addresses[1 - me], "messages": MESSAGES, "size": SIZE}
+        rank.tell(json.dumps(told | {"held": MESSAGES // 4}))  # until the rail is cut, however fast the others go
     ranks[0].hear_until("came", MESSAGES // 4)
     net.cut(1, 1, at)
+    for rank in ranks:
+        rank.tell("more")
     for rank in ranks:
         counters = rank.hear_until("done")
         assert counters["failovers"] == 1 and counters["failbacks"] == 0, counters
@@ -67,7 +70,7 @@ def test_messages_survive_the_loss_of_a_rail_and_its_return(net: Network, at: Cu
     for rank in ranks:
         with suppress(BrokenPipeError):  # the other one ended, and so did it
             rank.tell("end")
-        assert rank.process.wait(20) == 0
+        assert rank.process.wait(60) == 0
 
 
 DOWN = "here, network interface rail0 is down, network interface rail1 is down"

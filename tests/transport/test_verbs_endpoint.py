@@ -48,6 +48,7 @@ def make(secret: bytes, heartbeat_s: float | None, **changes: Any) -> Endpoint:
 @pytest.mark.slow
 class TestVerbsEndpoint(EndpointConformance):
     make = staticmethod(make)
+    long_bytes = 4 * MIB  # 32 MiB take minutes in the emulated machine
 
 
 # ---------------------------------------------------------------- rails that fail

@@ -273,14 +273,14 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
 
     def stay() -> None:
         begun.set()
-        goes_on.wait(20)
+        goes_on.wait(120)
 
     background = Background(watch)
     background.submit(stay, lambda result, error: None)
-    assert begun.wait(20)
+    assert begun.wait(60)
     yield background
     goes_on.set()
-    background._thread.join(20)
+    background._thread.join(60)
     assert not background._thread.is_alive()  # what it writes to was still there
     watch.close()
 
@@ -288,7 +288,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
 def in_time(call: Callable[[], None]) -> None:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive(), "it waits for the thread that does not end"
 
 
@@ -400,7 +400,7 @@ class TwoEnds:
         self.heard: dict[str, object] = {}
         self.retired: list[FakePair] = []
 
-    def begin(self, name: str, end: int, sock: socket.socket, arm: Callable[[], object], expires_s: float = 10.0) -> Exchange:
+    def begin(self, name: str, end: int, sock: socket.socket, arm: Callable[[], object], expires_s: float = 60.0) -> Exchange:
         sock.setblocking(False)
         return Exchange(
             self.watch, self.backgrounds[end], sock, end == 0, time.monotonic() + expires_s,
@@ -409,7 +409,7 @@ class TwoEnds:
         )  # fmt: skip
 
     def run(self, count: int) -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while len(self.heard) < count:
             assert time.monotonic() < until, self.heard
             self.watch.dispatch(0.02)
@@ -500,7 +500,7 @@ def test_a_cancelled_set_up_gives_its_queue_pair_back(ends: TwoEnds) -> None:
     ends.begin("a", 0, here, armed(1)).cancel()
     ends.begin("b", 1, there, armed(2))
     ends.run(1)  # the other end hears of it
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while len(ends.retired) < 2 and time.monotonic() < until:
         ends.watch.dispatch(0.02)
     assert sorted(pair.number for pair in ends.retired) == [1, 2] and "a" not in ends.heard

@@ -7,9 +7,10 @@ when something is first ordered; the listening socket exists from the beginning,
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -23,8 +24,11 @@ from helixrt.transport.monitor import wire
 from helixrt.transport.monitor.wire import State
 
 _END_S = 2.0
+_TAKES_S = 5.0  # a process that takes no order for so long is ended; those for a large group fill its socket for a moment
 _BACKLOG = 512
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from helixrt.transport.monitor.process import main; main()"
+
+_log = logging.getLogger("helixrt.transport")
 
 _leases_lock = threading.Lock()
 _leases: dict[tuple[int, str], Monitor] = {}  # (this process, address): a rank has one monitor, however many groups it has
@@ -45,7 +49,7 @@ class Monitor:
         self._secrets: set[bytes] = set()
         self._child: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._closed = self.ended = False  # ended: the process ended although this was not closed
+        self._closed = self.ended = False  # ended: the process ended, or took no orders, although this was not closed
         self._users = 0
         self._host = host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -185,14 +189,24 @@ class Monitor:
             finally:
                 theirs.close()
                 os.close(process)
+            limit = struct.pack("ll", *divmod(round(_TAKES_S * 1e6), 10**6))  # a struct timeval
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             self._orders = ours
             for secret in self._secrets:
                 self._order("secret", secret=secret.hex())
 
     def _order(self, do: str, **more: Any) -> None:
+        """Waits for room for at most `_TAKES_S`, and only once."""
         if self._orders is not None and not self.ended:
-            with contextlib.suppress(OSError):  # it has ended, which `look` notices
+            try:
                 self._orders.send(wire.pack({"do": do, **more}))
+            except BlockingIOError:
+                _log.warning("the monitor process of this rank has taken no order for %g s; it is ended", _TAKES_S)
+                self.ended = True
+                assert self._child is not None
+                self._child.kill()
+            except OSError:  # it has ended, which `look` notices
+                pass
 
     def close(self) -> None:
         """End the process; idempotent."""

@@ -31,7 +31,8 @@ from helixrt.transport.tcp.kernel_view import acknowledgements
 _LOOK_S = 0.1  # between checks of the rank, if no shorter interval is requested
 _HANDSHAKE_S = 2.0
 _DIAL_AGAIN_S = 0.2
-_MOST_HALF_OPEN, _MOST_WATCHERS, _MOST_SECRETS = 64, 4096, 16
+_MOST_HALF_OPEN, _MOST_WATCHERS = 64, 4096
+_MOST_SECRETS = 256  # one for each group, and a watcher that dials again may name an old one; each costs microseconds
 _LINGER_S = 2.0  # from the end of the rank's connection to the end of its process
 
 
@@ -197,6 +198,7 @@ class Monitor:
         self._look_due_s = 0.0
         self._over = False
         self._lock = threading.Lock()  # of sending to the rank
+        self._unsent: dict[tuple[str, object], bytes] = {}  # reports the rank had no room for, the newest on each matter
         self._poll = select.epoll()
         for descriptor in (process, orders.fileno(), listener.fileno()):
             self._poll.register(descriptor, select.EPOLLIN)
@@ -235,6 +237,8 @@ class Monitor:
         self._poll.modify(each.sock, select.EPOLLIN)
 
     def _turn(self, now: float) -> None:
+        if self._unsent:
+            self._send_reports()
         if now >= self._look_due_s:
             stopped = is_stopped(self._rank)
             self._withhold(stopped, now)
@@ -288,7 +292,7 @@ class Monitor:
             case "beat":
                 name = order["name"]
                 beat = importlib.import_module(order["module"]).beat_of(**order["arguments"])
-                beaten = lambda: self._report({"beating": name})  # noqa: E731
+                beaten = lambda: self._report("beating", name, {"beating": name})  # noqa: E731
                 self._beats[name] = Beats(beat, order["period_s"], order["most_s"], beaten)
             case "depend":
                 self._beats[order["name"]].depends_on.add(order["number"])
@@ -300,11 +304,19 @@ class Monitor:
                 self._over = True
 
     def _changed(self, number: int, state: State) -> None:
-        self._report({"number": number, "state": state.value})
+        self._report("state", number, {"number": number, "state": state.value})
 
-    def _report(self, message: dict[str, Any]) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it has ended, or takes nothing for a very long time
-            self._orders.send(wire.pack(message))
+    def _report(self, kind: str, about: object, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._unsent[kind, about] = wire.pack(message)
+        self._send_reports()
+
+    def _send_reports(self) -> None:
+        with self._lock, contextlib.suppress(OSError):  # there is no room now: in the next turn; or the rank has ended
+            while self._unsent:
+                matter = next(iter(self._unsent))
+                self._orders.send(self._unsent[matter])
+                del self._unsent[matter]
 
     def _withhold(self, stopped: bool, now: float) -> None:
         """No membership beats while the rank, or a rank of its replica, does not run."""
@@ -312,7 +324,7 @@ class Monitor:
             why = beats.reason(stopped, lambda number: self._watched[number].state, now)
             if why != beats.withheld:
                 beats.withheld = why
-                self._report({"withheld": why, "name": name})
+                self._report("withheld", name, {"withheld": why, "name": name})
 
     def _rank_ended(self) -> None:
         for watcher in self._watchers.values():

@@ -10,13 +10,16 @@ resend and no ledger: a ring in memory loses nothing, and when it does, the peer
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import secrets
 import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from helixrt.errors import Cause, ConfigError, Retryable
@@ -51,6 +54,7 @@ _DIAL_AGAIN_S = 0.01
 _LOOK_S = 0.1  # how often to look whether a peer that has not come still exists
 _TURN_S = 0.05  # and whether it runs; also how often signs of life are given and looked for meanwhile
 _PARKED = 64  # connections that wait for a later generation
+_NO_DESCRIPTORS_S = 0.1  # when a new connection finds none: until the next attempt
 
 
 class SharedMemoryEndpoint(Endpoint):
@@ -74,7 +78,7 @@ class SharedMemoryEndpoint(Endpoint):
         self._listener.listen(512)
         self._watch, self._stage = Watch(), Stage()
         self._epoll = self._watch.epoll
-        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._listen()
         self._generation, self._me = -1, -1
         self._begun: dict[int, int] = {}  # operations of this generation, of all links
         self._expected: set[int] = set()  # peers that may still come in this generation
@@ -109,7 +113,8 @@ class SharedMemoryEndpoint(Endpoint):
             try:
                 names[rank] = parse_address(raw)[1]
             except ValueError as error:
-                raise Retryable(f"rank {rank} cannot be reached over shared memory: {error}") from None
+                what = f"rank {rank} cannot be reached over shared memory: {error}"
+                raise Retryable(Cause(what, peers=(rank,))) from None
         self._expected = set(peers)
         try:
             self._meet(names, until, deadline_s, stopped)
@@ -132,9 +137,8 @@ class SharedMemoryEndpoint(Endpoint):
             now = time.monotonic()
             if now >= until:
                 missing = ", ".join(map(str, sorted(self._expected)))
-                raise Retryable(
-                    f"rank {missing} did not come within {deadline_s:g} s (generation {self._generation}, this host)"
-                )
+                what = f"rank {missing} did not come within {deadline_s:g} s (generation {self._generation}, this host)"
+                raise Retryable(Cause(what, peers=tuple(sorted(self._expected))))
             if stopped():
                 raise Retryable("connecting was stopped")
             if now >= look:
@@ -142,27 +146,33 @@ class SharedMemoryEndpoint(Endpoint):
                 for peer in self._expected - set(to_dial):
                     process = listener(names[peer])
                     if peer > self._me and process is None:
-                        raise Retryable(f"rank {peer} is gone: nobody listens at its address on this host")
+                        what = f"rank {peer} is gone: nobody listens at its address on this host"
+                        raise Retryable(Cause(what, peers=(peer,)))
                     processes[peer] = process or 0
             if now >= turn:
                 turn = now + (_TURN_S if self._heartbeat_s is None else min(_TURN_S, LOOK * self._heartbeat_s))
                 for peer in self._expected:
                     stopped_s = None if stopped_processes is None else stopped_processes.stopped_s(processes[peer], now)
                     if stopped_s is not None:
-                        raise Retryable(f"rank {peer} on this host has been stopped for {stopped_s:.2f} s")
+                        what = f"rank {peer} on this host has been stopped for {stopped_s:.2f} s"
+                        raise Retryable(Cause(what, peers=(peer,)))
                 self._expire(now)
+                if now >= self._listen_s:
+                    self._listen()
                 for link in self._links.values():
                     link.look(now)
             to_dial = [peer for peer in to_dial if not self._dial(peer, names[peer], now)]
             wait = min(until, look, turn) - now
             for descriptor, _ in self._epoll.poll(min(wait, _DIAL_AGAIN_S) if to_dial else wait):
                 if (owner := self._watch.owner(descriptor)) is not None:
-                    missing = ", ".join(map(str, sorted(self._expected)))
-                    raise Retryable(f"rank {owner[0].peer} left again while rank {missing} had not come yet")
+                    missing, link = ", ".join(map(str, sorted(self._expected))), owner[0]
+                    what = f"rank {link.peer} left again while rank {missing} had not come yet"
+                    # One that leaves in order gave up, probably because of those that have not come; else it failed itself.
+                    raise Retryable(Cause(what, peers=tuple(sorted(self._expected)) if link.left else (link.peer,)))
                 self._serve(descriptor)
             for outcome in self._outcomes:
                 if isinstance(outcome, Lost):
-                    raise Retryable(outcome.cause)
+                    raise Retryable(replace(outcome.cause, peers=(outcome.peer,)))
 
     def _dial(self, peer: int, name: str, now: float) -> bool:
         """Whether the call went out; False if there is no room at the peer now."""
@@ -174,7 +184,8 @@ class SharedMemoryEndpoint(Endpoint):
             return False
         except OSError as error:
             connection.close()
-            raise Retryable(f"rank {peer} is gone: its address on this host answers {error.strerror}") from None
+            what = f"rank {peer} is gone: its address on this host answers {error.strerror}"
+            raise Retryable(Cause(what, peers=(peer,))) from None
         steps = dial(self._terms, self._generation, self._me, peer)
         self._begin(Handshake(connection, steps, float("inf")), peer)
         return True
@@ -185,6 +196,10 @@ class SharedMemoryEndpoint(Endpoint):
         self._epoll.register(descriptor, select.EPOLLIN)
         self._advance(descriptor, handshake.begin)
 
+    def _listen(self) -> None:
+        self._listen_s = math.inf  # when to do so again, after there were no descriptors
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+
     def _serve(self, descriptor: int) -> None:
         """What a descriptor that is no link's asks for."""
         if descriptor in self._handshakes:
@@ -193,7 +208,10 @@ class SharedMemoryEndpoint(Endpoint):
             while True:
                 try:
                     connection, _ = self._listener.accept()
-                except (BlockingIOError, ConnectionAbortedError):
+                except OSError as error:
+                    if error.errno in (errno.EMFILE, errno.ENFILE):  # it would be ready again at once, in vain
+                        self._epoll.unregister(self._listener.fileno())
+                        self._listen_s = time.monotonic() + _NO_DESCRIPTORS_S
                     return
                 connection.setblocking(False)
                 at = connection.fileno()
@@ -215,7 +233,7 @@ class SharedMemoryEndpoint(Endpoint):
         except HandshakeError as error:
             self._drop(descriptor)
             if dialled >= 0:
-                raise Retryable(f"no link with rank {dialled}: {error}") from None
+                raise Retryable(Cause(f"no link with rank {dialled}: {error}", peers=(dialled,))) from None
             self._strangers += isinstance(error, Stranger)
             self._stale += isinstance(error, Stale)
             return
@@ -293,6 +311,8 @@ class SharedMemoryEndpoint(Endpoint):
     def progress(self, now: float) -> Sequence[Outcome]:
         if self._closed:
             return ()
+        if now >= self._listen_s:
+            self._listen()
         shown: dict[SharedMemoryLink, int] = {}
         for descriptor, _ in self._epoll.poll(0):
             owner = self._watch.owner(descriptor)
@@ -322,6 +342,8 @@ class SharedMemoryEndpoint(Endpoint):
         if self._outcomes:
             return 0.0
         deadlines += [h.until_s for d, (h, _) in self._handshakes.items() if d not in self._parked]
+        if self._listen_s < math.inf:
+            deadlines.append(self._listen_s)
         return min(deadlines, default=None)
 
     # ---------------------------------------------------------------- ends

@@ -150,6 +150,11 @@ class SharedMemoryLink:
         if not self.ended:
             self._leave(State.CLOSED)
 
+    @property
+    def left(self) -> bool:
+        """Whether the peer has left the generation in order; else, when it hangs up, it has ended or given this link up."""
+        return self._theirs.load(Word.STATE) in (State.CLOSED, State.ABORTED)
+
     # ---------------------------------------------------------------- turns
 
     def quiet(self, now: float) -> bool:
