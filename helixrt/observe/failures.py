@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 
 from helixrt.record import Event, Kind
 
 DRIVER = -1
+_AROUND = 500  # steps before a loss, and behind it, that are taken for usual ones
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,39 @@ class Failure:
 
 def failures(events: Iterable[Event], losses: Sequence[Loss]) -> list[Failure]:
     """One failure per loss, in the order of time."""
-    ordered = sorted(events, key=lambda e: e.end_s)
-    found = [_failure(ordered, loss, losses) for loss in losses]
+    told = _Told(events)
+    found = [_failure(told, loss, losses) for loss in losses]
     return sorted(found, key=lambda f: f.lost_s)
+
+
+class _Told:
+    """The events in the order of time, as they are looked for: of a run with many losses each is looked at a few times."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.of: dict[int, list[Event]] = defaultdict(list)  # by replica
+        self.starts: dict[int, list[Event]] = defaultdict(list)  # by replica
+        self.exchanges: list[Event] = []  # quorums and exchanges that failed
+        self.works: dict[int, list[Event]] = defaultdict(list)  # by step
+        self.commits: dict[int, list[float]] = defaultdict(list)  # by replica
+        for event in sorted(events, key=_end_s):
+            replica = replica_of(event.rank)
+            self.of[replica].append(event)
+            match event.kind:
+                case Kind.RANK_START:
+                    self.starts[replica].append(event)
+                case Kind.QUORUM | Kind.EXCHANGE_FAILED:
+                    self.exchanges.append(event)
+                case Kind.WORK_BEGIN:
+                    self.works[event.step].append(event)
+                case Kind.COMMIT:
+                    self.commits[replica].append(event.end_s)
+
+    def exchanges_from(self, begin_s: float) -> Iterator[Event]:
+        return islice(self.exchanges, bisect_left(self.exchanges, begin_s, key=_end_s), None)
+
+
+def _end_s(event: Event) -> float:
+    return event.end_s
 
 
 def replica_of(rank: str) -> int:
@@ -57,18 +89,19 @@ def replica_of(rank: str) -> int:
     return int(head[1:]) if head[:1] == "r" and head[1:].isdigit() else DRIVER
 
 
-def _failure(events: Sequence[Event], loss: Loss, losses: Sequence[Loss]) -> Failure:
-    own = [e for e in events if replica_of(e.rank) == loss.replica]
-    born_s, reborn_s = _life(own, loss.incarnation)
-    words = [e for e in own if born_s <= e.end_s <= loss.seen_s and e.end_s < reborn_s]
+def _failure(told: _Told, loss: Loss, losses: Sequence[Loss]) -> Failure:
+    own = told.of[loss.replica]
+    born_s, reborn_s = _life(told.starts[loss.replica], loss.incarnation)
+    words = own[bisect_left(own, born_s, key=_end_s) : bisect_right(own, loss.seen_s, key=_end_s)]
+    words = words[: bisect_left(words, reborn_s, key=_end_s)]
     noted = [e for e in words if e.kind is Kind.FAILURE and e.detail.get("replica") == loss.replica]
     lost_s = noted[-1].end_s if noted else _silent_since(words, loss.seen_s)
     gone = {o.replica for o in losses if abs(o.seen_s - loss.seen_s) < 1.0} | {loss.replica, DRIVER}
-    survivors = [e for e in events if replica_of(e.rank) not in gone]
-    back = next((e.end_s for e in events if e.end_s >= reborn_s and _contributes(e, loss.replica)), None)
+    back = next((e.end_s for e in told.exchanges_from(reborn_s) if _contributes(e, loss.replica)), None)
     until_s = math.inf if back is None else back  # its successor may be starting before the loss is detected
     worked = any(e.kind is Kind.WORK_BEGIN for e in words)
-    noticed = next((e.end_s for e in survivors if lost_s <= e.end_s < until_s and _notices(e, loss.replica, worked)), None)
+    after = takewhile(lambda e: e.end_s < until_s, told.exchanges_from(lost_s))
+    noticed = next((e.end_s for e in after if replica_of(e.rank) not in gone and _notices(e, loss.replica, worked)), None)
     step = max((e.step for e in noted or words), default=0)
     return Failure(
         replica=loss.replica,
@@ -76,16 +109,15 @@ def _failure(events: Sequence[Event], loss: Loss, losses: Sequence[Loss]) -> Fai
         lost_s=lost_s,
         reason=str(noted[-1].detail.get("reason", loss.reason)) if noted else loss.reason,
         detected_after_s=None if noticed is None else noticed - lost_s,
-        survivors_stalled_s=None if noticed is None else _stall(survivors, lost_s, noticed),
+        survivors_stalled_s=None if noticed is None else _stall(told, gone, lost_s, noticed),
         rejoined_after_s=None if back is None else back - lost_s,
-        survivors_recomputed=_recomputed(survivors, step, lost_s, until_s),
+        survivors_recomputed=_recomputed(told, gone, step, lost_s, until_s),
         seen=loss.reason,
     )
 
 
-def _life(own: Sequence[Event], incarnation: int) -> tuple[float, float]:
+def _life(starts: Sequence[Event], incarnation: int) -> tuple[float, float]:
     """When this life of the replica began, and when the next one did (infinity if there was none)."""
-    starts = [e for e in own if e.kind is Kind.RANK_START]
     born = [e.begin_s for e in starts if e.detail.get("incarnation") == incarnation]
     later = [e.begin_s for e in starts if e.detail.get("incarnation", 0) > incarnation]
     return min(born, default=-math.inf), min(later, default=math.inf)
@@ -110,22 +142,22 @@ def _contributes(event: Event, replica: int) -> bool:
     return event.kind is Kind.QUORUM and replica in event.detail.get("contributors", ())
 
 
-def _recomputed(survivors: Sequence[Event], step: int, lost_s: float, until_s: float) -> int:
-    """Work that began after the loss, by ranks that had begun the same step's work before."""
-    began = [e for e in survivors if e.kind is Kind.WORK_BEGIN and e.step == step]
+def _recomputed(told: _Told, gone: Collection[int], step: int, lost_s: float, until_s: float) -> int:
+    """Work that began after the loss, by ranks of survivors that had begun the same step's work before."""
+    began = [e for e in told.works.get(step, ()) if replica_of(e.rank) not in gone]
     before = {e.rank for e in began if e.end_s < lost_s}
     return sum(1 for e in began if lost_s <= e.end_s < until_s and e.rank in before)
 
 
-def _stall(survivors: Sequence[Event], lost_s: float, noticed_s: float) -> float:
-    """Over all survivors, the most time by which the steps that overlap the loss took longer than their median step."""
-    commits: dict[int, list[float]] = defaultdict(list)
-    for event in survivors:
-        if event.kind is Kind.COMMIT:
-            commits[replica_of(event.rank)].append(event.end_s)
+def _stall(told: _Told, gone: Collection[int], lost_s: float, noticed_s: float) -> float:
+    """Over all survivors, the most time by which the steps that overlap the loss took longer than the median of the steps
+    around them."""
     worst = 0.0
-    for times in commits.values():
-        steps = list(pairwise(times))
+    for replica, times in told.commits.items():
+        if replica in gone:
+            continue
+        around = times[max(0, bisect_left(times, lost_s) - _AROUND) : bisect_right(times, noticed_s) + _AROUND]
+        steps = list(pairwise(around))
         hit = [end - begin for begin, end in steps if begin <= noticed_s and end >= lost_s]
         calm = [end - begin for begin, end in steps if begin > noticed_s or end < lost_s]
         if hit and calm:
