@@ -249,7 +249,7 @@ class StoreClients:
 
 
 def _delete_all(left: list[tuple[dist.Store, list[str]]]) -> None:
-    """Takes as long as the store needs; nobody waits for it."""
+    """In a thread of its own, so that no call waits for the store."""
     with suppress(RuntimeError):  # torch's errors of a store
         for store, keys in left:
             for key in keys:

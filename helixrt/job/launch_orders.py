@@ -169,7 +169,7 @@ class KeptLauncher(Launcher):
 
     def _order(self, order: Order) -> None:
         """Raises Retryable if the store does not take it for PATIENCE_S."""
-        # one driver at a time has the lock of the run's folder, so nobody else takes the number
+        # one driver at a time has the lock of the run's folder, so no other process puts this number
         self._put(order_key(self._orders), order_text(order))
         self._orders += 1
 

@@ -43,7 +43,7 @@ class Placement:
         self._settings, self._host = settings, host
         self.device = device_of(settings)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # what the user's code takes for "cuda"
+            torch.cuda.set_device(self.device)  # the device "cuda" without a number in the user's code
         if settings.dtype not in _DTYPES:
             raise ConfigError("dtype", settings.dtype, f"must be one of {', '.join(_DTYPES)}")
         self._dtype = _DTYPES[settings.dtype]

@@ -17,7 +17,7 @@ from helixrt.record import DETAIL, ROUTINE, Event, newest_events, read_events
 _MOST_FIGURES = 200_000  # of steps that are loaded, of all replicas
 _MOST_EVENTS = 1_000_000  # that each step writes, of `ROUTINE` and of `DETAIL` each, of all ranks
 _MOST_METRICS_BYTES = 1 << 30  # of metrics.jsonl that are read
-LARGE_BYTES = 1 << 30  # the user is told of a report that is made from more
+LARGE_BYTES = 1 << 30  # of more than that the driver prints a message before it writes the report
 _PAGE = re.compile(r"(\.detail)?(\.old)?\.jsonl$")
 
 

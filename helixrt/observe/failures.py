@@ -18,7 +18,7 @@ from itertools import islice, pairwise, takewhile
 from helixrt.record import Event, Kind
 
 DRIVER = -1
-_AROUND = 500  # steps before a loss, and behind it, that are taken for usual ones
+_AROUND = 500  # steps before and after a loss whose median is the usual step time
 
 
 @dataclass(frozen=True)

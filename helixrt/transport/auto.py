@@ -175,7 +175,7 @@ class AutoEndpoint(Endpoint):
                 rule = f"does not reach rank {rank}, which offers {', '.join(theirs) or 'nothing'}"
                 if SHARED_MEMORY in mine and SHARED_MEMORY in theirs:
                     if same_host(mine, theirs):
-                        what = f"rank {rank} is gone: nobody answers at its address on this host"
+                        what = f"rank {rank} is gone: no process answers at its address on this host"
                         raise Retryable(Cause(what, peers=(rank,)))
                     rule = f"does not reach rank {rank}, which is on another host; use {AUTO} or {TCP}"
                 raise ConfigError("transport", self._insists, rule)

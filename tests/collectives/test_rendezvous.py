@@ -165,7 +165,7 @@ def test_a_store_that_is_stopped_ends_configure_at_its_deadline(
     address, stop = stopped_store
     exchange = make_exchange(kind, 0.5)
     if known:
-        assert isinstance(ends(lambda: exchange.configure(1, (0, 1), 0, f"{address}/1")), Retryable)  # nobody else comes
+        assert isinstance(ends(lambda: exchange.configure(1, (0, 1), 0, f"{address}/1")), Retryable)  # no other member connects
     stop()
     for generation in (2, 3):
         error = ends(lambda g=generation: exchange.configure(g, (0, 1), 0, f"{address}/{g}"))  # type: ignore[misc]
@@ -341,7 +341,7 @@ def test_what_generations_that_did_not_connect_have_left_in_the_store_is_deleted
 def test_an_abort_that_comes_before_configure_ends_it(store_address: str, kind: str) -> None:
     exchange = make_exchange(kind, 10 * LIMIT_S)
     exchange.abort(5)
-    for generation in (4, 5):  # nobody else comes
+    for generation in (4, 5):  # no other member connects
         error = ends(lambda g=generation: exchange.configure(g, (0, 1), 0, f"{store_address}/{g}"))  # type: ignore[misc]
         assert isinstance(error, Retryable) and "was aborted" in str(error)
     exchange.configure(6, (0,), 0, f"{store_address}/6")

@@ -104,7 +104,7 @@ def test_every_address_is_none_to_connect_to(host: str) -> None:
 def test_a_rank_waits_for_a_store_that_does_not_answer_yet(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    probe = socket.socket()  # it has the port and does not listen, so nobody answers there
+    probe = socket.socket()  # bound but not listening: connections are refused
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
     address = f"127.0.0.1:{port}"

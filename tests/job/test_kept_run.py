@@ -446,7 +446,7 @@ def test_a_keeper_takes_over_from_one_that_was_lost(tmp_path: Path, monkeypatch:
 
 
 def test_a_keeper_that_no_driver_comes_back_to_ends_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still while the keeper has not looked."""
+    """The test's clock advances only after the keeper has looked."""
     ranks, now = Ranks(), [0.0]
     monkeypatch.setattr(keepers, "LINGER_S", 0.2)
     monkeypatch.setattr(keepers.ServedApart, "launcher", lambda self: ranks)

@@ -343,7 +343,7 @@ def test_generations_follow_the_time_while_the_clock_of_the_proposer_is_behind(s
     while process.accepted[-1].generation < before + pause_us:
         assert world.now_s < begin_s + 2 * pause_us / 1e6
         world.turn()
-    world.now_s += 1000.0  # nobody ran
+    world.now_s += 1000.0  # no member was scheduled
     before, rounds = process.accepted[-1].generation, len(process.accepted)
     while len(process.accepted) == rounds:
         world.turn()

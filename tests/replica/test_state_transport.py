@@ -31,7 +31,7 @@ from helixrt.replica.serving_pace import Pace
 
 TIMEOUT_S = 60.0
 SECRET = "the run's secret"
-PATIENT = FetchRules(request_timeout_s=TIMEOUT_S)  # a process that stands still for seconds has lost no request
+PATIENT = FetchRules(request_timeout_s=TIMEOUT_S)  # a pause of some seconds fails no request
 
 
 def make_state(elements: int = 400_000) -> dict[str, torch.Tensor]:

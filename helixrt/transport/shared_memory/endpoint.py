@@ -146,7 +146,7 @@ class SharedMemoryEndpoint(Endpoint):
                 for peer in self._expected - set(to_dial):
                     process = listener(names[peer])
                     if peer > self._me and process is None:
-                        what = f"rank {peer} is gone: nobody listens at its address on this host"
+                        what = f"rank {peer} is gone: no process listens at its address on this host"
                         raise Retryable(Cause(what, peers=(peer,)))
                     processes[peer] = process or 0
             if now >= turn:
