@@ -25,6 +25,7 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,7 +43,9 @@ from helixrt.replica.contracts import State
 from helixrt.replica.portions import Portion
 
 MANIFEST, PART = "complete.json", "part.json"
+_DATA = ".distcp"  # how the names of files with tensors end
 _BLOCK = 1 << 20  # bytes that are read at a time
+_READERS = 8  # threads that check files: neither a read nor a checksum holds the interpreter's lock
 LAYOUT = 2  # of the files in a checkpoint's folder; 1 was one DCP checkpoint for each stage
 _FOR_NOW = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _log = logging.getLogger(__name__)
@@ -51,11 +54,13 @@ _FOLDER = re.compile(r"^step_(\d{8,})_([0-9a-f]{8})(\.[\w.-]+)?$")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one: where it is, the record whose state it holds, and the sizes of the axes of the mesh that wrote it."""
+    """A complete one: where it is, the record whose state it holds, the sizes of the axes of the mesh that wrote it, and how
+    many bytes its files have."""
 
     folder: Place
     record: CommitRecord
     mesh: Mapping[str, int]
+    nbytes: int = 0
 
     @property
     def ranks(self) -> int:
@@ -159,12 +164,11 @@ def is_complete(folder: Place) -> bool:
     return (folder / MANIFEST).exists()
 
 
-def complete_of(folder: Place, record: CommitRecord) -> Place | None:
-    """The folder with this record's complete checkpoint; None if there is none."""
+def complete_of(folder: Place, record: CommitRecord, usable: Callable[[Place], bool] = lambda found: True) -> Place | None:
+    """The folder with this record's complete checkpoint, one that is usable; None if there is none."""
     name = folder_name(record)
-    if isinstance(folder, StoredPath):
-        return next((f for f in step_folders(folder) if record_part(f) == name and is_complete(f)), None)
-    return folder / name if is_complete(folder / name) else None
+    places = [f for f in step_folders(folder) if record_part(f) == name] if isinstance(folder, StoredPath) else [folder / name]
+    return next((f for f in places if is_complete(f) and usable(f)), None)
 
 
 def saved_since(folder: Place, step: int) -> bool:
@@ -175,10 +179,10 @@ def saved_since(folder: Place, step: int) -> bool:
 def newest_complete(
     folder: Place,
     wanted: Callable[[CommitRecord], bool] = lambda record: True,
-    reads: Callable[[Place, int], None] = lambda folder, nbytes: None,
+    check: Callable[[Place], Checkpoint] | None = None,
 ) -> Checkpoint | None:
-    """The newest wanted checkpoint in a `checkpoints` folder that is whole, every file checked; None if there is none.
-    `reads(folder, nbytes)` is called before so many bytes of a checkpoint's folder are read.
+    """The newest wanted checkpoint in a `checkpoints` folder that is whole; None if there is none. `check` says of a folder
+    what `verify` does, which is its default.
 
     Raises ConfigError (resume) if there are complete ones but every one is damaged, OSError if a storage does not answer.
     """
@@ -190,10 +194,10 @@ def newest_complete(
             if not wanted(read_manifest(candidate).record):
                 whole = True  # its files are not asked for
                 continue
-            return verify(candidate, reads)
+            return (check or verify)(candidate)
         except ConfigError as error:
             if not is_complete(candidate):
-                return newest_complete(folder, wanted, reads)  # pruned while it was read: there are newer ones
+                return newest_complete(folder, wanted, check)  # pruned while it was read: there are newer ones
             damage = damage or error.rule
             _log.warning("%s; an older one is looked for", error.rule)
     if damage and not whole:
@@ -201,18 +205,24 @@ def newest_complete(
     return None
 
 
-def verify(folder: Place, reads: Callable[[Place, int], None] = lambda folder, nbytes: None) -> Checkpoint:
-    """The checkpoint in this folder, every file checked; `reads` as in `newest_complete`. Raises ConfigError (resume) with
-    what is wrong with it, OSError if a storage does not answer."""
+def verify(folder: Place, data: bool = True) -> Checkpoint:
+    """The checkpoint in this folder, every file checked; without `data` files of tensors by their sizes alone, as `load` checks
+    each tensor that it reads. Raises ConfigError (resume) with what is wrong with it, OSError if a storage does not answer."""
+
+    def check(name: str) -> None:
+        file, (size, crc) = folder / name, files[name]
+        whole = file_sum(file) == [size, crc] if data or not name.endswith(_DATA) else file_size(file) == size
+        if not whole:
+            raise ValueError(f"{name} is not the file that was written")
+
     try:
         checkpoint, files = _manifest(folder)
         needed = {f"rank_{rank}/{PART}" for rank in range(checkpoint.ranks)} | {".metadata"}
         if missing := sorted(needed - files.keys()):
             raise ValueError(f"{MANIFEST} does not name {missing[0]}")
-        reads(folder, sum(size for size, _ in files.values()))
-        for name, (size, crc) in files.items():
-            if file_sum(folder / name) != [size, crc]:
-                raise ValueError(f"{name} is not the file that was written")
+        with ThreadPoolExecutor(_READERS) as readers:
+            for _ in readers.map(check, files):
+                pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _raise_if_silent(folder, error)
         raise ConfigError("resume", "true", f"the checkpoint {folder} is unreadable: {error}") from error
@@ -252,7 +262,8 @@ def _manifest(folder: Place) -> tuple[Checkpoint, dict[str, list[int]]]:
     record = CommitRecord.from_json(manifest["record"])
     if folder_name(record) != record_part(folder):
         raise ValueError(f"{MANIFEST} belongs to another checkpoint")
-    return Checkpoint(folder, record, {str(axis): int(size) for axis, size in manifest["mesh"].items()}), manifest["files"]
+    mesh = {str(axis): int(size) for axis, size in manifest["mesh"].items()}
+    return Checkpoint(folder, record, mesh, sum(size for size, _ in manifest["files"].values())), manifest["files"]
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
@@ -262,16 +273,19 @@ def read_index(checkpoint: Checkpoint) -> Index:
         return Index([PartIndex.from_plain(json.loads(text)["index"]) for text in texts])
     except (OSError, ValueError, KeyError, TypeError) as error:
         _raise_if_silent(checkpoint.folder, error)
-        raise ConfigError("resume", "true", f"cannot load {checkpoint.folder}: {' '.join(str(error).split())}") from error
+        raise _cannot_load(checkpoint, error, ConfigError) from error
 
 
-def load(
-    checkpoint: Checkpoint, rank: int, mesh: Mapping[str, int], live: State, portions: Mapping[str, Portion]
-) -> Loaded:
+class Damaged(ConfigError):
+    """A tensor's bytes are not those that were written."""
+
+
+def load(checkpoint: Checkpoint, rank: int, mesh: Mapping[str, int], live: State, portions: Mapping[str, Portion]) -> Loaded:
     """For rank `rank` of a replica of this mesh, which need not be the one that wrote the checkpoint. `live`: the rank's state
     as it is, for its names and shapes, and `portions`: how it lies in the whole (`Engine.portions`).
 
-    Raises ConfigError (resume) when the checkpoint does not have what this rank needs, OSError if a storage does not answer.
+    Raises ConfigError (resume) when the checkpoint does not have what this rank needs, Damaged when what it has is not what was
+    written (every tensor's CRC-32 is compared), OSError if a storage does not answer.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -280,14 +294,25 @@ def load(
     index = read_index(checkpoint)
     try:
         found = restored(index, rank, dict(mesh) == dict(checkpoint.mesh), live, portions)
-        tensors = {name: empty_of(wanted) for name, wanted in found.tensors.items()}
-        read(checkpoint.folder, {name: (found.tensors[name].portion, tensor) for name, tensor in tensors.items()})
-    except (Exception, CheckpointException) as error:  # DCP raises it for what failed; it is no Exception
+    except Exception as error:
+        raise _cannot_load(checkpoint, error, ConfigError) from error
+    tensors = {name: empty_of(wanted) for name, wanted in found.tensors.items()}
+    try:
+        read(checkpoint.folder, {name: (wanted.portion, tensors[name], wanted.crcs) for name, wanted in found.tensors.items()})
+    except OSError as error:
         _raise_if_silent(checkpoint.folder, error)
-        text = " ".join(str(error).split())
-        raise ConfigError("resume", "true", f"cannot load {checkpoint.folder}: {text}") from error
+        raise _cannot_load(checkpoint, error, ConfigError) from error
+    except (ValueError, CheckpointException) as error:  # DCP raises it for what failed; it is no Exception
+        _raise_if_silent(checkpoint.folder, error)
+        inner = [each for each, _ in getattr(error, "failures", {}).values()]
+        read_wrong = not any(isinstance(each, OSError | MemoryError) for each in inner)
+        raise _cannot_load(checkpoint, error, Damaged if read_wrong else ConfigError) from error
     left = tuple(name.split("/", 1)[1] for name in index.placed if is_of_model(name) and name not in found.taken)
     return Loaded(State(tensors, found.scalars), left)
+
+
+def _cannot_load(checkpoint: Checkpoint, error: BaseException, kind: type[ConfigError]) -> ConfigError:
+    return kind("resume", "true", f"cannot load {checkpoint.folder}: {' '.join(str(error).split())}")
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -359,6 +384,11 @@ def file_sum(path: Place) -> list[int]:
     for block in path.blocks(_BLOCK) if isinstance(path, StoredPath) else _blocks(path):
         crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, crc]
+
+
+def file_size(path: Place) -> int:
+    """In bytes."""
+    return path.size() if isinstance(path, StoredPath) else path.stat().st_size
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

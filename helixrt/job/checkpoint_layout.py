@@ -106,7 +106,7 @@ class RankPart:
 
     def index(self) -> PartIndex:
         """With the CRC-32 of every box: reads all bytes."""
-        crcs = iter([_crc(tensor) for tensor in self.tensors])
+        crcs = iter([crc_of(tensor) for tensor in self.tensors])
         found = {name: replace(entry, crcs=tuple(islice(crcs, len(entry.boxes)))) for name, entry in self.entries.items()}
         return PartIndex(found, self.scalars)
 
@@ -343,7 +343,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _crc(tensor: torch.Tensor) -> int:
+def crc_of(tensor: torch.Tensor) -> int:
+    """CRC-32 of its values, in the order of its dimensions."""
     return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 

@@ -38,11 +38,13 @@ _MODULES = ("parameter/", "running_buffer/", "buffer/")  # of names in a rank's 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor to read: a portion of the stored one of this DCP name, into a tensor of this shape."""
+    """A tensor to read: a portion of the stored one of this DCP name, into a tensor of this shape. `crcs`: the CRC-32 of each
+    stored box, by the box's offset."""
 
     portion: Portion
     shape: tuple[int, ...]
     dtype: str
+    crcs: Mapping[tuple[int, ...], int]
 
 
 @dataclass
@@ -81,7 +83,7 @@ class _Reading:
             if stored is None or (stored.shape, stored.dtype) != (portion.shape, dtype):
                 there = "absent" if stored is None else _words(stored.dtype, stored.shape)
                 raise ValueError(f"{_bare(portion.name)!r} is {there} there and {_words(dtype, portion.shape)} in this model")
-            self._place(path, portion, tuple(tensor.shape), dtype)
+            self._place(path, portion, tuple(tensor.shape), stored)
             self.found.taken.add(portion.name)
 
     def optimizers(self) -> None:
@@ -141,10 +143,10 @@ class _Reading:
             entry, parameter = self.index.placed[stored], f"parameter/{name}"
             like = self.portions.get(path) or self.portions.get(parameter)
             if like is None or like.shape != entry.shape:
-                self._place(path, Portion.whole(stored, entry.shape), entry.shape, entry.dtype)
+                self._place(path, Portion.whole(stored, entry.shape), entry.shape, entry)
                 return
             shape = tuple(self.live.tensors[path if path in self.portions else parameter].shape)
-            self._place(path, Portion(stored, like.shape, like.blocks), shape, entry.dtype)
+            self._place(path, Portion(stored, like.shape, like.blocks), shape, entry)
             placement = self.live.scalars.get(PLACEMENTS + parameter)
             if placement is not None:
                 self.found.scalars[PLACEMENTS + path] = placement
@@ -157,11 +159,11 @@ class _Reading:
             portion = self.portions.get(name)
             entry = self.index.placed[name]
             if portion is None:
-                self._place(name, Portion.whole(name, entry.shape), entry.shape, entry.dtype)
+                self._place(name, Portion.whole(name, entry.shape), entry.shape, entry)
             elif portion.shape != entry.shape:
                 raise ValueError(f"{name} has shape {list(entry.shape)} there and {list(portion.shape)} here")
             else:
-                self._place(name, portion, tuple(self.live.tensors[name].shape), entry.dtype)
+                self._place(name, portion, tuple(self.live.tensors[name].shape), entry)
         for name in self.index.common:
             if not _is_elsewhere(name):
                 self._take(name, name)
@@ -204,10 +206,12 @@ class _Reading:
         live = self.live.tensors.get(path)
         if live is not None and path.startswith(_MODULES) and tuple(live.shape) != entry.shape:
             raise ValueError(f"{path!r} is {_words(entry.dtype, entry.shape)} there and of shape {list(live.shape)} here")
-        self._place(path, Portion.whole(stored, entry.shape), entry.shape, entry.dtype)
+        self._place(path, Portion.whole(stored, entry.shape), entry.shape, entry)
 
-    def _place(self, path: str, portion: Portion, shape: tuple[int, ...], dtype: str) -> None:
-        self.found.tensors[path] = Wanted(Portion(dcp_key(portion.name), portion.shape, portion.blocks), shape, dtype)
+    def _place(self, path: str, portion: Portion, shape: tuple[int, ...], stored: Entry) -> None:
+        crcs = dict(zip((offset for offset, _ in stored.boxes), stored.crcs, strict=True))
+        there = Portion(dcp_key(portion.name), portion.shape, portion.blocks)
+        self.found.tensors[path] = Wanted(there, shape, stored.dtype, crcs)
         if PLACEMENTS + path in self.live.scalars:
             self.found.scalars[PLACEMENTS + path] = self.live.scalars[PLACEMENTS + path]
 

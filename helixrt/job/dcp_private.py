@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, 
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from helixrt.job.checkpoint_layout import WholeTensor, box_of
+from helixrt.job.checkpoint_layout import WholeTensor, box_of, crc_of
 from helixrt.job.stored_path import Place, StoredPath
 from helixrt.replica.portions import Portion
 
@@ -84,9 +84,12 @@ def write_metadata(
     dcp.FileSystemWriter(folder).finish(dcp.Metadata(entries, planner_data=paths), [storage])
 
 
-def read(folder: Place, wanted: Mapping[str, tuple[Portion, torch.Tensor]]) -> None:
+Crcs = Mapping[tuple[int, ...], int]  # of a stored tensor: the CRC-32 of each box, by the box's offset
+
+
+def read(folder: Place, wanted: Mapping[str, tuple[Portion, torch.Tensor, Crcs]]) -> None:
     """Fill each tensor with what its portion names of the checkpoint in the folder; by any keys, `Portion.name` is that in the
-    checkpoint. Raises what DCP raises."""
+    checkpoint. Raises what DCP raises, ValueError inside it for a box whose bytes are not those of its CRC-32."""
     _alone_on_purpose()
     reader = FsspecReader(str(folder)) if isinstance(folder, StoredPath) else dcp.FileSystemReader(folder)
     dcp.load({}, storage_reader=reader, planner=_LoadPlanner(wanted), no_dist=True)
@@ -150,12 +153,38 @@ class _SavePlanner(dcp.SavePlanner):
         return stream
 
 
+@dataclass(frozen=True)
+class _Box:
+    """A stored box that is read whole, and checked. `pieces`: boxes of it (offset and size) and where their values go."""
+
+    name: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    crc: int
+    pieces: list[tuple[Sequence[int], Sequence[int], torch.Tensor]]
+
+    def target(self) -> torch.Tensor:
+        """Where DCP puts it: where it is wanted, if all of it is wanted there."""
+        offset, size, there = self.pieces[0]
+        return there if len(self.pieces) == 1 and tuple(size) == self.size else torch.empty(self.size, dtype=self.dtype)
+
+    def came(self, tensor: torch.Tensor) -> None:
+        """`tensor` is `target`, filled. Raises ValueError if its bytes are not those that were written."""
+        if crc_of(tensor) != self.crc:
+            raise ValueError(f"{self.name} is not what was written")
+        for offset, size, there in self.pieces:
+            if there is not tensor:
+                there.copy_(box_of(tensor, offset, size))
+
+
 class _LoadPlanner(dcp.LoadPlanner):
     """Reads portions of tensors into tensors."""
 
-    def __init__(self, wanted: Mapping[str, tuple[Portion, torch.Tensor]]) -> None:
+    def __init__(self, wanted: Mapping[str, tuple[Portion, torch.Tensor, Crcs]]) -> None:
         self._wanted = wanted
         self._metadata: dcp.Metadata | None = None
+        self._boxes: list[_Box] = []
+        self._targets: dict[int, torch.Tensor] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: dcp.Metadata | None = None, is_coordinator: bool = False) -> None:
         self._metadata = metadata
@@ -163,21 +192,28 @@ class _LoadPlanner(dcp.LoadPlanner):
     def create_local_plan(self) -> dcp.LoadPlan:
         assert self._metadata is not None
         items: list[dcp.ReadItem] = []
-        for name, (portion, tensor) in self._wanted.items():
+        for portion, tensor, crcs in self._wanted.values():
             stored = self._metadata.state_dict_metadata.get(portion.name)
             if not isinstance(stored, dcp.TensorStorageMetadata):
                 raise ValueError(f"the checkpoint's metadata have no tensor {portion.name}")
             if (tuple(stored.size), stored.properties.dtype) != (portion.shape, tensor.dtype):
                 raise ValueError(f"{portion.name} is {stored.properties.dtype}{list(stored.size)} in the checkpoint's metadata")
-            chunks = [dcp.ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.size)) for b in portion.blocks]
-            for number, chunk in enumerate(chunks):  # one by one: so each item's destination is known by its name
+            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in stored.chunks}
+            found: dict[MetadataIndex, _Box] = {}
+            for block in portion.blocks:
+                there = box_of(tensor, block.local, block.size)
+                chunk = dcp.ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.size))
                 for item in create_read_items_for_chunk_list(portion.name, stored, [chunk]):
-                    dest = MetadataIndex(f"{number} {name}", chunk.offsets, number)
-                    items.append(
-                        dcp.ReadItem(
-                            LoadItemType.TENSOR, dest, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths
-                        )
-                    )
+                    assert item.storage_index.offset is not None
+                    at = tuple(item.storage_index.offset)
+                    new = _Box(portion.name, sizes[at], tensor.dtype, crcs[at], [])
+                    piece = (item.storage_offsets, item.lengths, box_of(there, item.dest_offsets, item.lengths))
+                    found.setdefault(item.storage_index, new).pieces.append(piece)
+            for index, box in found.items():
+                zeros = torch.Size([0] * len(box.size))
+                dest = MetadataIndex(str(len(self._boxes)), zeros)
+                items.append(dcp.ReadItem(LoadItemType.TENSOR, dest, zeros, index, zeros, torch.Size(box.size)))
+                self._boxes.append(box)
         return dcp.LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
@@ -190,10 +226,10 @@ class _LoadPlanner(dcp.LoadPlanner):
         raise AssertionError("tensors alone are asked for")
 
     def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
-        number, _, name = read_item.dest_index.fqn.partition(" ")
-        portion, tensor = self._wanted[name]
-        block = portion.blocks[int(number)]
-        return box_of(box_of(tensor, block.local, block.size), read_item.dest_offsets, read_item.lengths)
+        number = int(read_item.dest_index.fqn)
+        self._targets[number] = self._boxes[number].target()
+        return self._targets[number]
 
     def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
-        pass
+        number = int(read_item.dest_index.fqn)
+        self._boxes[number].came(self._targets.pop(number))  # DCP gives a detached one, which is another object

@@ -34,51 +34,67 @@ class DurableState:
         self._folder, self._rank, self._mesh, self._engine, self._read_log = folder, rank, mesh, engine, read_log
         self._store, self._life = store, life
 
-    def newest(self, newer_than: int, reads: Callable[[Place, int], None] = lambda folder, nbytes: None) -> str | None:
+    def newest(self, newer_than: int, chosen: Callable[[checkpoints.Checkpoint], None] = lambda checkpoint: None) -> str | None:
         """The lineage hash of the newest complete checkpoint of the chain with a higher step; with `newer_than` -1 that of
-        the initial parameters if there is none, while the log begins with them. Reads all bytes of a checkpoint: `reads` as in
-        `checkpoint.newest_complete`. Raises ConfigError if checkpoints are there and all are damaged, Retryable without an
-        answer of the storage that they are in."""
+        the initial parameters if there is none, while the log begins with them. The tensors' bytes are checked by `load`.
+        Raises ConfigError if checkpoints are there and all are damaged, Retryable without an answer of the storage that they
+        are in."""
         log = self._read_log()
 
         def wanted(record: CommitRecord) -> bool:
             return record.step > newer_than and log.on_chain(record.hash)
 
         try:
-            found = checkpoints.newest_complete(self._folder, wanted, reads)
+            found = checkpoints.newest_complete(self._folder, wanted, self._check)
         except OSError as error:
             raise self._silent(error) from error
         if found is not None:
+            chosen(found)
             return found.record.hash
         return log.genesis if newer_than < 0 and not log.behind.begin else None
 
     def load(self, lineage: str, initial: bool) -> bool:
-        """Load this rank's part into the engine; False if the checkpoint has been deleted. Raises ConfigError for one that
-        does not fit, Retryable without an answer of the storage."""
+        """Load this rank's part into the engine; False if the checkpoint has been deleted, or is damaged, which `newest` knows
+        from then on in every replica.
+
+        Raises ConfigError for one that does not fit, Retryable without an answer of the storage.
+        """
         if initial:
             return True
         record = self._read_log().get(lineage)
         assert record is not None, f"the leader chose {lineage}, which the log does not know"
-        engine = self._engine
         try:
-            folder = checkpoints.complete_of(self._folder, record)
+            folder = checkpoints.complete_of(self._folder, record, lambda found: self._damage(found) is None)
+            loaded = None if folder is None else self._read(folder)
         except OSError as error:
             raise self._silent(error) from error
-        if folder is None:
+        if folder is None or loaded is None:
             return False
-        try:
-            try:
-                checkpoint = checkpoints.read_manifest(folder)
-                loaded = checkpoints.load(checkpoint, self._rank, self._mesh, engine.state(), engine.portions())
-            except ConfigError:
-                if checkpoints.is_complete(folder):
-                    raise
-                return False
-        except OSError as error:
-            raise self._silent(error) from error
         self._check_all_taken(lineage, loaded.left, folder)
-        engine.load(loaded.state)
+        self._engine.load(loaded.state)
         return True
+
+    def _read(self, folder: Place) -> checkpoints.Loaded | None:
+        """None if it has been deleted meanwhile, or is damaged."""
+        try:
+            checkpoint = checkpoints.read_manifest(folder)
+            return checkpoints.load(checkpoint, self._rank, self._mesh, self._engine.state(), self._engine.portions())
+        except ConfigError as error:
+            if not checkpoints.is_complete(folder):
+                return None
+            if not isinstance(error, checkpoints.Damaged):
+                raise
+            self._store.put_if_absent(_damaged_key(folder), error.rule)
+            return None
+
+    def _check(self, folder: Place) -> checkpoints.Checkpoint:
+        if (damage := self._damage(folder)) is not None:
+            raise ConfigError("resume", "true", damage)
+        return checkpoints.verify(folder, data=False)
+
+    def _damage(self, folder: Place) -> str | None:
+        """What a rank of any replica has found wrong when it read this checkpoint."""
+        return self._store.get(_damaged_key(folder))
 
     def _silent(self, error: OSError) -> HelixError:
         text = " ".join(str(error).split())
@@ -96,3 +112,7 @@ class DurableState:
             if everywhere:
                 rule = f"cannot load {folder}: it holds {min(everywhere)!r}, which this model does not have"
                 raise ConfigError("resume", "true", rule)
+
+
+def _damaged_key(folder: Place) -> str:
+    return f"checkpoint/damaged/{folder.name}"

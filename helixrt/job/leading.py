@@ -37,7 +37,6 @@ from helixrt.job.step_rules import (
     step_rules,
     waiting_text,
 )
-from helixrt.job.stored_path import Place
 from helixrt.observe.run_costs import cost_key
 from helixrt.observe.stamps import RankTimes
 from helixrt.protocol.step import messages as p
@@ -274,11 +273,12 @@ class Leading:
             )
         return found
 
-    def _reads(self, folder: Place, nbytes: int) -> None:
+    def _reads(self, found: checkpoints.Checkpoint) -> None:
         """Say so once of a checkpoint that takes long."""
-        if nbytes >= _READS_LONG_BYTES and folder.name != self._said_read:
-            self._said_read = folder.name
-            self._parts.metrics.say(f"the replica reads the checkpoint {folder.name}, {nbytes / 1e9:.3g} GB, to check it")
+        name = found.folder.name
+        if found.nbytes >= _READS_LONG_BYTES and name != self._said_read:
+            self._said_read = name
+            self._parts.metrics.say(f"the replica reads the checkpoint {name}, {found.nbytes / 1e9:.3g} GB")
 
     def _after_update(self, record: CommitRecord) -> None:
         """What one replica of those that update does for all."""

@@ -61,6 +61,11 @@ class StoredPath:
             except (FileNotFoundError, NotADirectoryError):
                 return ""
 
+    def size(self) -> int:
+        """Of a file, in bytes."""
+        with self._storage() as (storage, at):
+            return int(storage.info(at)["size"])
+
     def iterdir(self) -> Iterator[StoredPath]:
         with self._storage() as (storage, at):
             found = storage.ls(at, detail=False)

@@ -24,7 +24,7 @@ from tests.job.lineage_oracle import chain
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 RESUME = sys.argv[3] if len(sys.argv) > 3 else None
-STEPS, SLOW, EVERY = 70, (8, 50), 4
+STEPS, SLOW, EVERY = 100, (8, 50), 4
 BATCH, WIDTH, MICROBATCHES = 16, 6, 8
 DONE, BACK = FOLDER / "done", FOLDER / "back"  # the run was disturbed as the case says; the lost replica is there again
 DRIVER = FOLDER / "driver"  # the process of the run's driver; a rank's parent may be another one

@@ -18,7 +18,7 @@ from helixrt.schedule.generators.classic import build
 from tests.job.lineage_oracle import chain, reported
 
 SCRIPT = Path(__file__).parent / "adapting_script.py"
-SLOW_FROM, SLOW_TO, STEPS = 8, 50, 70  # as in the script
+SLOW_FROM, SLOW_TO, STEPS = 8, 50, 100  # as in the script
 FIRST = order_key(build("zb", 2, 8))
 
 

@@ -267,11 +267,12 @@ def test_pruned_while_it_is_read_is_no_damage(place: Place) -> None:
     replica = Replica(place, keep=1)
     replica.save_and_wait(record_of(2))
 
-    def overtaken(folder: Place, nbytes: int) -> None:
+    def overtaken(folder: Place) -> Checkpoint:
         if folder.name.startswith("step_00000002"):
             replica.save_and_wait(record_of(4))
+        return verify(folder)
 
-    found = newest_complete(place, reads=overtaken)
+    found = newest_complete(place, check=overtaken)
     assert found is not None and found.record.step == 4
     replica.close()
 
@@ -627,7 +628,12 @@ def test_resume_says_which_storage_cannot_be_read(run: Path, tmp_path: Path) -> 
 def test_only_what_is_wanted_is_read_whole(run: Path) -> None:
     read: list[str] = []
     place = checkpoints.checkpoints_of(run)
-    found = newest_complete(place, lambda record: record.step < 4, lambda folder, nbytes: read.append(folder.name[:13]))
+
+    def check(folder: Place) -> Checkpoint:
+        read.append(folder.name[:13])
+        return verify(folder)
+
+    found = newest_complete(place, lambda record: record.step < 4, check)
     assert found is not None and found.record.step == 2 and read == ["step_00000002"]
 
 

@@ -211,6 +211,32 @@ def test_ranks_of_any_mesh_read_what_ranks_of_another_have_written(written_by: t
         assert not set.intersection(*left) and (shape[0] == 1 or any(left)), "no parameter is left by all"
 
 
+def test_every_rank_of_any_mesh_that_reads_a_damaged_box_finds_it(tmp_path: Path) -> None:
+    """The checksum is of a whole box, and a rank may need some of it."""
+    before = Ranks(1, 2, 2)
+    found = write(tmp_path, before.mesh, [before.part(rank, 7) for rank in range(len(before.places))])
+    file = tmp_path / found.folder.name / "rank_1" / "__0_0.distcp"
+    index = checkpoints.read_index(found)
+    mine = [name for name, entry in index.parts[1].entries.items() if entry.placed and name.startswith("model/")]
+    whole, raw = file.read_bytes(), before.state(1, 7)[0].tensors
+    first = next(path for path in raw if path.endswith(mine[0].removeprefix("model/")) and path.startswith("parameter/"))
+    at = whole.index(raw[first].contiguous().view(torch.uint8).numpy().tobytes()[:64])
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    assert checkpoints.verify(found.folder, data=False) == found, "sizes alone"
+    with pytest.raises(ConfigError, match="rank_1/__0_0.distcp is not the file that was written"):
+        checkpoints.verify(found.folder)
+    for shape in MESHES:
+        now, wrong = Ranks(*shape), 0
+        for rank in range(len(now.places)):
+            live, portions = now.state(rank, 500, optimizer=False)
+            try:
+                checkpoints.load(found, rank, now.mesh, live, portions)
+            except checkpoints.Damaged as error:
+                wrong += 1
+                assert error.rule.endswith(f"model.{mine[0].removeprefix('model/')} is not what was written")
+        assert wrong >= 1, shape
+
+
 def test_what_a_parameter_has_not_is_refused_by_name(tmp_path: Path) -> None:
     before, now = Ranks(2, 1, 1), Ranks(1, 1, 1)
     found = write(tmp_path, before.mesh, [before.part(rank, 3) for rank in range(2)])
