@@ -95,7 +95,7 @@ class StageChannels:
         """Communicate so from now on: between two steps, when every message that was sent is taken in or will be. Each stage
         may do so by itself. Raises Retryable when a peer is lost."""
         if (in_order := self._in_order) is not None:
-            self._wait(lambda: not in_order, self._peers)
+            self._wait(lambda: not in_order, in_order)
         self._set(comm)
 
     def _set(self, comm: Comm) -> None:
@@ -151,7 +151,7 @@ class StageChannels:
         """Until it has arrived, and where communication is direct until its turn has come."""
         if (in_order := self._in_order) is not None and message.tag.lane not in _UNORDERED:
             self._put(in_order, message.communication, message.peer)
-            self._wait(lambda: message.communication.finished, [message.peer])
+            self._wait(lambda: message.communication.finished, in_order)
             self.released_s = max(self.released_s, message.communication.finished_s)
             return
         if not message.here:
@@ -191,17 +191,20 @@ class StageChannels:
     def _put(self, in_order: InOrder, communication: Communication, peer: int) -> None:
         """Into the queue of direct communication, when there is room."""
         if in_order.full:
-            self._wait(lambda: not in_order.full, self._peers)
+            self._wait(lambda: not in_order.full, in_order)
             self.released_s = max(self.released_s, in_order.freed_s)
+        communication.peer = peer
         with self._changed:
             in_order.put(communication)
         self._advance(in_order)
 
-    def _wait(self, there: Callable[[], bool], peers: Sequence[int], limit_s: float | None = None) -> None:
-        """Raises Retryable if one of the peers is lost first, or nothing happens in time."""
+    def _wait(self, there: Callable[[], bool], whom: Sequence[int] | InOrder, limit_s: float | None = None) -> None:
+        """Raises Retryable if one of the peers is lost first, or nothing happens in time. `whom`: these peers, or those that
+        the queue waits for, each time that something has happened."""
         until_s = time.monotonic() + (self._timeout_s if limit_s is None else limit_s)
         with self._changed:
             while not there():
+                peers = sorted(whom.awaited) if isinstance(whom, InOrder) else whom
                 if self._lost.keys() & set(peers):
                     raise self._unreachable(peers)
                 if (rest_s := until_s - time.monotonic()) <= 0.0:

@@ -21,6 +21,7 @@ class Communication:
     """A send, which `begin` puts on the wire, or a receive. `over`: its message has arrived, whether it is the head or not."""
 
     begin: Callable[[], None] = _nothing
+    peer: int = -1
     over: bool = False
     begun: bool = False
     finished_s: float = math.nan  # when it was both done and at the head
@@ -40,6 +41,11 @@ class InOrder:
 
     def __len__(self) -> int:
         return len(self._unfinished)
+
+    @property
+    def awaited(self) -> set[int]:
+        """The peers whose messages have not arrived, or that have not taken this stage's."""
+        return {each.peer for each in self._unfinished if not each.over}
 
     @property
     def full(self) -> bool:

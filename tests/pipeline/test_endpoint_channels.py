@@ -223,6 +223,34 @@ def test_who_sends_nothing_is_waited_for_no_longer_than_the_limit(endpoint_stage
     endpoint_stages.connected(2, talk)
 
 
+def test_with_direct_communication_a_lost_stage_is_named_whoevers_message_is_waited_for(endpoint_stages: Any) -> None:
+    """A send that stage 2 will not take stands before the receive from stage 1, whose message is there."""
+    lost, over = threading.Event(), threading.Event()
+
+    def talk(stage: int, endpoints: Sequence[Endpoint]) -> None:
+        channels = StageChannels(endpoints, stage, 3, FlightRecord(f"pp{stage}"), timeout_s=300.0, comm=Direct())
+        try:
+            if stage == 2:
+                assert lost.wait(60)
+                for endpoint in endpoints:
+                    endpoint.close()
+                return
+            if stage == 1:
+                channels.channels[0].send(tag(0), LIKE)
+                assert over.wait(60)
+                return
+            received = channels.channels[1].recv(tag(0), LIKE)
+            channels.channels[2].send(tag(0), torch.zeros(1 << 20))
+            lost.set()
+            with pytest.raises(Retryable, match="stage 2 of this replica cannot be reached"):
+                received.wait()
+        finally:
+            over.set() if stage == 0 else None
+            channels.close()
+
+    endpoint_stages.connected(3, talk)
+
+
 def test_tensors_elsewhere_are_refused(endpoint_stages: Any) -> None:
     def talk(stage: int, endpoints: Sequence[Endpoint]) -> None:
         channels = StageChannels(endpoints, stage, 2, FlightRecord(f"pp{stage}"))

@@ -53,6 +53,18 @@ def test_an_order_is_named_by_what_it_is_and_comes_back_from_its_text(name: str)
     assert order_key(other) != order_key(made)
 
 
+@pytest.mark.parametrize("start", [0, 50_000])
+def test_a_replica_that_starts_again_late_counts_no_steps_of_before(start: int) -> None:
+    """Its order is somewhat slower than the first one when it starts, and quicker later."""
+    other, slower = build("gpipe", 4, 12), replace(COSTS, backward=(10.0, 10.0, 10.0, 14.0))
+    assert makespan_ms(ZB, slower) < makespan_ms(other, slower)
+    policy = OrderPolicy(ZB, Adaptation(), 100_000, in_use=other)
+    decision = ask(policy, start + 1, slower)
+    assert policy.lost_ms == 0.0 and "more was lost" not in str(decision)
+    ask(policy, start + 11, slower)
+    assert policy.lost_ms == pytest.approx(10 * (makespan_ms(other, slower) - makespan_ms(ZB, slower)), rel=0.01)
+
+
 def once(step: int) -> Delays:
     return both(1, 60.0) if 20 <= step < 60 else {}
 

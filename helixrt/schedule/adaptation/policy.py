@@ -139,7 +139,7 @@ class OrderPolicy:
         self._answer: Answer | None = None
         self._asked: CostEstimate | None = None  # what the question under way is about
         self._asked_at = 0
-        self._counted = 0  # the newest step that is in the account
+        self._counted: int | None = None  # the newest step that is in the account, which begins with the first that is observed
         self._unjudged = 0  # steps under costs that no answer is about yet
         self._changed_at = 0  # when the present condition began
         self._spells: list[int] = []  # how many steps the newest conditions before it lasted
@@ -160,7 +160,7 @@ class OrderPolicy:
             raise ConfigError("costs.placement", now.costs.placement, "must be that of the order in use")
         answer = self._answer
         change = "first costs" if answer is None else differs(answer.observed, now, self.rules)
-        steps, self._counted = max(0, step - self._counted), step
+        steps, self._counted = 0 if self._counted is None else max(0, step - self._counted), step
         if self._asked is not None or change is not None:
             self._unjudged += steps
         else:
