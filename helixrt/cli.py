@@ -1,6 +1,7 @@
 """The `helixrt` command: `train` runs the built-in job, `doctor` shows what works here, `bench NAME` measures, and so on.
 
-In: command-line arguments. Out: an exit code; for an invalid setting 2, and one line on stderr.
+In: command-line arguments. Out: an exit code; for an invalid setting 2, and one line on stderr; for another failure that
+helixrt knows 1, with its notes.
 It starts fast: the modules of a command are imported only when that command is given, and the list of
 benchmarks is read from the package's files without importing them.
 """
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import helixrt
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, HelixError
 
 USAGE_ERROR = 2
 COMMANDS = {  # each a module of helixrt.commands
@@ -126,6 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"helixrt: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except HelixError as error:
+        print(f"helixrt: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `helixrt ... | head`: the reader has closed the pipe
         sys.stderr.close()
         return 0

@@ -3,7 +3,7 @@
 Anything may write to a `FlightRecord`; analysis is in `observe/`, drawing in `train/report`.
 Events are frozen, carry wall-clock times in seconds (`time.time()` of the writer, passed in or
 taken by the record's own clock), and are kept in a ring buffer. A `sink` may be attached that
-gets every event at once (a JSON Lines file that survives SIGKILL, a chaos monkey).
+gets every event at once (JSON Lines files, a chaos monkey).
 Only the standard library is used here.
 """
 
@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import lru_cache
@@ -82,8 +82,13 @@ ROUTINE = frozenset(
 """What every step writes once: whole for tens of thousands of steps, then the newest."""
 
 
-def _encoder() -> Callable[[Any], str]:
-    """As `JSONEncoder.encode`, which makes an encoder for each value."""
+_GATHERED = (ROUTINE | DETAIL) - {Kind.WORK_BEGIN}
+GATHER_S = 0.05  # how long one of these waits for others to share a call of the system
+_MOST_GATHERED = 256  # that wait
+
+
+def compact_encoder() -> Callable[[Any], str]:
+    """As `JSONEncoder.encode` without spaces, which makes an encoder for each value."""
     plain = json.JSONEncoder(separators=(",", ":"))
     make = getattr(json.encoder, "c_make_encoder", None)  # None in an interpreter without it
     if make is None:
@@ -92,8 +97,9 @@ def _encoder() -> Callable[[Any], str]:
     return lambda value: "".join(parts(value, 0))
 
 
-_ENCODE = _encoder()
+_ENCODE = compact_encoder()
 _TEXTS = lru_cache(maxsize=64)(_ENCODE)  # of the names of ranks
+_LINE_END = ord("\n")
 _BLOCK_BYTES = 1 << 16  # of a file that is read from its end on
 
 
@@ -169,37 +175,48 @@ class JsonLinesSink:
         self.lost = 0  # events that the device did not take
 
     def __call__(self, event: Event) -> None:
-        line = ("\n" * self._cut + event.to_json() + "\n").encode()
+        self.write([event.to_json() + "\n"])
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Append whole lines, in one call of the system."""
+        data = ("\n" * self._cut + "".join(lines)).encode()
         try:
-            written = os.write(self._fd, line)
+            written = os.write(self._fd, data)
         except OSError as error:
             if error.errno == errno.EBADF:
                 raise
             written = 0  # the disk is full, or broken: no reason to stop what is recorded
         self.bytes += written
-        if written < len(line):
-            self.lost += 1
-            self._cut = self._cut or written > 0
-        else:
-            self._cut = False
+        if written < len(data):
+            ended = data.count(b"\n", 0, written)
+            self.lost += len(lines) - ended + (self._cut and ended > 0)
+        if written:
+            self._cut = data[written - 1] != _LINE_END
 
     def close(self) -> None:
         os.close(self._fd)
 
 
 class _Pages:
-    """Events in a file `new`, which becomes the file `old` (in place of what that was) when it holds half of `most_bytes`."""
+    """Lines in a file `new`, which becomes the file `old` (in place of what that was) when it holds half of `most_bytes`. One
+    thread at a time."""
 
     def __init__(self, new: Path, old: Path, most_bytes: int) -> None:
         self._new, self._old, self._half = new, old, most_bytes // 2
         self._page = JsonLinesSink(new)
-        self._lock = threading.Lock()  # writers of several threads; one of them turns the page
 
-    def __call__(self, event: Event) -> None:
-        with self._lock:
-            self._page(event)
-            if self._page.bytes >= self._half:
-                self._turn()
+    def write(self, lines: Sequence[str]) -> None:
+        """Append lines, each to the page that has room."""
+        begin, size = 0, self._page.bytes
+        for number, line in enumerate(lines, 1):
+            size += len(line)  # names of ranks, keys and numbers: hardly a character takes more than a byte
+            if size >= self._half:
+                self._page.write(lines[begin:number])
+                if self._page.bytes >= self._half:
+                    self._turn()
+                begin, size = number, self._page.bytes
+        if begin < len(lines):
+            self._page.write(lines[begin:])
 
     def _turn(self) -> None:
         try:
@@ -226,27 +243,73 @@ class BoundedSink:
     `path` takes the events of `ROUTINE`, a file beside it (`.detail.jsonl`) those of `DETAIL`. Each becomes the older one
     (`.old.jsonl`, `.detail.old.jsonl`) when it holds half of `most_bytes`: at least half, at most all of that many bytes of
     each are there (and one event), the newest. All else goes to `.story.jsonl`, and stays.
+
+    An event that begins work, in which a process may die, and all that is rare are written through at once, with all before
+    them. Others are written within twice `GATHER_S`, so that short steps do not make a call of the system for each: what came
+    that short before SIGKILL is lost.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
-        self._story, self._lock = JsonLinesSink(path.with_suffix(".story.jsonl")), threading.Lock()
+        self._pending: deque[Event] = deque()  # not written yet; any thread appends
+        self._gathering = False  # the thread writes what is pending, soon
+        self._wake, self._closed = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # guards everything below, and the making of the thread
+        self._flushed = 0  # how often
+        self._story = JsonLinesSink(path.with_suffix(".story.jsonl"))
         self._steps = _Pages(path, path.with_suffix(".old.jsonl"), most_bytes)
         self._detail = _Pages(path.with_suffix(".detail.jsonl"), path.with_suffix(".detail.old.jsonl"), most_bytes)
 
     def __call__(self, event: Event) -> None:
-        if event.kind in DETAIL:
-            self._detail(event)
-        elif event.kind in ROUTINE:
-            self._steps(event)
-        else:
-            with self._lock:
-                self._story(event)
+        self._pending.append(event)
+        if event.kind not in _GATHERED or len(self._pending) >= _MOST_GATHERED:
+            self.flush()
+        elif not self._gathering:
+            self._gather()
+
+    def flush(self) -> None:
+        """Write what is pending; from any thread."""
+        story, steps, detail = list[str](), list[str](), list[str]()
+        with self._lock:
+            self._flushed += 1
+            while self._pending:
+                event = self._pending.popleft()
+                kind = event.kind
+                (detail if kind in DETAIL else steps if kind in ROUTINE else story).append(event.to_json() + "\n")
+            for lines, write in ((detail, self._detail.write), (steps, self._steps.write), (story, self._story.write)):
+                if lines:
+                    write(lines)
+
+    def _gather(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._run, name="helixrt-flight", daemon=True)
+                self._thread.start()
+        self._gathering = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        flushed = -1
+        while not self._closed.is_set():
+            self._wake.wait()
+            self._closed.wait(GATHER_S)
+            if not self._pending:
+                self._wake.clear()
+                self._gathering = False  # who appends from now on wakes this thread
+            if self._pending and self._flushed == flushed:  # else what is pending is newer
+                self.flush()
+            flushed = self._flushed
 
     @property
     def lost(self) -> int:
         return self._story.lost + self._steps.lost + self._detail.lost
 
     def close(self) -> None:
+        self._closed.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+        self.flush()
         self._story.close()
         self._steps.close()
         self._detail.close()

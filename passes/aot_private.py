@@ -300,12 +300,17 @@ def forward_ends(joint: fx.Graph) -> float:
     return max(tagged, default=math.inf)
 
 
-def recomputed_region(node: fx.Node) -> int | None:
-    """The region of `torch.utils.checkpoint` that computes this forward node again in the backward; None if it is kept."""
-    policy = node.meta.get("recompute")
-    if policy not in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
-        return None
-    return int(node.meta.get("ac_graph_id", 0))
+RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def region(node: fx.Node, policies: tuple[Any, ...] = tuple(CheckpointPolicy)) -> int | None:
+    """The region of `torch.utils.checkpoint` that a forward node is in with one of these policies; None without."""
+    return int(node.meta.get("ac_graph_id", 0)) if node.meta.get("recompute") in policies else None
+
+
+def autograd_number(node: fx.Node) -> int | None:
+    """The number of an operator's node in autograd, which its backward has, too; None when torch does not say."""
+    return node.meta.get("seq_nr")
 
 
 # ------------------------------------------------------------------------------------------------ errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 
 import torch
 
@@ -28,13 +29,17 @@ def autocast_pass(dtype: torch.dtype | None, device: torch.device | str) -> Iter
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Operators run on what they are given, also inside a user's `torch.autocast`."""
+    active = [device for device in device_types() if torch.is_autocast_enabled(device)]
+    if not active:
+        yield
+        return
     with ExitStack() as stack:
-        for device in device_types():
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device in active:
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
+@cache
 def device_types() -> tuple[str, ...]:
     """Of this machine: the processor, and the accelerator if there is one."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -1,9 +1,10 @@
 """Recompute: what regions of activation checkpointing do not keep is computed again in the backward.
 
 In: a captured joint graph, whose forward nodes know their region of `torch.utils.checkpoint` and whether its policy has
-them computed again (`aot_private.recomputed_region`). Out: the joint graph with copies of these nodes in the backward,
-each right before its first use; what enters a region, and what a policy saves, is kept instead. Everything behind
-(split, pairing, weaving) treats the copies as backward operators.
+them computed again (`aot_private.region`). Out: the joint graph with copies of these nodes in the backward, those of a
+region before the first operator of its backward, as in eager; what enters a region, what a policy saves, and results of a
+region that the backward of something outside of it uses, are kept instead. Everything behind (split, pairing, weaving)
+treats the copies as backward operators.
 
 A random operator of a region draws the same numbers again: the state of the generator is kept, not the numbers. A
 collective of a region runs again, as in eager. Of nested regions the outermost counts; buffers are changed once, by the
@@ -22,7 +23,7 @@ import torch
 from torch import fx
 
 from helixrt.passes import nodes
-from helixrt.passes.aot_private import recomputed_region
+from helixrt.passes.aot_private import RECOMPUTED, autograd_number, region
 from helixrt.passes.errors import VerifyError
 from helixrt.passes.nodes import Origin, origin, set_origin
 from helixrt.passes.parts import Part
@@ -52,9 +53,15 @@ class _Rewriting:
         self.joint = joint
         self.regions: dict[fx.Node, int] = {}
         for node in joint.nodes:
-            if (region := self._region(node)) is not None:
-                self.regions[node] = region
+            if (number := self._region(node)) is not None:
+                self.regions[node] = number
+        for node in self._results():
+            del self.regions[node]
         self.again = self._needed()
+        self.numbers = {autograd_number(node): place for node, place in self.regions.items()}  # -> the region of its backward
+        self.used: dict[int, list[fx.Node]] = {}  # region that was not begun -> what its backward uses
+        for node in sorted(self.again):
+            self.used.setdefault(self.regions[node], []).append(node)
         self.kept = GraphRewriter()  # what stands for a node of the joint graph
         self.repeated = GraphRewriter(self.kept.graph)  # what computes it again
         self.states: dict[fx.Node, fx.Node] = {}  # for a random operator, the state it drew from
@@ -65,7 +72,19 @@ class _Rewriting:
             return None
         if (node.target is operator.getitem or nodes.is_wait(node)) and not nodes.is_view(node):
             return self.regions.get(nodes.tensor_arguments(node)[0])
-        return recomputed_region(node)
+        return region(node, RECOMPUTED)
+
+    def _results(self) -> list[fx.Node]:
+        """Nodes of regions that operators outside use, in the forward and in their backward."""
+        places = {node: region(node) for node in self.joint.nodes if not origin(node).backward} | self.regions
+        own = {(place, autograd_number(node)) for node, place in places.items()}
+        found = []
+        for node, place in self.regions.items():
+            users = [user for user in node.users if user.op == "call_function"]
+            forward = any(not origin(user).backward and places[user] != place for user in users)
+            if forward and any(origin(user).backward and (place, autograd_number(user)) not in own for user in users):
+                found.append(node)
+        return found
 
     def _needed(self) -> set[fx.Node]:
         """Nodes of regions that the backward needs, and those of the same region that they need."""
@@ -88,7 +107,9 @@ class _Rewriting:
         for node in self.joint.nodes:
             backward = node.op == "call_function" and origin(node).backward
             if backward:
-                for before in node.all_input_nodes:
+                number = autograd_number(node)
+                begun = [] if number is None else self.used.pop(self.numbers.get(number, -1), [])
+                for before in (*begun, *node.all_input_nodes):
                     if before in self.again:
                         self._compute_again(before)
             if node in self.again and nodes.is_random(node):
@@ -120,10 +141,10 @@ class _Rewriting:
                 self._repeat(node)
 
     def _repeat(self, node: fx.Node) -> None:
-        region = self.regions[node]
+        place = self.regions[node]
 
         def taken(before: fx.Node) -> fx.Node:
-            return (self.repeated if self.regions.get(before) == region else self.kept).of(before)
+            return (self.repeated if self.regions.get(before) == place else self.kept).of(before)
 
         target: Any = None
         ahead: tuple[Any, ...] = ()

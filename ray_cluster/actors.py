@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helixrt.replica.variables import adopt
+
 RUN_GROUP, CONTROL_GROUP = "run", "control"
 CONCURRENCY_GROUPS = {RUN_GROUP: 2, CONTROL_GROUP: 4}  # run: the call that trains, and the request for its result
 
@@ -50,7 +52,7 @@ class RankActor:
         self._begun = False
         self._done = threading.Event()
         self._outcome = Outcome(0)
-        os.environ.update(environment)
+        adopt(environment)
         send_output_to(Path(log))
 
     def process(self) -> Process:

@@ -26,7 +26,8 @@ def connect(runtime_env: Mapping[str, Any] | None = None, namespace: str | None 
     """Connect this process to the cluster it belongs to (RAY_ADDRESS); False if it was connected.
 
     `runtime_env`: what every actor and task of this process gets on its node; not used in a process that a Ray job has
-    started, whose own it has. Raises MissingExtra without ray, ConfigError (launcher) without a cluster, ConfigError (ray) for
+    started, whose own it has. Raises MissingExtra without ray, ConfigError (launcher) without a cluster, ConfigError (ray.code)
+    for a folder that does not travel, such as one that is too large, ConfigError (ray) for
     a version whose servers cannot ask for a token, on an address that other machines reach.
     """
     try:
@@ -41,6 +42,13 @@ def connect(runtime_env: Mapping[str, Any] | None = None, namespace: str | None 
         except ConnectionError:
             rule = "no Ray cluster is running here; start one with `ray start --head`, or set RAY_ADDRESS"
             raise ConfigError("launcher", "ray", rule) from None
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            ray.shutdown()  # it is connected by then
+            told = " ".join(str(error).split())
+            size = re.search(r"Package size \(\S+\) exceeds the maximum size of [\d.]+\w+", told)
+            how = "name what ranks do not need in its .gitignore, or set ray.code=none and have the code on all nodes"
+            rule = f"cannot be copied to the nodes: {size[0] if size else told}; {how}"
+            raise ConfigError("ray.code", (runtime_env or {}).get("working_dir"), rule) from error
     try:
         check_version(ray.__version__, node_address())
     except ConfigError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from helixrt.ray_cluster.actors import send_output_to
+from helixrt.replica.variables import adopt
 
 STARTED_S = 120.0
 
@@ -25,7 +26,7 @@ class DetachedProcess:
     imported."""
 
     def __init__(self, log: str, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
+        adopt(environment)
         send_output_to(Path(log))
 
     def begin(self, entry: str, argument: dict[str, Any]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import helixrt
 from helixrt import cli
+from helixrt.commands import serve
 
 PROBE = '''"""Count to a number.
 
@@ -106,6 +109,11 @@ def test_the_acceptance_of_a_loss_reaches_the_driver_once(tmp_path: Path, capsys
         (["--replicas", "2", "--step-timeout-s", "1"], "step_timeout_s=1.0: must be at least 5 seconds"),
         (["--replicas", "2", "--wait-s", "0"], "wait_s=0.0: must be above 0"),
         (["--replicas", "2", "--secret-file", "/nowhere"], "secret-file=/nowhere: cannot be read"),
+        (["--replicas", "2", "--secret-file", sys.executable], "cannot be read: it is no text"),
+        (["--replicas", "2", "--port", "99999"], "port=99999: must be from 1 to 65535, or 0 for any free one"),
+        (["--replicas", "2", "--port", "-1"], "port=-1: must be from 1 to 65535, or 0 for any free one"),
+        (["--replicas", "2", "--host", "0"], "host=0: is every address of this machine"),
+        (["--replicas", "2", "--host", "a..b"], "host=a..b: is no address of this machine"),
     ],
 )
 def test_serve_refuses_wrong_settings_before_anything_is_made(
@@ -113,6 +121,39 @@ def test_serve_refuses_wrong_settings_before_anything_is_made(
 ) -> None:
     assert cli.main(["serve", *arguments, "--storage", str(tmp_path / "out")]) == 2
     assert rule in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("storage", ["/proc/x", __file__])
+def test_serve_refuses_a_storage_that_cannot_be_written(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--replicas", "1", "--storage", storage]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"helixrt: storage={storage}: cannot be written: ") and said.count("\n") == 1
+
+
+def test_serve_prints_paths_as_a_shell_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my runs; a 'few'"
+    folder.mkdir()
+    run = SimpleNamespace(name="run-1", folder=folder)
+    driver = SimpleNamespace(run_=run, address="10.0.0.1:5", secret="the secret", config=SimpleNamespace(host="10.0.0.1"))
+    sizes = {"replicas": 1, "pp": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    for given, file in (("", folder / "secret"), ("given", folder / "own")):
+        serve._say(driver, SimpleNamespace(secret_file=folder / "own", **sizes), given)
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "SECRET_FILE" in line]
+        assert shlex.split(line) == ["export", f"HELIXRT_SECRET_FILE={file}"]
+
+
+def test_a_run_that_cannot_be_read_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text("{")
+    assert cli.main(["drain", "0", "--run", str(tmp_path)]) == 2
+    assert "its run.json or config.json cannot be read" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path), "--to", str(tmp_path / "to")]) == 1
+    assert f"helixrt: {tmp_path / 'run.json'} cannot be read" in capsys.readouterr().err
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    assert cli.main(["attach", "job-1"]) == 2
+    assert capsys.readouterr().err == "helixrt: RAY_ADDRESS=nonsense: no Ray cluster with a dashboard answers there\n"
 
 
 def test_serve_takes_no_short_secret(

@@ -224,6 +224,8 @@ def test_batches_are_split_as_asked() -> None:
         ({"schedule": "1f1b"}, (X, Y), r"schedule=1f1b: is for a pipeline"),
         ({"cuts": ["layers.1"]}, (X, Y), r"cuts=.*: is for a pipeline"),
         ({"memory_gb": 8.0}, (X, Y), r"memory_gb=8.0: is for a pipeline"),
+        ({"context": "ring"}, (X, Y), r"context=ring: is for a pipeline"),
+        ({"context": "rings"}, None, r"context=rings: must be one of gathered, ring"),
         ({"memory_gb": 8.0, "cuts": ["layers.1"]}, None, r"memory_gb=8.0: is for chunks that are balanced"),
         ({"memory_gb": 8.0, "adapt": helixrt.Adaptation()}, None, r"memory_gb=8.0: would hold for the first order alone"),
         ({"adapt": helixrt.Adaptation()}, (X, Y), r"adapt=.*: is for a pipeline"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -311,6 +312,30 @@ def test_changed_settings_are_seen() -> None:
         both(model, plain)
         both(model, plain)
     assert len(model.train_step.captured) == len(changes)
+
+
+def test_what_is_in_a_queue_or_a_list_of_modules_is_seen() -> None:
+    """Modules in a plain list are none of the model's submodules."""
+
+    def listed(self: Net, h: torch.Tensor) -> torch.Tensor:
+        return self.held[0](h) * self.factors[-1]
+
+    model = Net(listed)
+    model.factors, model.held = deque([1.0, 2.0]), [nn.Sequential(nn.Dropout(0.0))]
+    model, plain = compiled(model)
+    both(model, plain)
+    for each in (model, plain):
+        each.factors.append(3.0)
+    both(model, plain)
+    for each in (model, plain):
+        each.held[0][0].p = 0.5
+    both(model, plain)
+    for each in (model, plain):
+        each.held[0].eval()
+    both(model, plain)
+    assert len(model.train_step.captured) == 4
+    both(model, plain)
+    assert len(model.train_step.captured) == 4
 
 
 def test_another_attention_kernel_has_graphs_of_its_own() -> None:

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import helixrt
+from helixrt.parallel.group import Group
 from helixrt.pipeline.strands import build
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import Group, ParallelGroups
+from helixrt.train.models.parallel import ParallelGroups
 
 FEW, MANY, STEPS = (2, 1, 3), (2, 1, 3, 4, 8), 3
 ROWS, SEQ, VOCAB = 2, 8, 17  # of a micro-batch

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from helixrt import record as record_module
 from helixrt.record import BoundedSink, Event, FlightRecord, JsonLinesSink, Kind, newest_events, read_events, shrink_life
 
 
@@ -71,6 +74,7 @@ def test_details_go_on_in_the_file_there_is_while_its_page_cannot_be_turned(tmp_
     obstacle.mkdir()
     for number in range(50):
         record.write(Kind.OPERATION, number=number)
+    sink.flush()
     kept = [event.detail["number"] for event in read_events(tmp_path / "r0.detail.jsonl")]
     assert kept == list(range(50)) and sink.lost == 0
     obstacle.rmdir()
@@ -150,3 +154,62 @@ def test_the_newest_events_are_read_from_the_end_of_a_file(tmp_path: Path, newes
     assert newest_events(path, newest) == events[-newest:]
     path.write_text("")
     assert newest_events(path, newest) == []
+
+
+def kinds_in(path: Path) -> list[Kind]:
+    return [event.kind for event in read_events(path)]
+
+
+STEP = (Kind.WORK_BEGIN, Kind.WORK_END, Kind.EXCHANGE_BUCKET, Kind.VOTE, Kind.COMMIT, Kind.QUORUM_JOIN, Kind.QUORUM, Kind.APPLY)
+
+
+def test_what_begins_work_is_in_the_file_at_once_with_all_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies there says how far it came; and a short step makes few calls of the system."""
+    calls, write = [], os.write
+    monkeypatch.setattr(record_module, "GATHER_S", 3600.0)
+    sink, record = BoundedSink(tmp_path / "r0.jsonl", 1 << 20), FlightRecord("r0")
+    record.attach(sink)
+    monkeypatch.setattr(os, "write", lambda fd, data: [calls.append(fd), write(fd, data)][1])
+    for step in range(10):
+        for kind in STEP:
+            record.write(kind, step=step)
+        record.write(Kind.WORK_BEGIN, step=step + 1)
+        found = kinds_in(tmp_path / "r0.jsonl")
+        assert found[-8:] == [kind for kind in STEP if kind is not Kind.EXCHANGE_BUCKET] + [Kind.WORK_BEGIN]
+        assert kinds_in(tmp_path / "r0.detail.jsonl") == [Kind.EXCHANGE_BUCKET] * (step + 1)
+    assert len(calls) <= 10 * 3
+    record.write(Kind.VOTE)
+    record.write(Kind.FAILURE)
+    assert kinds_in(tmp_path / "r0.jsonl")[-1] is Kind.VOTE, "what is rare comes after what was before it"
+    assert kinds_in(tmp_path / "r0.story.jsonl") == [Kind.FAILURE]
+    sink.close()
+
+
+def test_what_is_gathered_reaches_the_file_while_nothing_more_happens(tmp_path: Path) -> None:
+    """A rank that hangs says where."""
+    sink, record = BoundedSink(tmp_path / "r0.jsonl", 1 << 20), FlightRecord("r0")
+    record.attach(sink)
+    for kind in (Kind.WORK_END, Kind.VOTE, Kind.COMMIT):  # each time the thread that writes may have gone to rest
+        record.write(kind)
+        deadline = time.monotonic() + 60
+        while kind not in kinds_in(tmp_path / "r0.jsonl") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert kinds_in(tmp_path / "r0.jsonl")[-1] is kind
+    sink.close()
+
+
+def test_of_lines_that_are_written_together_those_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "flight.jsonl"
+    sink = JsonLinesSink(path)
+    lines = [Event(Kind.COMMIT, "r0", step, 1.0, 2.0, {}).to_json() + "\n" for step in range(10)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(map(len, lines[:4])) + 20, hard))  # the fifth is cut short
+    try:
+        sink.write(lines)
+        sink.write(lines[:2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink.write(lines[8:])
+    assert sink.lost == 8
+    assert [event.step for event in read_events(path)] == [0, 1, 2, 3, 8, 9]
+    sink.close()

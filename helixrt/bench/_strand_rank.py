@@ -24,13 +24,13 @@ from helixrt.bench._strand_variants import ABLATION, PAIRED, TARGET, TOKENS, Sha
 from helixrt.collectives.gloo_groups_private import one_gloo_worker
 from helixrt.errors import Fatal
 from helixrt.job.heap import keep_freed_memory
+from helixrt.parallel.group import Group
 from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.classify import sent_bytes
 from helixrt.passes.measure import low_quantile
 from helixrt.passes.pair import Rules
 from helixrt.passes.profile import Mode, profile
-from helixrt.train.models.parallel import Group
 
 TIMEOUT_S = 120
 TOLERANCE = 1e-4  # of eager and graphs, of the largest element: float32 sums in another order

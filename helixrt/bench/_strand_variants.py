@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from helixrt.errors import ConfigError
+from helixrt.parallel.group import Group
 from helixrt.passes import nodes
 from helixrt.passes.early import early
 from helixrt.passes.executable import Executable
@@ -30,7 +31,7 @@ from helixrt.pipeline.single_stage import Inputs, SingleStage
 from helixrt.pipeline.strands import Plan, Strands, agree_among_ranks, flattened, paired
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import Group, ParallelGroups
+from helixrt.train.models.parallel import ParallelGroups
 
 CONTEXT_PARALLEL = {"gpt-cp": "gathered", "gpt-ring": "ring"}
 MODELS = ("gpt-tp", "llama-sp", "moe-ep", *CONTEXT_PARALLEL)

@@ -1,21 +1,23 @@
 """Two sides that train the same by turns: a helixrt run, and torch alone, each in processes of its own.
 
 In: what each side's processes run, and the run's mesh. Out: an `Outcome` of each process. Blocks of steps alternate: one side
-waits in its data source, at the `Gate`, while the other one runs. Used by `helixrt bench train` and `helixrt bench hsdp`.
+waits at the `Gate`, with its next batch, while the other one runs. Used by `helixrt bench train` and `helixrt bench hsdp`.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from helixrt.errors import Fatal
+from helixrt.job.sampler import StreamSampler
 from helixrt.protocol.step.lineage import genesis
 from helixrt.replica.contracts import Coordinate, RankSpec
 from helixrt.replica.membership import serve_lighthouse
@@ -23,6 +25,8 @@ from helixrt.replica.run_keys import EXIT_KEY, done_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store import TcpRunStore, host_store
 from helixrt.timeouts import Timeouts
+from helixrt.train.config import DataConfig
+from helixrt.train.data import load_corpus, text_loader, training_windows
 
 _RUN_S = 3600.0  # for a replica to end
 _RESULT_S = 120.0  # from then on for each process's outcome
@@ -56,26 +60,36 @@ class Gate:
 
 
 class Stopwatch:
-    """A batch source that passes the gate before each block and records how long the counted steps took. The first step of a
-    block is not counted, since its preparation may overlap the wait."""
+    """Passes the gate before each block and records how long the counted steps took. It is called with the position of each
+    batch, once the batch was read. The first step of a block is not counted, since its preparation may overlap the wait."""
 
-    def __init__(self, batch_at: Callable[[int], torch.Tensor], side: int, gate: Gate, block: int) -> None:
-        self._batch_at, self._side, self._gate, self._block = batch_at, side, gate, block
+    def __init__(self, side: int, gate: Gate, block: int) -> None:
+        self._side, self._gate, self._block = side, gate, block
         self._began = 0.0
         self.seconds: list[float] = []  # per counted step, by block
 
-    def __call__(self, position: int) -> torch.Tensor:
+    def __call__(self, position: int) -> None:
         number, within = divmod(position, self._block)
         if within == 0:
             self.lap()
             self._gate.pass_block(self._side, number)
         elif within == 1:
             self._began = time.perf_counter()
-        return self._batch_at(position)
 
     def lap(self) -> None:
         if self._began:
             self.seconds.append((time.perf_counter() - self._began) / (self._block - 1))
+
+
+def text_batches(data: DataConfig, stream: int, streams: int, seed: int) -> Iterator[torch.Tensor]:
+    """What a session of this seed reads on this stream with `text_loader`, without end: int64 [batch, seq_len + 1]. Raises
+    ConfigError (data.path)."""
+    windows = training_windows(load_corpus(data), data, streams)
+    sampler = StreamSampler(len(windows), streams, stream, shuffle=True, seed=seed)
+    loader = text_loader(windows, sampler, data.batch)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        yield from loader
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Ours is the session as it is: quorum, exchange between replicas, vote, commit record, durable lineage and flight record at every
 step. The other side is a plain loop around `fully_shard` on a mesh replicate x shard, whose gradients torch reduce-scatters and
 then all-reduces. Same model, blocks, weights, batches, AdamW, clipping and number of processes. Blocks of steps alternate, one
-side waiting in its data source while the other runs; the first step of a block is not counted. The losses must agree, else
+side waiting with its next batch while the other runs; the first step of a block is not counted. The losses must agree, else
 there is no figure.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from helixrt.bench._arguments import add_blocks, add_json, add_model
 from helixrt.bench._figures import Spread, print_spreads, write
-from helixrt.bench._two_sides import Gate, Outcome, Stopwatch, run_two_sides
+from helixrt.bench._two_sides import Gate, Outcome, Stopwatch, run_two_sides, text_batches
 from helixrt.engines.sharded import blocks
 from helixrt.errors import Fatal
 from helixrt.job.config import CheckpointConfig, MeshConfig
@@ -35,7 +34,7 @@ from helixrt.job.session_rank import RankHost
 from helixrt.replica.contracts import RankSpec
 from helixrt.timeouts import derive
 from helixrt.train.config import DataConfig, ModelConfig
-from helixrt.train.data import ReplicaStream, load_corpus
+from helixrt.train.data import load_corpus, text_loader, training_windows
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 
@@ -47,7 +46,7 @@ LOSS_TOLERANCE = 2e-2  # nats on one batch; float32 sums in another order, over 
 
 
 class Work:
-    """What both sides train: `steps` updates of one model, and a rank's batches behind the gate."""
+    """What both sides train: `steps` updates of one model, on batches of `data`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.rounds, self.block, self.threads = args.rounds, args.block, args.threads
@@ -58,35 +57,20 @@ class Work:
     def model(self) -> torch.nn.Module:
         return build_chunk(self.model_config, self.data.seq_len, 0, 1, seed=SEED)
 
-    def batches(self, stream: int, side: int, gate: Gate) -> Stopwatch:
-        data = self.data
-        source = ReplicaStream(load_corpus(data), stream, WORLD, data.batch, data.seq_len, SEED)
-        return Stopwatch(source.batch_at, side, gate, self.block)
-
-
-class Loader:
-    """The batches in order. Longer than the run, so that its end is not reached."""
-
-    def __init__(self, batch_at: Callable[[int], torch.Tensor], length: int) -> None:
-        self._batch_at, self._length = batch_at, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self._batch_at(position) for position in range(self._length))
-
 
 def run_ours(spec: RankSpec, gate: Gate, results: Any, work: Work) -> None:
     config = SessionConfig.from_plain(spec.config)
     with RankRuntime(spec, config) as runtime, RankHost(runtime) as host:
         session = Session(config.session(spec.coordinate.replica, spec.coordinate.dp_shard), host)
-        watch, losses = work.batches(session.stream, 0, gate), [0.0]
+        watch, losses = Stopwatch(0, gate, work.block), [0.0]
         model = session.parallelize(work.model())
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         session.register(model=model, optimizers=[optimizer], clip_norm=CLIP)
-        for step in session.steps(Loader(watch, work.steps + 1), until=work.steps):
+        windows = training_windows(load_corpus(work.data), work.data, session.streams)
+        loader = text_loader(windows, session.sampler(windows, shuffle=True), work.data.batch)
+        for step in session.steps(loader, until=work.steps):
             for tokens in step:
+                watch(step.position)
                 step.backward(token_loss(model(tokens[:, :-1]), tokens[:, 1:]))
             done = step.commit()
             if step.number == work.steps:  # no further batch will be asked for
@@ -106,14 +90,15 @@ def run_torch(rank: int, store: str, gate: Gate, results: Any, work: Work) -> No
     client = dist.PrefixStore("hsdp", dist.TCPStore(host, int(port), is_master=False))
     dist.init_process_group("gloo", store=client, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
     mesh = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replicate", "shard"))
-    watch, model = work.batches(rank, 1, gate), work.model()
+    batches, watch = text_batches(work.data, rank, WORLD, SEED), Stopwatch(1, gate, work.block)
+    model = work.model()
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     loss = torch.zeros(())
-    for number in range(work.steps):
-        tokens = watch(number)
+    for position, tokens in zip(range(work.steps), batches, strict=False):
+        watch(position)
         loss = token_loss(model(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

@@ -155,9 +155,11 @@ def live(records: int, replicas: int, folder: Path) -> tuple[list[Mark], bool]:
             compaction.look(driver.log, 1)
             if number % max(1, records // MARKS) == 0:
                 lineage.flush()
+                compaction.settle()
                 marks.append(mark(store, folder, head.step))
     finally:
         lineage.close()
+        compaction.close()
     found = audit(driver.log.chain(), 1, driver.log.behind.audit)
     superseded = driver.log.behind.superseded + len(driver.log.superseded())
     return marks, found.clean and found.batches == batches and superseded == records // SUPERSEDED_EVERY

@@ -2,8 +2,8 @@
 
 Ours is the job as it is: quorum, exchange, vote, commit record, durable lineage, flight record and
 metrics at every step. The other side is a plain loop around DDP with fused AdamW and clipping. Same
-model, weights, batches and number of processes. Blocks of steps alternate, one side waiting in its data
-source while the other runs; the first step of a block is not counted, since its preparation may overlap
+model, weights, batches and number of processes. Blocks of steps alternate, one side waiting with its
+next batch while the other runs; the first step of a block is not counted, since its preparation may overlap
 the wait. The losses must agree, else there is no figure.
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from helixrt.bench._arguments import add_blocks, add_json, add_model
 from helixrt.bench._figures import Spread, print_spreads, write
-from helixrt.bench._two_sides import Gate, Outcome, Stopwatch, run_two_sides
+from helixrt.bench._two_sides import Gate, Outcome, Stopwatch, run_two_sides, text_batches
 from helixrt.errors import Fatal
 from helixrt.job.config import ChaosConfig, CheckpointConfig, MeshConfig
 from helixrt.job.heap import keep_freed_memory
@@ -30,7 +30,6 @@ from helixrt.job.session_rank import opened_session
 from helixrt.replica.contracts import Coordinate, RankSpec
 from helixrt.timeouts import derive
 from helixrt.train.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, ScheduleConfig, TrainConfig
-from helixrt.train.data import ReplicaStream, load_corpus
 from helixrt.train.engine import token_loss
 from helixrt.train.loop import LoopHooks, train
 from helixrt.train.models.build import build_chunk
@@ -42,24 +41,20 @@ LOSS_TOLERANCE = 2e-2  # nats on one batch; float32 sums in another order, over 
 
 
 def run_ours(spec: RankSpec, gate: Gate, results: Any, config: TrainConfig, block: int) -> None:
-    """The job's loop, with the gate before its data."""
+    """The job's loop, with the gate behind its data."""
     settings = SessionConfig.of(config, device="cpu")
-    watches: list[Stopwatch] = []
+    watch = Stopwatch(0, gate, block)
     last: list[float] = []
-
-    def gated(stream: ReplicaStream) -> Stopwatch:
-        watches.append(Stopwatch(stream.batch_at, 0, gate, block))
-        return watches[0]
 
     def note(step: int, loss: float) -> None:
         last.append(loss)
         if step == config.steps:  # no further batch will be asked for
-            watches[0].lap()
+            watch.lap()
             gate.pass_block(0, gate.rounds + 1)
 
     with RankRuntime(spec, settings) as runtime, opened_session(runtime, settings) as session:
-        train(session, config, LoopHooks(batches=gated, updated=note))
-        results.put(Outcome("helixrt", session.replica, watches[0].seconds, last[-1]))
+        train(session, config, LoopHooks(batch=lambda position, tokens: watch(position), updated=note))
+        results.put(Outcome("helixrt", session.replica, watch.seconds, last[-1]))
 
 
 def run_ddp(rank: int, store: str, gate: Gate, results: Any, config: TrainConfig, block: int) -> None:
@@ -68,17 +63,15 @@ def run_ddp(rank: int, store: str, gate: Gate, results: Any, config: TrainConfig
     host, port = store.rsplit(":", 1)
     client = dist.PrefixStore("ddp", dist.TCPStore(host, int(port), is_master=False))
     dist.init_process_group("gloo", store=client, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
-    data = config.data
-    stream = ReplicaStream(load_corpus(data), rank, WORLD, data.batch, data.seq_len, config.seed)
-    watch = Stopwatch(stream.batch_at, 1, gate, block)
-    model = build_chunk(config.model, data.seq_len, 0, 1, seed=config.seed)
+    batches, watch = text_batches(config.data, rank, WORLD, config.seed), Stopwatch(1, gate, block)
+    model = build_chunk(config.model, config.data.seq_len, 0, 1, seed=config.seed)
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     parameters = list(model.parameters())
     optimizer = adamw(parameters, config.optim)
     scheduler = cosine_with_warmup(optimizer, config.steps, config.optim)
     loss = torch.zeros(())
-    for number in range(1, config.steps + 1):
-        tokens = watch(number - 1)
+    for position, tokens in zip(range(config.steps), batches, strict=False):
+        watch(position)
         loss = token_loss(parallel(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.optim.clip)

@@ -7,7 +7,6 @@ driven from here; a job that is followed goes on.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 
@@ -22,17 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from helixrt.errors import Fatal
+    if not Path(args.run).exists() and "/" not in args.run:
+        from helixrt.train.submit import attach
 
-    try:
-        if not Path(args.run).exists() and "/" not in args.run:
-            from helixrt.train.submit import attach
-
-            return attach(args.run)
-        return _drive(Path(args.run).resolve())
-    except Fatal as error:
-        print(f"helixrt: {error}", file=sys.stderr)
-        return 1
+        return attach(args.run)
+    return _drive(Path(args.run).resolve())
 
 
 def _drive(folder: Path) -> int:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helixrt.errors import ConfigError, HelixError
+from helixrt.errors import ConfigError
 
 if TYPE_CHECKING:
     from helixrt.job.config import JobConfig
@@ -90,13 +91,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"helixrt: warning: {why}", file=sys.stderr, flush=True)
     given = _given_secret(args.secret_file)
     secret = given or secrets.token_hex(32)
-    try:
-        return serve(config, secret, args.wait_s, lambda driver: _say(driver, args, given), args.resume)
-    except ConfigError:
-        raise
-    except HelixError as error:
-        print(f"helixrt: {error}", file=sys.stderr)
-        return 1
+    return serve(config, secret, args.wait_s, lambda driver: _say(driver, args, given), args.resume)
 
 
 def _config(args: argparse.Namespace) -> JobConfig:
@@ -144,8 +139,9 @@ def _given_secret(file: Path | None) -> str:
     if file is not None:
         try:
             secret = file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError("secret-file", file, f"cannot be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError("secret-file", file, f"cannot be read: {why}") from error
     else:
         secret = os.environ.get("HELIXRT_SECRET", "")
         if not secret:
@@ -167,9 +163,9 @@ def _say(driver: ServedDriver, args: argparse.Namespace, given: str) -> None:
         file.unlink(missing_ok=True)  # of the life before, if the run is resumed
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as written:
             written.write(driver.secret + "\n")
-        print(f"  export HELIXRT_SECRET_FILE={file}")
+        print(f"  export HELIXRT_SECRET_FILE={shlex.quote(str(file))}")
     elif args.secret_file is not None:
-        print(f"  export HELIXRT_SECRET_FILE={args.secret_file.resolve()}")
+        print(f"  export HELIXRT_SECRET_FILE={shlex.quote(str(args.secret_file.resolve()))}")
     else:
         print("  HELIXRT_SECRET as it is set here")
     numbers = "0" if args.replicas == 1 else f"0 ... {args.replicas - 1}"

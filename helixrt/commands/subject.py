@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from helixrt.errors import ConfigError, MissingExtra
+from helixrt.parallel.group import Group
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import Group, ParallelGroups
+from helixrt.train.models.parallel import ParallelGroups
 
 SEED = 7
 AXES = ("ep", "cp", "tp")  # of the mesh; ranks of tp are neighbours

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import torch
 
 from helixrt.errors import ConfigError
+from helixrt.parallel import CONTEXTS
 from helixrt.passes.profile import Mode
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.generators.policies import POLICIES
@@ -34,6 +35,7 @@ class Keywords(TypedDict, total=False):
     shapes: int
     chunk_dims: Mapping[int | str, int | None] | None
     memory_gb: float
+    context: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ class Options:
       again after it was dropped is captured again.
     - `chunk_dims`: along which dimension an argument's tensors are split, by position, keyword or "target"; None for
       arguments that every micro-batch gets whole. Others are split along dim 0.
+    - `context`: how the ranks of mesh.cp get each other's keys and values: "gathered", in one collective before attention, or
+      "ring", by send and receive while they attend to those that are there; no rank holds all of them.
     """
 
     loss: Callable[[Any, Any], torch.Tensor] | None = None
@@ -79,6 +83,7 @@ class Options:
     shapes: int = 8
     chunk_dims: Mapping[int | str, int | None] | None = None
     memory_gb: float = 0.0
+    context: str = CONTEXTS[0]
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -102,6 +107,7 @@ class Options:
             ("codegen", self.codegen, CODEGENS),
             ("profile", self.profile, tuple(mode.value for mode in Mode)),
             ("strict", self.strict, (True, False)),
+            ("context", self.context, CONTEXTS),
         ):
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise ConfigError(key, value, f"must be one of {', '.join(map(str, allowed))}")

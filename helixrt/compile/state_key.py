@@ -2,12 +2,14 @@
 
 In: a module, or the process. Out: a hashable key of the module's parameters and buffers (layouts, ties, freezing), of its
 Python state (numbers, strings, functions, hooks, containers and settings objects, by content), and of torch's settings that
-choose operators (autocast, attention kernels, determinism). Other objects and tensors that are no buffers count by
-identity. Containers and objects with more than `MOST` entries count by identity and length.
+choose operators (autocast, attention kernels, determinism). A module in a plain container counts by identity and by its Python
+state. Other objects and tensors that are no buffers count by identity. Containers and objects with more than `MOST` entries
+count by identity and length.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Set
 from enum import Enum
 from functools import partial
@@ -54,7 +56,7 @@ def state_key(module: nn.Module) -> Hashable:
         (name, t.shape, t.dtype, t.device, t.requires_grad, first.setdefault(id(t), place), getattr(t, "placements", None))
         for place, (name, t) in enumerate(named)
     )
-    contents = Contents()
+    contents = Contents(set(map(id, module.modules())))
     modules = tuple((name, type(part), tuple(contents.of_module(part))) for name, part in module.named_modules())
     return tensors, modules
 
@@ -65,23 +67,32 @@ def value_key(value: Any) -> Hashable:
 
 
 class Contents:
-    """Keys of Python values by content; each object is gone through once, so that settings may refer to one another."""
+    """Keys of Python values by content; each object is gone through once, so that settings may refer to one another.
 
-    def __init__(self) -> None:
+    `modules`: the `id` of those that the user of the keys goes through by itself; they count by identity.
+    """
+
+    def __init__(self, modules: Set[int] = frozenset()) -> None:
+        self.modules = modules
         self.numbers: dict[int, int] = {}
         self.seen: list[Any] = []  # kept, so that no other object gets the address of one that was seen
 
     def of_module(self, module: nn.Module) -> Iterator[Hashable]:
         """The module's own Python state; its submodules, parameters and buffers are not in it."""
-        for name, value in vars(module).items():
-            if name not in OURS and (name == "training" or name not in INTERNAL):
-                yield name, self.of(value)
+        yield module.training
+        yield from self.attributes_of(module)
         yield from (tuple(getattr(module, hooks)) for hooks in HOOKS)
+
+    def attributes_of(self, module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+        """Those that are the module's own, with their keys."""
+        for name, value in vars(module).items():
+            if name not in OURS and name not in INTERNAL:
+                yield name, self.of(value)
 
     def of(self, value: Any) -> Hashable:
         if isinstance(value, CONSTANTS):
             return type(value), value
-        if isinstance(value, torch.Tensor | nn.Module | ModuleType | torch.Generator):
+        if isinstance(value, torch.Tensor | ModuleType | torch.Generator) or id(value) in self.modules:
             return Same(value)
         if isinstance(value, MethodType):
             return value.__func__, Same(value.__self__)
@@ -94,11 +105,14 @@ class Contents:
     def content(self, value: Any) -> Hashable:
         if isinstance(value, partial):
             return self.of(value.func), self.of(value.args), self.of(value.keywords)
-        if isinstance(value, list | tuple | Set | Mapping) and len(value) > MOST:
+        if isinstance(value, nn.Module):
+            held = (*value._parameters.values(), *value._buffers.values(), *value._modules.values())
+            return Same(value), tuple(self.of_module(value)), tuple(map(self.of, held))
+        if isinstance(value, list | tuple | deque | Set | Mapping) and len(value) > MOST:
             return Same(value), len(value)
         if isinstance(value, Mapping):
             return tuple((self.of(key), self.of(each)) for key, each in value.items()), self.attributes(value)
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | deque):
             return tuple(map(self.of, value)), self.attributes(value)
         if isinstance(value, Set):
             return frozenset(map(self.of, value))

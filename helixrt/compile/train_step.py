@@ -9,6 +9,7 @@ tensors happens once, at capture: after changing globals and other things that a
 Out: exactly what a plain loop leaves behind (`plain_loop`): the sum of gradients in the same order, buffers, the state of
 random generators, calls of gradient hooks once per micro-batch. DistributedDataParallel modules may be compiled, before
 or after they are wrapped: ranks exchange gradients during the last micro-batch's backward, and not at all under `no_sync()`.
+For BatchNorm in a region of `torch.utils.checkpoint` eager changes the running statistics twice, the graph once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from helixrt.compile.options import Options
 from helixrt.compile.recapture import Together
 from helixrt.compile.state_key import ambient_key, state_key, value_key
 from helixrt.errors import ConfigError
+from helixrt.parallel import CONTEXTS
 from helixrt.passes import nodes
 from helixrt.passes.autocast import autocast_to, without_autocast
 from helixrt.passes.capture import capture
@@ -97,6 +99,7 @@ class TrainStep:
             "cuts": options.cuts is not None,
             "memory_gb": options.memory_gb > 0,
             "adapt": options.adapt is not None,
+            "context": options.context != CONTEXTS[0],
         }
         for name in (name for name, given in chosen.items() if given):
             rule = "is for a pipeline: session.parallelize(model, example=...), then step.train"

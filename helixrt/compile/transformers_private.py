@@ -2,7 +2,8 @@
 
 In: a module that may have models of `transformers` in it. Out: for the time of a block, the module as capture needs it:
 without key-value caches, and with the hooks that record outputs of layers (router logits of experts, for the auxiliary
-loss), which are otherwise installed in the first forward, where Dynamo cannot trace it.
+loss), which are otherwise installed in the first forward, where Dynamo cannot trace it. And what of a model's attention can be
+replaced.
 """
 
 from __future__ import annotations
@@ -43,3 +44,13 @@ def install_hooks(model: nn.Module) -> None:
     for module in model.modules():  # models before those inside of them, which are then done
         if hasattr(module, "config") and recorded.get(module):
             install(module)
+
+
+def has_attention_interface(model: Any) -> bool:
+    """Whether the attention of a model of transformers can be replaced (`AttentionInterface`)."""
+    return bool(model._can_set_attn_implementation())
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether a model of transformers has layers with a state that goes along the sequence, such as Mamba's."""
+    return bool(getattr(model, "_is_stateful", False))

@@ -200,10 +200,14 @@ class Buffers:
         if self._running:
             self._restore()
 
-    @torch.no_grad()
     def adopt(self) -> None:
         """The update may have changed any buffer, an average of the parameters say: as a function of what is committed, so its
         values are. Raises MisuseError for one that has another shape or dtype now."""
+        if self._running or self._constant:
+            self._adopt()
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
         self._check_kinds(self._running)
         self._check_kinds(self._constant)
         for buffer in (*self._running, *self._constant):

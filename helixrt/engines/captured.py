@@ -3,7 +3,8 @@
 In: a model with a `train_step` (`helixrt.compile`), on the meta device or real; an `ExampleBatch`; the stage. Out: a
 `CapturedModel`, a module with the parameters of this stage under the model's own names; `Session.register` makes a
 `CapturedEngine` of it. Every rank captures the whole model, which takes no memory for tensors, and all compare what they cut.
-With tp ranks a plan cuts the model before (`captured_tensor`), so that a rank captures its parts of all layers.
+With tp ranks a plan cuts the model before (`captured_tensor`), so that a rank captures its parts of all layers. With cp ranks
+its attention is replaced by one that communicates (`captured_context`), and a rank captures it for its part of the sequence.
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ from helixrt.compile.materialize import Tensors, materialize, persistent_names, 
 from helixrt.compile.microbatches import Batch
 from helixrt.compile.options import Options
 from helixrt.compile.train_step import TrainStep
+from helixrt.compile.watch import Watch
 from helixrt.compile.whole_model import Times, WholeModel, shapes_of
 from helixrt.engines.buffers import Mode
+from helixrt.engines.captured_context import IGNORED, ContextCut, has_ignored
 from helixrt.engines.captured_engine import CAPTURE_S, Busy, CapturedEngine, CapturedParts
-from helixrt.engines.captured_tensor import GradientForms, agreed_starts, check_optimizers, cut_over_tp, gradient_forms
+from helixrt.engines.captured_tensor import (
+    GradientForms,
+    agreed_starts,
+    check_optimizers,
+    cut_over_tp,
+    gradient_forms,
+    without_values,
+)
 from helixrt.engines.example_batch import ExampleBatch
 from helixrt.engines.pipeline_parts import Batches
 from helixrt.engines.pipelined import PipelinedModel
@@ -33,6 +43,7 @@ from helixrt.engines.staged import StagePlace, check_adaptation, scheduled
 from helixrt.engines.tensor_plan import TensorPlan
 from helixrt.engines.update import Policy
 from helixrt.errors import ConfigError, MisuseError
+from helixrt.parallel.group import Group
 from helixrt.passes.agree import agree_on
 from helixrt.passes.cut_model import CutModel, ModelChunk
 from helixrt.passes.errors import CaptureError
@@ -64,10 +75,11 @@ class CapturedModel(PipelinedModel):
     `state_dict` has the model's own names, of this stage. `seed` is that of initial weights of a model on meta, `weights` the
     safetensors that they are read from instead. Chunks are balanced by the `times` of their layers, which must be the same on
     all ranks, where they give any and the options do not say `profile="estimate"`; else by estimates. `tp_plan`, else the
-    model's own plan, cuts it over the tp ranks of the mesh; a rank's parameters are its parts, plain tensors. Forward and loss
-    run under the autocast that the options of `helixrt.compile` name, else `autocast`, else the one that is active now. Raises
-    ConfigError for options and examples that do not fit, CaptureError for a model that cannot be captured or cut, MisuseError
-    for one that the plan does not fit, DisagreementError when the ranks of the replica cut it differently.
+    model's own plan, cuts it over the tp ranks of the mesh; a rank's parameters are its parts, plain tensors. Over cp ranks a
+    batch is cut along the sequence, and `position_ids` are made. Forward and loss run under the autocast that the options
+    of `helixrt.compile` name, else `autocast`, else the one that is active now. Raises ConfigError for options and examples
+    that do not fit, CaptureError for a model that cannot be captured or cut, MisuseError for one that the plan does not fit,
+    DisagreementError when the ranks of the replica cut it differently.
     """
 
     _compiled: nn.Module  # what was captured
@@ -94,14 +106,18 @@ class CapturedModel(PipelinedModel):
                 "the model is in evaluation mode, in which its graphs would be captured for training: call model.train() "
                 "before session.parallelize (transformers' from_pretrained gives models in evaluation mode)"
             )
-        args, kwargs, target = shapes_of((example.inputs, dict(example.named), example.target))
-        self._example = Batch(args, kwargs, target, options.microbatches, options.chunk_dims)
         model = step.model
+        cp = Group.of(place.mesh.group("cp"))
+        self._context = None if cp is None else ContextCut(model, cp, options)
+        self._example = self._cut_batch(*shapes_of((example.inputs, dict(example.named), example.target)))
         object.__setattr__(self, "_compiled", model)  # no submodule of this one: its state is that of this rank's part
         self._autocast = options.autocast or autocast or _active_autocast()
         with busy("captures the model", CAPTURE_S):
             over = self._over = cut_over_tp(model, place.mesh, tp_plan) if place.mesh.size("tp") > 1 else None
             captured, call = model if over is None else over.model, self._example.calls[0]
+            if self._context is not None:
+                captured = without_values(model) if over is None else captured
+                self._context.apply(captured)
             measured = None if options.profile == Profile.ESTIMATE else times
             limit = options.memory_gb * (1 << 30) or math.inf
             self._whole = WholeModel(
@@ -114,6 +130,8 @@ class CapturedModel(PipelinedModel):
                 limit_bytes=limit,
             )
             self._cut = self._whole.cut(self._schedule, options.cuts)
+            if self._context is not None:
+                self._context.check(self._cut)
             self._agree(self._cut)
             self._forms = GradientForms() if over is None else gradient_forms(self._cut, over)
             mine = _names_of(place.stage, self._cut, self._schedule, model, options.loss)
@@ -122,6 +140,12 @@ class CapturedModel(PipelinedModel):
         self._trained = _freeze_others(self._cut, tensors, place)
         self._tensors = tensors
         fill(self, tensors, mine)
+        self._watch = Watch({"": model, "loss": options.loss}, self.modules())
+
+    @property
+    def captured_modules(self) -> Iterable[nn.Module]:
+        """Of the model that was captured."""
+        return self._compiled.modules()
 
     @property
     def cut(self) -> CutModel:
@@ -130,7 +154,7 @@ class CapturedModel(PipelinedModel):
 
     def _agreed(self, starts: Sequence[int]) -> Sequence[int]:
         mesh = self.place.mesh
-        return starts if mesh.size("tp") == 1 else agreed_starts(mesh, starts, CAPTURE_S)
+        return starts if mesh.size("cp", "tp") == 1 else agreed_starts(mesh, starts, CAPTURE_S)
 
     def _agree(self, cut: CutModel) -> None:
         if self.place.group is not None:
@@ -200,8 +224,7 @@ class CapturedModel(PipelinedModel):
     def _cut_for(self, batch: Batch, training: bool) -> CutModel:
         """The model for batches like this one. All stages call it together. Raises MisuseError where it cannot be captured, or
         uses other tensors than with the example."""
-        if training and not any(module.training for module in self._compiled.modules()):
-            raise MisuseError("the compiled model is in evaluation mode: graphs for a batch of new shapes cannot be captured")
+        self._check_same(training, all=True)
         what = "in training mode" if training else "in evaluation mode"
         if difference := batch.difference(self._example):
             what += f", with a batch of other shapes than the example's ({difference}),"
@@ -229,7 +252,8 @@ class CapturedModel(PipelinedModel):
         self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any, weight: float | torch.Tensor | None = None
     ) -> float:
         assert isinstance(self._engine, CapturedEngine)
-        return self._engine.train_batch(self._batch(inputs, named, target), weight)
+        self._check_same(training=True)
+        return self._engine.train_batch(self._batch(inputs, named, target, weight), weight)
 
     def evaluate(self, *inputs: Any, target: Any = None, weight: float | torch.Tensor | None = None, **named: Any) -> float:
         """The mean loss of a batch in evaluation mode (`model.eval()`), on every stage: for the function that
@@ -237,21 +261,45 @@ class CapturedModel(PipelinedModel):
         call with arguments of new shapes captures the model in this mode."""
         if not isinstance(self._engine, CapturedEngine):
             raise MisuseError("register the model before it is evaluated")
-        return self._engine.measure_batch(self._batch(inputs, named, target), weight)
+        self._check_same(training=False)
+        return self._engine.measure_batch(self._batch(inputs, named, target, weight), weight)
 
-    def _batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> Batch:
+    def _check_same(self, training: bool, all: bool = False) -> None:
+        """Raises MisuseError if the model was changed after its capture; `training`: also for its training mode."""
+        if training and self._watch.mode_changed():
+            raise MisuseError(
+                "the training mode of a module was changed (train() or eval()) after session.parallelize, which has captured "
+                "the model in the mode of before: set that again before step.train; model.evaluate(...) needs no eval()"
+            )
+        if name := self._watch.changed(all=all):
+            raise MisuseError(
+                f"{name} was changed after session.parallelize, which has captured the model with what was before: change it "
+                "before that, or give the model what changes as a tensor of the batch"
+            )
+
+    def _batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any, weight: Any) -> Batch:
         """Raises MisuseError for a batch unlike the example in more than its shapes, and under another autocast."""
         if (active := _active_autocast()) not in (None, self._autocast):
             rule = f"runs {'without autocast' if self._autocast is None else f'under autocast to {self._autocast}'}"
             remedy = "helixrt.compile(..., autocast=torch.bfloat16) or the session's dtype, must be set before it is captured"
             raise MisuseError(f"autocast to {active} is active around a model that {rule}; {remedy}")
+        if self._context is not None and weight is None and has_ignored(target):
+            rule = "with mesh.cp above 1 a mean over each rank's positions is not that over all"
+            raise MisuseError(f"target has ignored positions ({IGNORED}); {rule}: give sums, and step.train(..., weight=...)")
         try:
-            batch = Batch(inputs, named, target, self._options.microbatches, self._options.chunk_dims)
+            batch = self._cut_batch(inputs, named, target)
         except ConfigError as error:
             raise MisuseError(f"this batch cannot be cut into micro-batches: {error}") from error
         if difference := batch.difference(self._example, shapes=False):
             raise MisuseError(f"this batch is unlike the example that the model was captured with: {difference}")
         return batch
+
+    def _cut_batch(self, inputs: tuple[Any, ...], named: Mapping[str, Any], target: Any) -> Batch:
+        """This rank's micro-batches. Raises ConfigError."""
+        if self._context is not None:
+            named, target = self._context.part_of(inputs, named, target)
+            inputs = ()
+        return Batch(inputs, named, target, self._options.microbatches, self._options.chunk_dims)
 
 
 def fill(root: nn.Module, tensors: Tensors, names: Iterable[str]) -> None:

@@ -160,6 +160,7 @@ class CapturedEngine(PipelineEngine):
             )
         )
         self._book = ExchangeBook(0, self._constants, torch.device("cpu"))
+        self._mean_factor = 1.0 / (parts.schedule.microbatches * self._ranks.streams)
 
     # ---------------------------------------------------------------- graphs
 

@@ -69,7 +69,7 @@ def cut_over_tp(model: nn.Module, mesh: ReplicaMesh, plan: TensorPlan | None) ->
     """
     if cut := next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None):
         raise MisuseError(f"{cut} is a DTensor; give session.parallelize the plain model, and how it is cut as tp_plan={{...}}")
-    twin = _without_values(model)
+    twin = without_values(model)
     terms = apply_plan(twin, mesh.inner("tp").mesh, plan, without_values=True)
     of_terms = {id(module._parameters[key]) for module, key in terms}
     found: dict[int, str] = {}
@@ -81,8 +81,8 @@ def cut_over_tp(model: nn.Module, mesh: ReplicaMesh, plan: TensorPlan | None) ->
     return TensorCut(twin, pieces, frozenset(found[identity] for identity in of_terms if identity in found))
 
 
-def _without_values(model: nn.Module) -> nn.Module:
-    """A copy on the meta device; ties between tensors are kept."""
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy on the meta device; ties between tensors are kept. Raises MisuseError for a model that cannot be copied."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made = torch.empty_like(tensor, device="meta", requires_grad=False)
@@ -91,8 +91,8 @@ def _without_values(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise MisuseError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); with Mesh(tp=...) the plan cuts a "
-            "copy of it without values: let copy.deepcopy(model) work"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); with Mesh(tp=...) or Mesh(cp=...) "
+            "a copy of it without values is changed and captured: let copy.deepcopy(model) work"
         ) from error
 
 

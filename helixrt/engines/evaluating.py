@@ -37,7 +37,8 @@ def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _kept_modes(models: Iterable[nn.Module]) -> Iterator[None]:
-    modes = [(module, module.training) for model in models for module in model.modules()]
+    every = (module for model in models for module in (*model.modules(), *getattr(model, "captured_modules", ())))
+    modes = [(module, module.training) for module in every]
     try:
         yield
     finally:

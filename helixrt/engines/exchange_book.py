@@ -102,7 +102,6 @@ class ExchangeBook:
         if self._group is not None:
             self._unite(self._group)
 
-    @torch.no_grad()
     def _fill_head(self, marks: tuple[bool, ...]) -> None:
         book, loss = self.tensors[0], self._loss
         assert loss is not None
@@ -117,6 +116,7 @@ class ExchangeBook:
             self._host[:_HEAD] = (self._weight, loss if finite else 0.0, not finite)
             return
         assert isinstance(loss, torch.Tensor)
+        loss = loss.detach()
         known = torch.isfinite(loss)
         book[0] = self.weight
         book[1] = torch.where(known, loss, 0.0)
@@ -143,13 +143,17 @@ class ExchangeBook:
     def finite_part(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """What of `values`, laid out as tensor `index`, is finite where the weight is: all but buffers, which may hold any
         value."""
-        return values[: self._room] if index == 0 else values
+        return values[: self._room] if index == 0 and self._buffers.float_room else values
 
     def read(self, sums: Sequence[torch.Tensor]) -> Totals:
         """Sums of `tensors` over contributors; reads the head on the host."""
         book = sums[0]
-        head = book[: self._room].tolist()
-        loss = book[1] / head[0] if head[0] and not head[2] else torch.full_like(book[1], math.nan)
+        head = self.finite_part(0, book).tolist()
+        known = head[0] and not head[2]
+        if book.is_cpu:
+            loss = torch.scalar_tensor(head[1] / head[0] if known else math.nan, dtype=torch.float64)
+        else:
+            loss = book[1] / head[0] if known else torch.full_like(book[1], math.nan)
         return Totals(
             weight=head[0],
             loss=loss,

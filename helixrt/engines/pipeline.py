@@ -24,13 +24,12 @@ from helixrt.engines.pipeline_parts import (
     Batch,
     PipelineParts,
     check_like_example,
-    check_modes,
     check_registered,
     check_same_chunks,
     check_shards,
     cut,
     runs_by_graphs,
-    training_modes,
+    watched,
 )
 from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import chunks_apart, set_random_state
@@ -80,8 +79,8 @@ class PipelineEngine(BatchEngine):
         self.modules, self.placement, self.batches = parts.modules, schedule.placement, parts.batches
         self.registered, self._policy, self._replicas = parts.registered, parts.policy, parts.replicas
         self._seed, self._replica, self._example = parts.seed, parts.replica, parts.example
-        self.record, self.generation = parts.record, 0
-        self._passes = 0
+        self.record, self.generation, self._passes = parts.record, 0, 0
+        self._mean_factor: float | None = None  # of the sum of losses that are means; None: one over their number
         self._loss = math.nan  # of the batch that was worked on last
         self._channels: dict[int, Channel] = {}
         self._stage_channels = parts.channels
@@ -126,7 +125,7 @@ class PipelineEngine(BatchEngine):
         self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs
         self._profile, self._autocast = parts.profile, parts.autocast
         self._graphs: JointStage | None = None
-        self._modes: list[bool] = []  # of the modules when graphs of them were captured
+        self._check_same: Callable[[], None] = lambda: None  # the modules, with those that graphs were captured of
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
         self._programs: dict[Schedule, Program] = {}
@@ -199,7 +198,7 @@ class PipelineEngine(BatchEngine):
             raise MisuseError("channels over Gloo know delegated communication only; run with pipeline.channels=endpoint")
 
     def _captured(self) -> JointStage:
-        self._modes = training_modes(self.modules)
+        self._check_same = watched(self.modules)
         from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
 
         boundary = self._executor.boundary
@@ -248,13 +247,14 @@ class PipelineEngine(BatchEngine):
         micro-batches or, where graphs run them, is unlike the example.
         """
         if self._executor.stage is not self._autograd:
-            check_modes(self._modes, self.modules)
+            self._check_same()
             check_like_example((inputs, targets), self._example, (self._embeds, self._predicts), self.schedule.microbatches)
         return self._train((inputs, targets))
 
     def _train(self, batch: Any, items: float | None = None) -> float:
         """`train` with the arguments that `_microbatches` cuts. With `items` losses are sums, over so many in all, and
         gradients are those of their sum; else losses are means, and gradients those of their mean."""
+        self._unchanged.check_frozen()
         if self._loaded:
             self.check_copies()
         microbatches = self._microbatches(batch, self._program.schedule.microbatches)
@@ -285,7 +285,7 @@ class PipelineEngine(BatchEngine):
         `items`: see `_train`."""
         shared = share_loss(self._channels, self.stage, self.placement[-1], self.generation, self._passes)
         inputs, targets = microbatches
-        pass_, factor = self._passes, None if items is None else 1.0
+        pass_, factor = self._passes, self._mean_factor if items is None else 1.0
         with autocast_pass(self._autocast, "cpu"), self._drawing() as draws:  # as stages are
             losses = executor.run(
                 program, inputs, targets, buckets, generation=self.generation, step=pass_, factor=factor, draws=draws
@@ -298,7 +298,7 @@ class PipelineEngine(BatchEngine):
             buckets.complete(parameter)
         mine = None
         if self._predicts:
-            count = len(losses) if items is None else items
+            count = len(losses) if items is None else items / self._ranks.streams
             mine = math.fsum(loss.item() for loss in losses) / count if count else math.nan
         return self._ranks.mean_loss(shared(mine))
 

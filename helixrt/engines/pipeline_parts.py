@@ -152,15 +152,20 @@ def check_like_example(batch: Batch, example: Batch, reads: tuple[bool, bool], m
                 )
 
 
-def training_modes(modules: Mapping[int, nn.Module]) -> list[bool]:
-    """Of all submodules, chunk by chunk."""
-    return [module.training for number in sorted(modules) for module in modules[number].modules()]
+def watched(modules: Mapping[int, nn.Module]) -> Callable[[], None]:
+    """What raises MisuseError once the modules are not those of now, of which graphs are captured. See `compile.watch`."""
+    from helixrt.compile.watch import Watch  # brings torch's compiler, which takes seconds
 
+    watch = Watch({f"chunk{number}": modules[number] for number in sorted(modules)})
+    rule = (
+        "after the graphs of its part were captured, which have what was before. Set it before session.register, or train with "
+        "graphs='never'"
+    )
 
-def check_modes(captured: list[bool], modules: Mapping[int, nn.Module]) -> None:
-    """Raise MisuseError where the modes are not those of before, with which graphs were captured."""
-    if captured != training_modes(modules):
-        raise MisuseError(
-            "the training mode of a module was changed (train() or eval()) after the graphs of its part were captured, which "
-            "have the mode of before. Set it before session.register, or train with graphs='never'"
-        )
+    def check() -> None:
+        if watch.mode_changed():
+            raise MisuseError(f"the training mode of a module was changed (train() or eval()) {rule}")
+        if name := watch.changed():
+            raise MisuseError(f"{name} was changed {rule}")
+
+    return check

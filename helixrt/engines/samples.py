@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+_Bits = torch.Tensor | np.ndarray
 PARAMETERS, ELEMENTS = 4, 1024
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> what its bits are read as
@@ -23,9 +25,9 @@ class Samples:
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], each: int = PARAMETERS) -> None:
         self._each = each
         self._named = [(name, parameter) for name, parameter in named if not parameter.is_complex()]
-        self._bits: list[tuple[int, torch.Tensor] | None] = [None] * len(self._named)  # each one's address and flat live view
+        self._bits: list[tuple[int, _Bits | None] | None] = [None] * len(self._named)  # each one's address and flat live view
         self._turn = 0  # of all rows sampled so far
-        self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # name, live row, its copy
+        self._kept: list[tuple[str, _Bits, torch.Tensor | bytes]] = []  # name, live row, its copy
         self._marks: torch.Tensor | None = None  # which rows differ, on a device that computes later
 
     def record(self) -> None:
@@ -35,18 +37,25 @@ class Samples:
             turn, index = divmod(self._turn, len(self._named))
             bits = self._flat(index)
             self._turn += 1
-            if (size := bits.numel()) and not bits.is_meta:  # a tensor without values cannot be compared
-                first = turn * ELEMENTS % size if size > ELEMENTS else 0
+            if bits is None:
+                continue
+            row = bits
+            if (size := len(bits)) > ELEMENTS:
+                first = turn * ELEMENTS % size
                 row = bits[first : first + ELEMENTS]
-                self._kept.append((self._named[index][0], row, row.clone()))
+            copy = row.clone() if isinstance(row, torch.Tensor) else row.tobytes()
+            self._kept.append((self._named[index][0], row, copy))
 
-    def _flat(self, index: int) -> torch.Tensor:
-        """The bits of a parameter; looked up again when its memory is another."""
+    def _flat(self, index: int) -> _Bits | None:
+        """The bits of a parameter; looked up again when its memory is another. In host memory an array, whose operations cost
+        a tenth. None without values to compare."""
         parameter, known = self._named[index][1], self._bits[index]
         part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         address = part.data_ptr()
         if known is None or known[0] != address:
-            known = self._bits[index] = address, _bits_of(part)
+            bits = _bits_of(part)
+            there = bits.numel() > 0 and not bits.is_meta
+            known = self._bits[index] = address, None if not there else bits.numpy() if bits.is_cpu else bits
         return known[1]
 
     def compare(self) -> str | None:
@@ -54,9 +63,10 @@ class Samples:
         `result`, since reading waits for the device."""
         late: list[torch.Tensor] = []
         for name, row, copy in self._kept:
-            if not row.is_cpu:
+            if isinstance(row, torch.Tensor):
+                assert isinstance(copy, torch.Tensor)
                 late.append(torch.ne(row, copy).any())
-            elif not torch.equal(row, copy):
+            elif row.tobytes() != copy:
                 return name
         self._marks = torch.stack([mark.to(late[0].device) for mark in late]) if late else None
         return None
@@ -65,7 +75,7 @@ class Samples:
         """What `compare` found on a device; waits for it."""
         if self._marks is None:
             return None
-        names = [name for name, row, _ in self._kept if not row.is_cpu]
+        names = [name for name, row, _ in self._kept if isinstance(row, torch.Tensor)]
         marks, self._marks = self._marks.tolist(), None
         return next((name for name, mark in zip(names, marks, strict=True) if mark), None)
 

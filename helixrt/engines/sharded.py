@@ -279,7 +279,7 @@ def check_updates(registered: Registered) -> None:
     devices takes all in one call."""
     for key, optimizer in registered.optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
-            if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) == 1:
+            if len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) <= 1:
                 continue
             if group.get("foreach") or group.get("fused"):
                 raise MisuseError(

@@ -21,6 +21,7 @@ and of the parameters of experts, as [expert, out, in]: colwise, rowwise, and pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,13 +41,14 @@ MODULE_STYLES = (
     COLWISE, *_GATHERED, ROWWISE, *_SPLIT, "embedding_rowwise", "embedding_colwise", "sequence_parallel", _EXPERTS, *_WHOLE,
 )  # fmt: skip
 PARAMETER_STYLES = (COLWISE, ROWWISE, PACKED, *_WHOLE)
+_SPREAD = ("ep_router", "ep_dispatch_experts", "grouped_gemm")  # styles of transformers for whole experts on each rank
 
 
 def apply_style(style: str, module: nn.Module, where: str, mesh: DeviceMesh) -> None:
     """Raises MisuseError for a style that is not one of modules, a module that it does not fit, and sizes that the number of
     ranks does not divide where it must."""
     if style not in MODULE_STYLES:
-        raise MisuseError(f"the plan has {style!r} for the module {where}; styles of modules are {', '.join(MODULE_STYLES)}")
+        raise _unknown(style, f"module {where}", "modules", MODULE_STYLES)
     if style in _WHOLE:
         return
     if style == _EXPERTS:
@@ -55,6 +57,17 @@ def apply_style(style: str, module: nn.Module, where: str, mesh: DeviceMesh) -> 
         _apply_transposed(style, module, where, mesh)
     else:
         _apply_public(style, module, where, mesh)
+
+
+def _unknown(style: str, where: str, kinds: str, known: Sequence[str]) -> MisuseError:
+    rule = f"styles of {kinds} are {', '.join(known)}"
+    if style in _SPREAD:
+        rule = (
+            "it spreads whole experts over ranks, which unmodified models cannot do. Cut each expert over the tp ranks "
+            f"({_EXPERTS!r} for the experts, {PACKED!r} and {ROWWISE!r} for their weights), or write the model's parts for "
+            "helixrt.Stages"
+        )
+    return MisuseError(f"the plan has {style!r} for the {where}; {rule}")
 
 
 def _apply_public(style: str, module: nn.Module, where: str, mesh: DeviceMesh) -> None:
@@ -141,9 +154,7 @@ def cut_parameter(style: str, module: nn.Module, key: str, where: str, mesh: Dev
     from helixrt.engines.dtensor_private import strided_shard
 
     if style not in PARAMETER_STYLES:
-        raise MisuseError(
-            f"the plan has {style!r} for the parameter {where}; styles of parameters are {', '.join(PARAMETER_STYLES)}"
-        )
+        raise _unknown(style, f"parameter {where}", "parameters", PARAMETER_STYLES)
     if style in _WHOLE:
         return
     parameter = module._parameters[key]

@@ -21,6 +21,7 @@ from helixrt.engines.state_tree import flatten
 from helixrt.errors import MisuseError
 from helixrt.replica.contracts import Scalar
 
+_ABSENT = object()
 _RULE = "replicated state may change in the update alone (or in a function registered as the session's update)"
 
 
@@ -45,7 +46,8 @@ class Unchanged:
         self._versions: list[int] = []
         self._tensors: list[torch.Tensor] = []  # of optimizers and other state
         self._tensor_versions: list[int] = []
-        self._scalars: dict[str, Scalar] = {}
+        self._fields: list[dict[str, Any]] = []  # of parameter groups
+        self._scalars: dict[str, Scalar] = {}  # of schedulers
         self._extra_scalars: dict[str, dict[str, Scalar]] = {}  # by object; of those that have some
         self._samples = Samples(list(registered.parameters()))
         self._buffers = Samples(constant, each=1)
@@ -69,13 +71,19 @@ class Unchanged:
             if scalars:
                 self._extra_scalars[key] = scalars
         self._tensors, self._tensor_versions = tensors, versions(tensors)
-        self._scalars = self._read_scalars()
+        self._fields = [dict(group) for optimizer in self._registered.optimizers.values() for group in optimizer.param_groups]
+        self._scalars = self._scheduler_scalars()
         self._samples.record()
         self._buffers.record()
 
     def check_versions(self) -> None:
         """As `check`, of what has version counters alone; costs next to nothing."""
         if versions(self._parameters) != self._versions or versions(self._tensors) != self._tensor_versions:
+            self.check()
+
+    def check_frozen(self) -> None:
+        """As `check`, of which parameters are trained alone."""
+        if any(place.parameter.requires_grad != place.requires_grad for place in self._places):
             self.check()
 
     def check(self) -> None:
@@ -98,16 +106,14 @@ class Unchanged:
                 raise MisuseError(f"{self._name(tensor)} was changed; {_RULE}")
         if _groups(self._registered.optimizers) != self._groups:
             raise MisuseError("a parameter group was added or changed after its optimizer was registered")
-        if (scalars := self._read_scalars()) != self._scalars:
-            names = [n for n in (*scalars, *self._scalars) if repr(scalars.get(n, _RULE)) != repr(self._scalars.get(n, _RULE))]
-            if names:  # none where a number is not equal to itself
-                raise MisuseError(f"{names[0]} was changed (scheduler.step() in the loop, or a rate set by hand); {_RULE}")
+        scalars = self._scheduler_scalars()
+        if name := self._changed_field() or (scalars != self._scalars and _difference(self._scalars, scalars)):
+            raise MisuseError(f"{name} was changed (scheduler.step() in the loop, or a rate set by hand); {_RULE}")
         for key, then_scalars in self._extra_scalars.items():
             now_scalars: dict[str, Scalar] = {}
             flatten(key, self._registered.extra[key].state_dict(), {}, now_scalars)
-            for name in (*now_scalars, *then_scalars):
-                if repr(now_scalars.get(name, _RULE)) != repr(then_scalars.get(name, _RULE)):
-                    raise MisuseError(f"{name} was changed; {_RULE}. What the loop changes is registered with per_replica=")
+            if name := _difference(then_scalars, now_scalars):
+                raise MisuseError(f"{name} was changed; {_RULE}. What the loop changes is registered with per_replica=")
         self._check_sample(self._samples.compare())
         self._check_buffer(self._buffers.compare())
 
@@ -147,16 +153,37 @@ class Unchanged:
                     return name
         return "registered state"
 
-    def _read_scalars(self) -> dict[str, Scalar]:
-        scalars: dict[str, Scalar] = {}
+    def _changed_field(self) -> str:
+        """The name of a scalar of a parameter group that has changed, or ""."""
+        fields = iter(self._fields)
         for key, optimizer in self._registered.optimizers.items():
-            for number, group in enumerate(optimizer.param_groups):
-                for field, value in group.items():
-                    if value is None or isinstance(value, (bool, int, float, str)):  # noqa: UP038 a union is made again each time
-                        scalars[f"{field!r} of group {number} of optimizer {key}"] = value
+            for number, (group, then) in enumerate(zip(optimizer.param_groups, fields, strict=False)):
+                for field in group if len(group) == len(then) else then.keys() | group.keys():
+                    was, now = then.get(field, _ABSENT), group.get(field, _ABSENT)
+                    if was is not now and _is_other(was, now):
+                        return f"{field!r} of group {number} of optimizer {key}"
+        return ""
+
+    def _scheduler_scalars(self) -> dict[str, Scalar]:
+        scalars: dict[str, Scalar] = {}
         for key, scheduler in self._registered.schedulers.items():
             flatten(f"scheduler {key}", scheduler.state_dict(), {}, scalars)
         return scalars
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))  # noqa: UP038 a union is made again each time
+
+
+def _is_other(was: object, now: object) -> bool:
+    """Whether one of them is a scalar, and the other is another. A number may be unequal to itself."""
+    scalars = _is_scalar(was) + _is_scalar(now)
+    return scalars == 1 or (scalars == 2 and was != now and repr(was) != repr(now))
+
+
+def _difference(then: Mapping[str, Scalar], now: Mapping[str, Scalar]) -> str:
+    """The name of the first scalar that is another, or "". A number may be unequal to itself."""
+    return next((name for name in (*now, *then) if repr(now.get(name, _RULE)) != repr(then.get(name, _RULE))), "")
 
 
 def _groups(optimizers: Mapping[str, Optimizer]) -> list[list[int]]:

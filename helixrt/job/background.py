@@ -35,6 +35,10 @@ class Background(Generic[T]):
         self._done = None
         return self._answers[0] if self._answers else None
 
+    def settled(self, wait_s: float) -> bool:
+        """Whether no call is under way, within `wait_s`."""
+        return self._done is None or self._done.wait(wait_s)
+
 
 def _answer(call: Callable[[], T], done: threading.Event, answers: list[T]) -> None:
     try:

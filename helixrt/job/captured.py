@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from helixrt.schedule.ir import Schedule
 
 _NOT_CAPTURED = {
-    "dp_shard": "FSDP2 gathers parameters in hooks, outside of any graph; use replicas, pp or tp",
-    "cp": "the attention of an unmodified model sees the positions of its own rank alone; use helixrt.Stages for cp",
+    "dp_shard": "FSDP2 gathers parameters in hooks, outside of any graph; use replicas, pp, cp or tp",
 }
 
 
@@ -85,7 +84,7 @@ def times_to_cut_by(
     """The times of the model's units, the same on all ranks of the run; None where chunks are balanced by estimates. With
     `always` (`profile="measure"`) the units are measured whatever it takes.
 
-    Over tp ranks only that is done: the layers communicate, so the tp ranks of stage 0 measure together, a fixed number of
+    Over cp and tp ranks only that is done: the layers communicate, so the ranks of stage 0 measure together, a fixed number of
     runs. Raises as `agreed_times`, CaptureError and ConfigError for a model that cannot be cut into so many chunks.
     """
     from helixrt.pipeline.measured_units import Found, expected, measure_units
@@ -93,10 +92,10 @@ def times_to_cut_by(
 
     if schedule.chunks == 1:
         return None
-    tp, by_estimates = place.mesh.size("tp") > 1, expected(joint, schedule)
-    if not always and (tp or not by_estimates.worthwhile):
+    shared, by_estimates = place.mesh.size("cp", "tp") > 1, expected(joint, schedule)
+    if not always and (shared or not by_estimates.worthwhile):
         return None
-    measures = place.stage == (0 if tp else by_estimates.stage)  # tp ranks with other parts may not agree on the latter
+    measures = place.stage == (0 if shared else by_estimates.stage)  # ranks with other parts may not agree on the latter
 
     def measured() -> Found:
         if not always:
@@ -106,7 +105,7 @@ def times_to_cut_by(
             times = unit_times(joint)
         return Found(times, "", time.monotonic() - began)
 
-    found = agreed_times(host, _key(joint, whole=not tp), measured, measures=measures, together=tp)
+    found = agreed_times(host, _key(joint, whole=not shared), measured, measures=measures, together=shared)
     if measures:
         host.say(_told(found))
     return found.times

@@ -21,6 +21,7 @@ from helixrt.errors import Retryable
 from helixrt.job.config import FaultConfig
 from helixrt.job.machine import boot_identity
 from helixrt.replica.contracts import RunStore
+from helixrt.replica.run_keys import OfRank, kill_key
 
 _WAIT_S = 1.0  # one wait for a request to die; a longer one asks again
 _MORE_THAN_ANY_MACHINE_HAS = 1 << 60  # bytes
@@ -71,7 +72,7 @@ class ReplicaKiller:
         self._store, self._life, self._rank, self._ranks = store, life, rank, ranks
         self._host = host or host_identity()
         self._closed = threading.Event()
-        store.put_if_absent(self._pid_key(rank), f"{self._host} {os.getpid()}")
+        store.put_if_absent(OfRank.PID.key(life, rank), f"{self._host} {os.getpid()}")
         if obeys:
             threading.Thread(target=self._obey, name="helixrt-chaos", daemon=True).start()
 
@@ -79,7 +80,7 @@ class ReplicaKiller:
         """SIGKILL to every process of this replica's life, this one last."""
         mine = self.of_this_host()
         if len(mine) < self._ranks:
-            self._store.put_if_absent(self._request_key, "all")
+            self._store.put_if_absent(kill_key(self._life), "all")
         for pid in mine:
             if pid != os.getpid():
                 with suppress(ProcessLookupError):  # it was quicker
@@ -88,7 +89,7 @@ class ReplicaKiller:
 
     def of_this_host(self) -> list[int]:
         """Process ids of the ranks that this process may signal."""
-        recorded = [self._store.get(self._pid_key(rank)) for rank in range(self._ranks)]
+        recorded = [self._store.get(OfRank.PID.key(self._life, rank)) for rank in range(self._ranks)]
         found = [text.split(" ") for text in recorded if text is not None]
         return [int(pid) for host, pid in found if host == self._host]
 
@@ -99,15 +100,8 @@ class ReplicaKiller:
     def _obey(self) -> None:
         while not self._closed.is_set():
             try:
-                self._store.wait(self._request_key, _WAIT_S)
+                self._store.wait(kill_key(self._life), _WAIT_S)
             except Retryable:
                 self._closed.wait(0.05)
                 continue
             os.kill(os.getpid(), signal.SIGKILL)
-
-    @property
-    def _request_key(self) -> str:
-        return f"chaos/kill/{self._life}"
-
-    def _pid_key(self, rank: int) -> str:
-        return f"pid/{self._life}/{rank}"

@@ -45,6 +45,11 @@ class Entry:
     placed: bool
     crcs: tuple[int, ...] = ()
 
+    @property
+    def crc_at(self) -> dict[tuple[int, ...], int]:
+        """The CRC-32 of each box, by the box's offset."""
+        return dict(zip((offset for offset, _ in self.boxes), self.crcs, strict=True))
+
 
 @dataclass(frozen=True)
 class WholeTensor:

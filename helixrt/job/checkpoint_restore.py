@@ -209,9 +209,8 @@ class _Reading:
         self._place(path, Portion.whole(stored, entry.shape), entry.shape, entry)
 
     def _place(self, path: str, portion: Portion, shape: tuple[int, ...], stored: Entry) -> None:
-        crcs = dict(zip((offset for offset, _ in stored.boxes), stored.crcs, strict=True))
         there = Portion(dcp_key(portion.name), portion.shape, portion.blocks)
-        self.found.tensors[path] = Wanted(there, shape, stored.dtype, crcs)
+        self.found.tensors[path] = Wanted(there, shape, stored.dtype, stored.crc_at)
         if PLACEMENTS + path in self.live.scalars:
             self.found.scalars[PLACEMENTS + path] = self.live.scalars[PLACEMENTS + path]
 

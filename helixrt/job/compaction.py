@@ -4,26 +4,29 @@ In: the driver's copy of the log, and which checkpoints are complete. Out: old e
 oldest complete checkpoint that the chain has: nothing before that is ever gone back to. The store keeps what the step protocol
 looks back at (`runlog.KEPT`), so a rank that starts reads about that and what came since the checkpoint. Driver and disk keep
 `history_of` entries for the report; of those before, the audit and how many were superseded are kept (`lineage.Behind`).
-Without checkpoints nothing is deleted.
+Without checkpoints nothing is deleted. Files of the log on disk are merged, so that a file holds many entries.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from helixrt.errors import Retryable
 from helixrt.job.background import QUICK_S, Background
 from helixrt.job.checkpoint import checkpoints_of, folder_name, is_complete, record_part, step_folders
-from helixrt.job.lineage_files import forget_before
+from helixrt.job.lineage_files import forget_before, merge_files
 from helixrt.job.stored_path import Place, StoredPath
-from helixrt.protocol.step.lineage import Behind, Log
+from helixrt.protocol.step.lineage import Behind, CommitRecord, Log
 from helixrt.replica.runlog import KEPT, RunLog
 
 _RECORDS = 200_000  # times replicas: entries of a history; a record has a line of some 25 bytes for each replica
 _PATIENCE_S = 60.0  # with a storage, at the start
+_CLOSE_S = 60.0  # for a file to be written at the end
 _STEP = re.compile(r"step_(\d+)_")
 
 
@@ -54,12 +57,14 @@ def _index(log: Log, complete: Sequence[str]) -> int:
 
 
 class Compaction:
-    """Of the driver. `kept`, `history`: how many entries stay, in the store and beyond it."""
+    """Of the driver, from its construction to `close`. `kept`, `history`: how many entries stay, in the store and beyond it."""
 
     def __init__(self, log: RunLog, folder: Path, replicas: int, kept: int = KEPT, history: int = 0) -> None:
         self._log, self._folder = log, folder
         self._kept, self._history = kept, history or history_of(replicas)
         self._questions = Background[list[str]]()  # to a storage; the driver must not wait for it
+        self._files = Background[None]()  # of the log on disk, likewise
+        self._stop = threading.Event()
         self._next = 0  # length of the log at which it is looked at again
 
     def restore(self, log: Log) -> None:
@@ -70,7 +75,8 @@ class Compaction:
 
     def look(self, log: Log, advance: int) -> None:
         """Delete what is not needed any more, if that is much. `log`: the driver's copy, which is dropped from; `advance`:
-        batches that a step takes. What the disk or the store refuses is tried again later."""
+        batches that a step takes. What the disk or the store refuses is tried again later, and what is done to files is done in
+        the background."""
         if len(log) < self._next:
             return
         self._next = len(log) + max(1, self._kept // 4)
@@ -81,9 +87,24 @@ class Compaction:
                     self._log.compact(Behind(begin, log.genesis))
             if len(log.entries) >= 2 * self._history:
                 log.drop(self._begin(log, self._history), advance)
-                forget_before(self._folder / "lineage", log.behind)
         except (OSError, Retryable):
-            return
+            pass
+        # `log.drop` makes another list, so this one only grows
+        self._files.ask(self._next, partial(self._tidy, log.behind, log.entries), wait_s=0.0)
+
+    def settle(self, wait_s: float = _CLOSE_S) -> bool:
+        """Wait for what goes on in the background; whether it has ended."""
+        return self._files.settled(wait_s)
+
+    def close(self) -> None:
+        """Do no more, before the lock of the run is given up; idempotent."""
+        self._stop.set()
+        self.settle()
+
+    def _tidy(self, behind: Behind, entries: Sequence[CommitRecord]) -> None:
+        folder = self._folder / "lineage"
+        forget_before(folder, behind)
+        merge_files(folder, entries, behind.begin, self._stop.is_set)
 
     def _begin(self, log: Log, kept: int, wait_s: float = QUICK_S) -> int:
         """Nothing is deleted while a storage does not say what it has; `wait_s`: for its answer."""

@@ -80,9 +80,12 @@ def request(folder: Path, replica: int, back: bool) -> Path:
     is no run, or no such replica."""
     if not (folder / "run.json").is_file():
         raise ConfigError("run", folder, "is not the folder of a run: it has no run.json")
-    replicas = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("replicas")
-    if replicas is None:  # a run of before, whose run.json does not say
-        replicas = json.loads((folder / "config.json").read_text(encoding="utf-8"))["mesh"]["replicas"]
+    try:
+        replicas = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("replicas")
+        if replicas is None:  # a run of before, whose run.json does not say
+            replicas = json.loads((folder / "config.json").read_text(encoding="utf-8"))["mesh"]["replicas"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("run", folder, f"its run.json or config.json cannot be read: {error}") from error
     if not 0 <= replica < replicas:
         raise ConfigError("REPLICA", replica, f"the run has replicas 0 to {replicas - 1}")
     file = folder / _FILE.format(replica)

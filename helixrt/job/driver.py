@@ -28,7 +28,7 @@ from helixrt.job.description import Description
 from helixrt.job.draining import DrainAsked, DrainRequests
 from helixrt.job.keeper import LOCK_FILE
 from helixrt.job.keeper_start import kept_run
-from helixrt.job.kept_run import Standing, absence_of
+from helixrt.job.kept_run import Standing, absence_of, way_on
 from helixrt.job.leader_reports import Finished
 from helixrt.job.lineage_files import drop_from, read_log, write_durably
 from helixrt.job.lives import Lives
@@ -51,7 +51,6 @@ from helixrt.replica.contracts import Launcher, RankSpec, RunStore
 from helixrt.replica.run_keys import PLAN_KEY, accepted_key, done_key
 from helixrt.replica.runlog import RunLog
 from helixrt.replica.store_client import run_store
-from helixrt.replica.telling import tell
 from helixrt.timeouts import derive
 
 
@@ -147,6 +146,8 @@ def _reopened(folder: Path, checkpoint: checkpoints.Checkpoint, dealt: bool, ide
     owner = _taken(place_of(place), identity["run"], folder) if place else ""
     run = Run(folder, identity["run"], epoch_s, entries, life, agreed, lock, log.behind, place, owner)
     _write_identity(run, identity["replicas"])  # before any rank starts: lives of a run are never numbered alike
+    if (folder.parent.parent / "latest").is_symlink():  # else the folder was moved
+        point_latest_to(folder)
     return run
 
 
@@ -209,7 +210,6 @@ class Driver:
         if run.agreed >= 0:
             restore_accumulation(self.store, run.folder)
         self._lives = Lives(self.store, config.mesh, kept=services is not None)
-        self.started_s = time.monotonic()
 
     def specs(self, replica: int, incarnation: int) -> list[RankSpec]:
         """What the ranks of one life of a replica are told."""
@@ -249,11 +249,10 @@ class Driver:
             start_timeout_s=self.timeouts.start_s,
             save_s=self.config.checkpoint.write_s if self.config.checkpoint.every else 0.0,
         )
-        grace_s = self.program.exit_grace_s
         ours = self._standing is None  # a run that this driver cannot attach to is left as it is
         try:
             self.controller = Controller(
-                self.launcher(), self.store, self.specs, options, self._lived, grace_s, timeouts=self.timeouts
+                self.launcher(), self.store, self.specs, options, self._lived, self.program.exit_grace_s, timeouts=self.timeouts
             )
             if self._standing is not None:
                 self._attach(self._standing)
@@ -262,15 +261,17 @@ class Driver:
             self._tick()
             return self._end(stopped)
         except Retryable as lost:
-            controller = getattr(self, "controller", None)  # not yet, if the launcher could not be made
-            if ours and self._kept and controller is not None and controller.state.stopped is None:
+            begun = ours and hasattr(self, "controller")  # else the launcher could not be made
+            if begun and self._kept and self.controller.state.stopped is None:
                 ours = False  # the keeper, if it lives, waits for another driver
-                how = f"the ranks may go on without this driver; `helixrt attach {self.run_.folder}` attaches another one"
-                lost.add_note(how)
-                self.output.say(f"{lost}; {how}")
+                lost.add_note(way_on(self.run_.folder))
+                self.output.say(f"{lost}; {lost.__notes__[-1]}")
+            if begun:
+                self._report((), self._advance())
             raise
         finally:
             self.output.close()
+            self._compaction.close()
             if self.run_.lock is not None:
                 self.run_.lock.close()
             if ours:
@@ -282,6 +283,7 @@ class Driver:
         """Say what happened without a driver, and go on from there."""
         absence = absence_of(self.store, self.seen.head.step, time.time())
         self.output.say(f"attached to run {self.run_.name}: {absence}")
+        self.output.attached(absence, [entry for entry in self.seen.entries if entry.step > absence.first])
         self.controller.take_over(standing.state, standing.alive, str(absence))
 
     def _lived(self, event: LifeEvent) -> None:
@@ -312,10 +314,12 @@ class Driver:
             self._accepts = False
             step = self.seen.head.step
             self.output.say(f"the loss of step {step}, and of those before it that only missing replicas hold, is accepted")
-        for entry in self.log.read_from(len(self.seen)):
+        new = self.log.read_from(len(self.seen))
+        for entry in new:
             self.seen.append(entry)
             if driver_is_due(self.config.chaos, entry.step):
                 os.kill(os.getpid(), signal.SIGKILL)
+        self.output.committed(new)
         for joined in self._validations.due(self.seen, time.monotonic()):
             self._show(joined)
         self._compaction.look(self.seen, self._advance())
@@ -362,14 +366,14 @@ class Driver:
         at_head = all(f.lineage == self.reached.hash for f in finished)
         self._report(finished, advance)
         if not stopped.ok:
-            tell(f"the run failed: {stopped.reason}")
+            self.output.complain(f"the run failed: {stopped.reason}")
             return 1
         if finished and all(f.unsaved for f in finished):
             lost = f"the weights of step {finished[0].step} are lost: their checkpoint could not be written"
-            tell(f"{lost} ({finished[0].unsaved})")
+            self.output.complain(f"{lost} ({finished[0].unsaved})")
             return 1
         if not (equal and at_head and found.clean):
-            tell(f"the replicas did not end alike: {finished}, audit {found}")
+            self.output.complain(f"the replicas did not end alike: {finished}, audit {found}")
             return 1
         return 0
 
@@ -378,22 +382,17 @@ class Driver:
         for joined in self._validations.rest(self.seen):
             self._show(joined)
         try:
-            write_report(
-                self.run_.folder,
-                RunFacts(
-                    config=self.config,
-                    description=self.program.description,
-                    entries=tuple(self.seen.entries),
-                    behind=self.seen.behind,
-                    finished=tuple(finished),
-                    history=tuple(self.controller.history),
-                    seconds=time.monotonic() - self.started_s,
-                    advance=advance,
-                    goodput=self.output.goodput,
-                ),
-                self.output.say,
+            facts = RunFacts(
+                config=self.config,
+                description=self.program.description,
+                entries=tuple(self.seen.entries),
+                behind=self.seen.behind,
+                finished=tuple(finished),
+                history=tuple(self.controller.history),
+                advance=advance,
+                **self.output.figures(),
             )
-            point_latest_to(self.run_.folder)
+            write_report(self.run_.folder, facts, self.output.say)
             self.output.summary()
         except Exception as error:  # a full disk, a read-only folder, an error in a chart
             self.output.problem("the report", error)

@@ -16,6 +16,7 @@ from helixrt.job import checkpoint as checkpoints
 from helixrt.job.stored_path import Place
 from helixrt.protocol.step.lineage import CommitRecord, Log
 from helixrt.replica.contracts import Engine, RunStore
+from helixrt.replica.run_keys import OfRank
 
 
 class DurableState:
@@ -104,11 +105,12 @@ class DurableState:
 
     def _check_all_taken(self, lineage: str, left: Sequence[str], folder: Place) -> None:
         """The last rank of the replica that comes here raises ConfigError for a parameter or buffer that all have left."""
-        keys = [f"checkpoint/left/{self._life}/{lineage}/{rank}" for rank in range(prod(self._mesh.values()))]
-        self._store.put_if_absent(keys[self._rank], json.dumps(left))
-        said = [self._store.get(key) for key in keys]
-        if all(text is not None for text in said):
-            everywhere = set(left).intersection(*(json.loads(text) for text in said if text is not None))
+        self._store.set(OfRank.LEFT.key(self._life, self._rank), json.dumps({"of": lineage, "left": left}))
+        texts = [self._store.get(OfRank.LEFT.key(self._life, rank)) for rank in range(prod(self._mesh.values()))]
+        said = [json.loads(text) for text in texts if text is not None]
+        said = [each["left"] for each in said if each["of"] == lineage]
+        if len(said) == len(texts):
+            everywhere = set(left).intersection(*said)
             if everywhere:
                 rule = f"cannot load {folder}: it holds {min(everywhere)!r}, which this model does not have"
                 raise ConfigError("resume", "true", rule)

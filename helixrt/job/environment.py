@@ -39,6 +39,7 @@ from helixrt.job.starters import REPLICA, SECRET, STORE, Place
 from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.run_keys import SERVED_KEY, exit_key, spec_key
 from helixrt.replica.store import TcpRunStore, split_address
+from helixrt.replica.versions import check_versions
 
 ADMISSION_S = 120.0  # a restart waits for half a minute at most
 STORE_S = 60.0  # for the run's store to answer: this host, or the server's, may be cut off for a while
@@ -204,6 +205,7 @@ def _check_run(store: RunStore, place: Place, choices: SessionChoices, limit_s: 
     known = json.loads(_served(store, place, limit_s))
     if fingerprint(known["run"], place.secret) != known["secret"]:
         raise ConfigError(SECRET, "...", f"is not the secret of the run at {place.store}")
+    check_versions(known.get("versions", {}), f"the server at {place.store}")
     if place.replica >= known["replicas"]:
         raise ConfigError(REPLICA, place.replica, f"the run has replicas 0 to {known['replicas'] - 1}")
     if choices.replicas not in (0, known["replicas"]):

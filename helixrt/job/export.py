@@ -61,6 +61,7 @@ def export(
         raise ConfigError("to", to, "needs the package safetensors: pip install safetensors") from error
     if dtype and dtype not in DTYPES:
         raise ConfigError("dtype", dtype, f"must be one of {', '.join(DTYPES)}")
+    to = to.resolve()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError("to", to, "must be a new or an empty folder")
     settings = _config(config)
@@ -77,7 +78,10 @@ def export(
         raise ConfigError("run", source, f"{checkpoint.folder.name} has parameters that differ in the names of wrappers alone")
     unfinished = to.with_name(f".{to.name}.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError("to", to, f"cannot be made: {error.strerror}") from error
     try:
         groups = list(_files(entries, file_bytes))
         names = [_file_name(number, len(groups)) for number in range(len(groups))]
@@ -92,9 +96,12 @@ def export(
         if settings is not None:
             shutil.copyfile(settings, unfinished / "config.json")
         sync_folder(unfinished)
-        if to.exists():
-            to.rmdir()
-        os.rename(unfinished, to)
+        if to.exists():  # it stays: a shell may be in it
+            for file in unfinished.iterdir():
+                os.rename(file, to / file.name)
+            sync_folder(to)
+        else:
+            os.rename(unfinished, to)
         sync_folder(to.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -162,8 +169,8 @@ def _read(checkpoint: checkpoints.Checkpoint, group: Mapping[str, Entry], dtype:
     from helixrt.job.dcp_private import read
 
     tensors = {name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for name, entry in group.items()}
-    wanted = {name: (Portion.whole(dcp_key(f"{MODEL}/{name}"), entry.shape), tensors[name]) for name, entry in group.items()}
-    read(checkpoint.folder, wanted)
+    keys = {name: Portion.whole(dcp_key(f"{MODEL}/{name}"), entry.shape) for name, entry in group.items()}
+    read(checkpoint.folder, {name: (keys[name], tensors[name], entry.crc_at) for name, entry in group.items()})
     if not dtype:
         return tensors
     return {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in tensors.items()}

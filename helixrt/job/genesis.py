@@ -16,6 +16,7 @@ from functools import cached_property
 from helixrt.protocol.step import messages as p
 from helixrt.protocol.step.quorum import Member
 from helixrt.replica.contracts import RunStore
+from helixrt.replica.run_keys import OfRank
 
 KEY = "genesis/digest"
 
@@ -32,14 +33,14 @@ class GenesisDigest:
     def __init__(self, store: RunStore, life: str, rank: int, ranks: int, initial: str, timeout_s: float) -> None:
         self._store, self._life, self._ranks, self._initial, self._timeout_s = store, life, ranks, initial, timeout_s
         if initial:
-            store.put_if_absent(self._key(rank), initial)
+            store.put_if_absent(OfRank.GENESIS.key(life, rank), initial)
 
     @cached_property
     def mine(self) -> str:
         """Of all ranks of this replica; waits for them. "" if nothing is compared."""
         if not self._initial:
             return ""
-        digests = [self._store.wait(self._key(rank), self._timeout_s) for rank in range(self._ranks)]
+        digests = [self._store.wait(OfRank.GENESIS.key(self._life, rank), self._timeout_s) for rank in range(self._ranks)]
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def holds(self) -> bool:
@@ -60,6 +61,3 @@ class GenesisDigest:
             say("this replica begins with other initial values than the run, and fetches those")
             return p.Reloaded("")
         return p.JoinFailed(f"replicas {list(others)} begin with other initial values than the run")
-
-    def _key(self, rank: int) -> str:
-        return f"genesis/{self._life}/{rank}"

@@ -102,10 +102,18 @@ def unreachable(host: str, environ: Mapping[str, str]) -> str:
 def is_loopback(host: str) -> bool:
     """Whether a name or an address leads to this machine alone."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return all(address.is_loopback for address in addresses_of(host))
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """What a name or an address means here. Raises OSError for what means nothing."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(str(error)) from error
+    return [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
 
 
 def _is_here(name: str, environ: Mapping[str, str]) -> bool:

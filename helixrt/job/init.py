@@ -78,9 +78,7 @@ def init(
     if launcher not in ("auto", "environment", "local"):
         raise ConfigError("launcher", launcher, "must be auto, environment or local")
     config = options.job(name, seed, storage, MeshConfig(1, 1))
-    choices = SessionChoices(
-        seed, device, dtype, policy.lr, options.buffers, options.loader_every, mesh=mesh, runtime=config
-    )
+    choices = SessionChoices(seed, device, dtype, policy.lr, options.buffers, options.loader_every, mesh=mesh, runtime=config)
     outside = launcher == "environment" or (launcher == "auto" and (STORE in os.environ or starter() != ""))
     stack = ExitStack()
     with ExitStack() as failing:

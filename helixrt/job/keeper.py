@@ -44,9 +44,9 @@ from helixrt.job.launch_orders import (
     config_key,
     exit_key,
     exit_text,
+    launches_of,
     numbered,
     order_key,
-    read_exit,
     read_order,
     waiting_key,
 )
@@ -186,14 +186,14 @@ class Keeper:
     def _take_over(self) -> None:
         """From a keeper that was lost, and its ranks with it. Raises Retryable, Fatal."""
         carried = int(self._surely(lambda: self._store.get(CARRIED_KEY)) or 0)
-        orders = [read_order(text) for text in self._surely(lambda: list(numbered(self._store, order_key)))][:carried]
-        told = [read_exit(text) for text in self._surely(lambda: list(numbered(self._store, exit_key)))]
-        ended = {(ended.coordinate, ended.incarnation) for ended in told}
+        launches = self._surely(lambda: launches_of(self._store))
+        orders = launches.listed[: len(launches.listed) - max(0, launches.orders - carried)]
+        ended = {(ended.coordinate, ended.incarnation) for ended in launches.ended}
         for order in orders:
             if isinstance(order, Start) and (who := (order.spec.coordinate, order.spec.incarnation)) not in ended:
                 self._untold.append(RankExit(*who, -signal.SIGKILL, "the keeper of the run was lost, and its ranks with it"))
                 ended.add(who)
-        self._orders, self._exits = len(orders), len(told)
+        self._orders, self._exits = min(carried, launches.orders), launches.exits
         if any(isinstance(order, Close) for order in orders):
             self._orders -= 1  # the last: to be carried out again
         self._surely(self._tell_exits)

@@ -26,7 +26,7 @@ from helixrt.job.machine import boot_identity
 from helixrt.job.run_lock import is_locked
 from helixrt.job.store_process import FOLDER
 from helixrt.job.train_function import root_of
-from helixrt.job.warm_up import rank_environment
+from helixrt.job.warm_up import actor_environment
 from helixrt.protocol.store_journal import Identity, Refused, replay
 from helixrt.replica.rank_log import last_error
 from helixrt.replica.store_file import FILE as JOURNAL
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from helixrt.job.driver import JobProgram, Run
 
 STARTED_S = 120.0  # a keeper imports torch, on a busy machine
+_GONE = 3  # looks that find no keeper, until it is said
 MOST, WITHIN_S = 3, 600.0  # so often a lost keeper is started again in so much time
 
 
@@ -97,7 +98,7 @@ def _start(order: KeeperOrder) -> KeptRun:
         from helixrt.ray_cluster.detached import start_detached
 
         name = f"{order.run}/keeper.{order.life}.{order.number}"
-        environment = rank_environment(order.config["threads"])
+        environment = actor_environment(order.config["threads"])
         try:
             start_detached(name, "helixrt.job.keeper:keep_plain", asdict(order), log, environment)
         except HelixError:
@@ -184,11 +185,15 @@ class KeeperWatch:
 
     def _run(self) -> None:
         lost_s: list[float] = []
-        told = ""
+        told, gone = "", 0
         while not self._closed.wait(self._period_s):
             try:
                 kept = kept_run(self._folder)
+                gone = 0 if kept is None or keeper_lives(self._folder) else gone + 1
                 if kept is None or not is_lost(self._folder, kept):
+                    if kept is not None and gone == _GONE:
+                        why = "its store's journal is damaged, or of another machine or start of this one"
+                        tell(f"the keeper of the run ({kept.where}) has ended, and cannot be started again here: {why}")
                     continue
                 lost_s = [at for at in lost_s if time.monotonic() - at < WITHIN_S] + [time.monotonic()]
                 if len(lost_s) > MOST:

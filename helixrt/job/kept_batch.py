@@ -24,6 +24,7 @@ class KeptBatch:
     def __init__(self, batch: Any) -> None:
         self._first: tuple[Any] | None = (batch,)  # as the loader gave it; None once the loop has it
         self._pickled = b""
+        self._kind: type | None = None  # of a tuple or a list of tensors, which needs no pickling
         self._shared: list[Any] = []
         self._versions: list[int] = []
         self.problem = ""
@@ -36,8 +37,14 @@ class KeptBatch:
     def give(self) -> Any:
         """The batch as it was read, for the loop; the first time it is the loader's own object. Only while `ready`."""
         if self._first is None:
+            if self._kind is not None:
+                return self._kind(self._shared)
             return _Unpickler(io.BytesIO(self._pickled), self._shared).load()
         (batch,), self._first = self._first, None
+        if type(batch) in (tuple, list) and all(type(item) is torch.Tensor for item in batch):
+            self._kind, self._shared = type(batch), list(batch)
+            self._versions = _versions(self._shared)
+            return batch
         file = io.BytesIO()
         try:
             _Pickler(file, self._shared).dump(batch)

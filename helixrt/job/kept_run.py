@@ -18,8 +18,8 @@ from typing import Any
 
 from helixrt.errors import ConfigError, Retryable
 from helixrt.job.draining import DRAINED_WHY
-from helixrt.job.keeper import KeptRun
-from helixrt.job.keeper_start import KeeperWatch, is_lost, kept_run, secret_of
+from helixrt.job.keeper import LOCK_FILE, KeptRun
+from helixrt.job.keeper_start import KeeperWatch, is_lost, keeper_lives, kept_run, secret_of
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
     CLOSE_S,
@@ -30,15 +30,11 @@ from helixrt.job.launch_orders import (
     KeptLauncher,
     Start,
     Unattended,
-    exit_key,
-    numbered,
-    order_key,
-    read_exit,
-    read_order,
+    launches_of,
 )
 from helixrt.job.policies import Phase, ReplicaState, RunState
 from helixrt.job.run_lock import FILE as RUN_LOCK
-from helixrt.job.run_lock import is_locked
+from helixrt.job.run_lock import is_locked, lock_on
 from helixrt.job.services import Services
 from helixrt.replica.contracts import Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.run_keys import done_key, leave_key, running_key
@@ -72,23 +68,33 @@ class KeptServices(Services):
 
 def living(folder: Path) -> KeptRun | None:
     """The run in this folder, if its keeper answers, or was lost and can be started again (`keeper_start.start_again`). The end
-    of one that is ending without a driver is waited for."""
+    of one that is ending without a driver is waited for. Raises ConfigError (run) for a keeper that has not ended and cannot be
+    reached from here."""
     kept = kept_run(folder)
     if kept is None or is_lost(folder, kept):
         return kept
     store = run_store(kept.store, kept.durable, secret_of(folder), ANSWER_S)
     try:
-        ending = store.get(ENDING_KEY) is not None or any(
-            isinstance(read_order(text), Close) for text in numbered(store, order_key)
-        )
+        ordered = launches_of(store).listed
+        ending = store.get(ENDING_KEY) is not None or any(isinstance(order, Close) for order in ordered)
         if not ending:
             return kept
         if not is_locked(folder / RUN_LOCK):  # else its driver writes the report
             store.put_if_absent(DONE_KEY, "yes")
             _await_end(folder)
-    except Retryable:
-        pass
+    except Retryable as lost:
+        if lock_on(folder / LOCK_FILE):
+            rule = f"its keeper ({kept.where}) has not ended, and does not answer from here: {lost}"
+            raise ConfigError("run", folder, f"{rule}; attach to it where it answers, or end it first") from lost
     return None
+
+
+def way_on(folder: Path) -> str:
+    """How the run in this folder goes on, whose store has not answered its driver any more."""
+    kept = kept_run(folder)
+    if kept is not None and (keeper_lives(folder) or is_lost(folder, kept)):
+        return f"the ranks may go on without this driver; `helixrt attach {folder}` attaches another one"
+    return "its keeper has ended; helixrt.run(resume=...) goes on from its newest checkpoint"
 
 
 def _await_end(folder: Path) -> None:
@@ -129,9 +135,8 @@ class Absence:
 
 def standing_of(store: RunStore, replicas: int, now: float) -> Standing:
     """As the store has it; `now` by the controller's clock. Raises Retryable."""
-    orders = [read_order(text) for text in numbered(store, order_key)]
-    specs = [order.spec for order in orders if isinstance(order, Start)]
-    exits = [read_exit(text) for text in numbered(store, exit_key)]
+    launches = launches_of(store)
+    specs, exits = [order.spec for order in launches.listed if isinstance(order, Start)], launches.ended
     newest = {r: max((s.incarnation for s in specs if s.coordinate.replica == r), default=0) for r in range(replicas)}
     states = tuple(_replica(store, replica, newest[replica], exits, now) for replica in range(replicas))
     has_run = any(
@@ -139,7 +144,7 @@ def standing_of(store: RunStore, replicas: int, now: float) -> Standing:
         for replica in range(replicas)
         for incarnation in range(newest[replica] + 1)
     )
-    return Standing(RunState(states, has_run), _alive(specs, exits), len(orders), len(exits))
+    return Standing(RunState(states, has_run), _alive(specs, exits), launches.orders, launches.exits)
 
 
 def _replica(store: RunStore, replica: int, newest: int, exits: Iterable[RankExit], now: float) -> ReplicaState:

@@ -50,7 +50,7 @@ from helixrt.replica.evidence import Holders
 from helixrt.replica.leader import Leader, LeaderHooks
 from helixrt.replica.progress import COORDINATION, LEADER
 from helixrt.replica.rank import RankWorker
-from helixrt.replica.run_keys import running_key
+from helixrt.replica.run_keys import OfRank, running_key
 from helixrt.replica.runlog import RunLog
 
 
@@ -354,4 +354,4 @@ def await_the_others(store: RunStore, replica: int, replicas: int, limit_s: floa
 
 def address_key(life: str, rank: int) -> str:
     """Where a rank of a replica's incarnation says how others fetch from it."""
-    return f"address/{life}/{rank}"
+    return OfRank.ADDRESS.key(life, rank)

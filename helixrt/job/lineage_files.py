@@ -4,6 +4,9 @@ In: records with their index in the log. Out: `FOLDER/00000017.json` with the re
 with it, one in a line; from these `resume` rebuilds the log. A file is written, fsynced and put in place on a background
 thread. That takes a disk several milliseconds, so records of short steps share it: at most `GATHER_S` of them are in memory
 alone. A caller that needs them on disk (a checkpoint that refers to them) calls `flush`.
+
+The run's driver merges old files (`merge_files`): `FOLDER/00001024-00002048.json` has the records from index 1024 up to 2048,
+without the last. Writers never write a file of such a name.
 """
 
 from __future__ import annotations
@@ -214,14 +217,19 @@ class LineageWriter:
     def _write(self, index: int, records: Sequence[CommitRecord]) -> int:
         """Have the records from `index` on in a file of that name, these or what another replica has put there. Returns the
         index behind them."""
+        if _merged(self._folder, index).exists():
+            return index - index % _MOST + _MOST
         path = self._folder / f"{index:08d}.json"
-        if path.exists() and _is_of_a_life_before(path, records[0]):
+        if _is_of_a_life_before(path, records[0]):
             write_durably(path, "\n".join(record.to_json() for record in records))
         if not path.exists():
             texts = [record.to_json() for record in records]
             if not write_durably(path, "\n".join(texts), replace=False):
                 write_durably(path, texts[0])  # the same text, whichever replica's file is the last one
-        return index + path.read_text(encoding="utf-8").count("\n") + 1
+        try:
+            return _end_of(path)
+        except FileNotFoundError:
+            return index + len(records)  # all that may be in this file is in merged ones
 
     def _pause(self, failures: int) -> bool:
         """After a failure; False when the writer was closed and has tried for long enough."""
@@ -251,33 +259,72 @@ def _is_of_a_life_before(path: Path, record: CommitRecord) -> bool:
     """Whether a rank of a life of the run that has ended has put another record there, late: the run was resumed without it."""
     try:
         theirs = CommitRecord.from_json(path.read_text(encoding="utf-8").partition("\n")[0])
-    except (ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False  # who reads the lineage says what is wrong with it
     return theirs.hash != record.hash and theirs.life < record.life
 
 
+def _files(folder: Path) -> list[Path]:
+    """Those with records, in no order."""
+    return list(folder.glob("[0-9]*.json"))
+
+
+def _begin_of(path: Path) -> int:
+    """The index of the first record."""
+    return int(path.stem.partition("-")[0])
+
+
+def _end_of(path: Path) -> int:
+    """The index behind the last record."""
+    end = path.stem.partition("-")[2]
+    return int(end) if end else _begin_of(path) + path.read_text(encoding="utf-8").count("\n") + 1
+
+
+def _merged(folder: Path, index: int) -> Path:
+    """The merged file for entry `index`, whether it is there or not."""
+    begin = index - index % _MOST
+    return folder / f"{begin:08d}-{begin + _MOST:08d}.json"
+
+
 def read_log(folder: Path) -> Log:
     """The log as far as `read_lineage` reads it. Raises ConfigError (resume) for a damaged file."""
-    entries = read_lineage(folder)
+    entries, behind = _read(folder)
     try:
-        return Log(entries, _behind(folder))
+        return Log(entries, behind)
     except ValueError as error:
         raise ConfigError("resume", "true", f"the lineage in {folder} is damaged: {error}") from error
 
 
 def read_lineage(folder: Path) -> list[CommitRecord]:
     """The log's entries from the first on disk, up to the first that is missing. Files may overlap, since a writer may have
-    begun at another record. Raises ConfigError (resume) for a damaged file."""
-    first, entries = _behind(folder).begin, list[CommitRecord]()
-    for path in sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem)):
-        if (begin := int(path.stem)) > first + len(entries):
-            break
-        try:
-            found = [CommitRecord.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError("resume", "true", f"cannot read {path}: {error}") from error
-        entries += found[first + len(entries) - begin :]
-    return entries
+    begun at another record, and they may be merged meanwhile. Raises ConfigError (resume) for a damaged file."""
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[list[CommitRecord], Behind]:
+    while True:
+        behind = _behind(folder)
+        entries, first, merged = list[CommitRecord](), behind.begin, list[Path]()
+        while True:
+            for path in [*merged, *sorted(_files(folder), key=_begin_of)]:
+                if (begin := _begin_of(path)) > first + len(entries):
+                    break
+                entries += _records(path)[first + len(entries) - begin :]
+            merged = [_merged(folder, first + len(entries))]  # perhaps since the files were listed
+            if not merged[0].exists():
+                break
+        if _behind(folder) == behind:
+            return entries, behind
+
+
+def _records(path: Path) -> list[CommitRecord]:
+    """None for a file that was deleted meanwhile: its records are in a merged one, or were forgotten."""
+    try:
+        return [CommitRecord.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("resume", "true", f"cannot read {path}: {error}") from error
 
 
 def _behind(folder: Path) -> Behind:
@@ -289,24 +336,46 @@ def _behind(folder: Path) -> Behind:
         raise ConfigError("resume", "true", f"cannot read {folder / _BEHIND}: {error}") from error
 
 
+def merge_files(folder: Path, entries: Sequence[CommitRecord], begin: int, stop: Callable[[], bool] = lambda: False) -> None:
+    """Have one file for every `_MOST` entries of the log, and delete the files whose records are all in such files. `entries`:
+    the log's from index `begin` on, as the run's store has them. For one process at a time, which has the lock of the run.
+
+    What remains are the files of the last 2 * `_MOST` entries. After a crash at any moment, and after `stop`, at which it
+    returns, every record is still in a file. A writer that is late may write a file again; the next call deletes it.
+    Raises OSError."""
+    files = _files(folder)
+    merged = {_begin_of(path) for path in files if path == _merged(folder, _begin_of(path))}
+    for first in range(begin + -begin % _MOST, begin + len(entries) - _MOST + 1, _MOST):
+        if first not in merged and not stop():
+            records = entries[first - begin : first - begin + _MOST]
+            write_durably(_merged(folder, first), "\n".join(record.to_json() for record in records))
+            merged.add(first)
+    for path in files:  # one of a writer has at most `_MOST` records
+        first = _begin_of(path) // _MOST * _MOST
+        if path.stem.isdigit() and merged >= {first, first + _MOST} and not stop():
+            path.unlink(missing_ok=True)
+
+
 def forget_before(folder: Path, behind: Behind) -> None:
     """Have the log on disk begin with entry `behind.begin`: write down what lies behind it, then delete files that have nothing
     else. Raises OSError."""
-    if not behind.begin or behind == _behind(folder):
+    if not behind.begin:
         return
-    write_durably(folder / _BEHIND, behind.to_json())
-    for path in folder.glob("[0-9]*.json"):
-        begin = int(path.stem)
-        if begin < behind.begin and begin + path.read_text(encoding="utf-8").count("\n") < behind.begin:
+    if behind != _behind(folder):
+        write_durably(folder / _BEHIND, behind.to_json())
+    for path in _files(folder):
+        if _begin_of(path) < behind.begin and _end_of(path) <= behind.begin:
             path.unlink(missing_ok=True)
     sync_folder(folder)
 
 
 def drop_from(folder: Path, index: int) -> None:
     """Delete entries from `index` on, where `read_lineage` has ended: what it did not take (a gap came first) must not stand in
-    the way of the entries that a resumed run gives these numbers."""
-    for path in folder.glob("[0-9]*.json"):
-        if path.stem.isdigit() and int(path.stem) >= index:
+    the way of the entries that a resumed run gives these numbers. What a crash left half written is deleted, too."""
+    for path in _files(folder):
+        if _begin_of(path) >= index:
             path.unlink()
+    for part in folder.glob(".*.json.*"):
+        part.unlink(missing_ok=True)
     if folder.is_dir():
         sync_folder(folder)

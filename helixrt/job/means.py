@@ -1,7 +1,8 @@
 """What replicas say of one step, joined: one line on the console and one point for the loggers, not one per replica.
 
 In: the lines of replicas, as they come, and the time. Out: a `Joined` for each step, in order: when all that contributed have
-reported it, or when some are late (a replica that died after the step never reports it).
+reported it, or when some are late (a replica that died after the step never reports it). Replicas that do not report steps at
+all (a program that logs on one replica only) are waited for in its first steps alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from statistics import fmean
 from helixrt.job.metrics import Logged, StepMetrics, ranks_of
 
 LATE_S = 2.0  # a step is told so long after its first line at the latest
+_SILENT = 3  # steps in succession without a replica's line, after which none is waited for
 Line = StepMetrics | Logged
 
 
@@ -36,9 +38,13 @@ class StepMeans:
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[float, dict[int, Line]]] = {}  # step -> when its first line came, by replica
         self._told = 0  # the newest step that was joined
+        self._had: frozenset[int] = frozenset()  # the replicas that reported that step
+        self._alike = 0  # how many steps in succession they alone have reported, of more that contributed
 
     def add(self, line: Line, now_s: float) -> Iterator[Joined]:
         """Take in a line; what is complete now. A step below one that was told is told no more."""
+        if line.replica not in self._had:
+            self._alike = 0
         if line.step > self._told:
             self._waiting.setdefault(line.step, (now_s, {}))[1][line.replica] = line
         yield from self.due(now_s)
@@ -49,7 +55,8 @@ class StepMeans:
             step = min(self._waiting)
             first_s, lines = self._waiting[step]
             expected = max(line.participants for line in lines.values())
-            if len(lines) < expected and now_s - first_s < LATE_S:
+            whole = len(lines) >= expected or (self._alike >= _SILENT and lines.keys() >= self._had)
+            if not whole and now_s - first_s < LATE_S:
                 return
             yield self._joined(step)
 
@@ -60,7 +67,10 @@ class StepMeans:
 
     def _joined(self, step: int) -> Joined:
         _, by_replica = self._waiting.pop(step)
-        self._told = step
+        self._told, had = step, frozenset(by_replica)
+        lacks = len(had) < max(line.participants for line in by_replica.values())
+        self._alike = (self._alike + 1 if had == self._had else 1) if lacks else 0
+        self._had = had
         lines = tuple(by_replica[replica] for replica in sorted(by_replica))
         return Joined(step, lines, mean_of(lines))
 

@@ -37,4 +37,5 @@ class Mesh:
             rule = "needs session.parallelize(helixrt.compile(model, ...), example=...), or helixrt.Stages"
             raise ConfigError("mesh.pp", self.pp, rule)
         if self.cp > 1:
-            raise ConfigError("mesh.cp", self.cp, "needs session.parallelize(helixrt.Stages(...))")
+            rule = "needs helixrt.Stages or, for transformers models, session.parallelize(helixrt.compile(...), example=...)"
+            raise ConfigError("mesh.cp", self.cp, rule)

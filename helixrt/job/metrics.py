@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from helixrt.record import compact_encoder
+
 BITS_PER_NAT = 1 / math.log(2)
 _PARTS = 512  # of a long file that is not read whole
 
@@ -120,7 +122,7 @@ class Notice:
         return _line("notice", self)
 
 
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+_ENCODE = compact_encoder()
 
 
 def _line(kind: str, of: object) -> str:

@@ -14,23 +14,28 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
 
+from helixrt.job.console import Console
 from helixrt.job.controller import Happening, LifeEvent
 from helixrt.job.goodput import Goodput, flops_utilisation
+from helixrt.job.kept_run import Absence
 from helixrt.job.loggers import Guarded, MetricsLogger, MetricsPoint, TensorBoardLogger
 from helixrt.job.means import Joined, Line, StepMeans
 from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
 from helixrt.job.step_rules import SHOWN_EXCLUSIONS
-from helixrt.replica.telling import Tolerant, tell
+from helixrt.protocol.step.lineage import CommitRecord
+from helixrt.replica.telling import tell
 
 _EXPLAINED = {
     Happening.LOST, Happening.GIVEN_UP, Happening.WAITING, Happening.SKIPPED, Happening.LEFT, Happening.REFUSED
 }  # fmt: skip
 _BLOCK_BYTES = 1 << 16
+_ORDER_S = 0.2  # how long standard error waits for the lines that were said before
 _TOLD = {Happening.RESTARTED, Happening.RUNNING, Happening.DRAINED, *_EXPLAINED}
 
 
@@ -51,12 +56,26 @@ def new_run_folder(root: Path, now: datetime | None = None) -> Path:
 
 
 def point_latest_to(folder: Path) -> None:
-    """Make `ROOT/latest` a symlink to the run's folder, at once: no reader ever finds none."""
+    """Make `ROOT/latest` a symlink to the folder of a run that begins, at once: no reader ever finds none. Where that does not
+    work (`latest` is a folder, links are not supported) it costs a message."""
     root = folder.parent.parent
     link = root / f".latest.{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(os.path.relpath(folder, root))
-    os.replace(link, root / "latest")
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(folder, root))
+        os.replace(link, root / "latest")
+    except OSError as error:
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
+        tell(f"{root / 'latest'} does not point to this run's folder {folder}: {error.strerror or error}")
+
+
+class Timed(TypedDict):
+    """`updates`: in `seconds`; `goodput`: see `helixrt.job.goodput`."""
+
+    seconds: float
+    updates: int
+    goodput: float | None
 
 
 class RunOutput:
@@ -81,9 +100,12 @@ class RunOutput:
     ) -> None:
         self.folder = folder
         self._replicas, self._steps = replicas, 0  # steps: not known yet
-        self._stream = stream or sys.stdout
+        self._console = Console(stream or sys.stdout)
+        self._errors: Console | None = None  # once there is something to say on it
         self._flops, self._peak_flops = flops_per_step, peak_flops
-        self._begun_s = time.monotonic()
+        self._begun_s = self._record_s = time.monotonic()  # record: when the newest ones came
+        self._begun_at: int | None = None  # after which step; not known before the first record
+        self._newest = 0  # step
         self._means, self._goodput = StepMeans(), Goodput(replicas)
         _drop_cut_line(folder / "metrics.jsonl")
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
@@ -96,10 +118,10 @@ class RunOutput:
         self._bar: Any = None
         if board == []:
             self.say("no TensorBoard files: the package tensorboard is not installed (pip install 'helixrt[train]')")
-        if self._stream.isatty() and "tqdm" not in missing:
+        if self._console.isatty() and "tqdm" not in missing:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=None, unit="step", file=Tolerant(self._stream), dynamic_ncols=True, leave=False)
+            self._bar = tqdm(total=None, unit="step", file=self._console, dynamic_ncols=True, leave=False)
 
     def plan(self, steps: int) -> None:
         """The run has so many steps."""
@@ -111,9 +133,31 @@ class RunOutput:
     def step(self, line: Line) -> None:
         """Keep one replica's figures of one step; print the mean over replicas once all have told theirs."""
         self._keep(line)
-        self._goodput.add(line)
-        self._log(MetricsPoint(MetricsPoint.STEP, line.step, line.replica, self._figures(line)))
+        self._log(MetricsPoint(MetricsPoint.STEP, line.step, line.replica, self._figures_of(line)))
         self._tell(self._means.add(line, time.monotonic()))
+
+    def committed(self, records: Sequence[CommitRecord]) -> None:
+        """Take in the records that stand since the last time."""
+        if not records:
+            return
+        now = time.monotonic()
+        self._goodput.add(records, now - self._record_s)
+        self._record_s, self._newest = now, records[-1].step
+        if self._begun_at is None:
+            self._begun_at = records[0].step - 1
+
+    def attached(self, absence: Absence, records: Sequence[CommitRecord]) -> None:
+        """To a run that was without a driver, and what was committed meanwhile: all of it is told here."""
+        now = time.monotonic()
+        self._begun_s, self._record_s = now - absence.away_s, now - (absence.away_s - absence.still_s)
+        self._begun_at = self._newest = absence.first
+        self.committed(records)
+
+    def figures(self) -> Timed:
+        """Of the run, or of this life of it; where another driver has begun it, since that one was lost."""
+        updates = 0 if self._begun_at is None else max(0, self._newest - self._begun_at)
+        seconds = time.monotonic() - self._begun_s
+        return {"seconds": seconds, "updates": updates, "goodput": self._goodput.share(seconds)}
 
     def tick(self) -> None:
         """Print steps that not all replicas that contributed have told of in time."""
@@ -135,16 +179,12 @@ class RunOutput:
         values = {f"{Logged.VALIDATION}/{name}": value for name, value in line.values.items()}
         self._log(MetricsPoint(MetricsPoint.VALIDATION, line.step, None if line.parts else line.replica, values))
 
-    @property
-    def goodput(self) -> float:
-        """Up to now; see `helixrt.job.goodput`."""
-        return self._goodput.share(time.monotonic() - self._begun_s)
-
     def _tell(self, joined: Iterable[Joined]) -> None:
         """A step's line, and its point of all replicas."""
         for step in joined:
-            line, values = step.mean, self._figures(step.mean)
-            values["speed/goodput"] = self.goodput
+            line, values = step.mean, self._figures_of(step.mean)
+            if (goodput := self.figures()["goodput"]) is not None:
+                values["speed/goodput"] = goodput
             used = flops_utilisation(self._flops, line.seconds, self._peak_flops)
             if used is not None:
                 values["speed/flops_utilisation"] = used
@@ -157,7 +197,7 @@ class RunOutput:
             self._advance(line)
 
     @staticmethod
-    def _figures(line: Line) -> dict[str, float]:
+    def _figures_of(line: Line) -> dict[str, float]:
         """By the names that loggers get."""
         if isinstance(line, Logged):
             return {f"{Logged.STEP}/{name}": value for name, value in line.values.items()}
@@ -187,17 +227,25 @@ class RunOutput:
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._bar is None:
-            tell(text, self._stream)
+            self._console.write(text + "\n")
         else:
-            self._bar.write(text, file=self._bar.fp)
+            self._bar.write(text + "\n", file=self._bar.fp, end="")
+
+    def complain(self, text: str) -> None:
+        """Print a line to standard error, behind those that were said before."""
+        self._console.flush(_ORDER_S)
+        if self._errors is None:
+            self._errors = Console(sys.stderr)
+        self._errors.write(text + "\n")
 
     def problem(self, what: str, error: BaseException) -> None:
         """Say on stderr that something of the output could not be written. Training does not depend on it."""
         said = str(error).strip().splitlines()
-        tell(f"{what} could not be written: {type(error).__name__}: {said[0] if said else ''}")
+        self.complain(f"{what} could not be written: {type(error).__name__}: {said[0] if said else ''}")
 
     def close(self) -> None:
-        """Finish the files and take the bar away; idempotent. A file that cannot be written costs a message."""
+        """Finish the files, take the bar away and write the last lines; idempotent. A file that cannot be written costs a
+        message, and a console that takes nothing a few seconds."""
         self._tell(self._means.rest())
         bar, self._bar = self._bar, None
         if bar is not None:
@@ -208,6 +256,9 @@ class RunOutput:
             self.problem("metrics.jsonl", error)
         for logger in self._loggers:
             logger.close()
+        self._console.close()
+        if self._errors is not None:
+            self._errors.close()
 
     def _keep(self, metrics: StepMetrics | ValidationMetrics | Logged) -> None:
         """Into metrics.jsonl. What cannot be written is lost, and the first of a series of such lines is reported."""

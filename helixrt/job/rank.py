@@ -70,9 +70,7 @@ class RankRuntime:
         self._killer = ReplicaKiller(context.store, context.life, context.group_rank, ranks, obeys=killed and ranks > 1)
         if chaos.kill or chaos.fault or chaos.run:
             place = (context.replica, spec.incarnation)
-            context.record.attach(
-                ChaosSink(chaos, *place, self._killer.kill, context.record, self._claims, context.group_rank)
-            )
+            context.record.attach(ChaosSink(chaos, *place, self._killer.kill, context.record, self._claims, context.group_rank))
         self._failovers: FailoverNews | None = None
         if config.checkpoint.after_failover and config.checkpoint.every:
             self._failovers = FailoverNews(context.store, f"{context.label}.inc{spec.incarnation}")
@@ -126,9 +124,7 @@ class RankRuntime:
             return RunLog(context.store).read()
 
         mesh = axes_of(context.config.mesh)
-        durable = DurableState(
-            context.checkpoints, context.group_rank, mesh, job.engine, read_log, context.store, context.life
-        )
+        durable = DurableState(context.checkpoints, context.group_rank, mesh, job.engine, read_log, context.store, context.life)
         checkpointer = self._make_checkpointer(job.steps)
         genesis = GenesisDigest(
             context.store,

@@ -27,6 +27,7 @@ from helixrt.replica.progress import Progress
 from helixrt.replica.rank import Done
 from helixrt.replica.rank_log import rank_label
 from helixrt.replica.store_client import run_store
+from helixrt.replica.versions import VARIABLE, check_versions
 from helixrt.timeouts import Timeouts, derive
 
 PROGRESS_S = 0.5  # how long a progress report tries a store that is away
@@ -36,7 +37,7 @@ WAITS_FOR_PEERS = (  # modules that wait for other ranks of the replica
     "helixrt.pipeline.endpoint_channels",
     "helixrt.pipeline.reductions",
     "helixrt.replica.exchanging",  # for the thread that waits for them, when this rank has given up
-    "helixrt.train.models.collective_functions",
+    "helixrt.parallel.collective_functions",
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp._fully_shard",
@@ -125,10 +126,11 @@ class RankContext:
 
 
 def check_folder(spec: RankSpec) -> None:
-    """Raises ConfigError (storage) if a Ray actor does not find the run's folder on its node: the driver has looked at the
-    nodes that were there at the start."""
+    """Raises ConfigError if a Ray actor has other versions on its node (helixrt, torch), or does not find the run's folder
+    (storage): the driver has looked at the nodes that were there at the start."""
     if spec.transport != "ray":
         return
+    check_versions(json.loads(os.environ.get(VARIABLE, "{}")), "what starts the ranks")
     try:
         found = json.loads((Path(spec.output) / "run.json").read_text(encoding="utf-8"))["run"] == spec.run
         wrong = "" if found else "there is another run's folder at this path"

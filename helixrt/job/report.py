@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -23,7 +24,7 @@ from helixrt.job.metrics import StepMetrics, ValidationMetrics
 from helixrt.job.report_inputs import LARGE_BYTES, inputs_bytes, run_metrics
 from helixrt.job.report_inputs import read_flight as read_flight
 from helixrt.job.step_rules import exclusion_text
-from helixrt.observe.failures import Failure, Loss, failures, replica_of
+from helixrt.observe.failures import Failure, Loss, births, failures, replica_of
 from helixrt.observe.order_changes import OrderChange, order_changes
 from helixrt.observe.rails import RailOutage, rail_outages
 from helixrt.observe.run_costs import Observed, observed, profile
@@ -49,8 +50,9 @@ class RunFacts:
     history: tuple[LifeEvent, ...]
     seconds: float
     advance: int = 1  # batches of a stream that a step takes
-    goodput: float = 0.0  # see `helixrt.job.goodput`
+    goodput: float | None = None  # see `helixrt.job.goodput`; None: not known
     behind: Behind = Behind()  # what lies behind the first of `entries`
+    updates: int | None = None  # made in `seconds`; None: all
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ def to_plain(found: Figures) -> dict[str, Any]:
         "steps": found.chain[-1].step if found.chain else 0,
         "stopped": found.chain[-1].last if found.chain else "",
         "seconds": facts.seconds,
+        "updates_in_seconds": facts.updates,
         "tokens_per_s": found.tokens_per_s,
         "goodput": facts.goodput,
         "replicas": [
@@ -290,11 +293,12 @@ def _commits(events: Sequence[Event], chain: Iterable[CommitRecord]) -> tuple[tu
 
 
 def _lives(events: Sequence[Event]) -> tuple[tuple[int, float], ...]:
-    first: dict[tuple[int, int], float] = {}
-    for event in events:
+    starts: dict[int, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: e.begin_s):
         if event.kind is Kind.RANK_START:
-            first.setdefault((replica_of(event.rank), int(event.detail.get("incarnation", 0))), event.begin_s)
-    return tuple(sorted(((replica, at_s) for (replica, _), at_s in first.items()), key=lambda life: life[1]))
+            starts[replica_of(event.rank)].append(event)
+    found = ((replica, at_s) for replica, of_one in starts.items() for _, at_s in births(of_one))
+    return tuple(sorted(found, key=lambda life: life[1]))
 
 
 def _speed(commits: Sequence[tuple[float, CommitRecord]], facts: RunFacts) -> float:

@@ -38,11 +38,7 @@ def page(found: Figures, report: dict[str, Any]) -> str:
             + Markup(participants_chart(found.commits, found.lives, found.failures, mesh.replicas, found.begin_s)),
         ),
         ("Failures", "", _failures(found.failures) + _tracebacks(report) + _skipped(report)),
-        *(
-            [("Rails that were left", "NICs or networks that links went on without.", _rails(report))]
-            if found.rails
-            else []
-        ),
+        *([("Rails that were left", "NICs or networks that links went on without.", _rails(report))] if found.rails else []),
         *([("Changes of the schedule's order", _orders_lead(), _orders(report))] if found.orders else []),
         *((f"Measured costs, replica {each['replica']}", _costs_lead(each), _costs(each)) for each in report["costs"]),
         *([("Storage", "What could not be written at once.", _storage(report))] if found.storage else []),
@@ -91,13 +87,24 @@ def _tiles(found: Figures, report: dict[str, Any]) -> list[html.Tile]:
     return [
         *([("checkpoint", "LOST", f"of the last step: {report['unsaved']}", "bad")] if report["unsaved"] else []),
         *([("validation", "–" if reached is None else f"{reached:.3f}", bits, "bad" if partial else "")] if text else []),
-        ("updates", f"{report['steps']:,}", f"in {report['seconds']:.0f} s", ""),
+        ("updates", f"{report['steps']:,}", _updates(report), ""),
         *([("speed", f"{report['tokens_per_s']:,.0f}", "bytes trained on per second, stalls included", "")] if text else []),
-        ("goodput", f"{report['goodput']:.0%}", "of the replicas' time went into committed steps", ""),
+        ("goodput", _share(report["goodput"]), "of the replicas' time went into committed steps", ""),
         ("failures", str(len(found.failures)), _back(found.failures), ""),
         ("batches", f"{audit['batches']:,}", f"{'' if clean else 'NOT '}each exactly once", "ok" if clean else "bad"),
         ("replicas", "equal" if alike else "differ", "final parameters, bit for bit", "ok" if alike else "bad"),
     ]
+
+
+def _share(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.0%}"
+
+
+def _updates(report: dict[str, Any]) -> str:
+    """A run that was resumed, or that another driver has begun, made the others earlier."""
+    some = report["updates_in_seconds"]
+    made = "" if some is None or some == report["steps"] else f"{some:,} of them "
+    return f"{made}in {report['seconds']:.0f} s"
 
 
 def _count(n: int, one: str, many: str = "") -> str:

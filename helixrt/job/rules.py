@@ -17,6 +17,7 @@ from helixrt.collectives.endpoints import find_rails
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.job.chaos import DRIVER, FAULTS, LEADER_MOMENTS, MOMENTS, fault_moments
 from helixrt.job.config import MEMBERSHIPS, JobConfig, TransportConfig
+from helixrt.job.hosts import addresses_of
 from helixrt.job.launchers import chosen_launcher, is_named
 from helixrt.job.link_delays import link_delays
 from helixrt.job.places import group_world_size
@@ -91,8 +92,12 @@ def _numbers(config: JobConfig) -> Iterator[ConfigError]:
     if config.driver_away_s not in (-1, 0) and not 10 <= config.driver_away_s < math.inf:
         rule = "must be at least 10, 0 for ranks that end with the driver, or -1 for the default of the launcher"
         yield ConfigError("driver_away_s", config.driver_away_s, rule)
-    if not 0 <= config.port <= 65535:
-        yield ConfigError("port", config.port, "must be from 1 to 65535, or 0 for any free one")
+    yield from _port(config.port)
+
+
+def _port(port: int) -> Iterator[ConfigError]:
+    if not 0 <= port <= 65535:
+        yield ConfigError("port", port, "must be from 1 to 65535, or 0 for any free one")
 
 
 def _relations(config: JobConfig) -> Iterator[ConfigError]:
@@ -199,7 +204,13 @@ def _extras(config: JobConfig) -> None:
 
 def check_address(host: str, port: int) -> None:
     """The run's servers must be able to listen at `host`, and its store at `port` there."""
-    if host in ("", "0.0.0.0", "::"):
+    for error in _port(port):
+        raise error
+    try:
+        every = not host or any(address.is_unspecified for address in addresses_of(host))
+    except OSError as unknown:
+        raise ConfigError("host", host, f"is no address of this machine: {unknown.strerror or unknown}") from unknown
+    if every:
         raise ConfigError("host", host, "is every address of this machine; name the one that ranks connect to")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -207,7 +218,7 @@ def check_address(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError("host", host, f"is no address of this machine: {error.strerror}") from error
             reason = "is in use; choose another, or 0 for any free one" if error.errno == errno.EADDRINUSE else error.strerror
             raise ConfigError("port", port, str(reason)) from error

@@ -27,9 +27,7 @@ class StreamSampler(Sampler[int]):
     run; epochs count from the newest one. Raises ConfigError (sampler) if there are fewer items than streams.
     """
 
-    def __init__(
-        self, items: int, streams: int, stream: int, *, shuffle: bool, seed: int, deals: Sequence[Deal] = ()
-    ) -> None:
+    def __init__(self, items: int, streams: int, stream: int, *, shuffle: bool, seed: int, deals: Sequence[Deal] = ()) -> None:
         if items < streams:
             raise ConfigError("sampler", f"{items} items", f"there are {streams} streams; each needs at least one item")
         if not 0 <= stream < streams:

@@ -16,7 +16,7 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Reads tensors, so it waits for their device. Raises MisuseError for anything else, with its name."""
     found = {}
     for name, value in values.items():
-        if is_sharded(value):
+        if type(value) is not torch.Tensor and is_sharded(value):
             value = value.full_tensor()  # all ranks of the replica log the same names
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()

@@ -25,6 +25,7 @@ from helixrt.job.lineage_files import write_durably
 from helixrt.job.resume import checkpoint_to_resume, deals_of
 from helixrt.replica.contracts import Launcher, RunStore
 from helixrt.replica.run_keys import SERVED_KEY
+from helixrt.replica.versions import versions
 
 INTERRUPTED = 130
 SETTINGS_KEY = "served/settings"  # of the sessions, which all replicas must have alike
@@ -54,7 +55,7 @@ class ServedDriver(Driver):
         self._settings_kept = _restore_settings(self.store, run)
         mesh = asdict(config.mesh)
         known = {"run": run.name, "replicas": mesh.pop("replicas"), "mesh": mesh, "secret": fingerprint(run.name, self.secret)}
-        known["config"] = config.to_plain()
+        known |= {"config": config.to_plain(), "versions": versions()}
         self.store.put_if_absent(SERVED_KEY, json.dumps(known))
 
     def launcher(self) -> Launcher:
@@ -95,8 +96,12 @@ def serve(
     resume: str = "",
 ) -> int:
     """Make the run's folder, or go on with the run that `resume` names (a folder, or "latest"), and serve it to its end; its
-    exit code. `ready` is called as soon as replicas may come. Raises ConfigError for a run that cannot be resumed."""
-    config, run = resumed(config, resume) if resume else (config, new_run(config))
+    exit code. `ready` is called as soon as replicas may come. Raises ConfigError for a run that cannot be resumed, or a folder
+    that cannot be made."""
+    try:
+        config, run = resumed(config, resume) if resume else (config, new_run(config))
+    except OSError as error:
+        raise ConfigError("storage", config.output.root, f"cannot be written: {error.strerror or error}") from error
     try:
         driver = ServedDriver(config, run, secret, wait_s)
         ready(driver)

@@ -14,10 +14,9 @@ from pathlib import Path
 from helixrt.errors import ConfigError
 from helixrt.job.config import MEMBERSHIPS, JobConfig
 from helixrt.job.launchers import RankProgram, is_named, named_launcher
-from helixrt.job.logs import VARIABLE as LOG_VARIABLE
 from helixrt.job.places import group_world_size
 from helixrt.job.ray_run import Reserved
-from helixrt.job.warm_up import chosen_start, rank_environment
+from helixrt.job.warm_up import actor_environment, chosen_start, rank_environment
 from helixrt.replica.contracts import Launcher
 from helixrt.replica.orphan import command
 from helixrt.replica.store import host_store
@@ -86,15 +85,13 @@ def _serve_membership(config: JobConfig) -> tuple[object, str]:
 def rank_launcher(config: JobConfig, folder: Path, module: str, reserved: Reserved) -> Launcher:
     """Of ranks that run `module`, with their logs in the run's folder; they end with this process. Raises ConfigError."""
     logs = folder / "logs"
-    environment = rank_environment(config.threads)
     if config.launcher == "ray":
         from helixrt.ray_cluster.launcher import RayLauncher
 
-        if LOG_VARIABLE in os.environ:  # actors inherit the cluster's environment, not this process's
-            environment[LOG_VARIABLE] = os.environ[LOG_VARIABLE]
+        environment = actor_environment(config.threads)
         ranks = group_world_size(config.mesh)
         return RayLauncher(logs, f"{module}:run_rank", environment, reserved.cpus, reserved.gpus, ranks)
-    warm = chosen_start(config.start) == "warm"
+    environment, warm = rank_environment(config.threads), chosen_start(config.start) == "warm"
     if is_named(config.launcher):
         return named_launcher(config.launcher)(RankProgram(module, logs, environment, warm))
     from helixrt.job.local_launcher import LocalLauncher

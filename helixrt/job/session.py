@@ -141,7 +141,8 @@ class Session(RankPlace):
         and what this rank needs of it is made. Of a model on the meta device it is initialized by the model's own rule, with
         the run's seed, or read from `weights`, a safetensors file or a folder of them; what a real model has is taken over, and
         the rest of it is freed. With dtype="bfloat16" it is captured under autocast, and each weight is cast once per step.
-        With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. cp and dp_shard must be 1.
+        With tp a plan cuts it as above; a rank's parameters are plain tensors then, its parts. With cp, for models
+        of transformers, a batch is cut along the sequence. dp_shard must be 1.
 
         Raises ConfigError for a mesh that a session cannot train yet, a model without stages in a mesh with pp above 1, and
         stages on another device, CaptureError for a model that cannot be captured or cut; MisuseError for a

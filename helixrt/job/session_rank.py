@@ -40,6 +40,7 @@ from helixrt.job.train_function import RANK_VARIABLE
 from helixrt.replica.commands import Evaluate, StopAsked
 from helixrt.replica.contracts import RankSpec, RunStore
 from helixrt.replica.rank import Done
+from helixrt.replica.run_keys import OfRank
 from helixrt.replica.state_shards import digest
 from helixrt.replica.telling import tell, tell_traceback
 
@@ -152,8 +153,8 @@ class RankHost:
         context = self._context
         if context.group_world_size == 1:
             return mine
-        self.store.put_if_absent(f"initial/digest/{context.life}/{context.group_rank}", mine)
-        keys = [f"initial/digest/{context.life}/{rank}" for rank in range(context.group_world_size)]
+        self.store.put_if_absent(OfRank.SESSION.key(context.life, context.group_rank), mine)
+        keys = [OfRank.SESSION.key(context.life, rank) for rank in range(context.group_world_size)]
         parts = [self.store.wait(key, context.timeouts.start_s) for key in keys]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
@@ -175,9 +176,9 @@ def run_rank(spec: RankSpec) -> int:
     runtime: RankRuntime | None = None
     session: Session | None = None
     try:
-        config = SessionConfig.from_plain(spec.config)
         os.environ[RANK_VARIABLE] = _label(spec)
         check_folder(spec)
+        config = SessionConfig.from_plain(spec.config)
         with RankRuntime(spec, config) as runtime, opened_session(runtime, config) as session:
             config.train.load()(session, **config.arguments)
             check_loop_ended(session)

@@ -19,7 +19,7 @@ from helixrt.protocol.step.deal import Deal
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.protocol.step.quorum import StepRules
 from helixrt.replica.contracts import Engine, RunStore
-from helixrt.replica.run_keys import poison_key
+from helixrt.replica.run_keys import OfRank, poison_key
 from helixrt.replica.state_shards import shards_of
 
 SHOWN_EXCLUSIONS = 20  # in the console's summary and on the report's page; report.json has all
@@ -33,17 +33,13 @@ def publish_memory(config: JobConfig, engine: Engine, store: RunStore, life: str
     limit_bytes = int(config.catchup.memory_gb * GB)
     replay = config.catchup.replay if engine.can_replay else 0
     fits = catchup_memory(limit_bytes, reduced_bytes, state_bytes, config.mesh.replicas, replay)
-    store.put_if_absent(_memory_key(life, rank), json.dumps([fits.replay, fits.snapshots]))
+    store.put_if_absent(OfRank.MEMORY.key(life, rank), json.dumps([fits.replay, fits.snapshots]))
 
 
 def agreed_memory(store: RunStore, life: str, ranks: int, timeout_s: float) -> CatchupMemory:
     """What fits on every rank of the replica. Equal ranks of all replicas say the same, so all replicas agree."""
-    said = [json.loads(store.wait(_memory_key(life, rank), timeout_s)) for rank in range(ranks)]
+    said = [json.loads(store.wait(OfRank.MEMORY.key(life, rank), timeout_s)) for rank in range(ranks)]
     return CatchupMemory(min(replay for replay, _ in said), min(snapshots for _, snapshots in said))
-
-
-def _memory_key(life: str, rank: int) -> str:
-    return f"memory/{life}/{rank}"
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ In: the settings of a run. Out: "warm" or "cold", the variables that a rank's en
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import suppress
@@ -15,6 +16,9 @@ from helixrt.job.config import JobConfig
 from helixrt.job.forerunner import ForerunnerLost, shared
 from helixrt.job.launchers import chosen_launcher
 from helixrt.job.train_function import RANK_VARIABLE
+from helixrt.replica.variables import travelling
+from helixrt.replica.versions import VARIABLE as VERSIONS
+from helixrt.replica.versions import versions
 
 PROGRAM = "helixrt.job.session_rank"  # the module that a rank of `helixrt.run` runs
 STARTS = ("auto", "warm", "cold")
@@ -35,6 +39,11 @@ def rank_environment(threads: int) -> dict[str, str]:
     """Variables of a rank's environment besides this process's own."""
     # A wait in the store that ends without an answer is no news; torch would print a warning for each.
     return {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def actor_environment(threads: int) -> dict[str, str]:
+    """Variables of the environment of a process that Ray starts, which has the cluster's and not this one's."""
+    return travelling() | rank_environment(threads) | {VERSIONS: json.dumps(versions())}
 
 
 def warm_up(settings: JobConfig = JobConfig()) -> None:  # noqa: B008 frozen

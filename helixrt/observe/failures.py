@@ -58,7 +58,7 @@ class _Told:
 
     def __init__(self, events: Iterable[Event]) -> None:
         self.of: dict[int, list[Event]] = defaultdict(list)  # by replica
-        self.starts: dict[int, list[Event]] = defaultdict(list)  # by replica
+        starts: dict[int, list[Event]] = defaultdict(list)
         self.exchanges: list[Event] = []  # quorums and exchanges that failed
         self.works: dict[int, list[Event]] = defaultdict(list)  # by step
         self.commits: dict[int, list[float]] = defaultdict(list)  # by replica
@@ -67,13 +67,14 @@ class _Told:
             self.of[replica].append(event)
             match event.kind:
                 case Kind.RANK_START:
-                    self.starts[replica].append(event)
+                    starts[replica].append(event)
                 case Kind.QUORUM | Kind.EXCHANGE_FAILED:
                     self.exchanges.append(event)
                 case Kind.WORK_BEGIN:
                     self.works[event.step].append(event)
                 case Kind.COMMIT:
                     self.commits[replica].append(event.end_s)
+        self.lives = {replica: births(of_one) for replica, of_one in starts.items()}
 
     def exchanges_from(self, begin_s: float) -> Iterator[Event]:
         return islice(self.exchanges, bisect_left(self.exchanges, begin_s, key=_end_s), None)
@@ -91,7 +92,7 @@ def replica_of(rank: str) -> int:
 
 def _failure(told: _Told, loss: Loss, losses: Sequence[Loss]) -> Failure:
     own = told.of[loss.replica]
-    born_s, reborn_s = _life(told.starts[loss.replica], loss.incarnation)
+    born_s, reborn_s = _life(told.lives.get(loss.replica, ()), loss)
     words = own[bisect_left(own, born_s, key=_end_s) : bisect_right(own, loss.seen_s, key=_end_s)]
     words = words[: bisect_left(words, reborn_s, key=_end_s)]
     noted = [e for e in words if e.kind is Kind.FAILURE and e.detail.get("replica") == loss.replica]
@@ -116,11 +117,27 @@ def _failure(told: _Told, loss: Loss, losses: Sequence[Loss]) -> Failure:
     )
 
 
-def _life(starts: Sequence[Event], incarnation: int) -> tuple[float, float]:
-    """When this life of the replica began, and when the next one did (infinity if there was none)."""
-    born = [e.begin_s for e in starts if e.detail.get("incarnation") == incarnation]
-    later = [e.begin_s for e in starts if e.detail.get("incarnation", 0) > incarnation]
-    return min(born, default=-math.inf), min(later, default=math.inf)
+def births(starts: Iterable[Event]) -> list[tuple[int, float]]:
+    """(incarnation, Unix time) of each life of a replica, from the RANK_START of its ranks in the order of time. In each life
+    of a run incarnations begin at 0 again, but no rank starts twice in one life of its replica."""
+    found: list[tuple[int, float]] = []
+    ranks: set[str] = set()
+    for event in starts:
+        incarnation = int(event.detail.get("incarnation", 0))
+        if not found or found[-1][0] != incarnation or event.rank in ranks:
+            found.append((incarnation, event.begin_s))
+            ranks.clear()
+        ranks.add(event.rank)
+    return found
+
+
+def _life(lives: Sequence[tuple[int, float]], loss: Loss) -> tuple[float, float]:
+    """When the life of the replica that was lost began, and when the next one did (infinity if there was none)."""
+    for number in reversed(range(len(lives))):
+        incarnation, born_s = lives[number]
+        if incarnation == loss.incarnation and born_s <= loss.seen_s:
+            return born_s, lives[number + 1][1] if number + 1 < len(lives) else math.inf
+    return -math.inf, next((born_s for _, born_s in lives if born_s > loss.seen_s), math.inf)
 
 
 def _silent_since(words: Sequence[Event], seen_s: float) -> float:

@@ -207,7 +207,7 @@ class GradientBuckets:
         def added(parameter: torch.Tensor) -> None:
             first = parameter.grad
             if first is not None and first is not given:  # one copy costs less than zeroing and adding
-                grad.copy_(self.part(first))
+                grad.copy_(self.part(first.to_dense() if first.is_sparse else first))
                 parameter.grad = given
             self._added(index)
 

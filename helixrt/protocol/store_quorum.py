@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEPT, REMEMBERED = 64, 1 << 15  # rounds
+PREFIX = "quorum/"
 MOST_S = 10.0  # that a round adds to the generation where the proposer's clock is behind
 _EMPTY = "-"
 _NO_ROUND = -1
@@ -135,7 +136,7 @@ def may_form(
 class StoreQuorum:
     """One member's view. `ended_key` returns the key under which the driver reports that an incarnation has ended."""
 
-    def __init__(self, me: Id, rules: QuorumRules, ended_key: Callable[[int, int], str], prefix: str = "quorum/") -> None:
+    def __init__(self, me: Id, rules: QuorumRules, ended_key: Callable[[int, int], str], prefix: str = PREFIX) -> None:
         self._me, self._rules, self._ended_key, self._prefix = me, rules, ended_key, prefix
         self._beats = 0
         self._peers: dict[Id, _Peer] = {}
@@ -337,6 +338,12 @@ class StoreQuorum:
             yield from self._read_ask(member)  # it may have asked again
 
     # ---------------------------------------------------------------- keys
+
+    @staticmethod
+    def traces_of(member: Id, prefix: str = PREFIX) -> list[str]:
+        """The keys that a member whose successor takes part has left: nobody asks it any more. The list of known incarnations
+        keeps its entry, since who comes reads that from its begin."""
+        return [f"{prefix}{what}/{_text(member)}" for what in ("beat", "ask")]
 
     def _asking(self, account: Mapping[str, Any]) -> Set:
         return Set(self._key("ask", self._me), json.dumps({"round": self._round, "account": account}))

@@ -87,6 +87,7 @@ class Leader:
         self._prepared: dict[int, OrderPrepared] = {}  # rank -> its answer for the order that is made ready
         self._done: list[_Item] = []  # ranks that were done meanwhile
         self._loads, self._newer_than = 0, -1
+        self._fence_read = False  # for the append that the quorum comes right after
         self._closed = threading.Event()
         self._failed = False  # handling an event has raised; written by the thread that handles
         self._thread = threading.Thread(target=self._blocking_loop, name="helixrt-coordination", daemon=True)
@@ -306,7 +307,9 @@ class Leader:
 
     def _join(self, me: Member, known: int) -> p.Event | _Leave:
         try:
-            self.holders.check_fence()
+            if not (self.membership.alone and self._fence_read):  # alone it forms in the thread that has just appended
+                self.holders.check_fence()
+            self._fence_read = False
             if why := self.hooks.leaving():
                 return _Leave(why)
             formed = self.membership.join(me, self.timeouts.join_s)
@@ -323,7 +326,9 @@ class Leader:
     def _append(self, action: p.Append) -> p.Event:
         try:
             self.holders.check_fence()
-            return p.Appended(action.index, self.log.append(action.index, action.record))
+            stands = self.log.append(action.index, action.record)
+            self._fence_read = True
+            return p.Appended(action.index, stands)
         except Retryable:
             self._closed.wait(STORE_PAUSE_S)
             return p.StoreLost()

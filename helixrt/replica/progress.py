@@ -72,28 +72,24 @@ class _Doing(AbstractContextManager[None]):
     def __init__(self, progress: Progress, thread: str, doing: str, limit_s: float, position: int | None) -> None:
         self._progress, self._position = progress, position
         self.thread, self.doing, self.limit_s = thread, doing, limit_s
-        self.begun_s = time.monotonic()
+        self.begun_s = time.monotonic() if limit_s else 0.0
 
     def __enter__(self) -> None:
         self._me = me = threading.get_ident()
         progress = self._progress
         if self._position is not None:
             progress.work_on(str(self._position))
-        with progress.lock:
-            slots = progress.slots.get(me)
-            if slots is None:
-                slots = progress.slots[me] = []
-            slots.append(self)
-            progress.completed[me] = progress.completed.get(me, 0) + 1
+        slots = progress.slots.get(me)
+        if slots is None:
+            slots = progress.slots[me] = []
+            progress.completed.setdefault(me, 0)
+        slots.append(self)
+        progress.completed[me] += 1
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         progress, me = self._progress, self._me
-        with progress.lock:
-            progress.completed[me] += 1
-            slots = progress.slots[me]
-            slots.remove(self)  # a `busy` of the user may span the end of a step
-            if not slots:
-                del progress.slots[me]
+        progress.completed[me] += 1
+        progress.slots[me].remove(self)  # a `busy` of the user may span the end of a step
         if self._position is not None and kind is None:
             progress.work_on(NOT_WORKING)
 
@@ -115,10 +111,9 @@ class Progress:
         self._store, self._period_s, self._waits_in = store, period_s, waits_in
         self._key, self._working_key = progress_key(rank, incarnation), working_key(rank, incarnation)
         self._sending = threading.Lock()  # reports reach the store in their order
-        self.lock = threading.Lock()  # guards everything below; for `doing` and this class
-        self._changed = threading.Condition(self.lock)
-        self.slots: dict[int, list[_Doing]] = {}  # thread's id -> what it is doing, innermost last
-        self.completed: dict[int, int] = {}
+        self.slots: dict[int, list[_Doing]] = {}  # thread's id -> what it is doing, innermost last; that thread alone writes it
+        self.completed: dict[int, int] = {}  # likewise
+        self._changed = threading.Condition()  # guards everything below
         self._sequence = 0
         self._committed = False
         self._closed = False
@@ -142,8 +137,7 @@ class Progress:
     def time_left_s(self) -> float:
         """How much of the time that the main thread has asked for is left; 0 if it has asked for none."""
         now = time.monotonic()
-        with self.lock:
-            asked = [slot for slots in self.slots.values() for slot in slots if slot.thread == MAIN and slot.limit_s > 0]
+        asked = [slot for _, slots in self._busy() for slot in slots if slot.thread == MAIN and slot.limit_s > 0]
         return max((slot.begun_s + slot.limit_s - now for slot in asked), default=0.0)
 
     def committed(self) -> None:
@@ -152,7 +146,7 @@ class Progress:
         Reported at once the first time, by the calling thread: a rank that hangs right after has the usual limit.
         """
         if not self._committed:  # one thread comes here
-            with self.lock:
+            with self._changed:
                 self._committed = True
             self._send()
 
@@ -164,16 +158,21 @@ class Progress:
 
     def report(self) -> ProgressReport:
         """What there is to report now."""
-        frames = sys._current_frames() if self.slots else {}
-        with self.lock:
+        busy = self._busy()
+        frames = sys._current_frames() if busy else {}
+        with self._changed:
             self._sequence += 1
             threads = []
-            for me, slots in self.slots.items():
+            for me, slots in busy:
                 where, waits = self._place(frames[me]) if me in frames else ("", False)
                 limit_s = max(slot.limit_s for slot in slots)
                 doing = "/".join(slot.doing for slot in slots)
                 threads.append(ThreadReport(slots[0].thread, doing, self.completed[me], limit_s, where, waits))
             return ProgressReport(self._sequence, self._committed, tuple(threads))
+
+    def _busy(self) -> list[tuple[int, list[_Doing]]]:
+        """The threads that do something, and what; copies, which are made in one go while the threads go on."""
+        return [(me, slots) for me, its in list(self.slots.items()) if (slots := its.copy())]
 
     def close(self) -> None:
         """End the thread; idempotent."""

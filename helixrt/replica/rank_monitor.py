@@ -7,6 +7,7 @@ A rank that does not lead publishes its monitor's address in the run's store; th
 from __future__ import annotations
 
 from helixrt.replica.contracts import RunStore
+from helixrt.replica.run_keys import OfRank
 from helixrt.transport.monitor.client import give_back, lease, unsupported
 
 
@@ -19,7 +20,7 @@ class PublishedMonitor:
             self._monitor = lease(host)
             self._monitor.know(secret)
             self._monitor.start()
-            store.put_if_absent(_key(life, rank), self._monitor.address().decode())
+            store.put_if_absent(OfRank.MONITOR.key(life, rank), self._monitor.address().decode())
 
     def close(self) -> None:
         """Idempotent."""
@@ -32,8 +33,4 @@ def monitors(store: RunStore, life: str, ranks: int, timeout_s: float) -> list[b
     """Of all ranks but the leader. Raises Retryable if one does not publish its own in time."""
     if unsupported() is not None:
         return []
-    return [store.wait(_key(life, rank), timeout_s).encode() for rank in range(1, ranks)]
-
-
-def _key(life: str, rank: int) -> str:
-    return f"monitor/{life}/{rank}"
+    return [store.wait(OfRank.MONITOR.key(life, rank), timeout_s).encode() for rank in range(1, ranks)]

@@ -6,9 +6,27 @@ Every key but those of a rank's progress is put once and never changed (`RunStor
 
 from __future__ import annotations
 
+from enum import Enum
+
 NOT_WORKING = "-"
 PLAN_KEY = "plan"  # how far the run goes and how many batches a step takes, as JSON, where the ranks decide that
 EXIT_KEY = "exit"  # put by the driver: every replica that was not given up is done, ranks may exit
+
+
+class OfRank(Enum):
+    """What ranks put for the other ranks of their incarnation, which alone read it. `life` names the incarnation, as
+    `RankContext.life`."""
+
+    ADDRESS = "address"  # where others fetch from the rank
+    GENESIS = "genesis"  # digest of its initial state
+    SESSION = "initial/digest"  # the same, of a session's
+    MEMORY = "memory"  # what fits into its memory for catch-up
+    MONITOR = "monitor"  # address of its monitor
+    LEFT = "checkpoint/left"  # set again and again: what it has not taken of the checkpoint that it loaded last
+    PID = "pid"  # of its process, in a run with faults
+
+    def key(self, life: str, rank: int) -> str:
+        return f"{self.value}/{life}/{rank}"
 
 
 def running_key(replica: int, incarnation: int) -> str:
@@ -55,6 +73,16 @@ def spec_key(replica: int, incarnation: int, rank: int) -> str:
     """Put by `helixrt serve` when a formed incarnation may begin: the `RankSpec` of this group rank as JSON, without the
     secret."""
     return f"served/spec/{replica}/{incarnation}/{rank}"
+
+
+def tidied_key(replica: int) -> str:
+    """Set by the driver of a run with a keeper: up to which incarnation it has deleted the keys of lives that are over."""
+    return f"tidied/{replica}"
+
+
+def kill_key(life: str) -> str:
+    """Put by a rank of a run with faults: all ranks of its incarnation are to kill themselves."""
+    return f"chaos/kill/{life}"
 
 
 def exit_key(replica: int, incarnation: int, rank: int) -> str:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
@@ -30,22 +30,3 @@ def flush_all() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-
-
-class Tolerant:
-    """A stream for a library that writes to it: what cannot be written is lost."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

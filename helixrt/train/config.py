@@ -12,7 +12,6 @@ from typing import Any
 from helixrt.job.config import JobConfig, job_parts
 from helixrt.schedule.adaptation.policy import Adaptation
 
-CONTEXTS = ("gathered", "ring")
 DTYPES = ("float32", "bfloat16")
 
 

@@ -1,11 +1,7 @@
-"""The corpus: bytes of real text, and each replica's own stream of batches from it.
+"""The corpus: bytes of real text, its windows as a data set, and a loader of them.
 
-In: `DataConfig` (a file, a folder, or "stdlib"). Out: a `Corpus` (train and validation bytes, size,
-SHA-256, order-0 entropy) and `ReplicaStream`, whose batch ids are consecutive: 0, 1, 2 …
-
-Batch (replica, position) is a pure function of (corpus, seed, replicas, batch, seq_len), so a stream
-can be restored at any position: that position is the `loader_state` a commit record carries
-(FT-HSDP section 4.4). Reading goes through torchdata's StatefulDataLoader.
+In: `DataConfig` (a file, a folder, or "stdlib"). Out: a `Corpus` (train and validation bytes, size, SHA-256, order-0 entropy),
+`Windows`, and torchdata's StatefulDataLoader over them. The order is that of the sampler that is given (`session.sampler`).
 
 - "stdlib" is every `*.py` of the running Python's standard library, without `site-packages` and the
   test folders (`test`, `tests`, `idle_test`): about 12 MB.
@@ -21,7 +17,7 @@ import hashlib
 import os
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,13 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, Sampler
 
 from helixrt.errors import ConfigError, MissingExtra
 from helixrt.job.permutation import permutation
 from helixrt.train.config import DataConfig
-
-BatchAt = Callable[[int], torch.Tensor]  # position -> int64 tokens [batch, seq_len + 1]
 
 STDLIB = "stdlib"
 _STDLIB_SKIPS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -129,158 +123,65 @@ def _join(texts: Iterator[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(texts), dtype=np.uint8)
 
 
-class _Batches:
-    """Iterator over one replica's batches from a position on; its state is that position."""
+class Windows(Dataset[torch.Tensor]):
+    """A text in windows: `seq_len` inputs and the byte after them, which do not overlap in their targets. Item `i`: int64
+    [seq_len + 1]. `content_digest` names what is read, so that a run is not resumed on other data."""
 
-    def __init__(self, stream: ReplicaStream, position: int) -> None:
-        self._stream, self.position = stream, position
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        batch = self._stream.windows_of(self.position)
-        self.position += 1
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-
-class _Dataset(IterableDataset[torch.Tensor]):
-    def __init__(self, stream: ReplicaStream, start: int = 0) -> None:
-        self._stream, self._start = stream, start
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return _Batches(self._stream, self._start)
-
-
-class ReplicaStream:
-    """Replica `replica`'s batches, or those of a dp_shard rank: stream number `replica` of `replicas`. One thread at a time.
-
-    In an epoch the training windows (`seq_len` inputs and the byte after them, not overlapping in
-    their targets) are permuted by (seed, epoch) and dealt to the streams, so that no two streams have
-    the same window within an epoch. What does not fill a batch for every stream is left out of it.
-    """
-
-    def __init__(self, corpus: Corpus, replica: int, replicas: int, batch: int, seq_len: int, seed: int) -> None:
-        check_size(corpus, replicas, batch, seq_len)
-        self._corpus, self._replica, self._replicas = corpus, replica, replicas
-        self._batch, self._seq_len, self._seed = batch, seq_len, seed
-        self._windows = (corpus.train.size - 1) // seq_len
-        self.batches_per_epoch = self._windows // (replicas * batch)
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
-        self._loader = self._loader_from(0)
-        self._iterator = iter(self._loader)
-        self._next = 0
-        self._last: tuple[int, torch.Tensor] | None = None
-
-    def batch_at(self, position: int) -> torch.Tensor:
-        """Batch number `position` of this stream: int64 [batch, seq_len + 1].
-
-        Consecutive positions are read one after the other; the last one may be asked again (a retried
-        step); any other moves the loader there first.
-        """
-        if self._last is not None and self._last[0] == position:
-            return self._last[1]
-        if position != self._next:
-            self.load_state_dict(self._state_at(position))
-            self._next = position
-        batch = next(self._iterator)
-        self._next += 1
-        self._last = (position, batch)
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's state: what comes next."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave."""
-        self._loader.load_state_dict(state)
-        self._iterator = iter(self._loader)
-        self._last = None
-
-    def validation_batch(self, i: int) -> torch.Tensor:
-        """Fixed batch `i` of validation windows, the same on every replica: int64 [batch, seq_len + 1]."""
-        windows = (self._corpus.validation.size - 1) // self._seq_len
-        order = permutation(windows, 0)
-        ids = order[np.arange(i * self._batch, (i + 1) * self._batch) % windows]
-        return _cut(self._corpus.validation, ids, self._seq_len)
-
-    def windows_of(self, position: int) -> torch.Tensor:
-        """The batch at `position` straight from the corpus, past the loader."""
-        epoch, place = divmod(position, self.batches_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, permutation(self._windows, self._seed, epoch)
-        first = (place * self._replicas + self._replica) * self._batch
-        return _cut(self._corpus.train, self._order[first : first + self._batch], self._seq_len)
-
-    def _state_at(self, position: int) -> dict[str, Any]:
-        """A loader's state at `position`, taken from a loader that starts there: its format stays torchdata's."""
-        loader = self._loader_from(position)
-        iter(loader)
-        return loader.state_dict()
-
-    def _loader_from(self, start: int) -> Any:
-        with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
-            warnings.simplefilter("ignore", UserWarning)
-            try:
-                from torchdata.stateful_dataloader import StatefulDataLoader
-            except ImportError as error:
-                raise MissingExtra("torchdata", "ft", "reading the training data") from error
-
-            # Its own generator: a loader otherwise draws from the global one, which dropout shares.
-            return StatefulDataLoader(_Dataset(self, start), batch_size=None, num_workers=0, generator=torch.Generator())
-
-
-class EpochLoader:
-    """Batches by position as a loader of epochs, for `session.steps`: it has a length, `set_epoch` and a state.
-    `content_digest` names what is read, so that a run is not resumed on other data."""
-
-    def __init__(self, batch_at: BatchAt, batches: int, content_digest: str = "") -> None:
-        self._batch_at, self._batches, self.content_digest = batch_at, batches, content_digest
-        self._epoch = self._first = self._next = 0  # batches of the epoch: where the next iteration begins, what it gives next
+    def __init__(self, text: np.ndarray, seq_len: int, content_digest: str = "") -> None:
+        self._text, self._seq_len, self.content_digest = text, seq_len, content_digest
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
-        return self._batches
+        return (self._text.size - 1) // self._seq_len
 
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration gives the batches of this epoch."""
-        self._epoch = epoch
+    def __getitem__(self, item: int) -> torch.Tensor:
+        return self.batch([item])[0]
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self._next, self._first = self._first, 0
-        return self._read(self._epoch * self._batches)
+    def batch(self, items: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """These windows: int64 [len(items), seq_len + 1]."""
+        index = np.asarray(items)[:, None] * self._seq_len + np.arange(self._seq_len + 1)[None, :]
+        return torch.from_numpy(self._text[index].astype(np.int64))
 
-    def _read(self, start: int) -> Iterator[torch.Tensor]:
-        while self._next < self._batches:
-            self._next += 1
-            yield self._batch_at(start + self._next - 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self._next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration begins where the state was taken."""
-        self._first = state["next"]
+    __getitems__ = batch  # how a loader asks for a whole batch
 
 
-def check_size(corpus: Corpus, replicas: int, batch: int, seq_len: int) -> None:
-    """Raise ConfigError unless there is at least one batch per replica, and one validation window."""
-    needed = replicas * batch * seq_len + 1
+def training_windows(corpus: Corpus, data: DataConfig, streams: int) -> Windows:
+    """What is trained on. Raises ConfigError (data.path) for a corpus without a batch for every stream."""
+    check_size(corpus, streams, data.batch, data.seq_len)
+    return Windows(corpus.train, data.seq_len, f"windows of {data.seq_len} bytes of text of SHA-256 {corpus.sha256[:16]}")
+
+
+def validation_batch(corpus: Corpus, data: DataConfig, i: int) -> torch.Tensor:
+    """Fixed batch `i` of validation windows, the same on every replica: int64 [batch, seq_len + 1]."""
+    windows = Windows(corpus.validation, data.seq_len)
+    order = permutation(len(windows), 0)
+    return windows.batch(order[np.arange(i * data.batch, (i + 1) * data.batch) % len(windows)])
+
+
+def text_loader(windows: Windows, sampler: Sampler[int], batch: int) -> Any:
+    """A StatefulDataLoader of batches, int64 [batch, seq_len + 1], in the sampler's order. Raises MissingExtra (torchdata)."""
+    with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+        except ImportError as error:
+            raise MissingExtra("torchdata", "ft", "reading the training data") from error
+
+        # Its own generator: a loader otherwise draws from the global one, which dropout shares.
+        return StatefulDataLoader(
+            windows, batch, sampler=sampler, drop_last=True, collate_fn=_as_it_is, generator=torch.Generator()
+        )
+
+
+def _as_it_is(batch: torch.Tensor) -> torch.Tensor:
+    return batch
+
+
+def check_size(corpus: Corpus, streams: int, batch: int, seq_len: int) -> None:
+    """Raise ConfigError unless there is at least one batch per stream, and one validation window."""
+    needed = streams * batch * seq_len + 1
     if corpus.train.size < needed:
-        rule = f"has {corpus.train.size} bytes to train on; one batch for every replica needs {needed}"
+        rule = f"has {corpus.train.size} bytes to train on; one batch for every stream needs {needed}"
         raise ConfigError("data.path", corpus.path, rule)
     if corpus.validation.size < seq_len + 1:
         rule = f"has {corpus.validation.size} bytes for validation; data.seq_len={seq_len} needs {seq_len + 1}"
         raise ConfigError("data.path", corpus.path, rule)
-
-
-def _cut(text: np.ndarray, windows: np.ndarray, seq_len: int) -> torch.Tensor:
-    index = windows[:, None] * seq_len + np.arange(seq_len + 1)[None, :]
-    return torch.from_numpy(text[index].astype(np.int64))

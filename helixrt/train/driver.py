@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import helixrt
-from helixrt.errors import Fatal
+from helixrt.errors import Fatal, Retryable
 from helixrt.train.config import TrainConfig
 from helixrt.train.data import load_corpus
 from helixrt.train.flops import flops_per_token
@@ -69,7 +69,7 @@ def train(config: TrainConfig, function: Callable[..., Any] = run_rank) -> int:
             description=describe(config),
             options=options_of(config),
         )
-    except Fatal as error:
-        print(error, file=sys.stderr)
+    except (Fatal, Retryable) as error:
+        print(error, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 1
     return 0

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from helixrt import Stages
+from helixrt.parallel.attention import context_part
+from helixrt.parallel.group import Group
 from helixrt.train.config import ModelConfig, ScheduleConfig
-from helixrt.train.models.attention import context_part
 from helixrt.train.models.build import TIED_PARAMETER, build_chunks
-from helixrt.train.models.parallel import ALONE, Group, ParallelGroups, parameter_layouts
+from helixrt.train.models.parallel import ALONE, ParallelGroups, parameter_layouts
 from helixrt.train.schedules import check_graphs, job_schedule
 
 

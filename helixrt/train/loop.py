@@ -15,7 +15,7 @@ import torch
 
 from helixrt import Part, PartSums, Session
 from helixrt.train.config import TrainConfig
-from helixrt.train.data import BatchAt, EpochLoader, ReplicaStream, load_corpus
+from helixrt.train.data import load_corpus, text_loader, training_windows, validation_batch
 from helixrt.train.engine import inputs_and_targets, model_stages
 from helixrt.train.mesh import session_groups
 from helixrt.train.optimizer import adamw, cosine_with_warmup
@@ -23,10 +23,10 @@ from helixrt.train.optimizer import adamw, cosine_with_warmup
 
 @dataclass(frozen=True)
 class LoopHooks:
-    """What a benchmark or a test puts into the loop. `batches(stream)`: where batches come from, by position. `ready(model)`:
-    the model is registered. `updated(step, loss)`: after each update that this replica contributed to."""
+    """What a benchmark or a test puts into the loop. `batch(position, tokens)`: a batch was read, and is trained on next.
+    `ready(model)`: the model is registered. `updated(step, loss)`: after each update that this replica contributed to."""
 
-    batches: Callable[[ReplicaStream], BatchAt] = lambda stream: stream.batch_at
+    batch: Callable[[int, torch.Tensor], None] = lambda position, tokens: None
     ready: Callable[[torch.nn.Module], None] = lambda model: None
     updated: Callable[[int, float], None] = lambda step, loss: None
 
@@ -40,7 +40,7 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
     """Train to the last step. Raises ConfigError for data or a model that cannot be used, and what a session raises."""
     data, optim = config.data, config.optim
     corpus = load_corpus(data)
-    stream = ReplicaStream(corpus, session.stream, session.streams, data.batch, data.seq_len, config.seed)
+    windows = training_windows(corpus, data, session.streams)
     groups = session_groups(session, config)
     shards = config.mesh.dp_shard
     stages = model_stages(
@@ -62,16 +62,16 @@ def train(session: Session, config: TrainConfig, hooks: LoopHooks = LoopHooks())
     def validate(part: Part) -> PartSums:
         losses = []
         for index in part.of(config.eval.batches):
-            inputs, targets = inputs_and_targets(stream.validation_batch(index), groups.cp)
+            inputs, targets = inputs_and_targets(validation_batch(corpus, data, index), groups.cp)
             losses.append(model.evaluate(inputs, target=targets))
         tokens = data.batch * data.seq_len
         return PartSums({"loss_nats": tokens * math.fsum(losses)}, tokens * len(losses))
 
     session.evaluate_shared(validate, every=config.eval.every or config.steps)
-    content = f"bytes of SHA-256 {corpus.sha256[:16]} in {data.batch} x {data.seq_len}"
-    loader = EpochLoader(hooks.batches(stream), stream.batches_per_epoch, content)
+    loader = text_loader(windows, session.sampler(windows, shuffle=True), data.batch)
     for step in session.steps(loader, until=config.steps):
         for tokens in step:
+            hooks.batch(step.position, tokens)
             inputs, targets = inputs_and_targets(tokens, groups.cp)
             loss = step.train(model, inputs, target=targets)
         rate = optimizer.param_groups[0]["lr"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from helixrt import Mesh, Session
+from helixrt.parallel.group import Group
 from helixrt.train.config import TrainConfig
-from helixrt.train.models.parallel import EXPERT_AXES, Group, ParallelGroups, check_groups
+from helixrt.train.models.parallel import EXPERT_AXES, ParallelGroups, check_groups
 
 Find = Callable[..., Group | None]  # the group of axes
 

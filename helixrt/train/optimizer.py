@@ -18,13 +18,13 @@ from helixrt.train.config import OptimConfig
 
 def adamw(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
     """Decoupled weight decay on parameters with two or more dimensions, none on the others. Experts that dp_shard ranks share
-    are plain tensors where all else is sharded by FSDP2; one call cannot update both, so they have groups of their own."""
-    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in sorted(parameters, key=lambda p: p.dim() < 2):
-        kinds.setdefault((parameter.dim() >= 2, hasattr(parameter, "device_mesh")), []).append(parameter)
+    are plain tensors where all else is sharded by FSDP2; one call cannot update both, so they have groups of their own. There
+    are always four groups, some of them empty: schedulers have a state for each, which any mesh can load."""
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {(m, sharded): [] for m in (True, False) for sharded in (False, True)}
+    for parameter in parameters:
+        kinds[parameter.dim() >= 2, hasattr(parameter, "device_mesh")].append(parameter)
     groups = [
-        {"params": members, "weight_decay": optim.weight_decay if matrices else 0.0}
-        for (matrices, _), members in kinds.items()
+        {"params": members, "weight_decay": optim.weight_decay if matrices else 0.0} for (matrices, _), members in kinds.items()
     ]
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 

@@ -44,11 +44,16 @@ class Unreachable(Fatal):
 
 
 def with_defaults(overrides: Sequence[str]) -> list[str]:
-    """The overrides with an experiment and an absolute `output.root` where they name none."""
+    """The overrides with an experiment, where they name none."""
     experiments = [o for o in overrides if _key(o) == "experiment"] or [f"+experiment={DEFAULT_EXPERIMENT}"]
-    roots = [o.partition("=")[2] for o in overrides if _key(o) == "output.root"] or ["outputs"]
-    rest = [o for o in overrides if _key(o) not in ("experiment", "output.root")]
-    return [*experiments, *rest, f"output.root={Path(roots[-1]).absolute()}"]
+    return [*experiments, *(o for o in overrides if _key(o) != "experiment")]
+
+
+def at(root: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides with the absolute path of the folder `root` as `output.root`: the job runs in another folder."""
+    path = str(Path(root).absolute())
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", r"\'"), path).replace("${", r"\${")
+    return [*(o for o in overrides if _key(o) != "output.root"), f"output.root='{escaped}'"]
 
 
 def _key(override: str) -> str:
@@ -175,7 +180,7 @@ def client_of(address: str | None) -> Any:
     no_token: Any = getattr(ray.exceptions, "AuthenticationError", ())  # older versions of Ray ask for none
     try:
         return JobSubmissionClient(address)
-    except ConnectionError as unreachable:
+    except (ConnectionError, ValueError) as unreachable:
         where = address or os.environ.get("RAY_ADDRESS", "")
         raise ConfigError("RAY_ADDRESS", where, "no Ray cluster with a dashboard answers there") from unreachable
     except no_token as refused:
@@ -238,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
 
     detach = DETACH in arguments
     overrides = with_defaults([argument for argument in arguments if argument != DETACH])
-    return command(overrides, lambda config: run(config, overrides, detach))
+    return command(overrides, lambda config: run(config, at(config.output.root, overrides), detach))
 
 
 def run(config: TrainConfig, overrides: Sequence[str], detach: bool = False) -> int:

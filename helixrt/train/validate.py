@@ -14,11 +14,11 @@ from pathlib import Path
 
 import helixrt
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.train.config import CONTEXTS, DTYPES, TrainConfig
+from helixrt.parallel import CONTEXTS
+from helixrt.train.config import DTYPES, TrainConfig
 
 FAMILIES = ("gpt", "llama")
 LAUNCHERS = ("auto", "local", "ray")
-_STREAMS = ("replicas", "dp_shard")  # of the mesh: each has a data stream of its own, which is not dealt again
 
 
 def validate(config: TrainConfig) -> None:
@@ -148,7 +148,6 @@ def resume_conflicts(before: TrainConfig, now: TrainConfig) -> Iterator[ConfigEr
     """Settings that decide what a batch or a parameter is, and so may not change between a run and its resumption."""
     must_stay = {
         "seed": (before.seed, now.seed),
-        **{f"mesh.{k}": (getattr(before.mesh, k), getattr(now.mesh, k)) for k in _STREAMS},
         **{f"model.{k}": (v, now.to_plain()["model"][k]) for k, v in before.to_plain()["model"].items()},
         **{f"data.{k}": (v, now.to_plain()["data"][k]) for k, v in before.to_plain()["data"].items()},
     }

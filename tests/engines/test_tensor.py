@@ -8,7 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from helixrt.engines.tensor_styles import apply_style, cut_parameter
+from helixrt.errors import MisuseError
 from tests.engines import tensor_ranks
 from tests.ranks_context import ranks_context
 
@@ -64,3 +68,14 @@ def test_tensor_ranks(tensor_world: dict[str, list[str]], name: str) -> None:
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_tensor_ranks(sharded_world: dict[str, list[str]], name: str) -> None:
     check(sharded_world, name)
+
+
+def test_a_plan_that_spreads_experts_is_refused_and_says_what_to_do() -> None:
+    """The styles of transformers' plans for expert parallelism."""
+    mesh: object = None  # it is not reached
+    advice = "unmodified models cannot do. Cut each expert over the tp ranks .*'moe_tp_experts'.*helixrt.Stages"
+    with pytest.raises(MisuseError, match=f"'ep_dispatch_experts' for the module layers.0.experts; .*{advice}"):
+        apply_style("ep_dispatch_experts", nn.Module(), "layers.0.experts", mesh)  # type: ignore[arg-type]
+    owner = nn.ParameterDict({"up": torch.ones(2, 3, 4)})
+    with pytest.raises(MisuseError, match=f"'grouped_gemm' for the parameter layers.0.experts.up; .*{advice}"):
+        cut_parameter("grouped_gemm", owner, "up", "layers.0.experts.up", mesh)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 
 import helixrt
 from helixrt.compile.fake_tensors_private import is_fake
+from helixrt.compile.watch import EACH, Watch
 from helixrt.compile.whole_model import WholeModel
 from helixrt.engines.captured import CapturedModel, pipeline_schedule
 from helixrt.engines.captured_tensor import check_optimizers
@@ -203,7 +204,8 @@ def trained(
     host: StageHost, model: nn.Module, loss: Any, batches: Batches, tp_plan: Any = None, **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """This stage's state, and (loss, norm) of each step."""
-    session = session_with(host, seed=5, mesh=Mesh(pp=host.place.stages, tp=host.place.mesh.size("tp")))
+    over = host.place.mesh
+    session = session_with(host, seed=5, mesh=Mesh(pp=host.place.stages, cp=over.size("cp"), tp=over.size("tp")))
     args, kwargs, target = batches[0]
     example = helixrt.ExampleBatch(*args, target=target, **kwargs)
     compiled = helixrt.compile(model, loss=loss, microbatches=MICROBATCHES, **options)
@@ -471,10 +473,10 @@ def test_schedules_that_weave_are_refused_with_one_strand() -> None:
 # ---------------------------------------------------------------- wrong calls
 
 
-def started(model: nn.Module | None = None) -> tuple[Any, Any]:
+def started(model: nn.Module | None = None, loss: Any = mse_loss) -> tuple[Any, Any]:
     session = session_with(StageHost())
     (x,), named, target = vectors()[0]
-    compiled = helixrt.compile(model or perceptron(), loss=mse_loss, microbatches=MICROBATCHES)
+    compiled = helixrt.compile(model or perceptron(), loss=loss, microbatches=MICROBATCHES)
     part = session.parallelize(compiled, example=helixrt.ExampleBatch(x, target=target, **named))
     session.register(model=part, optimizers=[torch.optim.SGD(part.parameters(), lr=0.1)])
     return session, part
@@ -500,6 +502,102 @@ def test_a_wrong_call_ends_in_one_clear_error() -> None:
                 call(step, part, x, target)
         step.train(part, x, target=target, **named)
     assert step.commit().committed
+
+
+class Alterable(Perceptron):
+    """Numbers, tensors and a random layer that graphs have in them."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.factor, self.plain, self.dropout = 2.0, torch.ones(WIDTH, dtype=torch.float64), nn.Dropout(0.5)
+        self.register_buffer("passing", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(self.dropout(x) * self.factor * self.plain * self.passing, scale)
+
+
+ALTERED: dict[str, tuple[Callable[[Any, Any], object], str]] = {  # of the model and the session's part
+    "eval": (lambda model, part: model.eval(), "the training mode of a module was changed"),
+    "eval of a layer": (lambda model, part: model.dropout.eval(), "the training mode of a module was changed"),
+    "eval of the part": (lambda model, part: part.eval(), "the training mode of a module was changed"),
+    "dropout": (lambda model, part: setattr(model.dropout, "p", 0.0), r"dropout\.p was changed after session\.parallelize"),
+    "number": (lambda model, part: setattr(model, "factor", 1.0), "factor was changed"),
+    "tensor": (lambda model, part: setattr(model, "plain", model.plain * 2), "plain was changed"),
+    "buffer": (lambda model, part: setattr(model, "passing", model.passing * 2), "passing was changed"),
+    "hook": (lambda model, part: model.head.register_forward_hook(lambda *all: None), r"head\.forward_hooks was changed"),
+    "layer": (lambda model, part: model.layers.append(nn.Linear(WIDTH, WIDTH)), r"layers\.2 was changed"),
+    "loss": (lambda model, part: setattr(model.train_step.options.loss, "factor", 2.0), "loss.*factor was changed"),
+}
+
+
+class Weighed(nn.Module):
+    factor = 1.0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(output, target) * self.factor
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_a_model_that_was_changed_after_its_capture_is_not_trained_on(case: str) -> None:
+    change, message = ALTERED[case]
+    model = Alterable().double()
+    session, part = started(model, Weighed())
+    steps = session.steps(vectors(), until=STEPS)
+    for inputs, named, target in (step := next(steps)):
+        step.train(part, *inputs, target=target, **named)
+    assert step.commit().committed
+    change(model, part)
+    with pytest.raises(MisuseError, match=message):
+        for inputs, named, target in (step := next(steps)):
+            step.train(part, *inputs, target=target, **named)
+
+
+def test_an_evaluation_leaves_modes_as_they_were() -> None:
+    model = Alterable().double()
+    session, part = started(model)
+    ((x,), named, target), *_ = vectors()
+    session.evaluate(lambda: (model.eval(), part.eval(), part.evaluate(x, target=target, **named))[-1], every=1)
+    for step in session.steps(vectors(), until=STEPS):
+        for inputs, others, goal in step:
+            step.train(part, *inputs, target=goal, **others)
+        assert step.commit().committed
+
+
+class Looked(nn.Module):
+    """Its embedding has sparse gradients, where it is told so."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse), nn.Linear(WIDTH, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens))
+
+
+def test_sparse_gradients_become_dense() -> None:
+    batches: Batches = [((named["input_ids"],), {}, torch.ones(BATCH, LENGTH, 2).double()) for _, named, _ in text()]
+    found, expected = (trained(StageHost(), Looked(sparse).double(), mse_loss, batches) for sparse in (True, False))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_of_a_large_model_some_modules_are_compared_each_time_and_all_before_a_capture() -> None:
+    model = nn.Sequential(*(nn.Dropout(0.5) for _ in range(3 * EACH)))
+    watch = Watch({"": model})
+    assert not watch.mode_changed() and watch.changed() is None is watch.changed(all=True)
+    model[-1].p = 0.0
+    assert watch.changed(all=True) == f"{3 * EACH - 1}.p"
+    assert [watch.changed() for _ in range(3)][-1] == f"{3 * EACH - 1}.p"
+
+
+def test_a_parameter_that_is_frozen_after_it_was_registered_is_named() -> None:
+    with torch.device("meta"):
+        model = Perceptron(layers=EACH).double()
+    session, part = started(model)
+    part.get_parameter("head.weight").requires_grad_(False)  # the last module, which the first look leaves out
+    with pytest.raises(MisuseError, match=r"head\.weight was frozen after it was registered"):
+        for inputs, named, target in (step := next(session.steps(vectors(), until=STEPS))):
+            step.train(part, *inputs, target=target, **named)
 
 
 class Ruleless(Perceptron):
@@ -547,11 +645,10 @@ def test_what_is_missing_is_said() -> None:
         helixrt.compile(perceptron(), loss=mse_loss, schedule="zb").train_step(torch.zeros(8, WIDTH), target=torch.zeros(8, 2))
 
 
-@pytest.mark.parametrize(("axis", "why"), [("dp_shard", "FSDP2 gathers parameters in hooks"), ("cp", "sees the positions")])
-def test_axes_that_no_graph_has_are_refused(axis: str, why: str) -> None:
+def test_an_axis_that_no_graph_has_is_refused() -> None:
     compiled = helixrt.compile(perceptron(), loss=mse_loss, microbatches=MICROBATCHES)
-    with pytest.raises(ConfigError, match=rf"mesh\.{axis}=2: must be 1 for a captured model: .*{why}"):
-        session_with(StageHost(), mesh=Mesh(pp=2, **{axis: 2})).parallelize(
+    with pytest.raises(ConfigError, match=r"mesh\.dp_shard=2: must be 1 .*: FSDP2 gathers parameters in hooks"):
+        session_with(StageHost(), mesh=Mesh(pp=2, dp_shard=2)).parallelize(
             compiled, example=helixrt.ExampleBatch(torch.zeros(8, WIDTH))
         )
 

@@ -48,7 +48,7 @@ class MemoryStore(RunStore):
             return self._values.setdefault(key, value)
 
     def set(self, key: str, value: str) -> None:
-        raise NotImplementedError
+        self._values[key] = value
 
     def get(self, key: str) -> str | None:
         return self._values.get(key)

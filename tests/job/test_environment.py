@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import helixrt
 from helixrt.commands import serve
 from helixrt.errors import ConfigError, Departed, Fatal, MisuseError, Retryable, StartAgain
 from helixrt.job import environment, init
@@ -20,10 +23,12 @@ from helixrt.job.config import (
     CheckpointConfig,
     JobConfig,
     MeshConfig,
+    OutputConfig,
     RayConfig,
     SlowConfig,
     TransportConfig,
 )
+from helixrt.job.driver import new_run
 from helixrt.job.environment import SessionChoices
 from helixrt.job.external_launcher import ExternalLauncher, Patience
 from helixrt.job.launch import RunOptions
@@ -31,7 +36,7 @@ from helixrt.job.mesh import Mesh
 from helixrt.job.places import coordinates
 from helixrt.job.policies import FATAL_EXIT, LEFT_EXIT, MISUSE_EXIT, RELOAD_EXIT
 from helixrt.job.rank import RETRY_CODE
-from helixrt.job.served import fingerprint
+from helixrt.job.served import ServedDriver, fingerprint
 from helixrt.job.served_options import check_as_served
 from helixrt.job.session import Session
 from helixrt.job.session_host import SessionSettings
@@ -41,6 +46,7 @@ from helixrt.replica.contracts import Coordinate, RankExit, RankSpec
 from helixrt.replica.progress import ProgressReport, ThreadReport
 from helixrt.replica.run_keys import CLOSED_KEY, SERVED_KEY, claim_key, ended_key, exit_key, progress_key, seat_key, spec_key
 from helixrt.replica.store import MemoryRunStore
+from helixrt.replica.versions import versions
 from tests.job.session_world import LocalHost
 
 SECRET = "a secret of the run"
@@ -94,7 +100,7 @@ def test_an_option_that_the_server_does_not_have_is_refused(options: RunOptions,
 
 def test_it_is_refused_before_the_process_takes_a_place_in_the_run() -> None:
     store = MemoryRunStore()
-    known = {"run": "run", "replicas": 2, "mesh": asdict(Mesh()), "secret": fingerprint("run", SECRET)}
+    known = {"run": "run", "replicas": 2, "mesh": asdict(Mesh()), "secret": fingerprint("run", SECRET), "versions": versions()}
     store.put_if_absent(SERVED_KEY, json.dumps(known | {"config": JobConfig(mesh=ONE).to_plain()}))
     choices = SessionChoices(runtime=RunOptions(checkpoint_every=7).job("x", 0, "y", MeshConfig(2, 1)))
     with pytest.raises(ConfigError, match="checkpoint.every=7: `helixrt serve` has 50"):
@@ -306,11 +312,11 @@ def test_closing_fences_who_still_runs() -> None:
 # ---------------------------------------------------------------- the replica's side
 
 
-def served_store(replicas: int = 2, dp_shard: int = 1) -> MemoryRunStore:
+def served_store(replicas: int = 2, dp_shard: int = 1, **told: Any) -> MemoryRunStore:
     store = MemoryRunStore()
     mesh = {"pp": 1, "dp_shard": dp_shard, "cp": 1, "tp": 1}
-    known = {"run": "run", "replicas": replicas, "mesh": mesh, "secret": fingerprint("run", SECRET)}
-    store.put_if_absent(SERVED_KEY, json.dumps(known))
+    known = {"run": "run", "replicas": replicas, "mesh": mesh, "secret": fingerprint("run", SECRET), "versions": versions()}
+    store.put_if_absent(SERVED_KEY, json.dumps(known | told))
     return store
 
 
@@ -327,6 +333,33 @@ def test_a_place_that_does_not_fit_the_run_is_refused(place: Place, choices: Ses
         environment._check_run(served_store(), place, choices)
     with pytest.raises(ConfigError, match="HELIXRT_STORE=host:1: is not the store of a run"):
         environment._check_run(MemoryRunStore(), place, choices, limit_s=0.0)
+
+
+def test_a_server_of_another_version_is_refused_before_its_settings_are_read() -> None:
+    place, here = Place("host:1", 0, SECRET), versions()
+    public, _, build = here["torch"].partition("+")
+    newer = {"config": {"a setting": "of later"}}
+    other_build = here | {"torch": public + ("" if build else "+cu128")}
+    environment._check_run(served_store(versions=other_build), place, SessionChoices())
+    for told, said in (
+        (here | {"helixrt": "99.1"}, f"helixrt={helixrt.__version__}: the server at host:1 has 99.1; install the same version"),
+        (here | {"torch": "99.2+cpu"}, rf"torch={re.escape(here['torch'])}: the server at host:1 has 99.2\+cpu"),
+        ({}, "the server at host:1 has a version that it does not tell"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            environment._check_run(served_store(versions=told, **newer), place, SessionChoices(runtime=JobConfig()))
+
+
+def test_a_server_tells_its_versions(tmp_path: Path) -> None:
+    config = JobConfig(launcher="environment", output=OutputConfig(str(tmp_path)), mesh=ONE, membership="store")
+    driver = ServedDriver(config, new_run(config), SECRET, 1.0)
+    place = Place(driver.address, 0, SECRET)
+    try:
+        environment._check_run(driver.store, place, SessionChoices())
+        assert json.loads(driver.store.get(SERVED_KEY) or "")["versions"] == versions()
+    finally:
+        driver.output.close()
+        driver.run_.lock.close()
 
 
 def test_a_server_that_has_just_opened_its_store_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -97,6 +97,19 @@ def test_names_of_wrappers_are_left_out(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == expected.keys()
 
 
+def test_the_folder_that_a_shell_is_in_is_filled_and_one_that_cannot_be_made_is_refused(
+    saved: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run = saved
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["export", str(run), "--to", "."]) == 0
+    assert str(tmp_path / "here") in capsys.readouterr().out and Path("model.safetensors").is_file(), "still the current folder"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert main(["export", str(run), "--to", "/proc/x"]) == 2
+    assert capsys.readouterr().err == "helixrt: to=/proc/x: cannot be made: No such file or directory\n"
+
+
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(saved: tuple[Any, Path], tmp_path: Path) -> None:
     _, run = saved
     (tmp_path / "full").mkdir()

@@ -92,7 +92,7 @@ def test_servers_on_loopback_in_a_job_of_several_nodes_are_worth_a_warning() -> 
     )
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "0x0", "0::0"])
 def test_every_address_is_none_to_connect_to(host: str) -> None:
     with pytest.raises(ConfigError, match="is every address of this machine; name the one"):
         check(JobConfig(host=host))

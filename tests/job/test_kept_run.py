@@ -13,21 +13,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+from helixrt import cli
+from helixrt.commands import attach
 from helixrt.errors import ConfigError, Fatal, Retryable
+from helixrt.job import driver as drivers
 from helixrt.job import keeper as keepers
 from helixrt.job import keeper_start
+from helixrt.job import kept_run as kept_runs
 from helixrt.job.attaching import attached_driver, away_s
-from helixrt.job.config import JobConfig, MeshConfig
+from helixrt.job.config import JobConfig, MeshConfig, OutputConfig
 from helixrt.job.draining import DRAINED_WHY
-from helixrt.job.keeper import FILE, SECRET_FILE, Keeper, KeeperOrder, KeptRun, Progress
+from helixrt.job.keeper import FILE, LOCK_FILE, SECRET_FILE, Keeper, KeeperOrder, KeptRun, Progress
 from helixrt.job.keeper_start import keeper_lives, kept_run, secret_of, start_again
-from helixrt.job.kept_run import Absence, absence_of, living, standing_of
+from helixrt.job.kept_run import Absence, KeptServices, absence_of, living, standing_of
 from helixrt.job.launch_orders import (
     ALIVE_KEY,
     DONE_KEY,
@@ -41,14 +46,22 @@ from helixrt.job.launch_orders import (
     order_text,
 )
 from helixrt.job.lineage_files import read_lineage
-from helixrt.job.policies import Phase
+from helixrt.job.policies import CONFIG_EXIT, Phase
+from helixrt.job.rank_context import check_folder
+from helixrt.job.ray_run import Reserved
+from helixrt.job.run_lock import RunLock
+from helixrt.job.services import rank_launcher
+from helixrt.job.session_rank import run_rank
 from helixrt.protocol.step.lineage import CommitRecord, Log, audit
 from helixrt.replica.contracts import Coordinate, Launcher, RankExit, RankSpec, RunStore
 from helixrt.replica.run_keys import done_key, leave_key, running_key
 from helixrt.replica.store import MemoryRunStore
 from helixrt.replica.store_client import DurableRunStore
+from helixrt.replica.variables import adopt
+from helixrt.replica.versions import versions
 
 SCRIPT = Path(__file__).with_name("kept_script.py")
+KEPT = KeptRun("h:1", "127.0.0.1:1", "", "process 7 on h", "run-1", 0, {"launcher": "local"}, "m", {}, 600.0, 10.0, "", 0)
 DEADLINE_S = 200.0
 
 
@@ -133,9 +146,7 @@ def processes(folder: Path, replica: int) -> list[int]:
 
 
 @pytest.mark.timeout(480)
-def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command, which starts a lost replica again; then by the script itself, as a scheduler would start it."""
     monkeypatch.setenv("AWAY_S", "400")  # a driver takes long to start on a busy machine
     first = Console(tmp_path, "first.txt", str(SCRIPT), str(tmp_path))
@@ -168,6 +179,8 @@ def test_ranks_train_on_without_a_driver_and_two_others_attach_in_turn(
     found = audit(chain)
     assert found.clean and found.batches == sum(len(record.summed) for record in chain)
     assert f"ended at step {chain[-1].step} of {chain[-1].hash}" in third.said()
+    report = json.loads((tmp_path / "runs" / "latest" / "report.json").read_text())
+    assert 0 < report["updates_in_seconds"] < report["steps"], "those since the second driver was lost"
     assert len(processes(tmp_path, 0)) == 1 and len(processes(tmp_path, 1)) == 2
     until(lambda: not (tmp_path / "runs" / "latest" / FILE).exists(), "the end of the keeper")
     assert list((tmp_path / "runs").glob("*/*/run.json")) == [(tmp_path / "runs" / "latest").resolve() / "run.json"]
@@ -193,9 +206,7 @@ def ends_alike(console: Console, folder: Path) -> list[CommitRecord]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
-def test_ranks_train_on_when_the_store_and_its_driver_are_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_train_on_when_the_store_and_its_driver_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of store and lighthouse twice, alone; then with the driver, and another attaches. No step is lost: no record
     of the log is superseded, and no rank is started again."""
     monkeypatch.setenv("AWAY_S", "400")  # a driver takes long to start on a busy machine
@@ -377,6 +388,114 @@ def test_a_lost_keeper_on_ray_is_started_again_in_a_job_alone(tmp_path: Path) ->
     kept = KeptRun("h:1", "h:2", "", "process 7 on h", "run-1", 0, {"launcher": "ray"}, "m", {}, 600.0, 10.0, "", 0)
     with pytest.raises(ConfigError, match="submit its program again with resume="):
         start_again(tmp_path, kept)
+
+
+def test_variables_of_the_program_reach_the_keeper_and_the_ranks_on_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    from helixrt.ray_cluster import detached, launcher
+
+    travels = {
+        "HELIXRT_LOG": "INFO",
+        "HELIXRT_HUGE_PAGES": "1",
+        "NCCL_DEBUG": "WARN",
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",
+    }
+    for name, value in (travels | {"HELIXRT_SECRET": "0123456789abcdef", "HOME_MADE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    got: list[dict[str, str]] = []
+
+    def start(name: str, entry: str, argument: Any, log: Path, environment: dict[str, str]) -> None:
+        got.append(environment)
+        raise Fatal("seen")
+
+    monkeypatch.setattr(detached, "start_detached", start)
+    config = JobConfig(launcher="ray", threads=3)
+    with pytest.raises(Fatal, match="seen"):
+        keeper_start._start(KeeperOrder(config.to_plain(), str(tmp_path), "run-1", 0, "m", {}, "secret", 600.0, 10.0))
+    monkeypatch.setattr(launcher, "RayLauncher", lambda logs, entry, environment, *rest: got.append(environment))
+    rank_launcher(config, tmp_path, "m", Reserved())
+    assert len(got) == 2 and got[0] == got[1] and not {"HELIXRT_SECRET", "HOME_MADE"} & set(got[0])
+    assert travels.items() <= got[0].items() and got[0]["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_nodes_own_variables_of_the_network_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ens5")
+    monkeypatch.setenv("HELIXRT_LOG", "DEBUG")
+    monkeypatch.setenv("NCCL_DEBUG", "")  # both are restored afterwards
+    monkeypatch.delenv("NCCL_DEBUG")
+    adopt({"NCCL_SOCKET_IFNAME": "eth0", "HELIXRT_LOG": "INFO", "NCCL_DEBUG": "WARN"})
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["HELIXRT_LOG"], os.environ["NCCL_DEBUG"]) == ("ens5", "INFO", "WARN")
+
+
+def test_a_rank_of_another_version_is_refused_on_a_node_that_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text('{"run": "run-1"}')
+    spec = RankSpec("run-1", Coordinate(0, 0), 0, "h:1", "", str(tmp_path), "", 0.0, {"a setting": "of later"}, "ray")
+    monkeypatch.setenv("HELIXRT_VERSIONS", json.dumps(versions()))
+    check_folder(spec)
+    monkeypatch.setenv("HELIXRT_VERSIONS", json.dumps(versions() | {"helixrt": "99.1"}))
+    with pytest.raises(ConfigError, match="helixrt=.*: what starts the ranks has 99.1; install the same version"):
+        check_folder(spec)
+    assert run_rank(spec) == CONFIG_EXIT, "before its settings are read"
+
+
+def test_a_keeper_that_cannot_be_reached_from_here_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / SECRET_FILE).write_text("the secret")
+    (tmp_path / FILE).write_text(json.dumps(asdict(KEPT)))
+    monkeypatch.setattr(kept_runs, "ANSWER_S", 0.1)
+    lock = RunLock(tmp_path, "run-1", 0, LOCK_FILE)  # as another process holds it
+    with pytest.raises(
+        ConfigError, match=r"keeper \(process 7 on h\) has not ended, and does not answer from here: .*; attach"
+    ):
+        attached_driver(tmp_path)
+    lock.close()
+    with pytest.raises(ConfigError, match="no ranks of this run live"):
+        attached_driver(tmp_path)
+
+
+def test_a_driver_that_loses_its_store_for_good_writes_the_report_and_says_what_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The keeper has ended without a journal; the command is one line, its notes, and exit code 1."""
+
+    class Gone(MemoryRunStore):
+        def get(self, key: str) -> str | None:
+            raise Retryable("the store of the run is away")
+
+    class Lost(KeptServices):
+        def __init__(self) -> None:
+            self.address, self.durable, self.lighthouse = "127.0.0.1:1", "", ""
+            self.store, self._watch, self._orders, self._exits = MemoryRunStore(), None, 0, 0
+
+    monkeypatch.setattr(drivers, "run_store", lambda *where: MemoryRunStore())
+    run = drivers.new_run(replace(JobConfig(), mesh=MeshConfig(replicas=1, pp=1), output=OutputConfig(str(tmp_path))))
+    (run.folder / FILE).write_text(json.dumps(asdict(KEPT)))
+    config = JobConfig(mesh=MeshConfig(replicas=1, pp=1), output=OutputConfig(str(tmp_path)))
+    driver = drivers.Driver(config, run, drivers.JobProgram("none"), "the secret", Lost())
+    driver.store = driver.log._store = Gone()
+    monkeypatch.setattr(drivers, "Controller", partial(drivers.Controller, store_patience_s=0.0))
+    monkeypatch.setattr(attach, "_drive", lambda folder: driver.run())
+    assert cli.main(["attach", str(run.folder)]) == 1
+    said = capsys.readouterr().err
+    lost = "helixrt: the run's store did not answer for 0 s: the store of the run is away at driver"
+    assert said.endswith(f"{lost}\nits keeper has ended; helixrt.run(resume=...) goes on from its newest checkpoint\n")
+    assert (run.folder / "report.html").is_file() and (tmp_path / "latest").resolve() == run.folder
+
+
+def test_the_watch_says_that_a_keeper_cannot_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(keeper_start, "kept_run", lambda folder: looks.append(1) or KEPT)  # no lock, no journal
+    watch = keeper_start.KeeperWatch(tmp_path, period_s=0.01)
+    until(lambda: len(looks) > 20, "twenty looks")
+    watch.close()
+    said = capsys.readouterr().err
+    assert said.count("the keeper of the run (process 7 on h) has ended, and cannot be started again here") == 1
 
 
 def exits_of(launcher: KeptLauncher) -> list[RankExit]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from helixrt.errors import Retryable
+from helixrt.job.checkpoint import Checkpoint
 from helixrt.job.config import JobConfig
 from helixrt.job.controller import Happening
 from helixrt.job.leading import Leading, await_the_others
+from helixrt.protocol.step.lineage import genesis
 from helixrt.replica.contracts import RunStore
 from helixrt.replica.progress import Progress
 from helixrt.replica.store import MemoryRunStore
@@ -111,9 +114,9 @@ def test_a_replica_that_reads_a_checkpoint_asks_for_the_time_and_says_how_much_i
     leading = leading_of(MemoryRunStore())
     asked: list[float] = []
 
-    def newest(newer_than: int, reads: object) -> str:
+    def newest(newer_than: int, reads: Callable[[Checkpoint], None]) -> str:
         for name, size in (("step_2", 5_000), ("step_4", 120_000_000_000), ("step_4", 120_000_000_000)):
-            reads(Path(name), size)  # type: ignore[operator]
+            reads(Checkpoint(Path(name), genesis("run", 2), {"pp": 1}, size))
         asked.extend(thread.limit_s for thread in leading._context.progress.report().threads)
         return "hash"
 
@@ -123,4 +126,4 @@ def test_a_replica_that_reads_a_checkpoint_asks_for_the_time_and_says_how_much_i
     leading._parts = parts  # type: ignore[assignment]
     assert leading._newest_durable(-1) == "hash" and asked == [leading._context.config.checkpoint.write_s]
     assert leading._context.progress.report().threads == ()
-    assert said == ["the replica reads the checkpoint step_4, 120 GB, to check it"], "small ones are not worth a line"
+    assert said == ["the replica reads the checkpoint step_4, 120 GB"], "small ones are not worth a line"

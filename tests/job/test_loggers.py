@@ -4,14 +4,18 @@ import csv
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import helixrt
 from helixrt.job import loggers
+from helixrt.job.goodput import Goodput
+from helixrt.job.kept_run import Absence
 from helixrt.job.metrics import Logged, StepMetrics, ValidationMetrics
 from helixrt.job.output import RunOutput
+from helixrt.protocol.step.lineage import CommitRecord
 
 
 def step(replica: int, number: int, loss: float = 1.0) -> Logged:
@@ -57,7 +61,7 @@ def test_a_logger_gets_each_replicas_figures_and_those_of_all(tmp_path: Path) ->
     assert kept.begun == [(tmp_path, "run-1", {"seed": 3})] and kept.closed == 1
     found = [(p.what, p.step, p.replica, p.values.get("step/loss")) for p in kept.points]
     assert found[:3] == [("step", 1, 1, 3.0), ("step", 1, 0, 1.0), ("step", 1, None, 2.0)]
-    assert 0 <= kept.points[2].values["speed/goodput"] <= 1 and "speed/flops_utilisation" not in kept.points[2].values
+    assert not {"speed/goodput", "speed/flops_utilisation"} & kept.points[2].values.keys(), "neither is known"
     assert kept.points[3].values == {"validation/accuracy": 0.5}
     assert "loss/validation_bits_per_byte" in kept.points[4].values
 
@@ -96,18 +100,59 @@ def test_utilisation_is_shown_where_operations_and_the_devices_speed_are_known(t
     assert "utilisation 20.0%" in stream.getvalue()
 
 
-def test_goodput_counts_committed_steps_once_with_what_is_usual() -> None:
-    from helixrt.job.goodput import Goodput
+def committed(*steps: int, replicas: int = 2, applied: bool = True) -> list[CommitRecord]:
+    contributors = tuple((replica, 0) for replica in range(replicas))
+    return [CommitRecord(step, 5, "", contributors, run="run", applied=applied) for step in steps]
 
+
+def test_goodput_counts_committed_steps_once_with_what_is_usual() -> None:
     goodput = Goodput(2)
-    for number in range(1, 11):
-        for replica in (0, 1):
-            first = 50.0 if number == 1 else 1.0  # a capture
-            line = Logged(Logged.STEP, replica, f"r{replica}", number, {}, first + 0.25, 2, 0.25)
-            goodput.add(line)
-            goodput.add(line)
+    assert goodput.share(20.0) is None
+    goodput.add(committed(1), 50.0)  # a capture
+    for number in range(2, 5):
+        goodput.add(committed(number), 1.0)
+    assert goodput.share(20.0) is None, "it is not known yet what is usual"
+    goodput.add(committed(5, 6, 7, 8, 9, 10), 6.0)
     assert goodput.share(20.0) == pytest.approx(20 / 40), "ten steps of a second on each of two replicas, in 20 s"
-    assert goodput.share(0.0) == 0.0
+    goodput.add(committed(9, 10), 2.0)  # computed again
+    goodput.add(committed(11, applied=False), 1.0)
+    assert goodput.share(20.0) == pytest.approx(20 / 40)
+    goodput.add(committed(12, replicas=1), 30.0)  # the other was lost, and it was waited for
+    assert goodput.share(42.0) == pytest.approx(21 / 84)
+    assert goodput.share(0.0) is None
+
+
+@pytest.mark.parametrize("logs", ["nothing", "every tenth step", "on one replica"])
+def test_goodput_does_not_depend_on_what_the_program_logs(logs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("helixrt.job.output.time", SimpleNamespace(monotonic=lambda: now))
+    output = RunOutput(tmp_path, 2, io.StringIO())
+    assert output.figures()["goodput"] is None
+    now += 30.0  # it starts
+    for number in range(1, 31):
+        now += 1.0
+        output.committed(committed(number))
+        for replica in (0, 1):
+            if logs == "every tenth step" and number % 10 == 0 or logs == "on one replica" and replica == 0:
+                output.step(step(replica, number, 1.0))
+    assert output.figures() == {"seconds": 60.0, "updates": 30, "goodput": pytest.approx(0.5)}
+    output.close()
+
+
+def test_figures_of_a_driver_that_attached_are_of_the_time_without_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("helixrt.job.output.time", SimpleNamespace(monotonic=lambda: now))
+    output = RunOutput(tmp_path, 2, io.StringIO())
+    output.attached(Absence(away_s=100.0, first=500, last=580, still_s=20.0), committed(*range(501, 581)))
+    for number in range(581, 601):
+        now += 1.0
+        output.committed(committed(number))
+    figures = output.figures()
+    assert (figures["seconds"], figures["updates"]) == (120.0, 100)
+    assert figures["goodput"] == pytest.approx(100 / 120)
+    output.close()
 
 
 def test_tensorboard_has_a_new_writer_after_its_own_has_failed(

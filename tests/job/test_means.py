@@ -1,6 +1,5 @@
 """What replicas report of a step becomes one line."""
 
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +42,28 @@ def test_a_step_that_a_lost_replica_never_reports_is_told_late_and_in_order() ->
     assert not list(means.add(text(1, 1), 3.0)), "too late"
     assert not list(means.add(text(0, 3), 4.0))
     assert [joined.step for joined in means.rest()] == [3]
+
+
+def test_a_program_that_logs_on_one_replica_is_waited_for_in_its_first_steps_alone() -> None:
+    means = StepMeans()
+    for step in (1, 2, 3):
+        assert not list(means.add(logged(0, step), 10.0 * step))
+        assert [joined.step for joined in means.due(10.0 * step + LATE_S)] == [step]
+    assert [joined.step for joined in means.add(logged(0, 4), 40.0)] == [4], "at once"
+    assert not list(means.add(logged(1, 4), 40.1)), "too late for that step, but it does report"
+    assert not list(means.add(logged(0, 5), 50.0))
+    (joined,) = means.add(logged(1, 5), 50.1)
+    assert joined.mean.rank == "r0-r1"
+    assert not list(means.add(logged(0, 6), 60.0)), "both are waited for again"
+
+
+def test_a_replica_that_comes_back_is_waited_for() -> None:
+    means = StepMeans()
+    for step in range(1, 7):
+        assert len(list(means.add(logged(0, step, participants=1), 1.0 * step))) == 1
+    assert not list(means.add(logged(0, 7), 7.0)), "both contribute"
+    (joined,) = means.add(logged(1, 7), 7.1)
+    assert joined.mean.rank == "r0-r1"
 
 
 def test_logged_values_are_means_of_those_that_logged_the_name() -> None:

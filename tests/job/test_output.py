@@ -49,6 +49,20 @@ def test_folders_are_dated_and_latest_points_to_the_newest(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2026-03-04", "latest"]
 
 
+def test_latest_that_is_a_folder_costs_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "latest").mkdir()
+    folder = new_run_folder(tmp_path)
+    assert folder.is_dir() and (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [folder.parent.name, "latest"]
+    assert f"latest does not point to this run's folder {folder}: Is a directory" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_leaves_latest_on_the_one_that_began_after_it(ended_run: Driver) -> None:
+    newer = new_run_folder(ended_run.run_.folder.parent.parent)
+    assert ended_run._end(StopRun(True, "")) == 0 and (ended_run.run_.folder / "report.html").exists()
+    assert (newer.parent.parent / "latest").resolve() == newer
+
+
 def test_line_says_all_figures_of_a_step() -> None:
     line = line_of(ONE, 200, 2)
     for part in ("r1.pp1", "step  20/200", "2.0000 bits/byte", "8,192 tokens/s", "participants 2/2", "stall 0.013 s"):
@@ -214,10 +228,8 @@ def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, monkeypatch: p
     for number, terminal in enumerate((False, True)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        output = RunOutput(folder, 1, Terminal() if terminal else Full(False))
-        output._stream = Full(terminal)
-        if output._bar is not None:
-            output._bar.fp._stream = output._stream
+        output = RunOutput(folder, 1, Full(terminal))
+        assert (output._bar is not None) == terminal
         output.plan(200)
         for step in (20, 21):
             output.step(dataclasses.replace(ONE, step=step, participants=1, replica=0))

@@ -298,6 +298,16 @@ def test_replica_that_is_given_up_was_lost_once_per_life(tmp_path: Path, facts: 
     assert len(write_report(tmp_path, facts)["failures"]) == 3
 
 
+def test_figures_of_a_part_of_the_run_are_shown_as_such(tmp_path: Path, facts: RunFacts) -> None:
+    """Of a run that was resumed, or that another driver has begun."""
+    report = write_report(tmp_path, dataclasses.replace(facts, seconds=9.0, updates=3, goodput=0.5))
+    page = (tmp_path / "report.html").read_text()
+    assert report["updates_in_seconds"] == 3 and "3 of them in 9 s" in page and "50%" in page
+    report = write_report(tmp_path, dataclasses.replace(facts, seconds=9.0, updates=report["steps"], goodput=None))
+    page = (tmp_path / "report.html").read_text()
+    assert report["goodput"] is None and "unknown" in page and "of them in" not in page and "in 9 s" in page
+
+
 def test_a_skipped_batch_is_named(tmp_path: Path, facts: RunFacts) -> None:
     skipped = LifeEvent(Happening.SKIPPED, 1, 1, BEGIN_S + 9, "the batch at position 12 ended <it> twice")
     facts = dataclasses.replace(facts, history=(*facts.history, skipped))

@@ -133,12 +133,12 @@ def test_a_run_goes_on_with_other_replicas_stages_and_shards(
     assert {step: losses[step - 1] for step in logged} == pytest.approx(logged, rel=0, abs=1e-9)
 
 
-def logged_losses(run: Path, records: list[CommitRecord]) -> dict[int, float]:
+def logged_losses(run: Path, records: list[CommitRecord], kind: str = "logged", name: str = "loss") -> dict[int, float]:
     """Of each step whose contributors have all logged it, the mean over them; one that was killed has not always."""
     found: dict[int, dict[int, float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
-        if entry["kind"] == "logged":
-            found.setdefault(entry["step"], {})[entry["replica"]] = entry["values"]["loss"]
+        if entry["kind"] == kind:
+            found.setdefault(entry["step"], {})[entry["replica"]] = entry.get("values", entry)[name]
     by_step = {record.step: [found.get(record.step, {}).get(replica) for replica in record.summed] for record in records[1:]}
     return {step: sum(losses) / len(losses) for step, losses in by_step.items() if losses and None not in losses}  # type: ignore[arg-type]

@@ -81,6 +81,21 @@ def test_a_second_driver_is_told_who_has_the_run_and_changes_nothing(tmp_path: P
     RunLock(tmp_path, "run-1", 4).close()
 
 
+def test_a_run_that_is_resumed_is_the_latest(tmp_path: Path) -> None:
+    """From its begin; a folder that was moved to another place gets no such link beside it."""
+    folder = tmp_path / "runs" / "2026-03-04" / "05-06-07"
+    folder.mkdir(parents=True)
+    latest, checkpoint = tmp_path / "runs" / "latest", past_run(folder)
+    for begun in (False, True):
+        if begun:
+            latest.symlink_to("2026-03-04/another")
+        run = reopened_run(folder, checkpoint, 1)
+        assert run.lock is not None
+        run.lock.close()
+        assert latest.exists() == begun
+    assert latest.resolve() == folder
+
+
 def test_a_checkpoint_that_is_gone_when_the_run_is_ours_is_not_begun_from(tmp_path: Path) -> None:
     checkpoint = past_run(tmp_path)
     (checkpoint.folder / checkpoints.MANIFEST).unlink()

@@ -189,7 +189,7 @@ def test_busy_is_a_context() -> None:
 
 def test_a_mesh_inside_a_replica_is_refused_by_name() -> None:
     session = session_with(LocalHost(), mesh=Mesh(cp=2))
-    with pytest.raises(ConfigError, match=r"mesh.cp=2: needs session.parallelize\(helixrt.Stages"):
+    with pytest.raises(ConfigError, match=r"mesh.cp=2: needs helixrt.Stages or, for transformers models"):
         session.parallelize(tiny())
     with pytest.raises(ConfigError, match="mesh.cp=2"):
         session.register(model=tiny())

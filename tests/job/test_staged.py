@@ -202,15 +202,21 @@ def evaluated_too_early() -> None:
     model.evaluate(*data()[0][:1], target=data()[0][1])
 
 
-def mode_changed() -> None:
-    session = session_with(StageHost())
-    model = session.parallelize(staged([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))], graphs="always"))
-    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
-    for step in session.steps(data(), until=2):
-        for x, y in step:
-            step.train(model, x, target=y)
-        step.commit()
-        model.eval()
+def changing(change: Callable[[nn.Module], object]) -> Callable[[], None]:
+    """A model run by graphs, whose part is changed after the first step."""
+
+    def script() -> None:
+        session = session_with(StageHost())
+        part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+        model = session.parallelize(staged([part], graphs="always"))
+        session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+        for step in session.steps(data(), until=2):
+            for x, y in step:
+                step.train(model, x, target=y)
+            step.commit()
+            change(part)
+
+    return script
 
 
 def unlike_the_example() -> None:
@@ -234,7 +240,9 @@ WRONG: dict[Callable[[], None], str] = {
     hand_changed: r"parameter chunk0\.0\.weight was changed in place",
     with_statistics: "cannot have persistent buffers",
     unlike_the_example: r"the input of a micro-batch is torch.float32 \[1, 2, 5\], and the graphs .* torch.float32 \[2, 5\]",
-    mode_changed: r"the training mode of a module was changed \(train\(\) or eval\(\)\) after the graphs",
+    changing(nn.Module.eval): r"the training mode of a module was changed \(train\(\) or eval\(\)\) after the graphs",
+    changing(lambda part: setattr(part[1], "p", 0.0)): r"chunk0\.1\.p was changed after the graphs of its part were captured",
+    changing(lambda part: part[0].weight.requires_grad_(False)): r"chunk0\.0\.weight\.requires_grad was changed",
     evaluated_too_early: "register the model before it is evaluated",
 }
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helixrt.observe.failures import Failure, Loss, failures, replica_of
+from helixrt.observe.failures import Failure, Loss, births, failures, replica_of
 from helixrt.observe.timeline import timeline, typical_step
 from helixrt.record import Event, Kind
 
@@ -112,3 +112,21 @@ def test_timeline_of_a_step_has_a_lane_per_rank() -> None:
     assert timeline(events, 3) is None
     assert typical_step(events, avoid=[3]) == 1
     assert typical_step([]) is None
+
+
+def test_a_loss_in_a_resumed_run_has_the_figures_of_its_own_life() -> None:
+    """Incarnations begin at 0 again in each life of a run, at whatever incarnation the life before has ended."""
+    alone = failures(run(), [Loss(1, 0, 4.9, "signal 9")])
+    later = [Event(e.kind, e.rank, e.step + 100 * (e.step > 0), e.begin_s + 1e4, e.end_s + 1e4, dict(e.detail)) for e in run()]
+    (resumed,) = failures([*run(), *later], [Loss(1, 0, 1e4 + 4.9, "signal 9")])
+    assert (resumed.step, resumed.reason) == (104, alone[0].reason)
+    assert resumed.lost_s == pytest.approx(1e4 + alone[0].lost_s)
+    for figure in ("detected_after_s", "survivors_stalled_s", "rejoined_after_s"):
+        assert getattr(resumed, figure) == pytest.approx(getattr(alone[0], figure)), figure
+    assert failures([*run(), *later], [Loss(1, 0, 4.9, "signal 9")]) == alone, "nor of a later life"
+
+
+def test_lives_are_told_apart_by_their_ranks_starts() -> None:
+    starts = [("r1.pp0", 0, 1.0), ("r1.pp1", 0, 2.0), ("r1.pp1", 0, 50.0), ("r1.pp0", 0, 51.0), ("r1.pp0", 1, 60.0)]
+    events = [event(Kind.RANK_START, rank, 0, at_s, incarnation=incarnation) for rank, incarnation, at_s in starts]
+    assert births(events) == [(0, 1.0), (0, 50.0), (1, 60.0)]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from helixrt.parallel.group import Group as Rank
 from helixrt.passes import nodes
 from helixrt.passes.capture import capture
 from helixrt.passes.classify import (
@@ -34,7 +35,6 @@ from helixrt.passes.timing import simulate
 from helixrt.passes.verify import returned
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import Group as Rank
 from helixrt.train.models.parallel import ParallelGroups
 
 SEQ = 8

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from helixrt.compile.fake_world_private import fake_world
 from helixrt.errors import ConfigError
+from helixrt.parallel import ring_shift_private  # noqa: F401  (defines the operator)
 from helixrt.passes import communication, nodes
 from helixrt.passes.agree import agree
 from helixrt.passes.classify import classify, movable
@@ -36,7 +37,6 @@ from helixrt.passes.signatures import signature
 from helixrt.passes.verify import collective_order, verify
 from helixrt.passes.weave import weave
 from helixrt.pipeline.strands import planned
-from helixrt.train.models import ring_shift_private  # noqa: F401  (defines the operator)
 from tests.passes.two_ranks import on_two_ranks
 
 C10D, ATEN, DTENSOR = torch.ops._c10d_functional, torch.ops.aten, torch.ops._dtensor

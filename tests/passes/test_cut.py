@@ -364,6 +364,50 @@ def test_layers_that_are_computed_again() -> None:
             assert forward.count("tanh") == len(chunk.layers) == backward.count("tanh")
 
 
+class Residual(nn.Module):
+    """A layer whose residual sum is in its region, where there is one."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+
+
+def residuals(checkpointed: bool) -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(*(Residual(checkpointed) for _ in range(LAYERS)), nn.Linear(8, 8)).double()
+
+
+def test_layers_with_their_residual_sum_are_computed_again_as_eager_does() -> None:
+    model, loss = residuals(True), F.mse_loss
+    calls: Calls = [((x,), {}, x.cos()) for x in torch.randn(MICROBATCHES, 4, 8, dtype=torch.float64)]
+    joint = capture(model, calls[0][0], loss=loss, target=calls[0][2])
+    made = check_cuts(model, joint, calls, {2: ("2",), 4: ("1", "2", "3")}, loss)
+    assert all(len(boundary.gradients) == 1 for cut in made.values() for boundary in cut.boundaries)
+    for part in (joint, *(chunk.part for chunk in made[4].chunks[:3])):
+        layers = LAYERS if part is joint else 1
+        assert chunk_part(part, True).count("addmm") == layers, "eager computes the first product of a layer again"
+        assert chunk_part(part, True).count("native_layer_norm") == layers
+
+
+def test_gpt2_with_gradient_checkpointing() -> None:
+    model, calls = tiny("gpt2"), token_calls()
+    expected = eager(model, calls)
+    products = chunk_part(capture(model, (), calls[0][1]), False).count("addmm")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made = cut(capture(model, (), calls[0][1]), ("transformer.h.2",))
+    assert [len(boundary.gradients) for boundary in made.boundaries] == [1]
+    again = sum(chunk_part(chunk.part, True).count("addmm") for chunk in made.chunks)
+    assert again == products, "a layer ends with dropout, whose mask is made again"
+    check_equal(piecewise(made, lasting_of(model), calls), expected)
+
+
 def chunk_part(part: Part, backward: bool) -> list[str]:
     """The names of the operators of a part's forward or backward."""
     found = (node for node in part.graph.nodes if nodes.origin(node).backward == backward)

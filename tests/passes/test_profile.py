@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from helixrt import cli
 from helixrt.errors import ConfigError
+from helixrt.parallel.group import Group as Rank
 from helixrt.passes import estimate, factors, measure, profile_cache
 from helixrt.passes.capture import capture
 from helixrt.passes.classify import Time, strand
@@ -34,7 +35,6 @@ from helixrt.passes.split import split, whole_backward
 from helixrt.passes.timing import simulate
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import Group as Rank
 from helixrt.train.models.parallel import ParallelGroups
 from tests.passes.two_ranks import on_two_ranks
 

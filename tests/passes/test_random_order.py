@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from helixrt.parallel.collective_functions import enter, leave
 from helixrt.passes import nodes
 from helixrt.passes.baselines import BASELINES
 from helixrt.passes.capture import capture
@@ -30,7 +31,6 @@ from helixrt.passes.split import split, whole_backward
 from helixrt.passes.timing import BACKWARD, FORWARD, Place
 from helixrt.passes.weave import weave
 from helixrt.pipeline.strands import planned
-from helixrt.train.models.collective_functions import enter, leave
 
 NAME = "draws-in-order"
 GROUPS = {NAME: Group((1, 1), "gloo")}  # said to be on two hosts: there is something to hide

@@ -18,6 +18,7 @@ from torch import nn
 
 from helixrt.bench._live_storage import LiveStorage
 from helixrt.collectives.gloo_groups_private import gloo_backend
+from helixrt.parallel.group import Group
 from helixrt.passes.pair import Rules
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import GroupChannel
@@ -30,7 +31,7 @@ from helixrt.schedule.generators.classic import build
 from helixrt.schedule.ir import Op, Schedule
 from helixrt.train.config import ModelConfig
 from helixrt.train.models.build import build_chunk, build_chunks
-from helixrt.train.models.parallel import Group, ParallelGroups, layouts, own_part, reduce_gradients
+from helixrt.train.models.parallel import ParallelGroups, layouts, own_part, reduce_gradients
 
 ROWS, DIM, MICROBATCHES = 4, 6, 4
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helixrt.errors import ConfigError
+from helixrt.parallel.collective_functions import enter, leave
 from helixrt.passes.pair import Rules
 from helixrt.pipeline.buckets import GradientBuckets
 from helixrt.pipeline.channels import GroupChannel
@@ -21,7 +22,6 @@ from helixrt.pipeline.program import compile_program
 from helixrt.pipeline.stage import StageChunk
 from helixrt.record import FlightRecord
 from helixrt.schedule.generators.classic import build
-from helixrt.train.models.collective_functions import enter, leave
 
 STAGES, MICROBATCHES, ROWS, DIM = 2, 4, 3, 8
 

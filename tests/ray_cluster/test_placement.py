@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,10 @@ from helixrt.job.config import JobConfig, OutputConfig, RayConfig
 from helixrt.job.ray_run import code_of
 from helixrt.job.session_config import SessionConfig
 from helixrt.job.train_function import CODE_VARIABLE, TrainFunction, on_this_node
-from helixrt.ray_cluster.cluster import check_version
+from helixrt.ray_cluster.cluster import check_version, connect
 from helixrt.ray_cluster.placement import SETTLE_S, Apart, Later, NodeRoom, Together, choose
+from helixrt.ray_cluster.storage import check_shared
+from helixrt.replica.versions import versions
 
 GPUS = {"CPU": 1.0, "GPU": 1.0}
 
@@ -57,6 +60,29 @@ def test_a_version_without_tokens_is_refused_where_other_machines_reach_it() -> 
             check_version(version, address)
 
 
+def test_a_folder_that_is_too_large_to_travel_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    too_large = (  # as Ray 2.60 says it
+        f"Failed to upload working_dir {tmp_path} to the Ray cluster: Package size (700.31MiB) exceeds the maximum size of "
+        "512.00MiB. To exclude large files, add them to '.gitignore'"
+    )
+
+    def refuse(**options: object) -> None:
+        raise ray.exceptions.RuntimeEnvSetupError(too_large)
+
+    ended: list[bool] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(ConfigError) as refused:
+        connect({"working_dir": str(tmp_path)})
+    said = (
+        "Package size (700.31MiB) exceeds the maximum size of 512.00MiB; name what ranks do not need in its .gitignore, or set"
+    )
+    assert str(refused.value).startswith(f"ray.code={tmp_path}: cannot be copied to the nodes: {said} ray.code=none")
+    assert ended == [True], "it was connected"
+
+
 def config(folder: Path, code: str = "", path: str = "") -> SessionConfig:
     job = replace(JobConfig(), ray=RayConfig(code=code), output=OutputConfig(str(folder / "results")), launcher="ray")
     return SessionConfig.of(job, train=TrainFunction("", "train", str(folder / "train.py"), path))
@@ -73,6 +99,19 @@ def test_the_folder_of_the_program_travels_without_its_results(tmp_path: Path, m
         code_of(config(tmp_path, code=str(tmp_path / "nowhere")))
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert code_of(config(tmp_path, path=str(tmp_path))) is None, "a Ray job has brought its own"
+
+
+@pytest.mark.parametrize("answer", [("", {**versions(), "helixrt": "99.1"}), "", ("no such file", {})])
+def test_a_node_with_another_version_is_named(answer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    node = {"Alive": True, "Resources": {"CPU": 1.0}, "NodeID": "a" * 56, "NodeManagerAddress": "10.0.0.3"}
+    asked = SimpleNamespace(options=lambda **options: asked, remote=lambda sign, word: answer)
+    monkeypatch.setattr(ray, "nodes", lambda: [node])
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda function: asked)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    with pytest.raises(ConfigError, match=r"helixrt=.*: node 10\.0\.0\.3 has .*; install the same version on all machines"):
+        check_shared(tmp_path, {"CPU": 1.0})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_finds_the_program_in_its_copy_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,9 +135,8 @@ def test_no_other_thread_takes_part_in_a_step_and_no_gradient_is_copied(alone: C
     assert len(sums) == 10 and all(len(each) == 1 and each[0].data_ptr() == own.data_ptr() for each in sums)
 
 
-def test_a_step_reads_the_fence_before_its_quorum_and_before_its_append_and_asks_the_store_nothing_else(
-    alone: Callable[..., Alone],
-) -> None:
+def test_a_step_reads_the_fence_before_its_append_and_asks_the_store_nothing_else(alone: Callable[..., Alone]) -> None:
+    """The quorum of the next step follows in the same thread, and no other replica is in it."""
     replica = alone(10)
     replica.train()
     counts = Counter(replica.store.calls)
@@ -146,10 +145,11 @@ def test_a_step_reads_the_fence_before_its_quorum_and_before_its_append_and_asks
     begin = replica.store.calls.index(("put_if_absent", "log/1"))
     end = replica.store.calls.index(("put_if_absent", "log/10"))
     fence = ("get", ended_key(0, 0))
-    between = [fence, fence]
-    assert replica.store.calls[begin + 1 : end] == [
-        call for step in steps for call in (*between, ("put_if_absent", f"log/{step}"))
-    ][:-1]
+    assert replica.store.calls[:begin] == [fence, ("get", "log/1"), ("get", "log/begin"), fence], "before the first quorum, too"
+    assert (
+        replica.store.calls[begin + 1 : end]
+        == [call for step in steps for call in (fence, ("put_if_absent", f"log/{step}"))][:-1]
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(alone: Callable[..., Alone]) -> None:

@@ -12,7 +12,6 @@ import torch
 import helixrt
 from helixrt.train import driver
 from helixrt.train.config import TrainConfig
-from helixrt.train.data import BatchAt, ReplicaStream
 from helixrt.train.loop import LoopHooks, train
 from helixrt.train.schema import command
 
@@ -24,15 +23,11 @@ def paced(session: helixrt.Session, config: dict[str, Any]) -> None:
     settings = TrainConfig.from_plain(config)
     enough = Path(settings.output.root, ENOUGH)
 
-    def batches(stream: ReplicaStream) -> BatchAt:
-        def batch_at(position: int) -> torch.Tensor:
-            if not enough.exists():
-                time.sleep(PACE_S)
-            return stream.batch_at(position)
+    def pace(position: int, tokens: torch.Tensor) -> None:
+        if not enough.exists():
+            time.sleep(PACE_S)
 
-        return batch_at
-
-    train(session, settings, LoopHooks(batches=batches))
+    train(session, settings, LoopHooks(batch=pace))
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helixrt.parallel.attention import context_part
+from helixrt.parallel.group import Group
 from helixrt.train.config import ModelConfig
 from helixrt.train.engine import token_loss
-from helixrt.train.models.attention import context_part
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import Group, join, layouts
+from helixrt.train.models.parallel import join, layouts
 
 BATCH, SEQ = 4, 16
 SMALL = ModelConfig(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocab=32)

@@ -18,7 +18,6 @@ import helixrt
 from helixrt.job.chaos import SLOW
 from helixrt.train import driver
 from helixrt.train.config import TrainConfig
-from helixrt.train.data import BatchAt, ReplicaStream
 from helixrt.train.loop import LoopHooks, train
 from helixrt.train.schema import command
 
@@ -42,18 +41,14 @@ def patient(session: helixrt.Session, config: dict[str, Any]) -> None:
     folder, record = session.folder, session._host._runtime.context.record  # type: ignore[attr-defined]
     slowed = 0  # batches since all were there
 
-    def paced(stream: ReplicaStream) -> BatchAt:
-        def batch_at(position: int) -> torch.Tensor:
-            nonlocal slowed
-            missing = anyone_missing(settings, session.replica, folder, record.step)
-            if missing:
-                time.sleep(PACE_S if slowed < QUICK else LONG_PACE_S)
-            slowed = slowed + 1 if missing else 0
-            return stream.batch_at(position)
+    def pace(position: int, tokens: torch.Tensor) -> None:
+        nonlocal slowed
+        missing = anyone_missing(settings, session.replica, folder, record.step)
+        if missing:
+            time.sleep(PACE_S if slowed < QUICK else LONG_PACE_S)
+        slowed = slowed + 1 if missing else 0
 
-        return batch_at
-
-    train(session, settings, LoopHooks(batches=paced))
+    train(session, settings, LoopHooks(batch=pace))
 
 
 if __name__ == "__main__":

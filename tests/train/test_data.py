@@ -1,17 +1,27 @@
-"""The corpus and the replicas' streams: deterministic, disjoint, restorable at any position."""
+"""The corpus and its loader as streams read it: deterministic, disjoint, restorable at any position, dealt again."""
 
 import hashlib
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from helixrt.bench._two_sides import text_batches
 from helixrt.errors import ConfigError
 from helixrt.job.permutation import permutation
+from helixrt.job.session import Session
+from helixrt.job.session_host import SessionSettings
+from helixrt.job.stream import Stream
+from helixrt.protocol.step.deal import Deal
+from helixrt.replica.store import MemoryRunStore
 from helixrt.train.config import DataConfig
-from helixrt.train.data import ReplicaStream, load_corpus
+from helixrt.train.data import Windows, load_corpus, text_loader, training_windows, validation_batch
+from tests.job.session_world import LocalHost
 
 
 @pytest.fixture
@@ -26,9 +36,47 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def stream(folder: Path, replica: int = 0, **changes: int) -> ReplicaStream:
-    settings = {"replicas": 2, "batch": 3, "seq_len": 16, "seed": 5, **changes}
-    return ReplicaStream(load_corpus(DataConfig(path=str(folder))), replica, **settings)
+SEED, SEQ, BATCH = 5, 16, 3
+
+
+@dataclass
+class Reader:
+    """Stream `stream` of `streams`, as a session reads it."""
+
+    folder: Path
+    stream: int = 0
+    streams: int = 2
+    seed: int = SEED
+    deals: tuple[Deal, ...] = ()
+    store: MemoryRunStore = field(default_factory=MemoryRunStore)
+
+    def __post_init__(self) -> None:
+        data = DataConfig(path=str(self.folder), batch=BATCH, seq_len=SEQ)
+        self.windows = training_windows(load_corpus(data), data, self.streams)
+        settings = SessionSettings(self.stream, replicas=self.streams, seed=self.seed, loader_every=4, deals=self.deals)
+        sampler = Session(settings, LocalHost()).sampler(self.windows, shuffle=True)
+        self.loader = text_loader(self.windows, sampler, BATCH)
+        self.source = Stream(self.loader, settings.stream(1), self.store)
+        self.per_epoch = self.source.usable or 0
+
+    def batch_at(self, position: int) -> torch.Tensor:
+        (batch,) = self.source.take(position)
+        return cast(torch.Tensor, batch)
+
+    def ids(self, batch: torch.Tensor) -> list[int]:
+        """Which windows they are."""
+        known = {self.windows[i].numpy().tobytes(): i for i in range(len(self.windows))}
+        assert len(known) == len(self.windows)
+        return [known[row.numpy().tobytes()] for row in batch]
+
+
+def batch_of(text: np.ndarray, position: int, data: DataConfig, seed: int, streams: int = 1, stream: int = 0) -> torch.Tensor:
+    """The batch at this position of a stream of a run that was not resumed with another number of them."""
+    windows = (len(text) - 1) // data.seq_len
+    epoch, place = divmod(position, windows // streams // data.batch)
+    order = permutation(windows, seed, epoch)
+    ids = [order[stream + streams * (place * data.batch + row)] for row in range(data.batch)]
+    return torch.tensor(np.array([text[i * data.seq_len : (i + 1) * data.seq_len + 1] for i in ids], dtype=np.int64))
 
 
 def test_folder_is_read_whole_in_path_order_without_hidden_and_binary_files(folder: Path) -> None:
@@ -58,12 +106,12 @@ def test_standard_library_is_text_of_some_size_and_always_the_same() -> None:
 
 
 def test_sequential_reading_equals_restoring_at_any_position(folder: Path, seed: int) -> None:
-    reader = stream(folder)
-    positions = 3 * reader.batches_per_epoch
+    reader = Reader(folder)
+    positions = 3 * reader.per_epoch
     batches = [reader.batch_at(k) for k in range(positions)]
-    assert all(b.shape == (3, 17) and b.dtype == torch.int64 for b in batches)
+    assert all(b.shape == (BATCH, SEQ + 1) and b.dtype == torch.int64 for b in batches)
     rng = random.Random(seed)
-    jumper = stream(folder)
+    jumper = Reader(folder)
     for k in [rng.randrange(positions) for _ in range(50)]:
         assert torch.equal(jumper.batch_at(k), batches[k])
         assert torch.equal(jumper.batch_at(k), batches[k]), "a position asked again"
@@ -71,45 +119,82 @@ def test_sequential_reading_equals_restoring_at_any_position(folder: Path, seed:
             assert torch.equal(jumper.batch_at(k + 1), batches[k + 1]), "and the one after it"
 
 
-def test_state_dict_restores_another_stream(folder: Path) -> None:
-    one, two = stream(folder), stream(folder)
-    for k in range(5):
-        one.batch_at(k)
+def test_a_batch_is_a_function_of_seed_stream_and_position(folder: Path) -> None:
+    data = DataConfig(path=str(folder), batch=BATCH, seq_len=SEQ)
+    text = load_corpus(data).train
+    for streams, stream in ((1, 0), (2, 1), (3, 2)):
+        reader = Reader(folder, stream, streams)
+        source = text_batches(data, stream, streams, SEED)
+        for k, without_session in zip(range(2 * reader.per_epoch + 2), source, strict=False):
+            expected = batch_of(text, k, data, SEED, streams, stream)
+            assert torch.equal(reader.batch_at(k), expected) and torch.equal(without_session, expected)
+
+
+def test_a_state_of_the_loader_restores_another(folder: Path) -> None:
+    one, two = Reader(folder).loader, Reader(folder).loader
+    read = iter(one)
+    for _ in range(5):
+        next(read)
     two.load_state_dict(one.state_dict())
-    assert torch.equal(next(two._iterator), one.batch_at(5))
+    assert torch.equal(next(iter(two)), next(read))
 
 
-def test_reading_goes_through_the_stateful_loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[dict] = []
-    load = StatefulDataLoader.load_state_dict
-    monkeypatch.setattr(StatefulDataLoader, "load_state_dict", lambda self, s: (loaded.append(s), load(self, s))[1])
-    reader = stream(folder)
-    for k in (0, 1, 2, 9, 10):
-        reader.batch_at(k)
-    assert len(loaded) == 1, "only the jump to 9 moves the loader"
-    assert isinstance(reader._loader, StatefulDataLoader)
+def test_a_replica_that_starts_again_reads_few_batches_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Reader(folder)
+    batches = [first.batch_at(k) for k in range(12)]
+    read: list[int] = []
+    whole = Windows.batch
+    monkeypatch.setattr(Windows, "__getitems__", lambda self, items: (read.append(len(items)), whole(self, items))[1])
+    again = Reader(folder, store=first.store)
+    assert isinstance(again.loader, StatefulDataLoader)
+    assert torch.equal(again.batch_at(10), batches[10]) and read == [BATCH] * 3, "from the state at batch 8 on"
+    assert torch.equal(again.batch_at(11), batches[11]) and read == [BATCH] * 4
 
 
 def test_reading_leaves_the_global_random_state_alone(folder: Path) -> None:
+    loader = Reader(folder).loader
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    stream(folder).batch_at(4)
+    next(iter(loader))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_replicas_share_no_window_within_an_epoch_and_epochs_differ(folder: Path) -> None:
-    streams = [stream(folder, r, replicas=3) for r in range(3)]
-    n = streams[0].batches_per_epoch
-    firsts = [[s._order[(k * 3 + r) * 3 : (k * 3 + r) * 3 + 3] for k in range(n) if s.windows_of(k) is not None]
-              for r, s in enumerate(streams)]  # fmt: skip
-    ids = [int(w) for replica in firsts for batch in replica for w in batch]
+    readers = [Reader(folder, r, 3) for r in range(3)]
+    n = readers[0].per_epoch
+    ids = [i for reader in readers for k in range(n) for i in reader.ids(reader.batch_at(k))]
     assert len(ids) == len(set(ids)) == 9 * n
-    assert not torch.equal(streams[0].batch_at(0), streams[0].batch_at(n))
+    assert not torch.equal(readers[0].batch_at(0), readers[0].batch_at(n))
 
 
-def test_other_seeds_give_other_batches_and_validation_is_the_same_for_all(folder: Path) -> None:
-    assert not torch.equal(stream(folder).batch_at(0), stream(folder, seed=6).batch_at(0))
-    assert torch.equal(stream(folder, 0).validation_batch(2), stream(folder, 1, seed=9).validation_batch(2))
+def test_windows_that_were_not_read_are_dealt_over_other_streams(folder: Path) -> None:
+    """Two streams, then three, then one: every window of the epoch once, but for what does not fill a batch on every stream."""
+    deals: tuple[Deal, ...] = ()
+    read: list[int] = []
+    items = 0
+    for positions in ((7, 4), (5, 9, 6), (None,)):
+        readers = [Reader(folder, r, len(positions), deals=deals) for r in range(len(positions))]
+        items, first = len(readers[0].windows), readers[0].source.first
+        for reader, position in zip(readers, positions, strict=True):
+            read += [i for k in range(first if position is None else position) for i in reader.ids(reader.batch_at(k))]
+        counts = tuple(first if position is None else position for position in positions)
+        deals = (*deals, Deal(counts, 1, items, True, BATCH, readers[0].per_epoch, first))
+    assert len(read) == len(set(read)) and items - len(read) < BATCH
+
+
+def test_other_seeds_give_other_batches(folder: Path) -> None:
+    assert not torch.equal(Reader(folder).batch_at(0), Reader(folder, seed=6).batch_at(0))
+
+
+def test_validation_takes_each_window_before_one_comes_again(folder: Path) -> None:
+    data = DataConfig(path=str(folder), batch=BATCH, seq_len=SEQ)
+    corpus = load_corpus(data)
+    windows = Windows(corpus.validation, SEQ)
+    batches = [validation_batch(corpus, data, i) for i in range(len(windows))]
+    rows = [row.numpy().tobytes() for batch in batches for row in batch]
+    expected = sorted(windows[i].numpy().tobytes() for i in range(len(windows)))
+    assert sorted(rows[: len(windows)]) == expected and rows[len(windows) :] == 2 * rows[: len(windows)]
+    assert torch.equal(validation_batch(corpus, data, 2), batches[2])
 
 
 def test_permutation_is_one_and_pinned() -> None:
@@ -134,5 +219,6 @@ def test_nothing_to_read_is_a_wrong_setting(tmp_path: Path, make: str) -> None:
 
 
 def test_too_little_text_says_how_much_is_needed(folder: Path) -> None:
+    data = DataConfig(path=str(folder), batch=500, seq_len=1024)
     with pytest.raises(ConfigError, match=r"data\.path=.* needs 1024001"):
-        stream(folder, batch=500, seq_len=1024)
+        training_windows(load_corpus(data), data, streams=2)

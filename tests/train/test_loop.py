@@ -1,9 +1,11 @@
-"""The built-in job as a user of the session: its loader of epochs, its figures, and its loop beside plain PyTorch."""
+"""The built-in job as a user of the session: its data dealt again, its figures, and its loop beside plain PyTorch."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +13,20 @@ import pytest
 import torch
 
 from helixrt.engines.staged import StagePlace
+from helixrt.errors import ConfigError
 from helixrt.job.config import MeshConfig
+from helixrt.job.stream import LENGTH_KEY
+from helixrt.protocol.step.deal import Deal
 from helixrt.record import FlightRecord
+from helixrt.replica.store import MemoryRunStore
 from helixrt.train.config import DataConfig, EvalConfig, ModelConfig, OptimConfig, ScheduleConfig, TrainConfig
-from helixrt.train.data import EpochLoader, ReplicaStream, load_corpus
+from helixrt.train.data import load_corpus
 from helixrt.train.engine import inputs_and_targets, token_loss
 from helixrt.train.loop import LoopHooks, train
 from helixrt.train.models.build import build_chunk
 from helixrt.train.optimizer import adamw, cosine_with_warmup
 from tests.job.session_world import LocalHost, session_with
-
-
-def test_an_epoch_is_read_from_any_state_on(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(100):
-        batches, epoch = rng.randrange(1, 12), rng.randrange(5)
-        first, cut = EpochLoader(lambda at: torch.tensor(at), batches), rng.randrange(batches + 1)
-        first.set_epoch(epoch)
-        whole, state, read = iter(first), first.state_dict(), []
-        for _ in range(cut):
-            read.append(int(next(whole)))
-            state = first.state_dict()
-        other = EpochLoader(lambda at: torch.tensor(at), batches)
-        other.set_epoch(epoch)
-        other.load_state_dict(state)
-        rest = [int(at) for at in other]
-        assert read + rest == list(range(epoch * batches, (epoch + 1) * batches)) and len(other) == batches
-        assert [int(at) for at in other] == read + rest  # the state counts once
+from tests.train.test_data import batch_of
 
 
 class JobHost(LocalHost):
@@ -67,14 +56,14 @@ def test_the_loop_trains_as_plain_pytorch_does(config: TrainConfig) -> None:
     train(session, config, LoopHooks(ready=models.append, updated=lambda step, loss: updates.append((step, loss))))
 
     data = config.data
-    stream = ReplicaStream(load_corpus(data), 0, 1, data.batch, data.seq_len, config.seed)
+    text = load_corpus(data).train
     model = build_chunk(config.model, data.seq_len, 0, 1, seed=config.seed)
     optimizer = adamw(model.parameters(), config.optim)
     scheduler = cosine_with_warmup(optimizer, config.steps, config.optim)
     told: list[dict[str, Any]] = []
     for number in range(config.steps):
         optimizer.zero_grad()
-        inputs, targets = inputs_and_targets(stream.batch_at(number))
+        inputs, targets = inputs_and_targets(batch_of(text, number, data, config.seed))
         losses = [token_loss(model(x), y) for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True)]
         for loss in losses:
             (loss / 2).backward()
@@ -98,3 +87,34 @@ def test_an_update_that_was_not_applied_is_not_logged(config: TrainConfig) -> No
     host = JobHost(applied=lambda step: step != 4)
     train(session_with(host, seed=config.seed), config)
     assert [step for step, _ in host.logged] == [1, 2, 3, 5, 6, 7, 8, 9]
+
+
+def test_the_loop_reads_what_other_streams_have_not_read(config: TrainConfig, tmp_path: Path) -> None:
+    """Two replicas come differently far, and one goes on."""
+    words = random.Random(4)
+    (tmp_path / "text").write_bytes(bytes(words.randrange(256) for _ in range(1400)))
+    read: list[bytes] = []
+
+    def replica(steps: int, **settings: Any) -> MemoryRunStore:
+        host = JobHost()
+        hooks = LoopHooks(batch=lambda position, tokens: read.extend(row.numpy().tobytes() for row in tokens))
+        train(session_with(host, seed=config.seed, **settings), replace(config, steps=steps), hooks)
+        return host.store
+
+    replica(4, replicas=2, replica=0)
+    agreed = json.loads(replica(2, replicas=2, replica=1).get(LENGTH_KEY) or "")
+    assert {key: agreed[key] for key in ("items", "shuffle", "batch")} == {"items": 110, "shuffle": True, "batch": 4}
+    replica(21, deals=(Deal((4, 2), 1, 110, True, 4, agreed["batches"]),))
+    assert len(read) == len(set(read)) == 27 * 4, "two of 110 windows do not fill a batch"
+
+
+def test_a_run_whose_windows_were_dealt_in_another_order_is_not_continued(config: TrainConfig) -> None:
+    """The built-in job had a loader of its own, whose records have the same positions and other windows."""
+    data, host = config.data, JobHost()
+    corpus = load_corpus(data)
+    content = f"bytes of SHA-256 {corpus.sha256[:16]} in {data.batch} x {data.seq_len}"
+    batches = (corpus.train.size - 1) // data.seq_len // data.batch
+    before = {"batches": batches, "accumulate": 1, "stream": "of the run that is resumed", "content": content}
+    host.store.put_if_absent(LENGTH_KEY, json.dumps(before))
+    with pytest.raises(ConfigError, match="loader=windows of 12 bytes .* stream of the run that is resumed reads bytes of"):
+        train(session_with(host, seed=config.seed), config)

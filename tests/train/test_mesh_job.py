@@ -186,11 +186,15 @@ def test_a_run_is_resumed_with_another_cut_of_the_same_replicas(job: Any) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_is_not_resumed_with_another_number_of_data_streams(job: Any) -> None:
+def test_a_run_is_resumed_with_fewer_data_streams_and_not_with_other_batches(job: Any) -> None:
     run = job("mesh.pp=2", "mesh.dp_shard=2", "steps=40")
     run.overrides += kills_driver(run, 23)
     died = run.run()
     assert died.code != 0, run.why(died)
-    other = run.run("resume=true", "mesh.dp_shard=1", "mesh.tp=2")
-    assert other.code == 2 and "mesh.dp_shard=1: was 2 in the run to resume" in other.err, run.why(other)
-    assert_consistent(run, run.run("resume=true"), steps=40)
+    other = run.run("resume=true", "data.batch=8")
+    assert other.code == 2 and "data.batch=8: was 16 in the run to resume" in other.err, run.why(other)
+    again = run.run("resume=true", "mesh.dp_shard=1", "mesh.tp=2")
+    assert again.code == 0, run.why(again)
+    head, audited = run.log().head, run.report()["data_audit"]
+    assert head.step == 40 and [(deal.shards, deal.streams) for deal in head.deal] == [(2, 4)]
+    assert (audited["gaps"], audited["repeats"]) == (0, 0)

@@ -24,6 +24,7 @@ from helixrt.engines.pipeline import PipelineEngine
 from helixrt.engines.replica_mesh import ReplicaMesh
 from helixrt.engines.sharded import is_sharded, local
 from helixrt.errors import Fatal
+from helixrt.parallel.group import Group
 from helixrt.pipeline.graph_stage import GraphStage
 from helixrt.protocol.step.lineage import CommitRecord
 from helixrt.record import FlightRecord
@@ -31,7 +32,7 @@ from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import inputs_and_targets, token_loss
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import Group, Layout, ParallelGroups, layouts, own_part, reduce_gradients
+from helixrt.train.models.parallel import Layout, ParallelGroups, layouts, own_part, reduce_gradients
 from helixrt.train.optimizer import adamw, cosine_with_warmup
 
 RANKS, BATCH, SEQ, STEPS = 4, 8, 16, 3
@@ -111,9 +112,7 @@ def mesh_of(case: Case) -> tuple[ReplicaMesh, ParallelGroups]:
     return mesh, ParallelGroups(tp=tp, sequence=sequence, cp=cp, ep=ep)
 
 
-def engine_of(
-    case: Case, mesh: ReplicaMesh, groups: ParallelGroups, graphs: str = "", replica: int = 0
-) -> PipelineEngine:
+def engine_of(case: Case, mesh: ReplicaMesh, groups: ParallelGroups, graphs: str = "", replica: int = 0) -> PipelineEngine:
     stream = replica * mesh.size("dp_shard") + mesh.rank("dp_shard")
     return pipeline_engine(
         case.model,

@@ -18,11 +18,13 @@ from torch import nn
 from helixrt.collectives.gloo_groups_private import gloo_backend
 from helixrt.engines.inner_group import lost_rank
 from helixrt.errors import ConfigError
+from helixrt.parallel import CONTEXTS
+from helixrt.parallel.group import Group
 from helixrt.passes import nodes
-from helixrt.train.config import CONTEXTS, ModelConfig
+from helixrt.train.config import ModelConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.parallel import ALONE, Group, ParallelGroups, Shard, join, reduce_gradients, take
+from helixrt.train.models.parallel import ALONE, ParallelGroups, Shard, join, reduce_gradients, take
 from tests.train.model_ranks import (
     BATCH,
     GPT,
@@ -53,6 +55,7 @@ class Case:
 
 MODELS = [*(replace(m, tied=tied) for m in (GPT, LLAMA) for tied in (False, True)), replace(GPT, **MOE), replace(LLAMA, **MOE)]
 CASES = [Case(model, sequence) for model in MODELS for sequence in (False, True)]
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tensor_parallel_ranks_are_the_whole_model(run_stages: Any, case: Case) -> None:

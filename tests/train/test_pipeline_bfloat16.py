@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -128,14 +129,18 @@ def test_parts_that_send_another_type_than_was_declared_are_refused(run_stages: 
     one, other = run_stages(2, fits)
     assert one == other > 0
 
+    over = threading.Event()
+
     def wrong(stage: int, group: Any) -> str:
         engine = made(stage, group, example)
         engine.begin(lambda bucket: None)
         if stage == 1:
+            assert over.wait(60), "a stage that ends before would be lost to the other one"
             engine.close()
             return ""
         with pytest.raises(MisuseError) as caught:
             engine.train(torch.ones(4, 8), torch.zeros(4, 8))
+        over.set()
         engine.close()
         return str(caught.value)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helixrt.errors import ConfigError, MissingExtra
-from helixrt.job.config import CommandConfig, FaultConfig, KillConfig, SlowConfig
+from helixrt.job.config import CommandConfig, FaultConfig, KillConfig, MeshConfig, SlowConfig
 from helixrt.schedule.generators.policies import POLICIES
 from helixrt.train import validate as rules
 from helixrt.train.config import ScheduleConfig, TrainConfig
@@ -166,7 +166,7 @@ def test_arguments_that_cannot_be_settings(argument: str, message: str) -> None:
         ("mesh.pp=5", r"^mesh\.pp=5: more stages than layers: model\.layers=4"),
         ("data.path=/no/such/folder", r"^data\.path=/no/such/folder: no such file or folder"),
         ("data.path=/dev/null", r"^data\.path=/dev/null: "),
-        ("data.batch=400000", r"^data\.path=.*one batch for every replica needs"),
+        ("data.batch=400000", r"^data\.path=.*one batch for every stream needs"),
         ("chaos.kill=[{replica: 2}]", r"^chaos\.kill\[0\]\.replica=2: must be below mesh\.replicas=2"),
         ("chaos.kill=[{replica: -1}]", r"^chaos\.kill\[0\]\.replica=-1: must be -1 for the moment driver"),
         ("chaos.kill=[{moment: lunch}]", r"^chaos\.kill\[0\]\.moment=lunch: must be one of before_quorum"),
@@ -307,9 +307,7 @@ def test_what_must_stay_when_a_run_is_resumed() -> None:
     assert not list(resume_conflicts(before, dataclasses.replace(before, steps=9, resume=True)))
     changed = dataclasses.replace(before, seed=3, data=dataclasses.replace(before.data, batch=8))
     assert [e.key for e in resume_conflicts(before, changed)] == ["seed", "data.batch"]
-    streams = dataclasses.replace(before, mesh=dataclasses.replace(before.mesh, replicas=7, dp_shard=2))
-    assert [e.key for e in resume_conflicts(before, streams)] == ["mesh.replicas", "mesh.dp_shard"]
-    reshaped = dataclasses.replace(before, mesh=dataclasses.replace(before.mesh, pp=4, cp=2, tp=2))
+    reshaped = dataclasses.replace(before, mesh=MeshConfig(replicas=7, pp=4, dp_shard=2, cp=2, tp=2))
     assert not list(resume_conflicts(before, dataclasses.replace(reshaped, schedule=ScheduleConfig("zbv", 4))))
 
 

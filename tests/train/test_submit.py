@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 
 from helixrt.errors import ConfigError
 from helixrt.train import submit as submission
-from helixrt.train.submit import attach, submit, use_token
+from helixrt.train.schema import load_config
+from helixrt.train.submit import attach, entrypoint, submit, use_token
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 from ray import job_submission  # noqa: E402
@@ -128,6 +130,30 @@ def test_ctrl_c_stops_a_job_that_was_submitted_and_none_that_is_attached_to(
     assert "helixrt attach helixrt-1" in capsys.readouterr().err
     made = cluster("all")
     assert attach("helixrt-1") == 7 and capsys.readouterr().out == "all\n"
+
+
+NAMES = "dir (1)|a,b|x=y|it's|a b|proj{1}|a:b|a#b|~t|a$b|a[1]|b\\|q\\'q|${oc.env:HOME}|null|µ|\\\\'".split("|")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_writes_where_its_command_stands_whatever_the_folder_is_called(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    seen: list[list[str]] = []
+    monkeypatch.setattr(submission, "run", lambda config, overrides, detach: seen.append(overrides) or 0)
+    assert submission.main([]) == 0
+    assert load_config(seen[0]).output.root == str(tmp_path / name / "outputs")
+    assert shlex.split(entrypoint(seen[0]))[-2:] == seen[0], "and through the job's shell"
+
+
+def test_the_folder_of_a_job_is_the_one_that_its_settings_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[list[str]] = []
+    monkeypatch.setattr(submission, "run", lambda config, overrides, detach: seen.append(overrides) or 0)
+    assert submission.main(["output.root='a, b'"]) == submission.main(["output.root=${oc.env:ELSEWHERE,/else}/r"]) == 0
+    assert [load_config(overrides).output.root for overrides in seen] == [str(tmp_path / "a, b"), "/else/r"]
 
 
 def test_a_detached_job_is_named_and_needs_a_cluster_that_stays(

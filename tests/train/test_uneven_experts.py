@@ -13,12 +13,13 @@ from torch import nn
 from helixrt.bench._job_engine import pipeline_engine
 from helixrt.engines.pipeline import PipelineEngine
 from helixrt.errors import ConfigError
+from helixrt.parallel.group import Group
 from helixrt.record import FlightRecord
 from helixrt.train.config import ModelConfig, OptimConfig, ScheduleConfig
 from helixrt.train.engine import token_loss
 from helixrt.train.models.build import build_chunk
 from helixrt.train.models.moe import MixtureOfExperts
-from helixrt.train.models.parallel import ALONE, Group, ParallelGroups, reduce_gradients
+from helixrt.train.models.parallel import ALONE, ParallelGroups, reduce_gradients
 from helixrt.train.models.uneven_experts import compute_all
 from tests.train.model_ranks import GPT, LLAMA, SEQ, batch, close, gradients, on_ranks, on_two_ranks, put_together
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from helixrt.errors import ConfigError
-from helixrt.train.config import CONTEXTS, ModelConfig
+from helixrt.parallel import CONTEXTS
+from helixrt.train.config import ModelConfig
 from helixrt.train.models.gpt import GPT
 from helixrt.train.models.llama import Llama, rotary_tables
 from helixrt.train.models.moe import CHOICES

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helixrt.parallel.attention import causal_attention, position_rows
 from helixrt.train.config import ModelConfig
-from helixrt.train.models.attention import causal_attention, position_rows
 from helixrt.train.models.linears import ColumnLinear, RowLinear, cut_sequence, embedding, norm_layout, whole_sequence
 from helixrt.train.models.moe import MixtureOfExperts
 from helixrt.train.models.parallel import ALONE, Layout, ParallelGroups

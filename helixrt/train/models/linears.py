@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helixrt.train.models.collective_functions import cut, enter, gather, leave, scatter, uncut
+from helixrt.parallel.collective_functions import cut, enter, gather, leave, scatter, uncut
 from helixrt.train.models.parallel import Layout, ParallelGroups, Shard
 
 SEQUENCE = 1  # the dimension of hidden states that sequence parallelism cuts

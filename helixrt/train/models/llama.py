@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helixrt.parallel.attention import causal_attention, position_rows
 from helixrt.train.config import ModelConfig
-from helixrt.train.models.attention import causal_attention, position_rows
 from helixrt.train.models.linears import (
     ColumnLinear,
     RowLinear,

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helixrt.parallel.collective_functions import attach, exchange
 from helixrt.train.config import ModelConfig
-from helixrt.train.models.collective_functions import attach, exchange
 from helixrt.train.models.linears import StackedLinear, into_block, out_of_block
 from helixrt.train.models.parallel import Layout, ParallelGroups
 from helixrt.train.models.uneven_experts import compute_all

@@ -16,30 +16,16 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from helixrt import Cut, ParameterLayout
 from helixrt.errors import ConfigError
+from helixrt.parallel.collective_functions import all_reduce
+from helixrt.parallel.group import Group
 from helixrt.train.config import ModelConfig
-from helixrt.train.models.collective_functions import all_reduce
 
 Axis = Literal["tp", "ep"]
 EXPERT_AXES = ("dp_shard", "cp")  # of a session's mesh: ranks with other tokens, over which experts are spread
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group as functional collectives know it: by name. `rank` is this rank's place in it."""
-
-    name: str
-    rank: int
-    size: int
-
-    @staticmethod
-    def of(group: dist.ProcessGroup | None) -> Group | None:
-        """The group, or None for a single rank. It must stay registered (and referenced) meanwhile."""
-        return None if group is None or group.size() == 1 else Group(group.group_name, group.rank(), group.size())
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from helixrt.train.models.collective_functions import all_to_all, exchange_uneven
-from helixrt.train.models.parallel import Group
+from helixrt.parallel.collective_functions import all_to_all, exchange_uneven
+from helixrt.parallel.group import Group
 
 Network = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from helixrt.train.models.flash_private import attend, attend_backward
-from helixrt.train.models.parallel import Group
-from helixrt.train.models.ring_shift_private import ring_shift
+from helixrt.parallel.flash_private import attend, attend_backward
+from helixrt.parallel.group import Group
+from helixrt.parallel.ring_shift_private import ring_shift
 
 _wait = torch.ops._c10d_functional.wait_tensor
 

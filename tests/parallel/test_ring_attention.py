@@ -18,6 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helixrt.compile.fake_world_private import fake_world
+from helixrt.parallel.attention import causal_attention, context_part
+from helixrt.parallel.flash_private import attend, attend_backward, products, products_backward
+from helixrt.parallel.group import Group
+from helixrt.parallel.ring_attention import ring_attention
 from helixrt.passes import nodes
 from helixrt.passes.agree import agree
 from helixrt.passes.capture import capture
@@ -33,11 +37,8 @@ from helixrt.passes.verify import collective_order, verify
 from helixrt.passes.weave import weave
 from helixrt.pipeline.strands import planned
 from helixrt.train.engine import token_loss
-from helixrt.train.models.attention import causal_attention, context_part
 from helixrt.train.models.build import build_chunk
-from helixrt.train.models.flash_private import attend, attend_backward, products, products_backward
-from helixrt.train.models.parallel import Group, ParallelGroups
-from helixrt.train.models.ring_attention import ring_attention
+from helixrt.train.models.parallel import ParallelGroups
 from tests.train.model_ranks import GPT, LLAMA, SEQ, batch, gradients, on_ranks
 
 SHIFT = torch.ops._c10d_functional.helixrt_ring_shift.default

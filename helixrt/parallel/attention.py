@@ -2,7 +2,7 @@
 
 With n context ranks a sequence is cut into 2n pieces and rank r holds pieces r and 2n-1-r: under a causal mask the
 early piece has little to attend to and the late one much, so that all ranks have equal work. There are two variants
-(`ModelConfig.context`):
+(`CONTEXTS`):
 
 - "gathered": keys and values are gathered, in one collective, before attention (Dubey et al., The Llama 3 Herd of Models,
   2024, section 3.3.2): with grouped queries they are small. Their gradients are reduce-scattered.
@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from helixrt.train.config import CONTEXTS
-from helixrt.train.models.collective_functions import gather
-from helixrt.train.models.parallel import Group
-from helixrt.train.models.ring_attention import ring_attention
+from helixrt.parallel import CONTEXTS
+from helixrt.parallel.collective_functions import gather
+from helixrt.parallel.group import Group
+from helixrt.parallel.ring_attention import ring_attention
 
 
 def context_part(x: torch.Tensor, dim: int, cp: Group | None) -> torch.Tensor:
