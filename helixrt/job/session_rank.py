@@ -176,9 +176,9 @@ def run_rank(spec: RankSpec) -> int:
     runtime: RankRuntime | None = None
     session: Session | None = None
     try:
-        os.environ[RANK_VARIABLE] = _label(spec)
         check_folder(spec)
         config = SessionConfig.from_plain(spec.config)
+        os.environ[RANK_VARIABLE] = _label(spec)
         with RankRuntime(spec, config) as runtime, opened_session(runtime, config) as session:
             config.train.load()(session, **config.arguments)
             check_loop_ended(session)

@@ -45,8 +45,8 @@ def prepared(session: Session) -> Any:
     ("model", "axes", "rule"),
     [
         (plain, ("pp",), r"needs session\.parallelize\(helixrt\.compile\(model"),
-        (plain, ("cp",), r"needs session\.parallelize\(helixrt\.Stages"),
-        (compiled, ("dp_shard", "cp"), "must be 1 for a captured model"),
+        (plain, ("cp",), r"needs helixrt\.Stages or, for transformers models, session\.parallelize\(helixrt\.compile"),
+        (compiled, ("dp_shard",), "must be 1 for a captured model"),
         (prepared, AXES, r"session\.prepare takes models that are whole on each rank"),
     ],
     ids=["plain-pp", "plain-cp", "compiled", "prepared"],
