@@ -296,6 +296,8 @@ class BoundedSink:
             if not self._pending:
                 self._wake.clear()
                 self._gathering = False  # who appends from now on wakes this thread
+                if self._pending:  # and who appended just before has not
+                    self._wake.set()
             if self._pending and self._flushed == flushed:  # else what is pending is newer
                 self.flush()
             flushed = self._flushed

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config
 
 import helixrt
+from helixrt.compile.watch import Watch
 from helixrt.errors import ConfigError
 from helixrt.passes.capture import check_names
 from helixrt.passes.errors import CaptureError
@@ -513,3 +517,37 @@ def test_a_submodule_called_loss_is_not_taken_for_the_loss() -> None:
     with pytest.raises(CaptureError, match="the model's submodule 'loss' and the loss function both have 'weight'"):
         both_have.train_step(X, target=Y.softmax(1))
     check_names(model, model.loss)  # one tensor under both names
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.heads, self.inner = 4, [1, 2]
+
+    @cached_property
+    def width(self) -> int:
+        return 8 * self.heads
+
+
+class Holding(nn.Module):
+    """Holds what others change without any effect on its forward, and settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logger, self.settings = logging.getLogger("of the model"), Settings()
+        self.config = GPT2Config(n_layer=1)
+
+
+def test_a_watch_sees_settings_and_no_more() -> None:
+    model = Holding()
+    watch = Watch({"": model})
+    model.logger.setLevel(logging.INFO)
+    model.logger.info("the first line of this level")
+    assert model.settings.width == 32
+    model.config.architectures, model.config.dtype = ["GPT2LMHeadModel"], "float32"  # as save_pretrained does
+    assert watch.changed(all=True) is None
+    model.config.attn_pdrop = 0.7
+    assert watch.changed(all=True) == "config.attn_pdrop"
+    watch.renew()
+    assert watch.changed(all=True) is None
+    model.settings.heads = 2
+    assert watch.changed(all=True) == "settings.heads"

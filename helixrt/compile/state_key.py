@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Set
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
+from logging import Logger
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from helixrt.compile.transformers_private import file_names_of
 from helixrt.errors import ConfigError
 from helixrt.passes.autocast import device_types
 
@@ -92,7 +94,7 @@ class Contents:
     def of(self, value: Any) -> Hashable:
         if isinstance(value, CONSTANTS):
             return type(value), value
-        if isinstance(value, torch.Tensor | ModuleType | torch.Generator) or id(value) in self.modules:
+        if isinstance(value, torch.Tensor | ModuleType | torch.Generator | Logger) or id(value) in self.modules:
             return Same(value)
         if isinstance(value, MethodType):
             return value.__func__, Same(value.__self__)
@@ -127,7 +129,12 @@ class Contents:
             return None
         if len(found) > MOST:
             return Same(value), len(found)
-        return tuple((name, self.of(each)) for name, each in found.items())
+        kind, left = type(value), file_names_of(value)
+        return tuple(
+            (name, self.of(each))
+            for name, each in found.items()  # a cached property follows from others
+            if name not in left and not isinstance(getattr(kind, name, None), cached_property)
+        )
 
 
 def slots_of(kind: type) -> tuple[str, ...]:

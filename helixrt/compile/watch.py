@@ -28,8 +28,12 @@ class Watch:
         self._own = set(map(id, own))
         self._modules = [*own, *others]
         self._training = self._modes()
-        self._seen = {at: self._look(at) for at in range(0, len(self._named), EACH)}
         self._next = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """What is now is no change."""
+        self._seen = {at: self._look(at) for at in range(0, len(self._named), EACH)}
 
     def mode_changed(self) -> bool:
         return self._modes() != self._training
@@ -72,7 +76,20 @@ def _parts(module: nn.Module, contents: Contents) -> Iterable[tuple[str, Hashabl
 def _difference(before: Sequence[tuple[str, Hashable]], now: Sequence[tuple[str, Hashable]]) -> str:
     then, present = dict(before), dict(now)
     missing = object()
-    return next((name for name in (*present, *then) if then.get(name, missing) != present.get(name, missing)), "a module")
+    differ = (name for name in (*present, *then) if then.get(name, missing) != present.get(name, missing))
+    name = next(differ, "a module")
+    return name + _within(then.get(name), present.get(name))
+
+
+def _within(then: Hashable, now: Hashable) -> str:
+    """The names of attributes on the way to the first difference in an object."""
+    if not (isinstance(then, tuple) and isinstance(now, tuple) and len(then) == len(now)):
+        return ""
+    for before, after in zip(then, now, strict=True):
+        if before != after:
+            named = isinstance(before, tuple) and isinstance(after, tuple) and before[:1] == after[:1] and before
+            return (f".{named[0]}" if named and isinstance(named[0], str) else "") + _within(before, after)
+    return ""
 
 
 __all__ = ["Watch"]

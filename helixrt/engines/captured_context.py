@@ -25,6 +25,7 @@ from helixrt.errors import ConfigError
 from helixrt.parallel.attention import causal_attention, context_part
 from helixrt.parallel.group import Group
 from helixrt.passes.cut_model import CutModel
+from helixrt.passes.nodes import origin
 from helixrt.passes.parts import Role
 
 IGNORED = -100  # the target of a position without a loss, as torch and transformers have it
@@ -54,7 +55,7 @@ class ContextCut:
             raise ConfigError("loss", None, _LOSS_RULE)
         if reason := _refusal(model):
             raise self._refused(reason)
-        self._arguments = list(inspect.signature(model.forward).parameters)
+        self._signature = inspect.signature(model.forward)
 
     def apply(self, model: nn.Module) -> None:
         """Give the model (a copy of the user's, with a configuration of its own) the attention over the cp ranks."""
@@ -69,7 +70,7 @@ class ContextCut:
 
     def check(self, cut: CutModel) -> None:
         """Raises ConfigError if the captured model does anything with the sequence besides this attention, as far as seen."""
-        nodes = [node for chunk in cut.chunks for node in chunk.part.graph.nodes]
+        nodes = [node for chunk in cut.chunks for node in chunk.part.graph.nodes if not origin(node).backward]
         name = "all_gather_into_tensor" if self._context == "gathered" else "helixrt_ring_shift"
         transfers = [node for node in nodes if name in str(node.target) and node.args[-1] == self._cp.name]
         each = 1 if self._context == "gathered" else self._cp.size - 1
@@ -85,7 +86,7 @@ class ContextCut:
 
         Raises ConfigError, with the argument's name, for what cannot be split along the sequence.
         """
-        given = dict(zip(self._arguments, inputs, strict=False)) | dict(named)
+        given = self._bound(inputs, named)
         tensors = {key: value for key, value in given.items() if pytree.tree_any(lambda x: isinstance(x, torch.Tensor), value)}
         if "labels" in tensors:
             raise ConfigError("labels", "a tensor", _LOSS_RULE)
@@ -103,6 +104,16 @@ class ContextCut:
         positions = context_part(torch.arange(length, device=given[tokens].device)[None], 1, self._cp)
         given |= {tokens: context_part(given[tokens], 1, self._cp), _POSITIONS: positions.repeat(rows, 1)}
         return given, pytree.tree_map_only(torch.Tensor, lambda each: self._of_target(each, length), target)
+
+    def _bound(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call of the model by name."""
+        try:
+            bound = self._signature.bind_partial(*inputs, **named).arguments
+        except TypeError as error:
+            raise ConfigError("inputs", f"{len(inputs)} by position", f"are no arguments of {self._what}: {error}") from error
+        kinds = self._signature.parameters
+        further = next((name for name in bound if kinds[name].kind is inspect.Parameter.VAR_KEYWORD), "")
+        return {name: value for name, value in bound.items() if name != further} | bound.get(further, {})
 
     def _of_target(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         if tensor.dim() < 2 or tensor.shape[1] != length:

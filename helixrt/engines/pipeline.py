@@ -23,13 +23,13 @@ from helixrt.engines.pipeline_parts import (
     BUFFERS_RULE,
     Batch,
     PipelineParts,
+    SameModules,
     check_like_example,
     check_registered,
     check_same_chunks,
     check_shards,
     cut,
     runs_by_graphs,
-    watched,
 )
 from helixrt.engines.portions import portions_of
 from helixrt.engines.random_state import chunks_apart, set_random_state
@@ -125,7 +125,7 @@ class PipelineEngine(BatchEngine):
         self._graphs_when = "always" if parts.adaptation is not None and parts.graphs == "auto" else parts.graphs
         self._profile, self._autocast = parts.profile, parts.autocast
         self._graphs: JointStage | None = None
-        self._check_same: Callable[[], None] = lambda: None  # the modules, with those that graphs were captured of
+        self._same = SameModules({})  # as graphs were captured of
         self._executor = Executor(self._autograd, self._channels, parts.boundary, parts.record)
         self._evaluation = compile_program(forward_only(self.placement, schedule.microbatches), self.stage)
         self._programs: dict[Schedule, Program] = {}
@@ -198,7 +198,7 @@ class PipelineEngine(BatchEngine):
             raise MisuseError("channels over Gloo know delegated communication only; run with pipeline.channels=endpoint")
 
     def _captured(self) -> JointStage:
-        self._check_same = watched(self.modules)
+        self._same = SameModules(self.modules)
         from helixrt.pipeline.graph_stage import Example, GraphStage  # brings torch's compiler, which takes seconds
 
         boundary = self._executor.boundary
@@ -247,7 +247,7 @@ class PipelineEngine(BatchEngine):
         micro-batches or, where graphs run them, is unlike the example.
         """
         if self._executor.stage is not self._autograd:
-            self._check_same()
+            self._same.check()
             check_like_example((inputs, targets), self._example, (self._embeds, self._predicts), self.schedule.microbatches)
         return self._train((inputs, targets))
 
@@ -381,7 +381,7 @@ class PipelineEngine(BatchEngine):
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Around an evaluation of the user's, between two steps."""
-        return evaluating(self.registered, self._constants)
+        return self._same.evaluation(evaluating(self.registered, self._constants))
 
     def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """The mean loss of a batch in evaluation mode, on every rank of the replica, without gradients; not within a step."""

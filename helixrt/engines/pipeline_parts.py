@@ -6,8 +6,10 @@ whether a schedule runs by graphs or by autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,9 @@ from helixrt.pipeline.program import needs_graphs
 from helixrt.record import FlightRecord
 from helixrt.schedule.adaptation.policy import Adaptation
 from helixrt.schedule.ir import Schedule
+
+if TYPE_CHECKING:
+    from helixrt.compile.watch import Watch
 
 GRAPHS = ("auto", "always", "never")
 PROFILES = ("auto", "measure", "estimate")  # see passes.profile.Mode
@@ -152,20 +157,32 @@ def check_like_example(batch: Batch, example: Batch, reads: tuple[bool, bool], m
                 )
 
 
-def watched(modules: Mapping[int, nn.Module]) -> Callable[[], None]:
-    """What raises MisuseError once the modules are not those of now, of which graphs are captured. See `compile.watch`."""
-    from helixrt.compile.watch import Watch  # brings torch's compiler, which takes seconds
+class SameModules:
+    """Raises MisuseError once the modules are not those of now, of which graphs are captured. See `compile.watch`."""
 
-    watch = Watch({f"chunk{number}": modules[number] for number in sorted(modules)})
-    rule = (
-        "after the graphs of its part were captured, which have what was before. Set it before session.register, or train with "
-        "graphs='never'"
-    )
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self._watch: Watch | None = None
+        if modules:
+            from helixrt.compile.watch import Watch  # brings torch's compiler, which takes seconds
 
-    def check() -> None:
-        if watch.mode_changed():
+            self._watch = Watch({f"chunk{number}": modules[number] for number in sorted(modules)})
+
+    def check(self, all: bool = False) -> None:
+        rule = (
+            "after the graphs of its part were captured, which have what was before. Set it before session.register, or train "
+            "with graphs='never'"
+        )
+        if self._watch is not None and not all and self._watch.mode_changed():
             raise MisuseError(f"the training mode of a module was changed (train() or eval()) {rule}")
-        if name := watch.changed():
+        if self._watch is not None and (name := self._watch.changed(all=all)):
             raise MisuseError(f"{name} was changed {rule}")
 
-    return check
+    @contextmanager
+    def evaluation(self, kept: AbstractContextManager[None]) -> Iterator[None]:
+        """Around an evaluation, which runs the modules themselves: what their forward sets is no change. `kept`: another such
+        context."""
+        self.check(all=True)
+        with kept:
+            yield
+        if self._watch is not None:
+            self._watch.renew()

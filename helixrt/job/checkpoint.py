@@ -276,16 +276,16 @@ def read_index(checkpoint: Checkpoint) -> Index:
         raise _cannot_load(checkpoint, error, ConfigError) from error
 
 
-class Damaged(ConfigError):
-    """A tensor's bytes are not those that were written."""
+class Unread(ConfigError):
+    """Tensors could not be read, or are not what was written: `verify` says whether the checkpoint is damaged."""
 
 
 def load(checkpoint: Checkpoint, rank: int, mesh: Mapping[str, int], live: State, portions: Mapping[str, Portion]) -> Loaded:
     """For rank `rank` of a replica of this mesh, which need not be the one that wrote the checkpoint. `live`: the rank's state
     as it is, for its names and shapes, and `portions`: how it lies in the whole (`Engine.portions`).
 
-    Raises ConfigError (resume) when the checkpoint does not have what this rank needs, Damaged when what it has is not what was
-    written (every tensor's CRC-32 is compared), OSError if a storage does not answer.
+    Raises ConfigError (resume) when the checkpoint does not have what this rank needs, Unread when reading fails or a tensor is
+    not what was written (every CRC-32 is compared), OSError if a storage does not answer.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -299,14 +299,9 @@ def load(checkpoint: Checkpoint, rank: int, mesh: Mapping[str, int], live: State
     tensors = {name: empty_of(wanted) for name, wanted in found.tensors.items()}
     try:
         read(checkpoint.folder, {name: (wanted.portion, tensors[name], wanted.crcs) for name, wanted in found.tensors.items()})
-    except OSError as error:
+    except (Exception, CheckpointException) as error:  # DCP raises it for what failed; it is no Exception
         _raise_if_silent(checkpoint.folder, error)
-        raise _cannot_load(checkpoint, error, ConfigError) from error
-    except (ValueError, CheckpointException) as error:  # DCP raises it for what failed; it is no Exception
-        _raise_if_silent(checkpoint.folder, error)
-        inner = [each for each, _ in getattr(error, "failures", {}).values()]
-        read_wrong = not any(isinstance(each, OSError | MemoryError) for each in inner)
-        raise _cannot_load(checkpoint, error, Damaged if read_wrong else ConfigError) from error
+        raise _cannot_load(checkpoint, error, Unread) from error
     left = tuple(name.split("/", 1)[1] for name in index.placed if is_of_model(name) and name not in found.taken)
     return Loaded(State(tensors, found.scalars), left)
 

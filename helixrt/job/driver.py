@@ -264,8 +264,10 @@ class Driver:
             begun = ours and hasattr(self, "controller")  # else the launcher could not be made
             if begun and self._kept and self.controller.state.stopped is None:
                 ours = False  # the keeper, if it lives, waits for another driver
-                lost.add_note(way_on(self.run_.folder))
-                self.output.say(f"{lost}; {lost.__notes__[-1]}")
+                goes_on, how = way_on(self.run_.folder)
+                begun = not goes_on  # else that driver writes the report
+                lost.add_note(how)
+                self.output.say(f"{lost}; {how}")
             if begun:
                 self._report((), self._advance())
             raise

@@ -76,16 +76,21 @@ class DurableState:
         return True
 
     def _read(self, folder: Place) -> checkpoints.Loaded | None:
-        """None if it has been deleted meanwhile, or is damaged."""
+        """None if it has been deleted meanwhile, or is damaged. Raises Retryable for one that is whole, and was not read."""
         try:
             checkpoint = checkpoints.read_manifest(folder)
             return checkpoints.load(checkpoint, self._rank, self._mesh, self._engine.state(), self._engine.portions())
-        except ConfigError as error:
-            if not checkpoints.is_complete(folder):
+        except checkpoints.Unread as error:
+            try:
+                checkpoints.verify(folder)
+            except ConfigError as damage:
+                if checkpoints.is_complete(folder):
+                    self._store.put_if_absent(_damaged_key(folder), damage.rule)
                 return None
-            if not isinstance(error, checkpoints.Damaged):
+            raise Retryable(f"{error.rule}; its files are whole") from error
+        except ConfigError:
+            if checkpoints.is_complete(folder):
                 raise
-            self._store.put_if_absent(_damaged_key(folder), error.rule)
             return None
 
     def _check(self, folder: Place) -> checkpoints.Checkpoint:

@@ -89,12 +89,12 @@ def living(folder: Path) -> KeptRun | None:
     return None
 
 
-def way_on(folder: Path) -> str:
-    """How the run in this folder goes on, whose store has not answered its driver any more."""
+def way_on(folder: Path) -> tuple[bool, str]:
+    """Whether the run in this folder, whose store has not answered its driver any more, may go on without it; what to do."""
     kept = kept_run(folder)
     if kept is not None and (keeper_lives(folder) or is_lost(folder, kept)):
-        return f"the ranks may go on without this driver; `helixrt attach {folder}` attaches another one"
-    return "its keeper has ended; helixrt.run(resume=...) goes on from its newest checkpoint"
+        return True, f"the ranks may go on without this driver; `helixrt attach {folder}` attaches another one"
+    return False, "its keeper has ended; helixrt.run(resume=...) goes on from its newest checkpoint"
 
 
 def _await_end(folder: Path) -> None:

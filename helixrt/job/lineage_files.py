@@ -320,7 +320,10 @@ def _read(folder: Path) -> tuple[list[CommitRecord], Behind]:
 def _records(path: Path) -> list[CommitRecord]:
     """None for a file that was deleted meanwhile: its records are in a merged one, or were forgotten."""
     try:
-        return [CommitRecord.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")]
+        found = [CommitRecord.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")]
+        if not path.stem.isdigit() and len(found) != _end_of(path) - _begin_of(path):
+            raise ValueError(f"it has {len(found)} records")
+        return found
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

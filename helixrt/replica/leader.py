@@ -185,7 +185,7 @@ class Leader:
                     return p.Reloaded(report.lineage)
                 self._loads += 1
                 if self._loads >= LOAD_ATTEMPTS:
-                    raise Fatal(f"{self._loads} checkpoints in turn were deleted while this replica was reading them")
+                    raise Fatal(f"{self._loads} checkpoints in turn were deleted, or damaged, when this replica read them")
                 self._blocking.put(lambda: self._reload(self._newer_than))
                 return None
             case OrderPrepared():

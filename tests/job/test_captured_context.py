@@ -229,6 +229,12 @@ def models_that_are_refused(host: StageHost) -> None:
     ):
         with pytest.raises(error, match=message):
             part_of(host, model_of(build), example)
+    with pytest.raises(ConfigError, match="not each of its 4 layers has the attention"):
+        part_of(host, model_of(without_attention_in_a_layer), example, context="ring")
+    checkpointed = model_of(without_attention_in_a_layer)
+    checkpointed.gradient_checkpointing_enable()
+    with pytest.raises(ConfigError, match="not each of its 4 layers has the attention"):
+        part_of(host, checkpointed, example)
 
 
 def calls_that_are_refused(host: StageHost) -> None:
@@ -246,6 +252,8 @@ def calls_that_are_refused(host: StageHost) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             part_of(host, model_of(gpt2), helixrt.ExampleBatch(**inputs, target=goal), **options)
+    with pytest.raises(ConfigError, match="inputs=1 by position: are no arguments of GPT2LMHeadModel: multiple values"):
+        part_of(host, model_of(gpt2), helixrt.ExampleBatch(tokens, input_ids=tokens, target=target))
 
 
 def own_model_is_left(host: StageHost) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from helixrt.errors import ConfigError
+from helixrt.errors import ConfigError, Retryable
 from helixrt.job import checkpoint as checkpoints
+from helixrt.job import dcp_private
 from helixrt.job.durable_state import DurableState
 from helixrt.job.stored_path import Place
 from helixrt.protocol.step.lineage import CommitRecord, Log, genesis
@@ -81,7 +83,8 @@ def test_with_every_checkpoint_damaged_the_run_does_not_begin_again(saved: Place
     for record in (NEWER, OLDER):
         damage(saved, record, 1)
         assert rank.durable.newest(-1) == record.hash and not rank.durable.load(record.hash, False)
-    with pytest.raises(ConfigError, match=rf"resume=true: cannot load .*{NEWER.hash[:8]}.* is not what was written"):
+    file = "rank_1/__0_0.distcp is not the file that was written"
+    with pytest.raises(ConfigError, match=rf"resume=true: .*{NEWER.hash[:8]}.*{file}"):
         rank.durable.newest(-1)
 
 
@@ -91,3 +94,35 @@ def test_a_file_that_is_too_short_is_noticed_before_anything_is_read(saved: Plac
     file = Path(files_of(folder) / "rank_1" / "__0_0.distcp")
     file.write_bytes(file.read_bytes()[:-1])
     assert Rank(0, saved, MemoryStore(), "0/1").durable.newest(-1) == OLDER.hash
+
+
+def test_a_whole_checkpoint_that_was_not_read_is_read_again(saved: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tells of memory that it does not get by a RuntimeError."""
+    rank = Rank(1, saved, MemoryStore(), "0/1")
+    with monkeypatch.context() as patched:
+        patched.setattr(dcp_private._Box, "target", no_memory)
+        with pytest.raises(Retryable, match=r"cannot load .*; its files are whole"):
+            rank.durable.load(NEWER.hash, False)
+    assert rank.durable.newest(-1) == NEWER.hash and rank.durable.load(NEWER.hash, False)
+
+
+def no_memory(box: object) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("place", ["folder"], indirect=True)
+def test_a_block_that_cannot_be_read_is_damage(saved: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(1, saved, MemoryStore(), "0/1")
+    assert isinstance(saved, Path)
+    opened = open
+
+    def bad_sector(path: Any, *arguments: Any, **keywords: Any) -> Any:
+        if f"{checkpoints.folder_name(NEWER)}/rank_1/__0_0" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(path, *arguments, **keywords)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", bad_sector)
+        patched.setattr(Path, "open", lambda path, *a, **k: bad_sector(path, *a, **k))
+        assert not rank.durable.load(NEWER.hash, False)
+    assert rank.durable.newest(-1) == OLDER.hash

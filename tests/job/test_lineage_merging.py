@@ -15,6 +15,7 @@ from zlib import crc32
 import pytest
 
 from helixrt.bench import lasting
+from helixrt.errors import ConfigError
 from helixrt.job import checkpoint as checkpoints
 from helixrt.job import compaction as compactions
 from helixrt.job import lineage_files
@@ -307,3 +308,15 @@ def test_what_a_crash_left_half_written_is_deleted_by_the_next_life(tmp_path: Pa
     assert len(list(tmp_path.iterdir())) == 1
     drop_from(tmp_path, 0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_merged_file_that_lacks_lines_is_damage_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lineage_files, "_MOST", MOST)
+    entries = chain_of(3 * MOST)
+    lineage_files.write_durably(tmp_path / "00000000.json", "\n".join(entry.to_json() for entry in entries))
+    merge_files(tmp_path, entries, 0)
+    merged = tmp_path / "00000004-00000008.json"
+    merged.write_text(merged.read_text().rsplit("\n", 1)[0])
+    (tmp_path / "00000000.json").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=r"cannot read .*00000004-00000008.json: it has 3 records"):
+        read_log(tmp_path)

@@ -202,6 +202,30 @@ def evaluated_too_early() -> None:
     model.evaluate(*data()[0][:1], target=data()[0][1])
 
 
+class Noting(nn.Linear):
+    """Sets attributes in an evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if not self.training:
+            self.seen = y.detach()
+        return y
+
+
+def test_graphs_go_on_after_an_evaluation_whose_forward_sets_attributes() -> None:
+    session = session_with(StageHost())
+    model = session.parallelize(staged([Noting(WIDTH, WIDTH)], graphs="always"))
+    session.register(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    session.evaluate(lambda: model.evaluate(*data()[0][:1], target=data()[0][1]), every=1)
+    committed = 0
+    for step in session.steps(data(), until=3):
+        for x, y in step:
+            step.train(model, x, target=y)
+        step.commit()
+        committed += 1
+    assert committed == 3
+
+
 def changing(change: Callable[[nn.Module], object]) -> Callable[[], None]:
     """A model run by graphs, whose part is changed after the first step."""
 
