@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,18 +144,23 @@ def test_serve_prints_paths_as_a_shell_takes_them(tmp_path: Path, capsys: pytest
         assert shlex.split(line) == ["export", f"HELIXRT_SECRET_FILE={file}"]
 
 
-def test_a_run_that_cannot_be_read_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_text("{")
     assert cli.main(["drain", "0", "--run", str(tmp_path)]) == 2
     assert "its run.json or config.json cannot be read" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path), "--to", str(tmp_path / "to")]) == 1
     assert f"helixrt: {tmp_path / 'run.json'} cannot be read" in capsys.readouterr().err
+
+
+def test_an_address_at_which_no_ray_cluster_answers_is_one_line() -> None:
+    """In a process of its own: Ray reads the way of authentication once in a process."""
     pytest.importorskip("ray", reason="the extra ray is not installed")
-    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
-    assert cli.main(["attach", "job-1"]) == 2
-    assert capsys.readouterr().err == "helixrt: RAY_ADDRESS=nonsense: no Ray cluster with a dashboard answers there\n"
+    ended = subprocess.run(
+        [sys.executable, "-m", "helixrt.cli", "attach", "job-1"],
+        env={**os.environ, "RAY_ADDRESS": "nonsense"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("helixrt: RAY_ADDRESS=nonsense: no Ray cluster with a dashboard answers there\n")
 
 
 def test_serve_takes_no_short_secret(
