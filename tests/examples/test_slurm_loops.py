@@ -15,7 +15,7 @@ from tests.examples.slurm_cluster import ROOT
 AWAY = 70  # attempts: an outage of a good hour
 GUIDES = ROOT / "docs" / "guides"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(480)
 
 
 def block(guide: str) -> str:
@@ -46,7 +46,7 @@ def run(folder: Path, script: str) -> tuple[int, list[str]]:
     done = subprocess.run(
         ["bash", folder / "job.sh"],
         env={**os.environ, **environment, "PATH": path, "VARIABLES": str(folder / "variables")},
-        timeout=500,
+        timeout=450,
     )
     return done.returncode, (folder / "calls").read_text().splitlines()
 
