@@ -76,7 +76,7 @@ class DurableState:
         return True
 
     def _read(self, folder: Place) -> checkpoints.Loaded | None:
-        """None if it has been deleted meanwhile, or is damaged. Raises Retryable for one that is whole, and was not read."""
+        """None for a checkpoint that was deleted or is damaged. Raises Retryable if reading failed and its files are whole."""
         try:
             checkpoint = checkpoints.read_manifest(folder)
             return checkpoints.load(checkpoint, self._rank, self._mesh, self._engine.state(), self._engine.portions())

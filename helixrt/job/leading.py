@@ -257,7 +257,7 @@ class Leading:
 
     def _newest_durable(self, newer_than: int) -> str | None:
         genesis = self._parts.genesis
-        limit_s = self._context.config.checkpoint.write_s  # no replica runs until it has read all of a checkpoint
+        limit_s = self._context.config.checkpoint.write_s  # a storage may take long to answer
         try:
             with self._context.progress.doing("the check of a checkpoint", COORDINATION, limit_s):
                 found = self._parts.durable.newest(newer_than, self._reads)

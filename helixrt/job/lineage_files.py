@@ -297,7 +297,7 @@ def read_log(folder: Path) -> Log:
 
 def read_lineage(folder: Path) -> list[CommitRecord]:
     """The log's entries from the first on disk, up to the first that is missing. Files may overlap, since a writer may have
-    begun at another record, and they may be merged meanwhile. Raises ConfigError (resume) for a damaged file."""
+    begun at another record, and they may be merged during the call. Raises ConfigError (resume) for a damaged file."""
     return _read(folder)[0]
 
 
@@ -318,7 +318,7 @@ def _read(folder: Path) -> tuple[list[CommitRecord], Behind]:
 
 
 def _records(path: Path) -> list[CommitRecord]:
-    """None for a file that was deleted meanwhile: its records are in a merged one, or were forgotten."""
+    """An empty list for a file that is not there any more: its records are in a merged file, or were deleted."""
     try:
         found = [CommitRecord.from_json(line) for line in path.read_text(encoding="utf-8").split("\n")]
         if not path.stem.isdigit() and len(found) != _end_of(path) - _begin_of(path):

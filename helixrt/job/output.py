@@ -147,7 +147,7 @@ class RunOutput:
             self._begun_at = records[0].step - 1
 
     def attached(self, absence: Absence, records: Sequence[CommitRecord]) -> None:
-        """To a run that was without a driver, and what was committed meanwhile: all of it is told here."""
+        """Begin with a run that was without a driver; `records`: all that were committed in that time."""
         now = time.monotonic()
         self._begun_s, self._record_s = now - absence.away_s, now - (absence.away_s - absence.still_s)
         self._begun_at = self._newest = absence.first

@@ -17,5 +17,5 @@ class Group:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Group | None:
-        """The group, or None for a single rank. It must stay registered (and referenced) meanwhile."""
+        """The group, or None for a single rank. It must stay registered and referenced as long as it is used."""
         return None if group is None or group.size() == 1 else Group(group.group_name, group.rank(), group.size())

@@ -341,8 +341,8 @@ class StoreQuorum:
 
     @staticmethod
     def traces_of(member: Id, prefix: str = PREFIX) -> list[str]:
-        """The keys that a member whose successor takes part has left: nobody asks it any more. The list of known incarnations
-        keeps its entry, since who comes reads that from its begin."""
+        """The keys of a member whose successor takes part: no member reads them any more. Its entry in the list of known
+        incarnations stays, since a new member reads that list from its begin."""
         return [f"{prefix}{what}/{_text(member)}" for what in ("beat", "ask")]
 
     def _asking(self, account: Mapping[str, Any]) -> Set:

@@ -564,7 +564,7 @@ def test_an_evaluation_leaves_modes_as_they_were() -> None:
 
 
 class Looked(nn.Module):
-    """Its embedding has sparse gradients, where it is told so."""
+    """With `sparse=True` its embedding has sparse gradients."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The driver's console: it is written in order, nothing of it is lost in ordinary use, and nobody waits for one that stalls."""
+"""The driver's console: it is written in order, no line is lost in ordinary use, and a console that stalls blocks no caller."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pipe:
             self.text += part
 
     def lines(self) -> list[str]:
-        """All, once nobody writes any more."""
+        """All that was written, at the end."""
         self.stream.close()
         self._reader.join(LIMIT_S)
         assert not self._reader.is_alive()

@@ -388,7 +388,7 @@ def test_ranks_without_resources_are_waited_for() -> None:
 
 @pytest.mark.parametrize("thread", ["main", "coordination"])
 def test_a_start_takes_as_long_as_a_rank_has_asked_for(thread: str) -> None:
-    """A compilation before the loop, or the check of a checkpoint: no step completes meanwhile, and then the rank hangs."""
+    """A compilation before the loop, or the check of a checkpoint: no step completes during it, and then the rank hangs."""
     world, lost_s = World(max_restarts=0, start_timeout_s=2.0), list[float]()
 
     def busy(sequence: int) -> None:

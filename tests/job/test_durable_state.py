@@ -97,7 +97,7 @@ def test_a_file_that_is_too_short_is_noticed_before_anything_is_read(saved: Plac
 
 
 def test_a_whole_checkpoint_that_was_not_read_is_read_again(saved: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch tells of memory that it does not get by a RuntimeError."""
+    """torch raises RuntimeError when an allocation fails."""
     rank = Rank(1, saved, MemoryStore(), "0/1")
     with monkeypatch.context() as patched:
         patched.setattr(dcp_private._Box, "target", no_memory)

@@ -51,7 +51,7 @@ class Disk:
             return call
 
         def glob(path: Path, pattern: str) -> Iterator[Path]:
-            """A listing takes time: some names are looked at before what happens meanwhile, some after it."""
+            """A listing takes time: some names are read before an event during it, some after."""
             before = set(real["glob"](path, pattern))
             self.event()
             after = set(real["glob"](path, pattern))
